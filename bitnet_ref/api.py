@@ -1,0 +1,175 @@
+"""The public face: `load` a checkpoint, then ask the `Model` for logits, intermediates or text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends import Backend, choose_backend
+from .config import ModelConfig
+from .errors import ConfigError, FormatError, GenerationError, NumericsError
+from .formats.hf_config import read_hf_config
+from .formats.hf_folder import Progress, load_hf_weights
+from .kv_cache import KVCache, TokenBatch
+from .model import forward
+from .tracing import first_non_finite, record
+from .tracing.record import NamesFilter
+from .weights import ModelWeights
+
+if TYPE_CHECKING:
+    from .generation import Generation, StreamChunk
+    from .tokenizers import Tokenizer
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def shipped_models() -> list[str]:
+    """Names of the models inside the package, which `load` takes like a path."""
+    return sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())
+
+
+def find_model(model: str | os.PathLike[str]) -> Path:
+    """The folder or file that `model` stands for: a path, or the name of a shipped model."""
+    path = Path(model)
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as problem:  # too long, or a NUL byte
+        raise FormatError(f"is no usable path: {problem}") from problem
+    if path.name == os.fspath(model) and path.name in shipped_models():
+        return ASSETS / path.name
+    raise FormatError(
+        f"no such file or folder, and no shipped model of that name (there is: {', '.join(shipped_models())})", path=path
+    )
+
+
+def load(
+    model: str | os.PathLike[str] = "storyteller",
+    *,
+    backend: str = "auto",
+    threads: int | None = None,
+    dtype: str = "float32",
+    allow_unquantized: bool = False,
+    progress: Progress | None = None,
+) -> Model:
+    """Load a model, ready to compute.
+
+    model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
+        its shards), or a .safetensors file in such a folder.
+    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
+    threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
+    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
+    allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
+    progress: called with (tensors done, tensors in all) while the weights are read.
+
+    Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
+    """
+    path = find_model(model)
+    chosen = choose_backend(backend, dtype=dtype, threads=threads)
+    if path.is_file() and path.suffix != ".safetensors":
+        raise FormatError("expected a Hugging Face folder or a .safetensors file; no other format can be read yet", path=path)
+    folder = path if path.is_dir() else path.parent
+    config = read_hf_config(folder / "config.json", allow_unquantized)
+    weights = chosen.prepare(load_hf_weights(path, config, progress))
+    return Model(config, weights, chosen, folder)
+
+
+class Model:
+    """A loaded model. Holds no state between calls; any number of threads may use it."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend, folder: Path | None = None) -> None:
+        self.config, self.weights, self.backend, self.folder = config, weights, backend, folder
+
+    def __repr__(self) -> str:
+        where = self.folder.name if self.folder is not None else "in memory"
+        cfg = self.config
+        return (
+            f"<bitnet_ref.Model {where}: {cfg.model_type}, {cfg.num_hidden_layers} layers of {cfg.hidden_size}, "
+            f"vocab {cfg.vocab_size}, backend {self.backend.name}>"
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model's folder. Raises TokenizerError when there is none."""
+        from .tokenizers import load_tokenizer
+
+        if self.folder is None:
+            raise ConfigError("this model was not loaded from a folder, so it has no tokenizer")
+        return load_tokenizer(self.folder)
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray:
+        """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
+
+        Raises GenerationError for an empty list, an id outside the vocabulary, or more tokens than the model's context.
+        """
+        tokens = self.check_tokens(token_ids)
+        cache = self.new_cache(slots=1, capacity=len(tokens))
+        return self.forward(TokenBatch.of([(0, 0, tokens)]), cache)
+
+    def run_with_cache(
+        self, token_ids: Sequence[int], names_filter: NamesFilter = None
+    ) -> tuple[NDArray, dict[str, NDArray]]:
+        """The logits, and every named intermediate of the pass (TransformerLens names; see `tracing.record`).
+
+        names_filter: None for all, a glob ("blocks.*.attn.hook_pattern"), a list of globs, or a callable.
+        """
+        return record(self.backend, self.weights, self.config, self.check_tokens(token_ids), names_filter)
+
+    def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation]:
+        """Continue a prompt (text or token ids), or each of a list of prompts.
+
+        Parameters are those of `generation.SamplingParams`: max_tokens, temperature, top_k, top_p, seed, stop, ...
+        A batch gives, row by row, what each prompt gives alone. Raises GenerationError.
+        """
+        from .generation import generate
+
+        return generate(self, prompt, **params)
+
+    def stream(self, prompt: str | Sequence[int], **params: Any) -> Iterator[StreamChunk]:
+        """Continue one prompt and yield each piece of text as it comes. Closing the generator cancels."""
+        from .generation import stream
+
+        return stream(self, prompt, **params)
+
+    # -- for the generation package ------------------------------------------------------------------------------------
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        """An empty KV cache in this backend's dtype."""
+        return KVCache(self.config, slots, capacity, self.backend.dtype.type)
+
+    def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
+        """Logits of the wanted tokens, which are finite: NaN or Inf raises NumericsError naming the first bad tensor."""
+        try:
+            logits = forward(self.backend, self.weights, self.config, batch, cache)
+            finite = bool(np.isfinite(logits).all())
+        except NumericsError:
+            finite = False
+        if not finite:
+            raise first_non_finite(self.backend, self.weights, self.config, batch, cache)
+        return logits
+
+    def check_tokens(self, token_ids: Sequence[int], context: int | None = None) -> NDArray[np.int64]:
+        """token_ids as an int64 array, non-empty, within the vocabulary and the context."""
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
+            raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
+        context = self.config.max_position_embeddings if context is None else context
+        if tokens.size > context:
+            raise GenerationError(f"{tokens.size} tokens do not fit the model's context of {context}; shorten the prompt")
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.config.vocab_size))
+        if bad.size:
+            raise GenerationError(
+                f"token id {tokens[bad[0]]} at index {bad[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})"
+            )
+        return tokens.astype(np.int64)
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

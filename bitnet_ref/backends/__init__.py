@@ -1,0 +1,45 @@
+"""Which backends there are, which can run here and why not, and the choice among them."""
+
+from __future__ import annotations
+
+from ..errors import BackendUnavailable
+from .numpy_backend import Backend
+
+__all__ = ["Backend", "available_backends", "choose_backend"]
+
+NAMES = ("numpy", "cython", "cupy")
+
+
+def available_backends() -> dict[str, str | None]:
+    """Every backend by name, with None when it can run here, else the reason why not and what to do about it."""
+    return {name: _why_not(name) for name in NAMES}
+
+
+def _why_not(name: str) -> str | None:
+    if name == "cython":
+        from . import cython_backend
+
+        return cython_backend.why_unavailable()
+    if name == "cupy":
+        from . import cupy_probe
+
+        return cupy_probe.why_unavailable()
+    return None
+
+
+def choose_backend(name: str = "auto", *, dtype: str = "float32", threads: int | None = None) -> Backend:
+    """The backend of that name, ready to use. "auto" takes the fastest that can run here and has the dtype.
+
+    Raises BackendUnavailable when a named backend cannot run here.
+    """
+    if name == "auto":
+        name = "cython" if dtype == "float32" and _why_not("cython") is None else "numpy"
+    if name not in NAMES:
+        raise BackendUnavailable(f"no backend is called {name!r}; there are: auto, {', '.join(NAMES)}")
+    if reason := _why_not(name):
+        raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
+    if name == "cython":
+        from .cython_backend import CythonBackend
+
+        return CythonBackend(dtype, threads)
+    return Backend(dtype, threads)

@@ -1,0 +1,121 @@
+"""`Backend`: every operation that the model asks for, in plain NumPy. It is the reference, and the base class.
+
+A faster backend subclasses it and overrides what it speeds up. *Primitives* do one thing. *Fused* operations are
+compositions of primitives, here spelled out; a backend may replace one by a single kernel, and must then agree with
+the composition under the numerical contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import layers, quantization
+from ..config import RopeConfig
+from ..errors import ShapeError
+from ..kv_cache import KVCache, TokenBatch
+from ..threads import resolve_threads
+from ..weights import DenseWeight, Linear, ModelWeights, TernaryWeight
+
+
+class Backend:
+    """The NumPy backend. `dtype` float32 is the contract; float64 runs the same text as the yardstick of its error."""
+
+    name = "numpy"
+    dtypes: tuple[str, ...] = ("float32", "float64")
+
+    def __init__(self, dtype: str = "float32", threads: int | None = None) -> None:
+        if dtype not in self.dtypes:
+            raise ShapeError(f"backend {self.name}", expected=f"dtype {' or '.join(self.dtypes)}", got=repr(dtype))
+        self.dtype = np.dtype(dtype)
+        self.threads = resolve_threads(threads)
+
+    def prepare(self, weights: ModelWeights) -> ModelWeights:
+        """The weights in whatever layout this backend computes from; called once, when a model is loaded."""
+        return weights
+
+    # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+        """tokens (N,) -> (N, D)"""
+        return w.array[tokens].astype(self.dtype)
+
+    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
+        """x (N, D), weight (D,) -> (N, D)"""
+        return layers.rms_norm(x, weight, eps)
+
+    def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
+        """positions (N,) -> cos, sin (N, d/2)"""
+        return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
+
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, turned"""
+        return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
+
+    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+        """x (N, K) -> x_q (N, K) int8, x_quant_scale (N, 1)"""
+        return quantization.quantize_activations(x)
+
+    def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryWeight) -> NDArray[np.int32]:
+        """x_q (N, K) int8 -> acc (N, out) int32, exact"""
+        return quantization.ternary_matmul(x_q, w.packed, w.in_features)
+
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryWeight, x_quant_scale: NDArray) -> NDArray:
+        """acc (N, out) int32 -> y (N, out)"""
+        return quantization.dequantize(acc, w.w_dequant_scale, x_quant_scale)
+
+    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
+        """x (N, K) -> (N, out)"""
+        return layers.dense_matmul(x, w.array)
+
+    def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
+        """One token's q (H, d) against the keys it sees (S, G, d) -> (H, S)"""
+        return layers.attention_scores(q, keys)
+
+    def softmax(self, scores: NDArray) -> NDArray:
+        """(H, S) -> (H, S), rows that sum to 1"""
+        return layers.softmax(scores)
+
+    def attention_values(self, pattern: NDArray, values: NDArray) -> NDArray:
+        """pattern (H, S), values (S, G, d) -> (H, d)"""
+        return layers.attention_values(pattern, values)
+
+    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+        """(N, F), (N, F) -> (N, F)"""
+        return layers.gated(gate, up, activation)
+
+    # -- fused: compositions of the above ------------------------------------------------------------------------------
+
+    def linear(self, x: NDArray, w: Linear) -> NDArray:
+        """x (N, K) -> x W^T (N, out); a ternary weight makes it a BitLinear"""
+        return self.linears(x, (w,))[0]
+
+    def linears(self, x: NDArray, ws: Sequence[Linear]) -> tuple[NDArray, ...]:
+        """Several linears of the same x, which is quantised once for all that quantise it alike"""
+        outputs, shared = [], None
+        for w in ws:
+            if isinstance(w, DenseWeight):
+                y = self.dense_matmul(x, w)
+            else:
+                if w.input_norm is not None:  # a norm of its own: nothing to share
+                    x_q, x_quant_scale = self.quantize_activations(self.rms_norm(x, w.input_norm.weight, w.input_norm.eps))
+                else:
+                    x_q, x_quant_scale = shared = shared or self.quantize_activations(x)
+                y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)
+            outputs.append(y if w.bias is None else y + w.bias)
+        return tuple(outputs)
+
+    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+        """Every token of the batch over what it sees of its own sequence.   q (N, H, d) -> z (N, H, d)"""
+        z = np.empty_like(q)
+        for i, (slot, position) in enumerate(zip(batch.slots, batch.positions, strict=True)):
+            keys, values = cache.visible(layer, slot, position, window)  # (S, G, d) each
+            pattern = self.softmax(self.attention_scores(q[i], keys))  # (H, S)
+            z[i] = self.attention_values(pattern, values)
+        return z
+
+    def lm_head(self, x: NDArray, w: Linear) -> NDArray:
+        """x (N, D) -> logits (N, V)"""
+        return self.linear(x, w)

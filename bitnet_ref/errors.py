@@ -1,0 +1,98 @@
+"""Every exception that bitnet_ref raises on purpose: one family under `BitNetRefError`.
+
+A message says what was wrong, where, what was expected and what to do about it. The same facts are attributes, so
+that a program can act on them without reading English.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "BackendError",
+    "BackendUnavailable",
+    "BitNetRefError",
+    "ConfigError",
+    "DeviceError",
+    "FormatError",
+    "GenerationError",
+    "NumericsError",
+    "OutOfMemory",
+    "ShapeError",
+    "TokenizerError",
+]
+
+
+class BitNetRefError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class _FileError(BitNetRefError):
+    """An error about a place in a file: `path`, `offset` (bytes from its start) and `field` are None when unknown."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        offset: int | None = None,
+        field: str | None = None,
+    ) -> None:
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.offset = offset
+        self.field = field
+        where = [self.path] if self.path is not None else []
+        if offset is not None:
+            where.append(f"byte {offset}")
+        if field is not None:
+            where.append(field)
+        super().__init__(f"{', '.join(where)}: {message}" if where else message)
+
+
+class FormatError(_FileError):
+    """A weights file that is not what its format, or its own config, says it must be."""
+
+
+class ConfigError(_FileError):
+    """A model configuration that is missing something, contradicts itself, or asks for what is not supported."""
+
+
+class TokenizerError(_FileError):
+    """A tokenizer file that cannot be used, or text / ids / messages that the tokenizer cannot process."""
+
+
+class ShapeError(BitNetRefError):
+    """An array of the wrong shape or dtype was given to `op`."""
+
+    def __init__(self, op: str, *, expected: str, got: str) -> None:
+        self.op, self.expected, self.got = op, expected, got
+        super().__init__(f"{op}: expected {expected}, got {got}")
+
+
+class BackendError(BitNetRefError):
+    """A compute backend failed."""
+
+
+class BackendUnavailable(BackendError):
+    """The backend that was asked for cannot run here; the message says why and how to get it."""
+
+
+class DeviceError(BackendError):
+    """The accelerator was lost or answered with an error."""
+
+
+class OutOfMemory(BackendError):
+    """The host or the device has not enough memory for what was asked."""
+
+
+class NumericsError(BitNetRefError):
+    """A tensor holds NaN or Inf. `tensor` names the first one that does, in the order of the computation."""
+
+    def __init__(self, message: str, *, tensor: str | None = None) -> None:
+        self.tensor = tensor
+        super().__init__(message)
+
+
+class GenerationError(BitNetRefError):
+    """A bad generation parameter, a prompt that does not fit the context, a full queue, or a cancelled request."""

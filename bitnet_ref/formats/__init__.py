@@ -1,0 +1,1 @@
+"""Model files: reading them without trusting them, writing them without losing anything."""

@@ -1,0 +1,275 @@
+"""The weights of a Hugging Face folder: model.safetensors, or the shards its index lists -> `ModelWeights`.
+
+Every tensor is read once, checked (there, of the right shape and dtype, finite, no invalid ternary code) and put into
+the form it stays in, one after another: a packed model is never held twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import quantization
+from ..config import ModelConfig
+from ..errors import FormatError
+from ..weights import ATTENTION_LINEARS, DenseWeight, InputNorm, LayerWeights, Linear, ModelWeights, TernaryWeight
+from .json_file import read_json_object
+from .packing import pack_from_hf
+from .safetensors import SafetensorsFile, TensorInfo
+
+MAX_INDEX_BYTES = 64 << 20
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = ("BF16", "F16", "F32")
+_CHECK_BLOCK = 1 << 22  # values looked at in one go
+# Our name -> the names under which checkpoints have it (transformers' first, then 1bitLLM's).
+_SUB_NORM_NAMES = {
+    "attn_sub_norm": ("self_attn.attn_sub_norm.weight", "self_attn.inner_attn_ln.weight"),
+    "ffn_sub_norm": ("mlp.ffn_sub_norm.weight", "mlp.ffn_layernorm.weight"),
+}
+
+Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+
+
+class CheckpointTensors:
+    """The tensors of one checkpoint, whatever the number of files. Remembers which were taken."""
+
+    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+        self._stack = ExitStack()
+        self._progress = progress
+        self._files: dict[str, SafetensorsFile] = {}
+        self.taken: set[str] = set()
+        try:
+            self._open(path)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> CheckpointTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._files[name].tensors[name]
+
+    def path_of(self, name: str) -> Path:
+        return self._files[name].path
+
+    def fail(self, name: str, message: str) -> FormatError:
+        """The error to raise about a tensor: it names the file, and the tensor's place there when it has one."""
+        if name not in self._files:
+            return FormatError(message, path=self.main, field=name)
+        return FormatError(message, path=self.path_of(name), offset=self.info(name).offset, field=name)
+
+    def take(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOATS) -> NDArray:
+        """Read a tensor that must be there with that shape and one of those dtypes."""
+        if name not in self._files:
+            raise self.fail(name, f"the tensor is missing; expected {_list(dtypes)} of shape {list(shape)}")
+        info = self.info(name)
+        if info.shape != shape or info.dtype not in dtypes:
+            raise self.fail(
+                name, f"expected {_list(dtypes)} of shape {list(shape)}, got {info.dtype} of shape {list(info.shape)}"
+            )
+        self.taken.add(name)
+        array = self._files[name].read(name)
+        if info.dtype in _FLOATS:
+            self._require_finite(name, array)
+        if self._progress is not None:
+            self._progress(len(self.taken), len(self._files))
+        return array
+
+    def _require_finite(self, name: str, array: NDArray) -> None:
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _CHECK_BLOCK):
+            finite = np.isfinite(flat[start : start + _CHECK_BLOCK])
+            if not finite.all():
+                at = start + int(np.argmin(finite))
+                index = [int(i) for i in np.unravel_index(at, array.shape)]
+                raise self.fail(name, f"holds {float(flat[at])} at index {index}; expected finite numbers")
+
+    def _open(self, path: Path) -> None:
+        if path.is_file():
+            self.main, shards, placed = path, [path], None
+        elif (path / INDEX_FILE).is_file() and not (path / SINGLE_FILE).is_file():
+            self.main = path / INDEX_FILE
+            placed = _read_index(self.main)
+            shards = [path / name for name in dict.fromkeys(placed.values())]
+        else:
+            self.main, placed = path / SINGLE_FILE, None
+            shards = [self.main]
+            if not self.main.is_file():
+                raise FormatError(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}", path=path)
+        for shard in shards:
+            file = self._stack.enter_context(SafetensorsFile(shard))
+            for name in file.tensors:
+                if placed is not None and placed.get(name) != shard.name:
+                    said = f"in {placed[name]}" if name in placed else "nowhere"
+                    raise FormatError(f"the index {INDEX_FILE} places this tensor {said}", path=shard, field=name)
+                self._files[name] = file
+        for name in placed or ():
+            if name not in self._files:
+                raise FormatError(f"is not in {placed[name]}, where the index places it", path=self.main, field=name)
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return " or ".join(names)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """weight_map of a sharded checkpoint's index: tensor name -> file name, each a plain file of the same folder."""
+    weight_map = read_json_object(path, FormatError, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError("expected a non-empty object of file names", path=path, field="weight_map")
+    for shard in dict.fromkeys(str(value) for value in weight_map.values()):
+        if "\0" in shard or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise FormatError(f"expected the name of a .safetensors file, got {shard!r}", path=path, field="weight_map")
+        if not (path.parent / shard).is_file():
+            raise FormatError(f"the shard {shard} is missing", path=path, field="weight_map")
+        if not _stays_inside(path.parent, path.parent / shard):
+            raise FormatError(f"the shard {shard} is a link out of the folder", path=path, field="weight_map")
+    return {name: str(value) for name, value in weight_map.items()}
+
+
+def _stays_inside(folder: Path, file: Path) -> bool:
+    """Whether a link leads to a file of the folder itself, or to the hub cache's blobs beside its snapshots."""
+    real, home = file.resolve(), folder.resolve()
+    if real.parent == home:
+        return True
+    return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+
+
+def load_hf_weights(path: str | os.PathLike[str], config: ModelConfig, progress: Progress | None = None) -> ModelWeights:
+    """The weights of a folder (or of one .safetensors file) that `config` describes.
+
+    FormatError names the file, the tensor, what was expected and what was found; a tensor that no part of the model
+    uses is an error too, because it means that the config describes another model.
+    """
+    with CheckpointTensors(Path(path), progress) as tensors:
+        loader = _Loader(tensors, config)
+        embedding = DenseWeight(tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
+        layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
+        final_norm = loader.norm("model.norm.weight", config.hidden_size)
+        weights = ModelWeights(embedding, layers, final_norm, loader.head(embedding))
+        left = [name for name in tensors.names if name not in tensors.taken and not _may_be_ignored(name)]
+        if left:
+            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+            raise tensors.fail(left[0], f"this tensor is no part of a {config.model_type} model as config.json says{more}")
+        return weights
+
+
+def _may_be_ignored(name: str) -> bool:
+    return name.endswith(".rotary_emb.inv_freq")  # old LLaMA checkpoints carry this constant
+
+
+class _Loader:
+    """Builds the parts of one model out of its tensors."""
+
+    def __init__(self, tensors: CheckpointTensors, config: ModelConfig) -> None:
+        self.tensors, self.config = tensors, config
+        self.shapes = config.linear_shapes()
+
+    def layer(self, index: int) -> LayerWeights:
+        cfg, prefix = self.config, f"model.layers.{index}."
+        sub_norms: dict[str, NDArray | None] = dict.fromkeys(_SUB_NORM_NAMES)
+        if cfg.sub_norms:
+            for ours, size in (("attn_sub_norm", cfg.query_size), ("ffn_sub_norm", cfg.intermediate_size)):
+                names = [prefix + theirs for theirs in _SUB_NORM_NAMES[ours]]
+                sub_norms[ours] = self.norm(next((name for name in names if name in self.tensors), names[0]), size)
+        linears = {}
+        for name, (out_features, in_features) in self.shapes.items():
+            attention = name in ATTENTION_LINEARS
+            module = f"{prefix}{'self_attn' if attention else 'mlp'}.{name}"
+            bias = cfg.attention_bias if attention else cfg.mlp_bias
+            linears[name] = self.linear(module, out_features, in_features, bias)
+        return LayerWeights(
+            attn_norm=self.norm(prefix + "input_layernorm.weight", cfg.hidden_size),
+            ffn_norm=self.norm(prefix + "post_attention_layernorm.weight", cfg.hidden_size),
+            **sub_norms,
+            **linears,
+        )
+
+    def norm(self, name: str, size: int) -> NDArray[np.float32]:
+        return self.tensors.take(name, (size,)).astype(np.float32)
+
+    def head(self, embedding: DenseWeight) -> Linear:
+        name, shape = "lm_head.weight", embedding.shape
+        if not self.config.tie_word_embeddings:
+            return self.linear("lm_head", *shape, bias=False)
+        if name in self.tensors and not np.array_equal(self.tensors.take(name, shape), embedding.array):
+            raise self.tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
+        return embedding
+
+    def linear(self, module: str, out_features: int, in_features: int, bias: bool) -> Linear:
+        quantization_config = self.config.quantization
+        ternary = quantization_config is not None and not _is_skipped(module, quantization_config.modules_to_not_convert)
+        bias_vector = self.tensors.take(f"{module}.bias", (out_features,)).astype(np.float32) if bias else None
+        if not ternary:
+            return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias_vector)
+        input_norm = None
+        if quantization_config.use_rms_norm:
+            weight = self.norm(f"{module}.rms_norm.weight", in_features)
+            input_norm = InputNorm(weight, quantization_config.rms_norm_eps)
+        convention = quantization_config.scale_convention
+        if convention == "absmean":
+            packed, scale = self.quantize_master(f"{module}.weight", out_features, in_features)
+        else:
+            packed = self.packed_plane(f"{module}.weight", out_features, in_features)
+            scale = self.scale(f"{module}.weight_scale")
+            if convention == "divide":
+                scale = np.float32(1.0) / scale
+            elif bias_vector is not None:
+                bias_vector = bias_vector * scale  # AutoBitLinear adds the bias before it multiplies by the scale
+        return TernaryWeight(packed, in_features, scale, bias_vector, input_norm)
+
+    def quantize_master(self, name: str, out_features: int, in_features: int) -> tuple[NDArray[np.uint8], np.float32]:
+        """Full-precision master weights -> ternary, by absmean, or by their own scale if they are ternary already."""
+        w = self.tensors.take(name, (out_features, in_features)).astype(np.float32)
+        w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)
+        return quantization.pack_ternary(w_t), scale
+
+    def packed_plane(self, name: str, out_features: int, in_features: int) -> NDArray[np.uint8]:
+        if name in self.tensors and self.tensors.info(name).dtype in _FLOATS:  # saved unpacked: -1.0, 0.0, 1.0
+            w = self.tensors.take(name, (out_features, in_features)).astype(np.float32)
+            bad = (w != 0) & (np.abs(w) != 1)
+            if bad.any():
+                index = [int(i) for i in np.argwhere(bad)[0]]
+                raise self.tensors.fail(name, f"holds {w[tuple(index)]} at index {index}; expected -1, 0 or 1")
+            return quantization.pack_ternary(w.astype(np.int8))
+        if out_features % 4:
+            raise self.tensors.fail(name, f"packed rows come in fours, but config.json says {out_features} outputs")
+        plane = self.tensors.take(name, (out_features // 4, in_features), ("U8",))
+        if (at := quantization.first_invalid_code(plane)) is not None:
+            raise self.tensors.fail(name, f"holds the invalid ternary code 3 in byte {list(at)} (0x{plane[at]:02x})")
+        return pack_from_hf(plane)
+
+    def scale(self, name: str) -> np.float32:
+        shape = () if name in self.tensors and self.tensors.info(name).shape == () else (1,)
+        scale = self.tensors.take(name, shape).astype(np.float32).reshape(-1)[0]
+        with np.errstate(over="ignore"):
+            if scale <= 0 or not np.isfinite(np.float32(1.0) / scale):
+                raise self.tensors.fail(name, f"expected a scale above zero, got {scale}")
+        return scale
+
+
+def _is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
+    """transformers' rule: a pattern names a module and all below it from the start, or ends its name; `*` is a glob."""
+    for pattern in patterns:
+        if module.endswith(pattern) or module == pattern or module.startswith(pattern.rstrip(".") + "."):
+            return True
+        if "*" in pattern and (fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")):
+            return True
+    return False

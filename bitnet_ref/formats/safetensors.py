@@ -1,0 +1,173 @@
+"""Reading .safetensors, one tensor at a time, with every number in the header checked before it is used.
+
+The file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
+The `safetensors` package reads the same files; this reader exists because the package maps the file (a file that
+shrinks under a map kills the process, and mapped pages count twice against the memory of a load), cannot give NumPy a
+bfloat16, and does not say where in the file an error is. Writing is the package's (see `write_safetensors`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import FormatError, OutOfMemory
+from .atomic import atomic_path
+from .json_file import parse_json_object
+
+DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+    "BOOL": np.dtype(np.bool_),
+}
+MAX_HEADER = 100_000_000  # the limit of the reference implementation
+MAX_RANK = 8
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: absolute byte offset in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """An open .safetensors file. `tensors` describes it; `read(name)` gives one array of its own memory."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as problem:
+            raise FormatError(f"cannot be opened: {problem.strerror or problem}", path=self.path) from problem
+        try:
+            self.size = os.fstat(self._file.fileno()).st_size
+            self.metadata: dict[str, str] = {}
+            self.tensors = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, name: str) -> NDArray:
+        """The tensor of that name, as stored (bfloat16 as ml_dtypes.bfloat16)."""
+        info = self.tensors[name]
+        try:
+            array = np.empty(info.shape, dtype=DTYPES[info.dtype])
+        except MemoryError as problem:
+            raise OutOfMemory(f"{self.path}: no memory for the {info.nbytes} bytes of {name}") from problem
+        self._read_into(memoryview(array.reshape(-1).view(np.uint8)), info.offset, name)
+        return array
+
+    def _read_into(self, target: memoryview, offset: int, field: str) -> None:
+        done = 0
+        try:
+            self._file.seek(offset)
+            while done < len(target):
+                count = self._file.readinto(target[done:])
+                if not count:
+                    raise FormatError(
+                        f"the file ends after {done} of {len(target)} bytes", path=self.path, offset=offset, field=field
+                    )
+                done += count
+        except OSError as problem:
+            raise FormatError(f"cannot be read: {problem}", path=self.path, offset=offset, field=field) from problem
+
+    def _read_header(self) -> dict[str, TensorInfo]:
+        prefix = bytearray(8)
+        if self.size < 8:
+            raise FormatError(f"a safetensors file has at least 8 bytes, this one {self.size}", path=self.path, offset=0)
+        self._read_into(memoryview(prefix), 0, "header length")
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER, self.size - 8):
+            raise FormatError(
+                f"the header is said to have {length} bytes, the file has {self.size}",
+                path=self.path,
+                offset=0,
+                field="header length",
+            )
+        header = bytearray(length)
+        self._read_into(memoryview(header), 8, "header")
+        entries = parse_json_object(bytes(header), FormatError, self.path, offset=8)
+        metadata = entries.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise FormatError("expected an object of strings", path=self.path, offset=8, field="__metadata__")
+        self.metadata = metadata
+        data_start = 8 + length
+        tensors = {name: self._check_entry(name, entry, data_start) for name, entry in entries.items()}
+        end = data_start
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+            if info.offset != end:
+                what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
+                raise FormatError(what, path=self.path, offset=info.offset, field=f"{name}.data_offsets")
+            end = info.offset + info.nbytes
+        if end != self.size:
+            raise FormatError(f"the tensors end at byte {end}, the file at {self.size}", path=self.path, offset=end)
+        return tensors
+
+    def _check_entry(self, name: str, entry: Any, data_start: int) -> TensorInfo:
+        def fail(field: str, expected: str, got: Any) -> FormatError:
+            return FormatError(f"expected {expected}, got {got!r}", path=self.path, offset=8, field=f"{name}.{field}")
+
+        if not isinstance(entry, dict):
+            raise FormatError(f"expected an object, got {entry!r}", path=self.path, offset=8, field=name)
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise fail("dtype", f"one of {', '.join(DTYPES)}", dtype)
+        if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(_is_count(n) for n in shape):
+            raise fail("shape", f"a list of at most {MAX_RANK} whole numbers", shape)
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
+            raise fail("data_offsets", "[begin, end]", offsets)
+        begin, end = offsets
+        count = 1
+        for n in shape:  # Python integers: nothing wraps
+            count *= n
+        if end - begin != count * DTYPES[dtype].itemsize:
+            expected = f"{count * DTYPES[dtype].itemsize} bytes for {dtype} {shape}"
+            raise fail("data_offsets", expected, offsets)
+        if data_start + end > self.size:
+            raise fail("data_offsets", f"an end within the file's {self.size - data_start} bytes of data", offsets)
+        return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def write_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, NDArray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the arrays (bfloat16 allowed) to a temporary name, sync, rename: the old file or the new one, no third."""
+    from safetensors.numpy import save_file
+
+    contiguous = {name: np.require(array, requirements="C") for name, array in tensors.items()}
+    with atomic_path(path) as temporary:
+        save_file(contiguous, temporary, dict(metadata) if metadata else None)

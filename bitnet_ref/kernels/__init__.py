@@ -1,0 +1,1 @@
+"""Compiled kernels. `.h` files own the lanes, `.pyx` the threads and the checks, `.py` callers the meaning."""

@@ -1,0 +1,84 @@
+"""The keys and values of past tokens, and the description of the tokens of one call.
+
+A *slot* holds one sequence. `TokenBatch` lays the tokens of any number of sequences end to end and says, for each,
+its slot and its position there. Nothing else in the model knows that there are sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import ModelConfig
+from .errors import OutOfMemory, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """N tokens of any number of sequences. `wanted` lists the tokens whose logits are needed (None: all)."""
+
+    tokens: NDArray[np.int64]  # (N,)
+    positions: NDArray[np.int64]  # (N,)
+    slots: NDArray[np.int64]  # (N,)
+    wanted: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, int, Sequence[int]]], last_only: bool = False) -> TokenBatch:
+        """From (slot, first position, token ids) of each sequence; `last_only` wants one row of logits for each.
+
+        >>> TokenBatch.of([(0, 0, [7, 8]), (1, 5, [9])]).positions.tolist()
+        [0, 1, 5]
+        """
+        lengths = [len(ids) for _, _, ids in parts]
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for _, _, ids in parts])
+        positions = np.concatenate([np.arange(start, start + len(ids)) for _, start, ids in parts])
+        slots = np.repeat([slot for slot, _, _ in parts], lengths)
+        return cls(tokens, positions, slots, np.cumsum(lengths) - 1 if last_only else None)
+
+
+class KVCache:
+    """Keys and values, one pair of arrays (slots, capacity, G, d) a layer.
+
+    The memory is reserved at once and touched by the system only when a token is written, so a generous capacity
+    costs nothing until it is used.
+    """
+
+    def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: type = np.float32) -> None:
+        self.slots, self.capacity = slots, capacity
+        shape = (config.num_hidden_layers, slots, capacity, config.num_key_value_heads, config.head_dim)
+        try:
+            self.keys = np.empty(shape, dtype=dtype)
+            self.values = np.empty(shape, dtype=dtype)
+        except (MemoryError, ValueError) as error:
+            raise OutOfMemory(
+                f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory; "
+                "ask for fewer tokens or fewer prompts at a time"
+            ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, used or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        """Write k and v (N, G, d) of the batch's tokens at their slots and positions."""
+        if len(batch) and (batch.positions.max() >= self.capacity or batch.slots.max() >= self.slots):
+            raise ShapeError(
+                "KVCache.append",
+                expected=f"positions < {self.capacity} and slots < {self.slots}",
+                got=f"position {batch.positions.max()}, slot {batch.slots.max()}",
+            )
+        self.keys[layer, batch.slots, batch.positions] = k
+        self.values[layer, batch.slots, batch.positions] = v
+
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+        """Keys and values (S, G, d) that the token at `position` sees: itself, and those before it in its window."""
+        start = 0 if window is None else max(0, position - window + 1)
+        here = slice(start, position + 1)
+        return self.keys[layer, slot, here], self.values[layer, slot, here]

@@ -1,0 +1,210 @@
+"""Every named intermediate of a forward pass, without a hook in the model's text.
+
+`Recorder` is a backend that passes each primitive on to another backend and keeps what it saw. The fused operations
+are inherited, so they run as compositions of recorded primitives. Which layer a call belongs to is read off the weight
+that it is given. Names are TransformerLens's, without a batch axis, plus BitNet's own under each linear:
+
+    hook_embed (N, D)                                    ln_final.hook_scale (N, 1), .hook_normalized (N, D)
+    blocks.0.hook_resid_pre, hook_resid_mid, hook_resid_post, hook_attn_out, hook_mlp_out (N, D)
+    blocks.0.ln1.hook_scale (N, 1), .hook_normalized     likewise ln2, attn.sub_norm, mlp.sub_norm
+    blocks.0.attn.hook_q, hook_rot_q, hook_z (N, H, d)   hook_k, hook_rot_k, hook_v (N, G, d)
+    blocks.0.attn.hook_attn_scores, hook_pattern (H, N, S)      masked scores are -inf, masked pattern 0
+    blocks.0.mlp.hook_pre, hook_pre_linear, hook_post (N, F)    gate, up, act(gate) * up
+    blocks.0.attn.q_proj.hook_x_int8 (N, K) int8, hook_x_scale (N, 1), hook_acc_int32 (N, out), hook_out (N, out)
+    lm_head.hook_out (N, V)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import layers
+from ..backends import Backend
+from ..config import ModelConfig
+from ..errors import NumericsError
+from ..kv_cache import KVCache, TokenBatch
+from ..model import forward
+from ..weights import Linear, ModelWeights
+
+NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
+
+
+def names_matcher(names_filter: NamesFilter) -> Callable[[str], bool]:
+    """A filter given as a callable, a glob ("blocks.*.hook_pattern"), several globs, or None (everything)."""
+    if names_filter is None:
+        return lambda name: True
+    if callable(names_filter):
+        return names_filter
+    globs = (names_filter,) if isinstance(names_filter, str) else tuple(names_filter)
+    return lambda name: any(fnmatchcase(name, glob) for glob in globs)
+
+
+def record(
+    be: Backend, w: ModelWeights, cfg: ModelConfig, tokens: Sequence[int], names_filter: NamesFilter = None
+) -> tuple[NDArray, dict[str, NDArray]]:
+    """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
+    recorder = Recorder(be, w, cfg, names_filter)
+    cache = KVCache(cfg, slots=1, capacity=max(1, len(tokens)), dtype=be.dtype.type)
+    logits = forward(recorder, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache)
+    return logits, recorder.seen
+
+
+def first_non_finite(
+    be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
+) -> NumericsError:
+    """Run the batch again, watching, and say which tensor is the first that holds NaN or Inf."""
+    recorder = _Watch(be, w, cfg, lambda name: True)
+    try:
+        logits = forward(recorder, w, cfg, batch, cache)
+        recorder.keep("logits", logits)
+    except NumericsError as error:
+        if error.tensor is not None:
+            return error
+        return NumericsError(f"{recorder.current} is the first tensor that holds NaN or Inf: {error}", tensor=recorder.current)
+    return NumericsError("the logits hold NaN or Inf, but a second run of the same tokens does not: is the memory sound?")
+
+
+class Recorder(Backend):
+    """A backend that records. `seen` maps names to copies of the arrays, in the order of the computation."""
+
+    def __init__(self, inner: Backend, w: ModelWeights, cfg: ModelConfig, names_filter: NamesFilter = None) -> None:
+        self.inner, self.cfg = inner, cfg
+        self.name, self.dtype, self.threads = inner.name, inner.dtype, inner.threads
+        self.wants = names_matcher(names_filter)
+        self.seen: dict[str, NDArray] = {}
+        self.current = ""  # the tensor being computed, or the last one kept
+        self._linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
+        self._norm_names = {id(w.final_norm): "ln_final"}
+        for i, layer in enumerate(w.layers):
+            self._norm_names |= {id(layer.attn_norm): f"blocks.{i}.ln1", id(layer.ffn_norm): f"blocks.{i}.ln2"}
+            if layer.attn_sub_norm is not None:
+                self._norm_names[id(layer.attn_sub_norm)] = f"blocks.{i}.attn.sub_norm"
+            if layer.ffn_sub_norm is not None:
+                self._norm_names[id(layer.ffn_sub_norm)] = f"blocks.{i}.mlp.sub_norm"
+        for name, weight in w.linears():
+            if getattr(weight, "input_norm", None) is not None:
+                self._norm_names[id(weight.input_norm.weight)] = f"{name}.rms_norm"
+        self._block = ""  # "blocks.3", read off the last weight seen
+        self._linear = ""  # "blocks.3.attn.q_proj", while its quantisation and product run
+
+    def keep(self, name: str, array: NDArray) -> None:
+        if self.wants(name):
+            self.seen[name] = np.array(array)
+        self.current = name
+
+    # -- primitives, each passed on and kept -----------------------------------------------------------------------------
+
+    def embed(self, w, tokens):
+        x = self.inner.embed(w, tokens)
+        self.keep("hook_embed", x)
+        return x
+
+    def rms_norm(self, x, weight, eps):
+        name = self._norm_names[id(weight)]
+        if name.endswith("ln1"):
+            if self._block:
+                self.keep(f"{self._block}.hook_resid_post", x)
+            self._block = name.removesuffix(".ln1")
+            self.keep(f"{self._block}.hook_resid_pre", x)
+        elif name.endswith("ln2"):
+            self.keep(f"{self._block}.hook_resid_mid", x)
+        elif name == "ln_final":
+            self.keep(f"{self._block}.hook_resid_post", x)
+        self.current = f"{name}.hook_scale"
+        self.keep(self.current, layers.rms_scale(x, eps))
+        y = self.inner.rms_norm(x, weight, eps)
+        self.keep(f"{name}.hook_normalized", y)
+        return y
+
+    def rope_tables(self, positions, rope, head_dim):
+        return self.inner.rope_tables(positions, rope, head_dim)
+
+    def rope(self, q, k, cos, sin):
+        self.keep(f"{self._block}.attn.hook_q", q)
+        self.keep(f"{self._block}.attn.hook_k", k)
+        q, k = self.inner.rope(q, k, cos, sin)
+        self.keep(f"{self._block}.attn.hook_rot_q", q)
+        self.keep(f"{self._block}.attn.hook_rot_k", k)
+        return q, k
+
+    def quantize_activations(self, x):
+        return self.inner.quantize_activations(x)
+
+    def ternary_matmul(self, x_q, w):
+        acc = self.inner.ternary_matmul(x_q, w)
+        self.keep(f"{self._linear}.hook_x_int8", x_q)
+        return acc
+
+    def dequantize(self, acc, w, x_quant_scale):
+        self.keep(f"{self._linear}.hook_x_scale", x_quant_scale)
+        self.keep(f"{self._linear}.hook_acc_int32", acc)
+        return self.inner.dequantize(acc, w, x_quant_scale)
+
+    def dense_matmul(self, x, w):
+        return self.inner.dense_matmul(x, w)
+
+    def attention_scores(self, q, keys):
+        return self.inner.attention_scores(q, keys)
+
+    def softmax(self, scores):
+        return self.inner.softmax(scores)
+
+    def attention_values(self, pattern, values):
+        return self.inner.attention_values(pattern, values)
+
+    def gated(self, gate, up, activation):
+        self.keep(f"{self._block}.mlp.hook_pre", gate)
+        self.keep(f"{self._block}.mlp.hook_pre_linear", up)
+        y = self.inner.gated(gate, up, activation)
+        self.keep(f"{self._block}.mlp.hook_post", y)
+        return y
+
+    # -- fused: inherited compositions, with the names that only they know -------------------------------------------------
+
+    def linears(self, x: NDArray, ws: Sequence[Linear]) -> tuple[NDArray, ...]:
+        outputs: list[NDArray] = []
+        for w in ws:  # one at a time, so that each quantisation is recorded under its linear; the values are the same
+            self._linear = self._linear_names.get(id(w), "lm_head")
+            (y,) = super().linears(x, (w,))
+            self.keep(f"{self._linear}.hook_out", y)
+            outputs.append(y)
+        if self._linear.endswith("o_proj"):
+            self.keep(f"{self._block}.hook_attn_out", outputs[0])
+        elif self._linear.endswith("down_proj"):
+            self.keep(f"{self._block}.hook_mlp_out", outputs[0])
+        return tuple(outputs)
+
+    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+        n_heads, n_tokens, n_keys = q.shape[1], len(batch), int(batch.positions.max()) + 1
+        scores_all = np.full((n_heads, n_tokens, n_keys), -np.inf, dtype=self.dtype)
+        pattern_all = np.zeros_like(scores_all)
+        z = np.empty_like(q)
+        self.keep(f"{self._block}.attn.hook_v", cache.values[layer, batch.slots, batch.positions])
+        for i, (slot, position) in enumerate(zip(batch.slots, batch.positions, strict=True)):
+            keys, values = cache.visible(layer, slot, position, window)
+            scores = self.attention_scores(q[i], keys)
+            pattern = self.softmax(scores)
+            seen = slice(position + 1 - len(keys), position + 1)
+            scores_all[:, i, seen], pattern_all[:, i, seen] = scores, pattern
+            z[i] = self.attention_values(pattern, values)
+        self.keep(f"{self._block}.attn.hook_attn_scores", scores_all)
+        self.keep(f"{self._block}.attn.hook_pattern", pattern_all)
+        self.keep(f"{self._block}.attn.hook_z", z)
+        return z
+
+
+class _Watch(Recorder):
+    """Keeps nothing; stops at the first tensor that is not finite."""
+
+    def keep(self, name: str, array: NDArray) -> None:
+        masked = name.endswith("hook_attn_scores")  # -inf there is the causal mask
+        values = np.asarray(array)
+        bad = np.isnan(values) | np.isposinf(values) if masked else ~np.isfinite(values)
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise NumericsError(f"{name} is the first tensor that holds NaN or Inf, at index {where}", tensor=name)
+        self.current = name

@@ -1,0 +1,144 @@
+"""A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype of their file.
+
+Backends may put their own layout beside a matrix (`Backend.prepare`); these classes are what all of them start from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import quantization
+from .errors import ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class InputNorm:
+    """An RMSNorm inside a linear, before its activation quantisation (`use_rms_norm` of some checkpoints)."""
+
+    weight: NDArray[np.float32]  # (K,)
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class TernaryWeight:
+    """A BitLinear's matrix: W ~ w_t * w_dequant_scale, w_t in {-1, 0, +1}, packed as `quantization` describes."""
+
+    packed: NDArray[np.uint8]  # (N, ceil(K/4))
+    in_features: int  # K
+    w_dequant_scale: np.float32
+    bias: NDArray[np.float32] | None = None  # (N,)
+    input_norm: InputNorm | None = None
+
+    def __post_init__(self) -> None:
+        columns = -(-self.in_features // quantization.CODES_PER_BYTE)
+        if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] != columns:
+            raise ShapeError(
+                "TernaryWeight",
+                expected=f"packed uint8 (N, {columns}) for {self.in_features} inputs",
+                got=f"{self.packed.dtype} {self.packed.shape}",
+            )
+
+    @classmethod
+    def from_ternary(cls, w_t: NDArray[np.int8], w_dequant_scale: float) -> TernaryWeight:
+        """w_t (N, K) int8 in {-1, 0, +1}."""
+        return cls(quantization.pack_ternary(w_t), w_t.shape[1], np.float32(w_dequant_scale))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return len(self.packed), self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+
+    def ternary(self) -> NDArray[np.int8]:
+        """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of `packed`."""
+        return quantization.unpack_ternary(self.packed, self.in_features)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A matrix that is not quantised: the embedding, the head, every linear of a dense model."""
+
+    array: NDArray  # (N, K) bfloat16, float16 or float32
+    bias: NDArray[np.float32] | None = None  # (N,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return self.array.shape[0], self.array.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+
+
+Linear = TernaryWeight | DenseWeight
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """One transformer block. Norm weights are float32 vectors; a sub-norm is None in families that have none."""
+
+    attn_norm: NDArray[np.float32]  # (D,)
+    q_proj: Linear  # (H*d, D)
+    k_proj: Linear  # (G*d, D)
+    v_proj: Linear  # (G*d, D)
+    attn_sub_norm: NDArray[np.float32] | None  # (H*d,)
+    o_proj: Linear  # (D, H*d)
+    ffn_norm: NDArray[np.float32]  # (D,)
+    gate_proj: Linear  # (F, D)
+    up_proj: Linear  # (F, D)
+    ffn_sub_norm: NDArray[np.float32] | None  # (F,)
+    down_proj: Linear  # (D, F)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, TernaryWeight | DenseWeight):
+                yield field.name, value
+
+
+@dataclass(frozen=True, eq=False)
+class ModelWeights:
+    """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
+
+    embedding: DenseWeight  # (V, D)
+    layers: tuple[LayerWeights, ...]
+    final_norm: NDArray[np.float32]  # (D,)
+    lm_head: Linear  # (V, D)
+
+    @property
+    def tied(self) -> bool:
+        return self.lm_head is self.embedding
+
+    def map_linears(self, change: Callable[[Linear], Linear]) -> ModelWeights:
+        """These weights with every linear of every block, and the head, replaced by change(linear)."""
+        layers = tuple(replace(layer, **{name: change(w) for name, w in layer.linears()}) for layer in self.layers)
+        head = change(self.lm_head)
+        embedding = head if self.tied and isinstance(head, DenseWeight) else self.embedding
+        return replace(self, embedding=embedding, layers=layers, lm_head=head)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """(name, weight) of every linear in the order of the computation: "blocks.0.attn.q_proj", ..., "lm_head"."""
+        for index, layer in enumerate(self.layers):
+            for name, weight in layer.linears():
+                yield f"blocks.{index}.{'attn' if name in ATTENTION_LINEARS else 'mlp'}.{name}", weight
+        yield "lm_head", self.lm_head
+
+    @property
+    def nbytes(self) -> int:
+        total = sum(weight.nbytes for _, weight in self.linears()) + self.final_norm.nbytes
+        total += 0 if self.tied else self.embedding.nbytes
+        for layer in self.layers:
+            norms = (layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm)
+            total += sum(norm.nbytes for norm in norms if norm is not None)
+        return total
+
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")

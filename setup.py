@@ -1,0 +1,80 @@
+"""Builds the one compiled part of bitnet_ref, `bitnet_ref.kernels._cpu`. Everything else is in pyproject.toml.
+
+The extension is optional: without a working C compiler the package installs as pure NumPy, says so here, and
+`bitnet-ref doctor` says so again. `BITNET_REF_EXTENSION=required` turns a failed build into an error (CI, wheels);
+`BITNET_REF_EXTENSION=off` does not try.
+"""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+WISH = os.environ.get("BITNET_REF_EXTENSION", "auto")
+if WISH not in ("auto", "required", "off"):
+    raise SystemExit(f"BITNET_REF_EXTENSION={WISH!r}: expected auto, required or off")
+
+# -ffp-contract=off and no -ffast-math: the numerical contract forbids fused multiply-add and reordering in float32.
+C_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-Wno-unused-function"]
+
+
+class BuildExt(build_ext):
+    """build_ext that adds OpenMP where the compiler has it and explains a failure instead of dying of it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        openmp = self.openmp_flags()
+        ext.extra_compile_args = [*C_FLAGS, *openmp]
+        ext.extra_link_args = openmp
+        if not openmp:
+            print("bitnet_ref: this compiler has no OpenMP; the kernels will run on one thread")
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            if WISH == "required":
+                raise
+            print(
+                f"bitnet_ref: the C extension was not built ({error}).\n"
+                "bitnet_ref: installing as pure NumPy. For the fast kernels install a C compiler "
+                "(Debian/Ubuntu: apt install gcc; macOS: xcode-select --install) and install again."
+            )
+
+    def openmp_flags(self) -> list[str]:
+        """The flags with which a two-line OpenMP program compiles and links, or [] if none does."""
+        source = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+        for flags in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", "-lomp"]):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "try_openmp.c"
+                file.write_text(source)
+                compiler = getattr(self.compiler, "compiler", None)  # absent on MSVC, which is not supported
+                if not compiler:
+                    return []
+                command = [*compiler, str(file), *flags, "-o", str(file.with_suffix(""))]
+                try:
+                    done = subprocess.run(command, capture_output=True, check=False)
+                except OSError:  # no compiler at all: the build itself will say so
+                    return []
+                if done.returncode == 0:
+                    return flags
+        return []
+
+
+def extensions() -> list[Extension]:
+    if WISH == "off":
+        return []
+    from Cython.Build import cythonize
+
+    kernels = Path("bitnet_ref/kernels")
+    extension = Extension(
+        "bitnet_ref.kernels._cpu",
+        [str(kernels / "_cpu.pyx")],
+        include_dirs=[str(kernels)],
+        depends=[str(path) for path in sorted(kernels.glob("*.h"))],
+        optional=WISH == "auto",
+    )
+    return cythonize([extension], language_level=3)
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
