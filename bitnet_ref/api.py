@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .backends import Backend, choose_backend
 from .config import ModelConfig
-from .errors import ConfigError, FormatError, GenerationError, NumericsError
+from .errors import FormatError, GenerationError, NumericsError, TokenizerError
 from .formats.hf_config import read_hf_config
 from .formats.hf_folder import Progress, load_hf_weights
 from .kv_cache import KVCache, TokenBatch
@@ -23,7 +23,7 @@ from .tracing.record import NamesFilter
 from .weights import ModelWeights
 
 if TYPE_CHECKING:
-    from .generation import Generation, StreamChunk
+    from .generation import Generation, TokenStream
     from .tokenizers import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
@@ -45,7 +45,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
     raise FormatError(
-        f"no such file or folder, and no shipped model of that name (there is: {', '.join(shipped_models())})", path=path
+        f"no such file or folder, and no shipped model of that name (there is: {', '.join(shipped_models())})",
+        path=path,
     )
 
 
@@ -73,7 +74,9 @@ def load(
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads)
     if path.is_file() and path.suffix != ".safetensors":
-        raise FormatError("expected a Hugging Face folder or a .safetensors file; no other format can be read yet", path=path)
+        raise FormatError(
+            "expected a Hugging Face folder or a .safetensors file; no other format can be read yet", path=path
+        )
     folder = path if path.is_dir() else path.parent
     config = read_hf_config(folder / "config.json", allow_unquantized)
     weights = chosen.prepare(load_hf_weights(path, config, progress))
@@ -83,7 +86,9 @@ def load(
 class Model:
     """A loaded model. Holds no state between calls; any number of threads may use it."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend, folder: Path | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, backend: Backend, folder: Path | None = None
+    ) -> None:
         self.config, self.weights, self.backend, self.folder = config, weights, backend, folder
 
     def __repr__(self) -> str:
@@ -100,7 +105,7 @@ class Model:
         from .tokenizers import load_tokenizer
 
         if self.folder is None:
-            raise ConfigError("this model was not loaded from a folder, so it has no tokenizer")
+            raise TokenizerError("this model was not loaded from a folder, so it has no tokenizer")
         return load_tokenizer(self.folder)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray:
@@ -131,7 +136,7 @@ class Model:
 
         return generate(self, prompt, **params)
 
-    def stream(self, prompt: str | Sequence[int], **params: Any) -> Iterator[StreamChunk]:
+    def stream(self, prompt: str | Sequence[int], **params: Any) -> TokenStream:
         """Continue one prompt and yield each piece of text as it comes. Closing the generator cancels."""
         from .generation import stream
 
@@ -144,7 +149,7 @@ class Model:
         return KVCache(self.config, slots, capacity, self.backend.dtype.type)
 
     def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
-        """Logits of the wanted tokens, which are finite: NaN or Inf raises NumericsError naming the first bad tensor."""
+        """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""
         try:
             logits = forward(self.backend, self.weights, self.config, batch, cache)
             finite = bool(np.isfinite(logits).all())
@@ -154,18 +159,19 @@ class Model:
             raise first_non_finite(self.backend, self.weights, self.config, batch, cache)
         return logits
 
-    def check_tokens(self, token_ids: Sequence[int], context: int | None = None) -> NDArray[np.int64]:
+    def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
         """token_ids as an int64 array, non-empty, within the vocabulary and the context."""
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
-        context = self.config.max_position_embeddings if context is None else context
-        if tokens.size > context:
-            raise GenerationError(f"{tokens.size} tokens do not fit the model's context of {context}; shorten the prompt")
+        if tokens.size > self.config.context_length:
+            raise GenerationError(
+                f"{tokens.size} tokens do not fit the model's context of {self.config.context_length}; shorten them"
+            )
         bad = np.flatnonzero((tokens < 0) | (tokens >= self.config.vocab_size))
         if bad.size:
             raise GenerationError(
-                f"token id {tokens[bad[0]]} at index {bad[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})"
+                f"token id {tokens[bad[0]]} at index {bad[0]} is not in the vocabulary of {self.config.vocab_size}"
             )
         return tokens.astype(np.int64)
 

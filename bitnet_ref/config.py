@@ -5,7 +5,6 @@ Reading a checkpoint's own config.json into it is the business of `formats.hf_co
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,18 +19,18 @@ def _require(condition: bool, field: str, expected: str, got: Any) -> None:
         raise ConfigError(f"expected {expected}, got {got!r}", field=field)
 
 
+LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
+
+
 def _require_int(field: str, value: Any, low: int = 1) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool) and value >= low, field, f"an int >= {low}", value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and low <= value <= LARGEST_INT, field, f"an int from {low} to {LARGEST_INT}", value)
 
 
 def _require_number(field: str, value: Any, above: float = 0.0) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(
-        number and abs(value) < 1e300 and math.isfinite(value) and value > above,
-        field,
-        f"a finite number > {above}",
-        value,
-    )
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison
+    low, high = max(above, 1e-30), 1e30  # float32 holds them, and neither they nor their products overflow float64
+    _require(number and value > above and low <= value <= high, field, f"a number > {above}, at most {high}", value)
 
 
 def _require_bool(field: str, value: Any) -> None:
@@ -55,7 +54,7 @@ class RopeConfig:
     theta: float = 10000.0
     rope_type: str = "default"
     factor: float = 1.0
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: int = 0  # the trained context; of no use to default and linear
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -101,7 +100,9 @@ class QuantizationConfig:
         where = "quantization_config."
         classes, modes = ("bitlinear", "autobitlinear"), ("online", "offline")
         _require(self.linear_class in classes, where + "linear_class", " or ".join(classes), self.linear_class)
-        _require(self.quantization_mode in modes, where + "quantization_mode", " or ".join(modes), self.quantization_mode)
+        _require(
+            self.quantization_mode in modes, where + "quantization_mode", " or ".join(modes), self.quantization_mode
+        )
         _require_bool(where + "use_rms_norm", self.use_rms_norm)
         _require_number(where + "rms_norm_eps", self.rms_norm_eps)
 
@@ -115,7 +116,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. D hidden_size, F intermediate_size, L layers, H heads, G kv heads, d head_dim, V vocab."""
+    """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size."""
 
     model_type: str  # "bitnet", "llama", "mistral": as in the checkpoint
     vocab_size: int
@@ -180,6 +181,12 @@ class ModelConfig:
     def kv_size(self) -> int:
         """G * d: the width of k and of v."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens a sequence may have. Dynamic RoPE is meant to go beyond the trained length, by its factor."""
+        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1
+        return int(self.max_position_embeddings * stretch)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block."""

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from .config import ModelConfig
 from .errors import OutOfMemory, ShapeError
 
+TokenIds = Sequence[int] | NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
@@ -29,8 +31,10 @@ class TokenBatch:
         return len(self.tokens)
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[int, int, Sequence[int]]], last_only: bool = False) -> TokenBatch:
-        """From (slot, first position, token ids) of each sequence; `last_only` wants one row of logits for each.
+    def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
+        """From (slot, first position, token ids) of each sequence.
+
+        logits_of_last: indices of the parts whose last token's logits are wanted; None wants those of all tokens.
 
         >>> TokenBatch.of([(0, 0, [7, 8]), (1, 5, [9])]).positions.tolist()
         [0, 1, 5]
@@ -39,7 +43,8 @@ class TokenBatch:
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for _, _, ids in parts])
         positions = np.concatenate([np.arange(start, start + len(ids)) for _, start, ids in parts])
         slots = np.repeat([slot for slot, _, _ in parts], lengths)
-        return cls(tokens, positions, slots, np.cumsum(lengths) - 1 if last_only else None)
+        wanted = None if logits_of_last is None else np.cumsum(lengths)[list(logits_of_last)] - 1
+        return cls(tokens, positions, slots, wanted)
 
 
 class KVCache:
@@ -53,8 +58,8 @@ class KVCache:
         self.slots, self.capacity = slots, capacity
         shape = (config.num_hidden_layers, slots, capacity, config.num_key_value_heads, config.head_dim)
         try:
-            self.keys = np.empty(shape, dtype=dtype)
-            self.values = np.empty(shape, dtype=dtype)
+            self.keys: NDArray = np.empty(shape, dtype=dtype)
+            self.values: NDArray = np.empty(shape, dtype=dtype)
         except (MemoryError, ValueError) as error:
             raise OutOfMemory(
                 f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory; "

@@ -5,7 +5,11 @@ row i of its input alone, computed in the same order whatever the other rows are
 product of the whole batch would not do: BLAS picks another order of summation for another number of rows. So where a
 float product is needed, it is taken one token at a time; the call, and so its rounding, is then always the same.
 
-The dtype of the input (float32 or float64) is the dtype of the computation.
+The dtype of the input (float32 or float64) is the dtype of the result. On the way to the next int8 quantisation, sums
+and exponentials are taken in float64 and rounded once: another order of summation, in another backend, then gives the
+same float32 (but for one case in a hundred million), and so the same int8. In plain float32 two correct engines part
+ways after some fifty tokens, because somewhere a value lies within their rounding of a tie, and one int8 that rounds
+the other way moves the logits by a tenth.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import RopeConfig
-from .errors import ConfigError, NumericsError
+from .errors import ConfigError, NumericsError, ShapeError
 
 _BLOCK_VALUES = 1 << 20  # dense weights widened at a time
 
@@ -29,12 +33,11 @@ def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray:
 
 def rms_scale(x: NDArray, eps: float) -> NDArray:
     """sqrt(mean(x^2) + eps), the length that RMSNorm divides by.   x (N, D) -> (N, 1)"""
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean_square = np.square(x).mean(axis=-1, keepdims=True, dtype=x.dtype)
-    if not np.isfinite(mean_square).all():  # x^2 overflows long before x does: dividing by inf would give a silent 0
+    mean_square = np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)
+    if not np.isfinite(mean_square).all():
         row = int(np.flatnonzero(~np.isfinite(mean_square))[0])
-        raise NumericsError(f"rms_norm: the mean square of token {row} is not finite")
-    return np.sqrt(mean_square + x.dtype.type(eps))
+        raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
+    return np.sqrt(mean_square + eps).astype(x.dtype)
 
 
 def relu2(x: NDArray) -> NDArray:
@@ -44,19 +47,25 @@ def relu2(x: NDArray) -> NDArray:
 
 def silu(x: NDArray) -> NDArray:
     """x * sigmoid(x) = x / (1 + e^-x), written so that e^-|x| never overflows."""
-    e = np.exp(-np.abs(x))
-    return x * np.where(x >= 0, 1, e) / (1 + e)
+    wide = x.astype(np.float64)
+    e = np.exp(-np.abs(wide))
+    return (wide * np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
+
+
+GATES = {"relu2": relu2, "silu": silu}
 
 
 def gated(gate: NDArray, up: NDArray, activation: str) -> NDArray:
     """act(gate) * up: the activation is on the gate, not on the product.   (N, F), (N, F) -> (N, F)"""
-    return (relu2(gate) if activation == "relu2" else silu(gate)) * up
+    if activation not in GATES:
+        raise ShapeError("gated", expected=f"an activation among {', '.join(GATES)}", got=repr(activation))
+    return GATES[activation](gate) * up
 
 
 def softmax(scores: NDArray) -> NDArray:
     """exp(s - max s) / sum, over the last axis."""
-    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    e = np.exp((scores - scores.max(axis=-1, keepdims=True)).astype(np.float64))
+    return (e / e.sum(axis=-1, keepdims=True)).astype(scores.dtype)
 
 
 # -- rotary position embedding -----------------------------------------------------------------------------------------
@@ -73,7 +82,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, position: int = 0) -> NDAr
         # all of its tokens, so there a prompt fed at once differs from the same prompt fed token by token; here the
         # two are equal, and equal to transformers' token by token.
         stretch = max(position + 1, rope.original_max_position_embeddings) / rope.original_max_position_embeddings
-        growth = rope.factor * stretch - (rope.factor - 1)
+        growth = 1 + rope.factor * (stretch - 1)
         return (rope.theta * growth ** (head_dim / (head_dim - 2))) ** -exponent
     if rope.rope_type == "llama3":
         wavelength = 2 * math.pi / inv_freq
@@ -114,7 +123,7 @@ def rope_tables(positions: NDArray, rope: RopeConfig, head_dim: int, dtype: type
 
 
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, heads, d), cos (N, d/2) -> like x"""
+    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x"""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
@@ -127,16 +136,17 @@ def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
 def attention_scores(q: NDArray, keys: NDArray) -> NDArray:
     """q k / sqrt(d).   q (H, d), keys (S, G, d) -> (H, S).  Head h reads kv head h // (H/G)."""
     n_keys, kv_heads, head_dim = keys.shape
-    grouped = q.reshape(kv_heads, -1, head_dim)  # (G, H/G, d)
-    scores = grouped @ keys.transpose(1, 2, 0)  # (G, H/G, S)
-    return scores.reshape(-1, n_keys) * q.dtype.type(head_dim**-0.5)
+    grouped = q.reshape(kv_heads, -1, head_dim).astype(np.float64)  # (G, H/G, d)
+    scores = grouped @ keys.transpose(1, 2, 0).astype(np.float64)  # (G, H/G, S)
+    return (scores.reshape(-1, n_keys) * head_dim**-0.5).astype(q.dtype)
 
 
 def attention_values(pattern: NDArray, values: NDArray) -> NDArray:
     """The average of the values that the pattern asks for.   pattern (H, S), values (S, G, d) -> (H, d)"""
     n_keys, kv_heads, head_dim = values.shape
-    grouped = pattern.reshape(kv_heads, -1, n_keys)  # (G, H/G, S)
-    return (grouped @ values.transpose(1, 0, 2)).reshape(-1, head_dim)
+    grouped = pattern.reshape(kv_heads, -1, n_keys).astype(np.float64)  # (G, H/G, S)
+    z = grouped @ values.transpose(1, 0, 2).astype(np.float64)  # (G, H/G, d)
+    return z.reshape(-1, head_dim).astype(values.dtype)
 
 
 # -- dense products ----------------------------------------------------------------------------------------------------
@@ -152,7 +162,7 @@ def row_blocks(w: NDArray, dtype: type) -> Iterator[tuple[slice, NDArray]]:
 def dense_matmul(x: NDArray, w: NDArray) -> NDArray:
     """y = x w^T, one token at a time.   x (N, K), w (out, K) of any float dtype -> (N, out)"""
     y = np.empty((len(x), len(w)), dtype=x.dtype)
-    for rows, block in row_blocks(w, x.dtype.type):
+    for rows, block in row_blocks(w, x.dtype.type) if len(x) else ():
         for i in range(len(x)):
             y[i, rows] = block @ x[i]
     return y

@@ -127,11 +127,12 @@ def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features
     Computed as a floating-point matrix product of the same integers, which is exact (see the top of this file) and
     many times faster than NumPy's own integer product; a few rows of weights are unpacked at a time.
     """
-    if x_q.ndim != 2 or x_q.shape[1] != in_features or packed.shape[1] != -(-in_features // CODES_PER_BYTE):
+    columns = -(-in_features // CODES_PER_BYTE)
+    if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != in_features or packed.shape[1:] != (columns,):
         raise ShapeError(
             "ternary_matmul",
-            expected=f"x_q (M, {in_features}) and packed (N, {-(-in_features // CODES_PER_BYTE)})",
-            got=f"x_q {x_q.shape} and packed {packed.shape}",
+            expected=f"x_q int8 (M, {in_features}) and packed (N, {columns})",
+            got=f"x_q {x_q.dtype} {x_q.shape} and packed {packed.shape}",
         )
     exact = np.float32 if in_features < FLOAT32_EXACT_K else np.float64
     x = np.zeros((len(x_q), packed.shape[1] * CODES_PER_BYTE), dtype=exact)  # padded with zeros to whole bytes

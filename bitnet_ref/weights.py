@@ -5,8 +5,9 @@ Backends may put their own layout beside a matrix (`Backend.prepare`); these cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +98,12 @@ class LayerWeights:
     ffn_sub_norm: NDArray[np.float32] | None  # (F,)
     down_proj: Linear  # (D, F)
 
+    def replaced(self, parts: Mapping[str, Any]) -> LayerWeights:
+        """This block with some of its weights replaced, by name."""
+        return replace(self, **parts)
+
     def linears(self) -> Iterator[tuple[str, Linear]]:
+        """(name, weight) of the seven linears"""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, TernaryWeight | DenseWeight):
@@ -119,7 +125,7 @@ class ModelWeights:
 
     def map_linears(self, change: Callable[[Linear], Linear]) -> ModelWeights:
         """These weights with every linear of every block, and the head, replaced by change(linear)."""
-        layers = tuple(replace(layer, **{name: change(w) for name, w in layer.linears()}) for layer in self.layers)
+        layers = tuple(layer.replaced({name: change(w) for name, w in layer.linears()}) for layer in self.layers)
         head = change(self.lm_head)
         embedding = head if self.tied and isinstance(head, DenseWeight) else self.embedding
         return replace(self, embedding=embedding, layers=layers, lm_head=head)

@@ -10,7 +10,7 @@ from ..weights import TernaryWeight
 from .numpy_backend import Backend
 
 try:
-    from ..kernels import _cpu
+    from ..kernels import _cpu  # type: ignore[attr-defined]
 except ImportError as error:
     _cpu = None
     _import_error = str(error)
@@ -34,8 +34,9 @@ class CythonBackend(Backend):
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryWeight) -> NDArray[np.int32]:
         """x_q (N, K) int8 -> acc (N, out) int32, exact"""
-        if x_q.ndim != 2 or x_q.shape[1] != w.in_features:
-            raise ShapeError("ternary_matmul", expected=f"x_q (M, {w.in_features})", got=f"x_q {x_q.shape}")
+        if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
+            got = f"x_q {x_q.dtype} {x_q.shape}"
+            raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
         acc = np.empty((len(x_q), len(w.packed)), dtype=np.int32)
         _cpu.ternary_matmul(np.ascontiguousarray(x_q), w.packed, acc, self.threads)
         return acc

@@ -20,6 +20,13 @@ from ..threads import resolve_threads
 from ..weights import DenseWeight, Linear, ModelWeights, TernaryWeight
 
 
+def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
+    """Unless `ok`, raise the ShapeError that tells what each array is."""
+    if not ok:
+        got = " and ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+        raise ShapeError(op, expected=expected, got=got)
+
+
 class Backend:
     """The NumPy backend. `dtype` float32 is the contract; float64 runs the same text as the yardstick of its error."""
 
@@ -40,22 +47,31 @@ class Backend:
 
     def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
         """tokens (N,) -> (N, D)"""
+        rows, ids = len(w.array), tokens.size
+        ok = tokens.ndim == 1 and tokens.dtype.kind in "iu" and (ids == 0 or 0 <= tokens.min() <= tokens.max() < rows)
+        require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens, table=w.array)
         return w.array[tokens].astype(self.dtype)
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         """x (N, D), weight (D,) -> (N, D)"""
+        require("rms_norm", weight.shape == x.shape[1:], "x (N, D) and weight (D,)", x=x, weight=weight)
         return layers.rms_norm(x, weight, eps)
 
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         """positions (N,) -> cos, sin (N, d/2)"""
+        require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, turned"""
+        ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
+        expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
+        require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         """x (N, K) -> x_q (N, K) int8, x_quant_scale (N, 1)"""
+        require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
         return quantization.quantize_activations(x)
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryWeight) -> NDArray[np.int32]:
@@ -64,10 +80,13 @@ class Backend:
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryWeight, x_quant_scale: NDArray) -> NDArray:
         """acc (N, out) int32 -> y (N, out)"""
+        ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
+        require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
         return quantization.dequantize(acc, w.w_dequant_scale, x_quant_scale)
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         """x (N, K) -> (N, out)"""
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
         return layers.dense_matmul(x, w.array)
 
     def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
@@ -84,6 +103,7 @@ class Backend:
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
         """(N, F), (N, F) -> (N, F)"""
+        require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         return layers.gated(gate, up, activation)
 
     # -- fused: compositions of the above ------------------------------------------------------------------------------
@@ -100,7 +120,9 @@ class Backend:
                 y = self.dense_matmul(x, w)
             else:
                 if w.input_norm is not None:  # a norm of its own: nothing to share
-                    x_q, x_quant_scale = self.quantize_activations(self.rms_norm(x, w.input_norm.weight, w.input_norm.eps))
+                    x_q, x_quant_scale = self.quantize_activations(
+                        self.rms_norm(x, w.input_norm.weight, w.input_norm.eps)
+                    )
                 else:
                     x_q, x_quant_scale = shared = shared or self.quantize_activations(x)
                 y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)
@@ -109,6 +131,9 @@ class Backend:
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         """Every token of the batch over what it sees of its own sequence.   q (N, H, d) -> z (N, H, d)"""
+        heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
+        ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
+        require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
         z = np.empty_like(q)
         for i, (slot, position) in enumerate(zip(batch.slots, batch.positions, strict=True)):
             keys, values = cache.visible(layer, slot, position, window)  # (S, G, d) each

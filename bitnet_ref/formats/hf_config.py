@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..config import ModelConfig, QuantizationConfig, RopeConfig
+from ..config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig
 from ..errors import ConfigError
 from .json_file import read_json_object
 
@@ -55,7 +55,7 @@ def parse_hf_config(raw: dict[str, Any], path: Path, allow_unquantized: bool = F
 
 def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
     model_type = raw.get("model_type")
-    if model_type not in _CLASS_DEFAULTS:
+    if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
         raise ConfigError(
             f"expected one of {', '.join(_CLASS_DEFAULTS)}, got {model_type!r}: other architectures are not supported",
             field="model_type",
@@ -87,7 +87,9 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
     if head_dim is None:
         hidden = raw["hidden_size"]
         if not _is_int(hidden) or not _is_int(heads) or heads < 1 or hidden % heads:
-            raise ConfigError(f"is absent, and hidden_size {hidden!r} is no multiple of {heads!r} heads", field="head_dim")
+            raise ConfigError(
+                f"is absent, and hidden_size {hidden!r} is no multiple of {heads!r} heads", field="head_dim"
+            )
         head_dim = hidden // heads
     eos = get("eos_token_id", [])
     if _is_int(raw.get("vocab_size")) and "eos_token_id" not in raw and _is_int(eos) and eos >= raw["vocab_size"]:
@@ -128,7 +130,9 @@ def _one_bit_llm_quantization(raw: dict[str, Any]) -> QuantizationConfig:
     """1bitLLM's checkpoints (large, 3B) have bf16/f16 master weights and say so by weight_bits 1, input_bits 8."""
     for key, expected in (("weight_bits", 1), ("input_bits", 8)):
         if raw.get(key) != expected:
-            raise ConfigError(f"expected {expected} (BitNet b1.58 as 1bitLLM writes it), got {raw.get(key)!r}", field=key)
+            raise ConfigError(
+                f"expected {expected} (BitNet b1.58 as 1bitLLM writes it), got {raw.get(key)!r}", field=key
+            )
     return QuantizationConfig(linear_class="autobitlinear", quantization_mode="online")
 
 
@@ -180,7 +184,8 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
         original = max_positions
     factor = params.get("factor")
     if factor is None:
-        if rope_type != "yarn" or not _is_int(max_positions) or not _is_int(original) or original < 1:
+        sizes = (max_positions, original)
+        if rope_type != "yarn" or not all(_is_int(size) and 0 < size <= LARGEST_INT for size in sizes):
             raise ConfigError(f"is required for RoPE type {rope_type!r}", field=f"{field}.factor")
         factor = max_positions / original
     given: dict[str, Any] = {"theta": theta, "rope_type": rope_type, "factor": factor}
@@ -198,12 +203,14 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
 
 
 def _yarn_attention_factor(params: dict[str, Any], factor: Any, field: str) -> Any:
-    """What yarn scales cos and sin by: given, or 0.1 ln(factor) + 1, or the quotient of two such (DeepSeek's mscale)."""
+    """What yarn scales cos and sin by: given, or 0.1 ln(factor) + 1, or the quotient of two such (DeepSeek's)."""
     if params.get("attention_factor") is not None:
         return params["attention_factor"]
     numbers = {"factor": factor, "mscale": params.get("mscale"), "mscale_all_dim": params.get("mscale_all_dim")}
     for key, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9
+        ):
             raise ConfigError(f"expected a number from 0 to 1e9, got {value!r}", field=f"{field}.{key}")
 
     def mscale(weight: float) -> float:

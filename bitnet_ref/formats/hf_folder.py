@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,9 +121,9 @@ class CheckpointTensors:
                     said = f"in {placed[name]}" if name in placed else "nowhere"
                     raise FormatError(f"the index {INDEX_FILE} places this tensor {said}", path=shard, field=name)
                 self._files[name] = file
-        for name in placed or ():
+        for name, shard_name in (placed or {}).items():
             if name not in self._files:
-                raise FormatError(f"is not in {placed[name]}, where the index places it", path=self.main, field=name)
+                raise FormatError(f"is not in {shard_name}, where the index places it", path=self.main, field=name)
 
 
 def _list(names: tuple[str, ...]) -> str:
@@ -152,7 +153,9 @@ def _stays_inside(folder: Path, file: Path) -> bool:
     return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
 
 
-def load_hf_weights(path: str | os.PathLike[str], config: ModelConfig, progress: Progress | None = None) -> ModelWeights:
+def load_hf_weights(
+    path: str | os.PathLike[str], config: ModelConfig, progress: Progress | None = None
+) -> ModelWeights:
     """The weights of a folder (or of one .safetensors file) that `config` describes.
 
     FormatError names the file, the tensor, what was expected and what was found; a tensor that no part of the model
@@ -167,7 +170,9 @@ def load_hf_weights(path: str | os.PathLike[str], config: ModelConfig, progress:
         left = [name for name in tensors.names if name not in tensors.taken and not _may_be_ignored(name)]
         if left:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-            raise tensors.fail(left[0], f"this tensor is no part of a {config.model_type} model as config.json says{more}")
+            raise tensors.fail(
+                left[0], f"this tensor is no part of a {config.model_type} model as config.json says{more}"
+            )
         return weights
 
 
@@ -184,22 +189,20 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         cfg, prefix = self.config, f"model.layers.{index}."
-        sub_norms: dict[str, NDArray | None] = dict.fromkeys(_SUB_NORM_NAMES)
+        parts: dict[str, Any] = dict.fromkeys(_SUB_NORM_NAMES)
         if cfg.sub_norms:
             for ours, size in (("attn_sub_norm", cfg.query_size), ("ffn_sub_norm", cfg.intermediate_size)):
                 names = [prefix + theirs for theirs in _SUB_NORM_NAMES[ours]]
-                sub_norms[ours] = self.norm(next((name for name in names if name in self.tensors), names[0]), size)
-        linears = {}
+                parts[ours] = self.norm(next((name for name in names if name in self.tensors), names[0]), size)
         for name, (out_features, in_features) in self.shapes.items():
             attention = name in ATTENTION_LINEARS
             module = f"{prefix}{'self_attn' if attention else 'mlp'}.{name}"
             bias = cfg.attention_bias if attention else cfg.mlp_bias
-            linears[name] = self.linear(module, out_features, in_features, bias)
+            parts[name] = self.linear(module, out_features, in_features, bias)
         return LayerWeights(
             attn_norm=self.norm(prefix + "input_layernorm.weight", cfg.hidden_size),
             ffn_norm=self.norm(prefix + "post_attention_layernorm.weight", cfg.hidden_size),
-            **sub_norms,
-            **linears,
+            **parts,
         )
 
     def norm(self, name: str, size: int) -> NDArray[np.float32]:
@@ -214,16 +217,15 @@ class _Loader:
         return embedding
 
     def linear(self, module: str, out_features: int, in_features: int, bias: bool) -> Linear:
-        quantization_config = self.config.quantization
-        ternary = quantization_config is not None and not _is_skipped(module, quantization_config.modules_to_not_convert)
+        quantized = self.config.quantization
         bias_vector = self.tensors.take(f"{module}.bias", (out_features,)).astype(np.float32) if bias else None
-        if not ternary:
+        if quantized is None or _is_skipped(module, quantized.modules_to_not_convert):
             return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias_vector)
         input_norm = None
-        if quantization_config.use_rms_norm:
+        if quantized.use_rms_norm:
             weight = self.norm(f"{module}.rms_norm.weight", in_features)
-            input_norm = InputNorm(weight, quantization_config.rms_norm_eps)
-        convention = quantization_config.scale_convention
+            input_norm = InputNorm(weight, quantized.rms_norm_eps)
+        convention = quantized.scale_convention
         if convention == "absmean":
             packed, scale = self.quantize_master(f"{module}.weight", out_features, in_features)
         else:

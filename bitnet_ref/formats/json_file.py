@@ -29,11 +29,11 @@ def parse_json_object(data: bytes, error: type[AnyFileError], path: Path, offset
     """Parse bytes found at `offset` of `path`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise error(f"the key {twice!r} occurs twice in one object", path=path, field=twice)
+        out: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in out:
+                raise error(f"the key {key!r} occurs twice in one object", path=path, field=key)
+            out[key] = value
         return out
 
     try:

@@ -33,6 +33,5 @@ def hf_from_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
     """w_t (N, K) in {-1, 0, +1}, N a multiple of 4 -> Hugging Face's plane (N/4, K) uint8."""
     if w_t.shape[0] % 4:
         raise ShapeError("hf_from_ternary", expected="a multiple of 4 rows", got=f"{w_t.shape[0]} rows")
-    codes = (w_t + 1).astype(np.uint8)
-    q0, q1, q2, q3 = np.split(codes, 4, axis=0)
-    return q0 | q1 << 2 | q2 << 4 | q3 << 6
+    q0, q1, q2, q3 = np.split((w_t + 1).astype(np.uint8), 4, axis=0)
+    return np.bitwise_or(q0 | q1 << 2, q2 << 4 | q3 << 6, dtype=np.uint8)

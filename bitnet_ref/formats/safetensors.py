@@ -8,6 +8,7 @@ bfloat16, and does not say where in the file an error is. Writing is the package
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class SafetensorsFile:
             array = np.empty(info.shape, dtype=DTYPES[info.dtype])
         except MemoryError as problem:
             raise OutOfMemory(f"{self.path}: no memory for the {info.nbytes} bytes of {name}") from problem
-        self._read_into(memoryview(array.reshape(-1).view(np.uint8)), info.offset, name)
+        self._read_into(array.reshape(-1).view(np.uint8).data, info.offset, name)
         return array
 
     def _read_into(self, target: memoryview, offset: int, field: str) -> None:
@@ -104,7 +105,9 @@ class SafetensorsFile:
     def _read_header(self) -> dict[str, TensorInfo]:
         prefix = bytearray(8)
         if self.size < 8:
-            raise FormatError(f"a safetensors file has at least 8 bytes, this one {self.size}", path=self.path, offset=0)
+            raise FormatError(
+                f"a safetensors file has at least 8 bytes, this one {self.size}", path=self.path, offset=0
+            )
         self._read_into(memoryview(prefix), 0, "header length")
         length = int.from_bytes(prefix, "little")
         if length > min(MAX_HEADER, self.size - 8):
@@ -147,9 +150,9 @@ class SafetensorsFile:
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
             raise fail("data_offsets", "[begin, end]", offsets)
         begin, end = offsets
-        count = 1
-        for n in shape:  # Python integers: nothing wraps
-            count *= n
+        count = math.prod(shape)  # of Python integers: nothing wraps
+        if math.prod(n for n in shape if n) * DTYPES[dtype].itemsize >= 2**63:  # NumPy counts so, even beside a zero
+            raise fail("shape", "no more than an array can have", shape)
         if end - begin != count * DTYPES[dtype].itemsize:
             expected = f"{count * DTYPES[dtype].itemsize} bytes for {dtype} {shape}"
             raise fail("data_offsets", expected, offsets)

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from .. import layers
 from ..backends import Backend
-from ..config import ModelConfig
+from ..config import ModelConfig, RopeConfig
 from ..errors import NumericsError
-from ..kv_cache import KVCache, TokenBatch
+from ..kv_cache import KVCache, TokenBatch, TokenIds
 from ..model import forward
-from ..weights import Linear, ModelWeights
+from ..weights import DenseWeight, Linear, ModelWeights, TernaryWeight
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 
@@ -44,7 +44,7 @@ def names_matcher(names_filter: NamesFilter) -> Callable[[str], bool]:
 
 
 def record(
-    be: Backend, w: ModelWeights, cfg: ModelConfig, tokens: Sequence[int], names_filter: NamesFilter = None
+    be: Backend, w: ModelWeights, cfg: ModelConfig, tokens: TokenIds, names_filter: NamesFilter = None
 ) -> tuple[NDArray, dict[str, NDArray]]:
     """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
     recorder = Recorder(be, w, cfg, names_filter)
@@ -64,8 +64,8 @@ def first_non_finite(
     except NumericsError as error:
         if error.tensor is not None:
             return error
-        return NumericsError(f"{recorder.current} is the first tensor that holds NaN or Inf: {error}", tensor=recorder.current)
-    return NumericsError("the logits hold NaN or Inf, but a second run of the same tokens does not: is the memory sound?")
+        return NumericsError(f"{recorder.current} is the first bad tensor: {error}", tensor=recorder.current)
+    return NumericsError("the logits hold NaN or Inf, but a second run of these tokens does not: is the memory sound?")
 
 
 class Recorder(Backend):
@@ -86,7 +86,7 @@ class Recorder(Backend):
             if layer.ffn_sub_norm is not None:
                 self._norm_names[id(layer.ffn_sub_norm)] = f"blocks.{i}.mlp.sub_norm"
         for name, weight in w.linears():
-            if getattr(weight, "input_norm", None) is not None:
+            if isinstance(weight, TernaryWeight) and weight.input_norm is not None:
                 self._norm_names[id(weight.input_norm.weight)] = f"{name}.rms_norm"
         self._block = ""  # "blocks.3", read off the last weight seen
         self._linear = ""  # "blocks.3.attn.q_proj", while its quantisation and product run
@@ -96,14 +96,14 @@ class Recorder(Backend):
             self.seen[name] = np.array(array)
         self.current = name
 
-    # -- primitives, each passed on and kept -----------------------------------------------------------------------------
+    # -- primitives, each passed on and kept ---------------------------------------------------------------------------
 
-    def embed(self, w, tokens):
+    def embed(self, w: DenseWeight, tokens: NDArray) -> NDArray:
         x = self.inner.embed(w, tokens)
         self.keep("hook_embed", x)
         return x
 
-    def rms_norm(self, x, weight, eps):
+    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         name = self._norm_names[id(weight)]
         if name.endswith("ln1"):
             if self._block:
@@ -120,10 +120,10 @@ class Recorder(Backend):
         self.keep(f"{name}.hook_normalized", y)
         return y
 
-    def rope_tables(self, positions, rope, head_dim):
+    def rope_tables(self, positions: NDArray, rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         return self.inner.rope_tables(positions, rope, head_dim)
 
-    def rope(self, q, k, cos, sin):
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         self.keep(f"{self._block}.attn.hook_q", q)
         self.keep(f"{self._block}.attn.hook_k", k)
         q, k = self.inner.rope(q, k, cos, sin)
@@ -131,39 +131,39 @@ class Recorder(Backend):
         self.keep(f"{self._block}.attn.hook_rot_k", k)
         return q, k
 
-    def quantize_activations(self, x):
+    def quantize_activations(self, x: NDArray) -> tuple[NDArray, NDArray]:
         return self.inner.quantize_activations(x)
 
-    def ternary_matmul(self, x_q, w):
+    def ternary_matmul(self, x_q: NDArray, w: TernaryWeight) -> NDArray:
         acc = self.inner.ternary_matmul(x_q, w)
         self.keep(f"{self._linear}.hook_x_int8", x_q)
         return acc
 
-    def dequantize(self, acc, w, x_quant_scale):
+    def dequantize(self, acc: NDArray, w: TernaryWeight, x_quant_scale: NDArray) -> NDArray:
         self.keep(f"{self._linear}.hook_x_scale", x_quant_scale)
         self.keep(f"{self._linear}.hook_acc_int32", acc)
         return self.inner.dequantize(acc, w, x_quant_scale)
 
-    def dense_matmul(self, x, w):
+    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         return self.inner.dense_matmul(x, w)
 
-    def attention_scores(self, q, keys):
+    def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
         return self.inner.attention_scores(q, keys)
 
-    def softmax(self, scores):
+    def softmax(self, scores: NDArray) -> NDArray:
         return self.inner.softmax(scores)
 
-    def attention_values(self, pattern, values):
+    def attention_values(self, pattern: NDArray, values: NDArray) -> NDArray:
         return self.inner.attention_values(pattern, values)
 
-    def gated(self, gate, up, activation):
+    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
         self.keep(f"{self._block}.mlp.hook_pre", gate)
         self.keep(f"{self._block}.mlp.hook_pre_linear", up)
         y = self.inner.gated(gate, up, activation)
         self.keep(f"{self._block}.mlp.hook_post", y)
         return y
 
-    # -- fused: inherited compositions, with the names that only they know -------------------------------------------------
+    # -- fused: inherited compositions, with the names that only they know ---------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[Linear]) -> tuple[NDArray, ...]:
         outputs: list[NDArray] = []

@@ -1,0 +1,290 @@
+"""What this machine and this installation can do, and whether the backends agree here: `examine()` -> `Diagnosis`.
+
+The self-check computes. It runs the shipped model on every backend that is available and holds each to the numerical
+contract: int32 accumulators equal to the exact product (taken with int64 arithmetic, so NumPy's BLAS is checked too),
+and logits no further from a float64 run than twice the float32 reference is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import __version__
+from .api import Model, load, shipped_models
+from .backends import available_backends
+from .errors import BackendError, BitNetRefError
+from .threads import available_cpus, thread_choice
+from .weights import TernaryWeight
+
+__all__ = ["BackendCheck", "BackendState", "Diagnosis", "examine", "self_check"]
+
+REQUIRED = ("numpy", "ml_dtypes", "safetensors", "sentencepiece", "tokenizers", "jinja2", "click", "rich")
+OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
+CHECK_PROMPT = "Once upon a time, the little"
+# Two float32 sums in different orders of a few hundred terms: below this an error is rounding, however it compares.
+LOGITS_FLOOR = 1e-4
+CPU_FEATURES = {
+    "x86": ("sse2", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8"),
+    "arm": ("neon", "dotprod", "i8mm", "sve"),
+}
+_NAMES_ELSEWHERE = {"asimd": "neon", "asimddp": "dotprod", "avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni"}
+
+
+@dataclass(frozen=True)
+class BackendState:
+    """A backend: what computes in it, or why it cannot run here and what to do about it."""
+
+    name: str
+    available: bool
+    reason: str | None  # None when available
+    kernel: str | None  # what computes the ternary product
+
+
+@dataclass(frozen=True)
+class BackendCheck:
+    """One backend's run of the shipped model against the contract."""
+
+    backend: str
+    passed: bool
+    matrices: int  # ternary products compared
+    accumulators: int  # int32 values compared
+    unequal: int  # of them, different from the exact product
+    logits_error: float | None  # largest distance from the float64 run
+    logits_allowed: float | None  # twice the float32 NumPy reference's, plus a floor
+    error: str | None = None  # the backend failed outright
+
+
+@dataclass
+class Diagnosis:
+    """All that `bitnet-ref doctor` shows."""
+
+    versions: dict[str, str | None]  # None: not installed
+    blas: str
+    os: str
+    python: str
+    cpu: str
+    cpu_features: dict[str, bool]
+    cores: int
+    threads: int | None  # None when the environment asks for an impossible number
+    threads_from: str
+    memory_total: int | None
+    memory_available: int | None
+    extension: dict[str, Any]  # built, openmp
+    backends: list[BackendState] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    checks: list[BackendCheck] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every check passed."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        return {**asdict(self), "healthy": self.healthy}
+
+
+def examine() -> Diagnosis:
+    """Look at the machine and the installation, and run the self-check on every available backend."""
+    try:
+        threads, threads_from = thread_choice()
+    except BackendError as error:
+        threads, threads_from = None, str(error)
+    total, available = _memory()
+    return Diagnosis(
+        versions={"bitnet_ref": __version__, **{name: _version(name) for name in REQUIRED + OPTIONAL}},
+        blas=_blas(),
+        os=_operating_system(),
+        python=f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
+        cpu=_cpu_model(),
+        cpu_features=_cpu_features(),
+        cores=available_cpus(),
+        threads=threads,
+        threads_from=threads_from,
+        memory_total=total,
+        memory_available=available,
+        extension=_extension(),
+        backends=[_backend_state(name, reason) for name, reason in available_backends().items()],
+        models=shipped_models(),
+        checks=self_check(),
+    )
+
+
+# -- the self-check ----------------------------------------------------------------------------------------------------
+
+
+def self_check(model: str = "storyteller") -> list[BackendCheck]:
+    """Every available backend on a few tokens of a shipped model."""
+    threads = None
+    try:
+        thread_choice()
+    except BackendError:
+        threads = (
+            1  # the environment's number is unusable, which is reported; the arithmetic can be checked all the same
+        )
+    exact = load(model, backend="numpy", dtype="float64", threads=threads)
+    tokens = exact.tokenizer.encode(CHECK_PROMPT)
+    truth = exact.logits(tokens)
+    reference = load(model, backend="numpy", threads=threads).logits(tokens)
+    allowed = 2 * float(np.abs(reference - truth).max()) + LOGITS_FLOOR
+    names = [name for name, reason in available_backends().items() if reason is None]
+    return [check_backend(name, model, tokens, truth, allowed, threads) for name in names]
+
+
+def check_backend(
+    name: str, model: str, tokens: list[int], truth: NDArray, allowed: float, threads: int | None = None
+) -> BackendCheck:
+    """One backend: its accumulators against the exact product of its own int8 inputs, its logits against `truth`."""
+    try:
+        subject = load(model, backend=name, threads=threads)
+        logits = subject.logits(tokens)
+        matrices, accumulators, unequal = _compare_accumulators(subject, tokens)
+    except BitNetRefError as error:
+        return BackendCheck(name, False, 0, 0, 0, None, allowed, f"{type(error).__name__}: {error}")
+    distance = float(np.abs(logits - truth).max())
+    passed = accumulators > 0 and unequal == 0 and distance <= allowed
+    return BackendCheck(name, passed, matrices, accumulators, unequal, distance, allowed)
+
+
+def _compare_accumulators(subject: Model, tokens: list[int]) -> tuple[int, int, int]:
+    """(matrices, accumulators, how many of them are not the exact integer)"""
+    _, seen = subject.run_with_cache(tokens, ["*.hook_x_int8", "*.hook_acc_int32"])
+    matrices = accumulators = unequal = 0
+    # The planes are read again, by the plain backend: a backend may keep them in a layout of its own.
+    plain = load(subject.folder or "storyteller", backend="numpy", threads=1)
+    for name, weight in plain.weights.linears():
+        if not isinstance(weight, TernaryWeight):
+            continue
+        acc = seen[f"{name}.hook_acc_int32"]
+        exact = seen[f"{name}.hook_x_int8"].astype(np.int64) @ weight.ternary().T.astype(np.int64)
+        matrices += 1
+        accumulators += acc.size
+        unequal += int((acc != exact).sum())
+    return matrices, accumulators, unequal
+
+
+# -- the installation --------------------------------------------------------------------------------------------------
+
+
+def _version(package: str) -> str | None:
+    """The installed version, found without importing the package."""
+    if find_spec(package) is None:
+        return None
+    for distribution in metadata.packages_distributions().get(package, [package]):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "installed"
+
+
+def _blas() -> str:
+    """The BLAS that NumPy was built with."""
+    try:
+        found = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+        return f"{found['name']} {found['version']}"
+    except (KeyError, TypeError):
+        return "unknown"
+
+
+def _extension() -> dict[str, Any]:
+    try:
+        from .kernels import _cpu  # type: ignore[attr-defined]
+    except ImportError as error:
+        return {"built": False, "openmp": None, "why": str(error)}
+    return {"built": True, "openmp": bool(_cpu.has_openmp)}
+
+
+def _backend_state(name: str, reason: str | None) -> BackendState:
+    kernel = None
+    if reason is None and name == "numpy":
+        kernel = "float32 matrix product in BLAS, exact for these integers"
+    elif reason is None and name == "cython":
+        from .kernels import _cpu  # type: ignore[attr-defined]
+
+        kernel = str(getattr(_cpu, "kernel_name", None) or "portable C")
+    return BackendState(name, reason is None, reason, kernel)
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def _operating_system() -> str:
+    name = platform.system()
+    if name == "Linux":
+        with contextlib.suppress(OSError):
+            name = platform.freedesktop_os_release().get("PRETTY_NAME", name)
+    elif name == "Darwin":
+        name = f"macOS {platform.mac_ver()[0]}"
+    return f"{name}, kernel {platform.release()}, {platform.machine()}"
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor's block of /proc/cpuinfo; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _sysctl(name: str) -> str:
+    """A macOS system value, or "" anywhere else."""
+    if sys.platform != "darwin":
+        return ""
+    done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    info = _cpu_info()
+    return info.get("model name") or _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+
+
+def _cpu_features() -> dict[str, bool]:
+    """The instruction sets that matter to the kernels: present or not."""
+    info = _cpu_info()
+    arm = platform.machine().lower() in ("arm64", "aarch64")
+    if sys.platform == "darwin":
+        if arm:
+            known = {"dotprod": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
+            flags = {"neon"} | {name for name, key in known.items() if _sysctl(f"hw.optional.arm.{key}") == "1"}
+        else:
+            listed = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}"
+            flags = set(listed.lower().split())
+    else:
+        flags = set((info.get("flags") or info.get("Features") or "").split())
+    flags |= {_NAMES_ELSEWHERE[name] for name in flags & set(_NAMES_ELSEWHERE)}
+    return {name: name in flags for name in CPU_FEATURES["arm" if arm else "x86"]}
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """(bytes in all, bytes available now), cut to the cgroup's limit; None where the system does not say."""
+    total = available = None
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        text = Path("/proc/meminfo").read_text()
+        available = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
+    except (OSError, ValueError, StopIteration):
+        pass
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total = limit if total is None else min(total, limit)
+        available = limit - used if available is None else min(available, limit - used)
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        pass
+    return total, available
