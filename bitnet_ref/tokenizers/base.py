@@ -1,0 +1,275 @@
+"""The public face of every tokenizer: encode, decode, stop tokens, chat. The kinds fill in six small methods.
+
+What is common lives here: checking text and ids, which BOS goes where, which tokens end a reply, streaming.
+What differs, and is overridden: how plain text becomes ids, and what a token stands for.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, overload
+
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
+from bitnet_ref.tokenizers.files import check_unicode
+from bitnet_ref.tokenizers.settings import TokenizerSettings
+from bitnet_ref.tokenizers.streaming import Detokenizer, StreamDecoder
+
+END_OF_TURN = "<|eot_id|>"  # Llama 3 and BitNet 2B-4T: a chat model ends its turns with it, and not with eos_token
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    bos_id, pad_id: int or None. eos_ids: every token that ends a generation, in order of preference.
+    vocab_size: one more than the largest id, added tokens included; a model's embedding may be larger (padding).
+    """
+
+    bos_id: int | None
+    pad_id: int | None
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+
+    def __init__(self, settings: TokenizerSettings, path: str | os.PathLike[str] | None) -> None:
+        """A kind calls this last, when its vocabulary stands."""
+        self.path = None if path is None else os.fspath(path)
+        self._settings = settings
+        self.bos_id = self._named("bos_token", settings.bos_token, required=True)
+        if self.bos_id is None:
+            self.bos_id = self._own_bos_id()
+        if self.bos_id is None:
+            self.bos_id = self._in_vocabulary("bos_token_id", settings.bos_id)
+        self.pad_id = self._named("pad_token", settings.pad_token, required=False)
+        if self.pad_id is None:
+            self.pad_id = settings.pad_id  # models write any id here, and nothing reads the token
+        self.eos_ids = self._find_eos_ids()
+        self._prefix, self._suffix = self._find_affixes()
+
+    # What a kind provides.
+
+    @abstractmethod
+    def _encode_plain(self, text: str) -> list[int]:
+        """Ids of checked text, special-token strings parsed, nothing put around it."""
+
+    def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self._encode_plain(text) for text in texts]
+
+    @abstractmethod
+    def _token(self, token: int) -> str | None:
+        """The token as the vocabulary writes it; None for an id in a hole of the vocabulary."""
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it ("\\u2581the", "<s>"), or None."""
+
+    @abstractmethod
+    def _is_special(self, token: int) -> bool: ...
+
+    @abstractmethod
+    def _token_bytes(self, token: int) -> bytes:
+        """The bytes of a token that is not special."""
+
+    @abstractmethod
+    def _detokenizer(self) -> Detokenizer:
+        """A fresh machine whose outputs, joined, are the decoded text."""
+
+    def _own_bos_id(self) -> int | None:
+        """The BOS that the vocabulary file itself names, if it can."""
+        return None
+
+    def _own_eos_id(self) -> int | None:
+        return None
+
+    def _own_affixes(self) -> tuple[list[int], list[int]]:
+        """What the vocabulary file itself puts before and after a text."""
+        return [], []
+
+    # The public methods.
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Strings of special tokens in the text ("<s>") become those tokens, as in Hugging Face. With
+        `add_special_tokens`, BOS (and EOS) are put around the ids where the tokenizer's files say so; a text that
+        already begins with BOS does not get it twice. Raises TokenizerError if `text` is no str, or has no UTF-8 form.
+        """
+        ids = self._encode_plain(self._checked_text(text, "text"))
+        return self._with_affixes(ids) if add_special_tokens else ids
+
+    def encode_batch(self, texts: Iterable[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`[encode(text) for text in texts]`, faster. Raises TokenizerError as `encode`, naming the text's index."""
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+            raise TokenizerError(f"encode_batch expects a list of str, got {type(texts).__name__}")
+        batch = self._encode_plain_batch([self._checked_text(text, f"texts[{n}]") for n, text in enumerate(texts)])
+        return [self._with_affixes(ids) for ids in batch] if add_special_tokens else batch
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids` (any integers; a NumPy array too). Bytes that are no UTF-8 become U+FFFD.
+
+        With `skip_special_tokens=False` special tokens show as their strings. Raises TokenizerError for an id that is
+        no integer or not in the vocabulary, naming it and its index.
+        """
+        machine = self._detokenizer()
+        skips = self._is_special if skip_special_tokens else _never
+        parts = [machine.push(token) for token in self._checked_ids(ids) if not skips(token)]
+        parts.append(machine.flush())
+        return "".join(parts)
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder to push generated tokens into one at a time; see `StreamDecoder`."""
+        return StreamDecoder(self._detokenizer(), self._checked_id, self._is_special if skip_special_tokens else _never)
+
+    def id_to_token(self, token_id: int) -> str:
+        """The token as the vocabulary writes it. Raises TokenizerError if there is none."""
+        token = self._token(self._checked_id(token_id, None))
+        assert token is not None
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for inside a text (a leading space included); b"" for a special token."""
+        token = self._checked_id(token_id, None)
+        return b"" if self._is_special(token) else self._token_bytes(token)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out by default. Raises TokenizerError for an id not in the vocabulary."""
+        return self._is_special(self._checked_id(token_id, None))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that `apply_chat_template` uses: the files' own, else 2B-4T's for its family, else None."""
+        if self._settings.chat_template is not None:
+            return self._settings.chat_template
+        return BITNET_2B4T_TEMPLATE if self.token_to_id(END_OF_TURN) is not None else None
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tokenize: Literal[False] = False,
+    ) -> str: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, tokenize: Literal[True]
+    ) -> list[int]: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tokenize: bool = False
+    ) -> str | list[int]:
+        """A conversation as the model was trained to see it, ready for its next reply.
+
+        messages: dicts with `role` and `content`, both str. Returns text, or with `tokenize` its ids. The template
+        writes BOS itself where the model wants one, so the ids get no other. (`encode(text)` would not add it twice.)
+        Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
+        """
+        check_messages(messages)
+        if self._compiled_template is None:
+            raise TokenizerError(
+                "this tokenizer has no chat template, so there is no telling how the model expects a conversation: "
+                "write the prompt yourself and use encode(), or put a chat_template.jinja beside the tokenizer",
+                path=self._settings.path,
+            )
+        names = {key: getattr(self._settings, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        if names["bos_token"] is None and self.bos_id is not None:
+            names["bos_token"] = self._token(self.bos_id)
+        if names["eos_token"] is None and self.eos_ids:
+            names["eos_token"] = self._token(self.eos_ids[0])
+        specials = {key: token for key, token in names.items() if token is not None}
+        text = self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt, **specials)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
+
+    # Checking and finding out.
+
+    @cached_property
+    def _compiled_template(self) -> ChatTemplate | None:
+        source = self.chat_template
+        return None if source is None else ChatTemplate(source, path=self._settings.path)
+
+    def _checked_text(self, text: object, name: str) -> str:
+        if not isinstance(text, str):
+            raise TokenizerError(f"{name}: expected str, got {type(text).__name__}")
+        check_unicode(text)
+        return text
+
+    def _checked_id(self, token_id: object, index: int | None) -> int:
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            token = operator.index(token_id)  # type: ignore[arg-type]
+        except TypeError:
+            place = "" if index is None else f" at index {index}"
+            raise TokenizerError(
+                f"token id{place}: expected an integer, got {token_id!r:.80} of type {type(token_id).__name__}"
+            ) from None
+        if not 0 <= token < self.vocab_size or self._token(token) is None:
+            place = "" if index is None else f" at index {index}"
+            raise TokenizerError(f"token id {token}{place} is not in the vocabulary (vocab_size {self.vocab_size})")
+        return token
+
+    def _checked_ids(self, ids: Iterable[int]) -> list[int]:
+        if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
+            raise TokenizerError(f"ids: expected a list of integers, got {type(ids).__name__}")
+        return [self._checked_id(token, index) for index, token in enumerate(ids)]
+
+    def _named(self, key: str, token: str | None, *, required: bool) -> int | None:
+        number = None if token is None else self.token_to_id(token)
+        if required and token is not None and number is None:
+            raise TokenizerError(
+                f"{token!r} is not in the vocabulary, so the model can never have seen it",
+                path=self._settings.path,
+                field=key,
+            )
+        return number
+
+    def _in_vocabulary(self, key: str, number: int | None) -> int | None:
+        if number is not None and (number >= self.vocab_size or self._token(number) is None):
+            raise TokenizerError(
+                f"token {number} is not in the vocabulary (vocab_size {self.vocab_size})",
+                path=self._settings.path,
+                field=key,
+            )
+        return number
+
+    def _find_eos_ids(self) -> tuple[int, ...]:
+        """Every stop token that any file names: one that is missed lets a model talk on for ever."""
+        settings = self._settings
+        found = [self._in_vocabulary("eos_token_id", number) for number in settings.eos_ids]
+        named = self._named("eos_token", settings.eos_token, required=True)
+        found.append(self._own_eos_id() if named is None else named)
+        turn = self.token_to_id(END_OF_TURN)
+        if turn is not None and self._is_special(turn):
+            found.append(turn)
+        return tuple(dict.fromkeys(number for number in found if number is not None))
+
+    def _find_affixes(self) -> tuple[list[int], list[int]]:
+        settings = self._settings
+        if settings.add_bos is None and settings.add_eos is None:
+            return self._own_affixes()
+        # As transformers 5 does: one explicit flag, and the two flags replace what the vocabulary file says.
+        add_bos = self._own_add_bos() if settings.add_bos is None else settings.add_bos
+        prefix = [self.bos_id] if add_bos and self.bos_id is not None else []
+        named = self._named("eos_token", settings.eos_token, required=True)
+        eos = named if named is not None else next(iter(self.eos_ids), None)
+        return prefix, [eos] if settings.add_eos and eos is not None else []
+
+    def _own_add_bos(self) -> bool:
+        """Whether BOS is added when tokenizer_config.json speaks of EOS only."""
+        return bool(self.bos_id is not None and self.bos_id in self._own_affixes()[0])
+
+    def _with_affixes(self, ids: list[int]) -> list[int]:
+        prefix = self._prefix
+        if ids and ids[0] == self.bos_id:
+            prefix = [token for token in prefix if token != self.bos_id]
+        return [*prefix, *ids, *self._suffix]
+
+
+def _never(_: int) -> bool:
+    return False

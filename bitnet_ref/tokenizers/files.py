@@ -1,0 +1,110 @@
+"""Reading a tokenizer's files: capped sizes, strict JSON, and typed access that names the field that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bitnet_ref.errors import TokenizerError
+
+MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
+MAX_CONFIG_BYTES = 4 << 20  # tokenizer_config.json lists every added token: 1.2 MB in the largest published ones
+MAX_TOKEN_ID = 1 << 24  # published vocabularies end near 2^18; beyond this an id is damage, and would size arrays
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes. Raises TokenizerError for anything else."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+            raise TokenizerError("is not a regular file", path=path)
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)  # the size on disk is not believed: the file may be growing
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"cannot be read: {error}", path=path) from error
+    if len(data) > limit:
+        raise TokenizerError(f"is larger than {limit} bytes, the most that such a file may have", path=path)
+    return data
+
+
+def parse_json_object(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """JSON text whose top level is an object. Duplicate keys, NaN and Infinity are errors, not choices."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            count = Counter(key for key, _ in pairs)
+            twice = next(key for key in count if count[key] > 1)
+            raise TokenizerError("the key stands twice in one object", path=path, field=twice)
+        return result
+
+    def no_constant(name: str) -> NoReturn:
+        raise TokenizerError(f"{name} is not JSON", path=path)
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except UnicodeDecodeError as error:
+        raise TokenizerError("is not UTF-8", path=path, offset=error.start) from error
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"is not JSON: {error.msg}", path=path, offset=error.pos) from error
+    except (RecursionError, ValueError) as error:  # nesting past any use; integers of thousands of digits
+        raise TokenizerError(f"is not JSON that can be read: {error}", path=path) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"expected a JSON object, got {type(value).__name__}", path=path)
+    return value
+
+
+def read_json_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file, or an empty one when there is no such file."""
+    return parse_json_object(read_file(path, limit), path) if path.exists() else {}
+
+
+_NAMES = {str: "a string", bool: "true or false", int: "an integer", dict: "an object", list: "a list"}
+
+
+def typed(value: Any, kind: type, *, path: str | os.PathLike[str] | None, field: str, what: str | None = None) -> Any:
+    """`value`, which must be of type `kind` (a bool is not an int). Raises TokenizerError naming `field`."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TokenizerError(f"expected {what or _NAMES[kind]}, got {_shown(value)}", path=path, field=field)
+    if isinstance(value, str):
+        check_unicode(value, path=path, field=field)
+    return value
+
+
+def optional(table: Mapping[str, Any], key: str, kind: type, *, path: str | os.PathLike[str] | None) -> Any:
+    """`table[key]`, checked by `typed`; None when it is absent or null."""
+    value = table.get(key)
+    return None if value is None else typed(value, kind, path=path, field=key)
+
+
+def token_id(value: Any, *, path: str | os.PathLike[str] | None, field: str) -> int:
+    """A token id read from a file: an integer in 0..MAX_TOKEN_ID. Raises TokenizerError naming `field`."""
+    typed(value, int, path=path, field=field, what="a token id")
+    if not 0 <= value < MAX_TOKEN_ID:
+        raise TokenizerError(f"token id {_shown(value)} is not in 0..{MAX_TOKEN_ID - 1}", path=path, field=field)
+    return value
+
+
+def check_unicode(text: str, *, path: str | os.PathLike[str] | None = None, field: str | None = None) -> None:
+    """Refuse a lone surrogate (JSON's \\ud800 makes one): it has no UTF-8 form, so no token can stand for it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which has no UTF-8 form; "
+            "decode the text with errors='replace', or join the surrogate pair",
+            path=path,
+            field=field,
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    """A short form of a value for a message: files hold megabytes, and integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,164 @@
+"""Hugging Face `tokenizer.json` files (Llama 3, BitNet 2B-4T, Falcon; Llama 2 in its converted form).
+
+Encoding and `decode` are the `tokenizers` library's own; the checks before and after it loads a file are ours, because
+it panics on some files, pads to two thousand million tokens on others, and renumbers tokens in silence on a third kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers.base import Tokenizer
+from bitnet_ref.tokenizers.files import MAX_TOKEN_ID, parse_json_object
+from bitnet_ref.tokenizers.hf_decoders import Decoding, read_decoder
+from bitnet_ref.tokenizers.hf_json import check_tokenizer_json, post_processor_affixes
+from bitnet_ref.tokenizers.settings import TokenizerSettings
+from bitnet_ref.tokenizers.streaming import Detokenizer
+
+T = TypeVar("T")
+
+
+class HfTokenizer(Tokenizer):
+    """A tokenizer over the bytes of a tokenizer.json."""
+
+    def __init__(
+        self,
+        json_bytes: bytes,
+        settings: TokenizerSettings | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Raises TokenizerError if the file cannot be used, or the settings contradict it."""
+        settings = settings or TokenizerSettings()
+        self.path = None if path is None else os.fspath(path)
+        table = parse_json_object(json_bytes, path or "tokenizer.json")
+        check_tokenizer_json(table, path)
+        self._tokenizer = self._load(json_bytes)
+        for n, entry in enumerate(table.get("added_tokens") or []):
+            got = self._tokenizer.token_to_id(entry["content"])
+            if got != entry["id"]:  # the library only warns, and goes on with its own number
+                raise TokenizerError(
+                    f"{entry['content']!r} is declared as token {entry['id']} but is token {got} in the vocabulary",
+                    path=path,
+                    field=f"added_tokens[{n}]",
+                )
+        self._add_tokens(settings)
+        self._read_vocabulary()
+        self._affixes = post_processor_affixes(table.get("post_processor"), path)
+        for token in (*self._affixes[0], *self._affixes[1]):
+            if self._token(token) is None:
+                raise TokenizerError(f"token {token} is not in the vocabulary", path=path, field="post_processor")
+        self._decoding: Decoding = read_decoder(table.get("decoder"))
+        super().__init__(settings, path)
+
+    def _load(self, json_bytes: bytes) -> Any:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise TokenizerError("tokenizer.json needs tokenizers: pip install tokenizers", path=self.path) from error
+        tokenizer = self._guard("load this file", lambda: tokenizers.Tokenizer.from_buffer(json_bytes))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        if getattr(tokenizer.model, "dropout", None):
+            tokenizer.model.dropout = None  # BPE dropout is for training: it splits a text at random
+        return tokenizer
+
+    def _add_tokens(self, settings: TokenizerSettings) -> None:
+        """Tokens that only the side files declare, and those that they alone call special, as transformers does."""
+        from tokenizers import AddedToken as LibraryToken
+
+        present = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        # In the order of their ids: the library numbers a new token after the last one.
+        for token in sorted(settings.added_tokens, key=lambda token: -1 if token.id is None else token.id):
+            known = self._tokenizer.token_to_id(token.content)
+            if known is None and token.id is None:
+                continue  # named, but nowhere in the vocabulary
+            if token.content not in present or (token.special and not present[token.content].special):
+                new = LibraryToken(
+                    token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=token.special,
+                )
+                add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
+                self._guard("add a token", functools.partial(add, [new]))
+            got = self._tokenizer.token_to_id(token.content)
+            if token.id not in (None, got):
+                raise TokenizerError(
+                    f"{token.content!r} is declared as token {token.id} but is token {got} in the vocabulary",
+                    path=settings.path,
+                    field="added_tokens",
+                )
+
+    def _read_vocabulary(self) -> None:
+        vocabulary = self._guard("list its vocabulary", lambda: self._tokenizer.get_vocab(with_added_tokens=True))
+        self._ids: dict[str, int] = vocabulary
+        self._tokens = {number: token for token, number in vocabulary.items()}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._tokens.update((number, token.content) for number, token in added.items())
+        if not self._tokens:
+            raise TokenizerError("the vocabulary is empty", path=self.path, field="model.vocab")
+        self.vocab_size = max(self._tokens) + 1
+        if self.vocab_size > MAX_TOKEN_ID:
+            raise TokenizerError(f"a token's id is {self.vocab_size - 1}", path=self.path, field="model.vocab")
+        # By their text, as the library decides what to leave out when it decodes.
+        special = {token.content for token in added.values() if token.special}
+        self._specials = {number for number, token in self._tokens.items() if token in special}
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def _token(self, token: int) -> str | None:
+        return self._tokens.get(token)
+
+    def _is_special(self, token: int) -> bool:
+        return token in self._specials
+
+    def _own_affixes(self) -> tuple[list[int], list[int]]:
+        return self._affixes
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._guard("encode this text", lambda: self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
+        # The "fast" batch keeps no offsets, which nothing here reads.
+        encoded = self._guard(
+            "encode these texts", lambda: self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        )
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        checked = self._checked_ids(ids)
+        if skip_special_tokens:
+            checked = [token for token in checked if token not in self._specials]
+        return self._library_decode(checked)
+
+    def _library_decode(self, ids: list[int]) -> str:
+        return self._guard("decode these ids", lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _token_bytes(self, token: int) -> bytes:
+        if self._decoding.part is None:
+            # An unknown decoder: what the token adds to a text that it does not begin.
+            before = self._library_decode([token])
+            return self._library_decode([token, token])[len(before) :].encode("utf-8")
+        part = self._decoding.part(self._tokenizer.id_to_token(token))
+        return part.encode("utf-8") if isinstance(part, str) else part
+
+    def _detokenizer(self) -> Detokenizer:
+        # Not self._tokens: an added token that is matched after normalization is decoded in its normalized form.
+        return self._decoding.detokenizer(self._tokenizer.id_to_token, self._library_decode)
+
+    def _guard(self, doing: str, action: Callable[[], T]) -> T:
+        """Run the library, which raises plain Exceptions, and a BaseException of its own when its Rust code panics."""
+        try:
+            return action()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise TokenizerError(f"tokenizers cannot {doing}: {error}", path=self.path) from error

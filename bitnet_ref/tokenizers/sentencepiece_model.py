@@ -1,0 +1,151 @@
+"""The parts of a SentencePiece model file that decoding needs, read straight from its protobuf wire format.
+
+Not a protobuf library: it reads the few fields named below, walks over all others, and trusts no length. It runs before
+the C++ library sees the file, so that a damaged file is reported with the byte where the damage is.
+Source: `sentencepiece_model.proto` of google/sentencepiece.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bitnet_ref.errors import TokenizerError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
+MAX_PIECES = 1_000_000
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+# `normalizer_spec { add_dummy_prefix: false }`: protobuf merges a message that is written twice, so a model with this
+# appended is the same model, without the space in front of the text.
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+@dataclass
+class SentencePieceModel:
+    """What the file says: piece texts, their types, and how spaces are treated."""
+
+    pieces: list[str] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    add_dummy_prefix: bool = True
+    remove_extra_whitespaces: bool = True
+
+    def piece_bytes(self, n: int) -> bytes:
+        """The bytes that piece `n` stands for: a byte piece's byte, else its text with real spaces."""
+        if self.types[n] == BYTE:
+            return bytes([int(self.pieces[n][3:5], 16)])
+        return self.pieces[n].replace("\u2581", " ").encode("utf-8")
+
+
+def read_model(data: bytes, path: str | os.PathLike[str] | None) -> SentencePieceModel:
+    """Read a serialized ModelProto. Raises TokenizerError with the byte offset of the first thing that is wrong."""
+    model = SentencePieceModel()
+    for number, wire, start, value in _fields(data, 0, len(data), path):
+        if number not in (1, 2, 3, 5):
+            continue
+        if wire != _BYTES:
+            raise TokenizerError("not a SentencePiece model: a message is missing", path=path, offset=start)
+        end = start + value
+        if number == 1:
+            _read_piece(model, data, start, end, path)
+        elif number == 2:
+            _read_trainer(data, start, end, path)
+        elif number == 3:
+            for inner, inner_wire, _, flag in _fields(data, start, end, path):
+                if inner == 3 and inner_wire == _VARINT:
+                    model.add_dummy_prefix = bool(flag)
+                elif inner == 4 and inner_wire == _VARINT:
+                    model.remove_extra_whitespaces = bool(flag)
+        else:
+            for inner, _, where, length in _fields(data, start, end, path):
+                if inner == 2 and length:  # a denormalizer's precompiled_charsmap
+                    raise TokenizerError("a denormalizer is not supported", path=path, offset=where)
+    if not model.pieces:
+        raise TokenizerError("not a SentencePiece model: it has no pieces", path=path)
+    if len(set(model.pieces)) != len(model.pieces):
+        seen: dict[str, int] = {}
+        n = next(n for n, text in enumerate(model.pieces) if seen.setdefault(text, n) != n)
+        raise TokenizerError(f"{model.pieces[n][:40]!r} stands twice", path=path, field=f"pieces[{n}]")
+    return model
+
+
+def _read_piece(
+    model: SentencePieceModel, data: bytes, start: int, end: int, path: str | os.PathLike[str] | None
+) -> None:
+    text, kind, n = "", NORMAL, len(model.pieces)
+    if n == MAX_PIECES:
+        raise TokenizerError(f"has more than {MAX_PIECES} pieces", path=path, offset=start)
+    for number, wire, where, value in _fields(data, start, end, path):
+        if number == 1 and wire == _BYTES:
+            try:
+                text = data[where : where + value].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise TokenizerError(
+                    "a piece is not UTF-8", path=path, offset=where + error.start, field=f"pieces[{n}]"
+                ) from error
+        elif number == 2 and wire == _FIXED32 and not math.isfinite(struct.unpack("<f", struct.pack("<I", value))[0]):
+            raise TokenizerError("a piece's score is not finite", path=path, offset=where, field=f"pieces[{n}].score")
+        elif number == 3 and wire == _VARINT:
+            kind = value
+    if not text:
+        raise TokenizerError("a piece is empty", path=path, offset=start, field=f"pieces[{n}]")
+    if not NORMAL <= kind <= BYTE:
+        raise TokenizerError(f"{kind} is no piece type", path=path, offset=start, field=f"pieces[{n}].type")
+    if kind == BYTE and not _BYTE_PIECE.fullmatch(text):
+        raise TokenizerError(
+            f"a byte piece must be written <0x00> to <0xFF>, got {text[:40]!r}",
+            path=path,
+            offset=start,
+            field=f"pieces[{n}]",
+        )
+    model.pieces.append(text)
+    model.types.append(kind)
+
+
+def _read_trainer(data: bytes, start: int, end: int, path: str | os.PathLike[str] | None) -> None:
+    for number, wire, where, value in _fields(data, start, end, path):
+        if number == 24 and wire == _VARINT and value:
+            raise TokenizerError("treat_whitespace_as_suffix is not supported", path=path, offset=where)
+
+
+def _fields(
+    data: bytes, pos: int, end: int, path: str | os.PathLike[str] | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """(field number, wire type, offset of the value, value) of a message; for bytes the value is their length."""
+    while pos < end:
+        key, pos = _varint(data, pos, end, path)
+        number, wire = key >> 3, key & 7
+        if number == 0 or wire not in (_VARINT, _FIXED64, _BYTES, _FIXED32):
+            raise TokenizerError(f"not a SentencePiece model: bad field tag {key}", path=path, offset=pos)
+        if wire == _VARINT:
+            where = pos
+            value, pos = _varint(data, pos, end, path)
+        elif wire == _BYTES:
+            value, where = _varint(data, pos, end, path)
+            pos = where + value
+        else:
+            width = 4 if wire == _FIXED32 else 8
+            where, value = pos, int.from_bytes(data[pos : pos + width], "little")
+            pos += width
+        if pos > end:
+            raise TokenizerError("truncated: a field runs past its end", path=path, offset=where)
+        yield number, wire, where, value
+
+
+def _varint(data: bytes, pos: int, end: int, path: str | os.PathLike[str] | None) -> tuple[int, int]:
+    """A little-endian base-128 integer of at most 10 bytes, and the offset after it."""
+    value, first = 0, pos
+    for shift in range(0, 70, 7):
+        if pos >= end:
+            raise TokenizerError("truncated inside an integer", path=path, offset=first)
+        byte = data[pos]
+        pos += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, pos
+    raise TokenizerError("not a SentencePiece model: an integer of more than 10 bytes", path=path, offset=first)

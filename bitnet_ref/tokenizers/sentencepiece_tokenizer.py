@@ -1,0 +1,200 @@
+"""SentencePiece `tokenizer.model` files (Llama 1 and 2, Mistral, TinyLlama, 1bitLLM, storyteller).
+
+Encoding is the sentencepiece library's own. Around it stands what Hugging Face adds: strings of special and added
+tokens are cut out of the text first, and tokens may be added after the model's own pieces.
+Decoding is our own, because it must also work one token at a time; it equals the library's, token for token, and a test
+holds that. One difference is wanted: special tokens can be shown, where the library always hides them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers.base import Tokenizer
+from bitnet_ref.tokenizers.files import MAX_TOKEN_ID
+from bitnet_ref.tokenizers.sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
+from bitnet_ref.tokenizers.settings import AddedToken, TokenizerSettings
+from bitnet_ref.tokenizers.streaming import ByteDetokenizer, Detokenizer
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A tokenizer over a serialized SentencePiece model.
+
+    Differs from transformers 5 in one place: it rebuilds the model as a Hugging Face one, which takes a newline or two
+    spaces at the very start of a text without the leading "\\u2581" that the model was trained to see. We keep it.
+    """
+
+    def __init__(
+        self,
+        model_bytes: bytes,
+        settings: TokenizerSettings | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Raises TokenizerError if the bytes are no such model, or the settings contradict it."""
+        settings = settings or TokenizerSettings()
+        self._model_bytes = model_bytes
+        self._model = read_model(model_bytes, path)
+        self._processor = _processor(model_bytes, path)
+        # The same model without the space in front of the text, made when a text needs it (see _segments).
+        self._inner_processor = self._processor if settings.legacy else None
+        self._size = len(self._model.pieces)
+        if self._processor.vocab_size() != self._size:
+            raise TokenizerError(
+                f"sentencepiece reads {self._processor.vocab_size()} pieces where the file has {self._size}", path=path
+            )
+        self._legacy = settings.legacy
+        self._piece_ids = {piece: n for n, piece in enumerate(self._model.pieces)}
+        self._specials = {n for n, kind in enumerate(self._model.types) if kind in (CONTROL, UNKNOWN)}
+        self._added: dict[int, str] = {}
+        self._added_ids: dict[str, int] = {}
+        cut_out = {self._model.pieces[n]: AddedToken(self._model.pieces[n]) for n in self._specials}
+        for token in settings.added_tokens:
+            number = self._add(token, settings.path)
+            if number is not None:
+                cut_out[token.content] = token
+                if token.special:
+                    self._specials.add(number)
+        self.vocab_size = max([self._size, *(n + 1 for n in self._added)])
+        self._cut_out = cut_out
+        # The longest first, so that of two tokens at one place the longer is found, as Hugging Face does.
+        self._pattern = re.compile("|".join(map(re.escape, sorted(cut_out, key=len, reverse=True))))
+        self._bytes: dict[int, bytes] = {}
+        super().__init__(settings, path)
+
+    def _add(self, token: AddedToken, path: str | None) -> int | None:
+        """Give an added token its id; None for a token that is only named and is nowhere in the vocabulary."""
+        known = self.token_to_id(token.content)
+        if known is not None:
+            if token.id not in (None, known):
+                raise TokenizerError(
+                    f"{token.content!r} is token {known} in the model, and {token.id} here",
+                    path=path,
+                    field="added_tokens",
+                )
+            return known
+        if token.id is None:
+            return None
+        if token.id >= MAX_TOKEN_ID or self._token(token.id) is not None:
+            raise TokenizerError(
+                f"{token.content!r} cannot be token {token.id}: that is {self._token(token.id)!r}",
+                path=path,
+                field="added_tokens",
+            )
+        self._added[token.id] = token.content
+        self._added_ids[token.content] = token.id
+        return token.id
+
+    def token_to_id(self, token: str) -> int | None:
+        number = self._piece_ids.get(token)
+        return self._added_ids.get(token) if number is None else number
+
+    def _token(self, token: int) -> str | None:
+        return self._model.pieces[token] if token < self._size else self._added.get(token)
+
+    def _is_special(self, token: int) -> bool:
+        return token in self._specials
+
+    def _own_bos_id(self) -> int | None:
+        return _or_none(self._processor.bos_id())
+
+    def _own_eos_id(self) -> int | None:
+        return _or_none(self._processor.eos_id())
+
+    def _own_affixes(self) -> tuple[list[int], list[int]]:
+        # Nothing in the file says so; transformers' Llama class, the usual reader of these files, adds BOS by default.
+        return [] if self.bos_id is None else [self.bos_id], []
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if not self._pattern.search(text):
+            return self._encode_segment(text, first=True)
+        ids: list[int] = []
+        for segment, token, first in self._segments(text):
+            if segment:
+                ids += self._encode_segment(segment, first=first)
+            if token is not None:
+                ids.append(token)
+        return ids
+
+    def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
+        plain = [n for n, text in enumerate(texts) if not self._pattern.search(text)]
+        # One thread: the pieces are short, and the library's own pool would take every core of the machine.
+        encoded = dict(zip(plain, self._processor.encode([texts[n] for n in plain], num_threads=1), strict=True))
+        return [encoded[n] if n in encoded else self._encode_plain(text) for n, text in enumerate(texts)]
+
+    def _encode_segment(self, text: str, *, first: bool) -> list[int]:
+        """Ids of text that holds no special token.
+
+        Only the text at the very start gets the model's leading space, unless the tokenizer is of the `legacy` kind,
+        which gives one to every segment: "a</s>b" is a </s> b, or a </s> \\u2581b.
+        """
+        if first or self._legacy:
+            return self._processor.encode(text)
+        if self._inner_processor is None:
+            self._inner_processor = _processor(self._model_bytes + NO_DUMMY_PREFIX, self.path)
+        return self._inner_processor.encode(text)
+
+    def _segments(self, text: str) -> list[tuple[str, int | None, bool]]:
+        """Cut text at its special tokens: (text before, token id or None at the end, is it the text's start)."""
+        result: list[tuple[str, int | None, bool]] = []
+        start = 0
+        for match in self._pattern.finditer(text):
+            flags = self._cut_out[match[0]]
+            left, right = match.span()
+            if left < start or (flags.single_word and _touches_word(text, left, right)):
+                continue
+            before = text[start:left]
+            if flags.lstrip:
+                before = before.rstrip()
+            if flags.rstrip:
+                right += len(text[right:]) - len(text[right:].lstrip())
+            result.append((before, self.token_to_id(match[0]), start == 0))
+            start = right
+        result.append((text[start:], None, start == 0))
+        return result
+
+    def _token_bytes(self, token: int) -> bytes:
+        data = self._bytes.get(token)
+        if data is None:
+            shown = self._token(token) or ""
+            whole = token >= self._size or token in self._specials
+            data = self._bytes[token] = shown.encode("utf-8") if whole else self._model.piece_bytes(token)
+        return data
+
+    def _detokenizer(self) -> Detokenizer:
+        model = self._model
+        strips = model.add_dummy_prefix or model.remove_extra_whitespaces
+        return ByteDetokenizer(
+            self._token_bytes,
+            errors="bitnet_ref.one_mark_per_byte",
+            strips_first=self._starts_with_space if strips else None,
+            strip_all=model.remove_extra_whitespaces,
+        )
+
+    def _starts_with_space(self, token: int) -> bool:
+        """Whether the token's text begins with the mark of a space (a byte piece for a space has none)."""
+        if token >= self._size or token in self._specials or self._model.types[token] == BYTE:
+            return False
+        return self._model.pieces[token].startswith("\u2581")
+
+
+def _processor(data: bytes, path: str | os.PathLike[str] | None) -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise TokenizerError("tokenizer.model needs sentencepiece: pip install sentencepiece", path=path) from error
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=data)
+    except (RuntimeError, ValueError, TypeError, OSError, MemoryError) as error:
+        raise TokenizerError(f"sentencepiece cannot read this model: {error}", path=path) from error
+
+
+def _or_none(number: int) -> int | None:
+    return number if number >= 0 else None  # -1: the model has no such token
+
+
+def _touches_word(text: str, left: int, right: int) -> bool:
+    return bool(re.match(r"\w", text[left - 1 : left]) or re.match(r"\w", text[right : right + 1]))

@@ -1,0 +1,189 @@
+"""Text from token ids one at a time: what is certain now, and nothing that a later token could change.
+
+A *detokenizer* is a small machine, `push(token_id) -> str` and `flush() -> str`, whose outputs joined equal `decode`.
+Each kind below is exact by construction for one family of decoders:
+
+- `ByteDetokenizer`: every token stands for bytes, wherever it is; text is their UTF-8 decoding. A character split over
+  tokens is held until its last byte comes. (SentencePiece; byte-level BPE.)
+- `ByteRunDetokenizer`: tokens are text, except runs of byte tokens, which count only as a whole: one bad byte turns the
+  whole run into U+FFFD. So a run is held until it ends. (Llama's tokenizer.json.)
+- `PairDetokenizer`: a token's text depends only on whether it is the first.
+- `WholeDetokenizer`: nothing is known about the decoder, so nothing is certain before the end.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    """A machine that turns token ids, in order, into text that is certain."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
+    """How SentencePiece decodes bad UTF-8: U+FFFD for one byte, then it tries again from the next byte.
+
+    Python's own "replace" takes the longest beginning of a character as one error: b"\\xe4\\xb8" is one mark, here two.
+    """
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return REPLACEMENT, error.start + 1
+
+
+codecs.register_error("bitnet_ref.one_mark_per_byte", _one_mark_per_byte)
+
+
+class ByteDetokenizer:
+    """Tokens are bytes; `errors` says how invalid UTF-8 shows.
+
+    `strips_first` answers "does this token's leading space go, when it is the first text?"; with `strip_all` every
+    leading space goes until there is other text (SentencePiece's remove_extra_whitespaces).
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        *,
+        errors: str = "replace",
+        strips_first: Callable[[int], bool] | None = None,
+        strip_all: bool = False,
+    ) -> None:
+        self._bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._strips_first = strips_first
+        self._strip_all = strip_all
+
+    def push(self, token: int) -> str:
+        data = self._bytes(token)
+        if data and self._strips_first is not None:
+            stripped = self._strips_first(token)
+            if stripped:
+                data = data[1:]
+            if data or not self._strip_all:
+                self._strips_first = None
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class ByteRunDetokenizer:
+    """Tokens are text (str) or single bytes (bytes); up to `strip` leading `strip_char` of the whole text are cut."""
+
+    def __init__(self, token_part: Callable[[int], str | bytes], *, strip_char: str = " ", strip: int = 0) -> None:
+        self._part = token_part
+        self._strip_char, self._strip = strip_char, strip
+        self._new_run()
+
+    def _new_run(self) -> None:
+        self._held: list[str] = []  # the characters of the run so far; certain only when it ends well
+        self._run_bytes = 0
+        self._run_is_bad = False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
+
+    def push(self, token: int) -> str:
+        part = self._part(token)
+        if isinstance(part, str):
+            return self._cut(self._end_of_run() + part)
+        if not self._run_is_bad:
+            self._run_bytes += len(part)
+            try:
+                self._held.append(self._utf8.decode(part))
+                return ""
+            except UnicodeDecodeError:
+                self._run_is_bad = True
+                return self._cut(REPLACEMENT * self._run_bytes)
+        return self._cut(REPLACEMENT * len(part))
+
+    def flush(self) -> str:
+        return self._cut(self._end_of_run())
+
+    def _end_of_run(self) -> str:
+        if self._run_bytes == 0:
+            return ""
+        text = "" if self._run_is_bad else "".join(self._held)
+        if not self._run_is_bad and self._utf8.getstate()[0]:  # it ends inside a character
+            text = REPLACEMENT * self._run_bytes
+        self._new_run()
+        return text
+
+    def _cut(self, text: str) -> str:
+        while self._strip and text:
+            if not text.startswith(self._strip_char):
+                self._strip = 0
+                break
+            text, self._strip = text[len(self._strip_char) :], self._strip - 1
+        return text
+
+
+class PairDetokenizer:
+    """A token's text is what `decode` adds when the token follows another one."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._previous: int | None = None
+
+    def push(self, token: int) -> str:
+        if self._previous is None:
+            text = self._decode([token])
+        else:
+            before = self._decode([self._previous])
+            text = self._decode([self._previous, token])[len(before) :]
+        self._previous = token
+        return text
+
+    def flush(self) -> str:
+        return ""
+
+
+class WholeDetokenizer:
+    """Holds everything until the end."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        return ""
+
+    def flush(self) -> str:
+        tokens, self._tokens = self._tokens, []
+        return self._decode(tokens)
+
+
+class StreamDecoder:
+    """The public face of a detokenizer: checks ids, leaves special tokens out, counts where it is.
+
+    Joined pushes and the flush equal `Tokenizer.decode` of the same ids. After `flush` the decoder is finished.
+    """
+
+    def __init__(
+        self, machine: Detokenizer, check: Callable[[object, int], int], is_skipped: Callable[[int], bool]
+    ) -> None:
+        self._machine, self._check, self._is_skipped = machine, check, is_skipped
+        self._count = 0
+        self._finished = False
+
+    def push(self, token_id: int) -> str:
+        """Add one token; return the text that is now certain, often "". Raises TokenizerError for a bad id."""
+        if self._finished:
+            raise RuntimeError("this StreamDecoder was flushed; ask the tokenizer for a new one")
+        token = self._check(token_id, self._count)
+        self._count += 1
+        return "" if self._is_skipped(token) else self._machine.push(token)
+
+    def flush(self) -> str:
+        """No more tokens come: return what was held, with U+FFFD for a character that was never completed."""
+        if self._finished:
+            return ""
+        self._finished = True
+        return self._machine.flush()

@@ -1,0 +1,116 @@
+"""How much one rendering of a chat template may do: two budgets, and the measures they are paid in.
+
+Jinja's sandbox keeps a template away from Python, but lets it work for ever: two nested loops, `x ~ x` forty times, or
+a list that holds itself twice over, twenty times. So each loop turn and each operation pays `steps`, each result
+pays for its size in `size`, and no single value may outgrow what a conversation of this length could need.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Undefined
+
+MAX_INTEGER = 1 << 63
+MAX_NESTING = 40
+MAX_MACRO_DEPTH = 32
+
+
+class LimitError(SecurityError):
+    """A template went over a limit."""
+
+
+def measure(value: Any, limit: int) -> tuple[int, int]:
+    """(size, depth) of a value: characters, plus 8 for each item, with what is shared counted each time it appears.
+
+    Counted so because printing, comparing and tojson walk it so: `[x, x]` made twenty times over is small in memory and
+    a million items in print. Stops with LimitError past `limit`. Only text, numbers, lists and dicts can be inside.
+    """
+    kind = type(value)
+    if kind is str:
+        return _within(len(value), limit), 0
+    if not isinstance(value, (str, list, tuple, dict, int)):
+        return 1, 0
+    size, deepest = 0, 0
+    todo: list[tuple[Any, int]] = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, (list, tuple, dict)):
+            if depth >= MAX_NESTING:
+                raise LimitError(f"lists are nested more than {MAX_NESTING} deep")
+            size += 8 * (1 + len(item))
+            deepest = max(deepest, depth + 1)
+            if size <= limit:
+                children = [*item.keys(), *item.values()] if isinstance(item, dict) else item
+                todo.extend((child, depth + 1) for child in children)
+        elif isinstance(item, int):
+            if not -MAX_INTEGER < item < MAX_INTEGER:
+                raise LimitError("an integer of more than 63 bits")
+            size += 1
+        elif item is None or isinstance(item, (float, Undefined)):
+            size += 1
+        else:
+            raise LimitError(f"a {type(item).__name__} inside a list or dict")
+        _within(size, limit)
+    return size, deepest
+
+
+def _within(size: int, limit: int) -> int:
+    if size > limit:
+        raise LimitError(f"a value grows past {limit} characters, more than a conversation of this length needs")
+    return size
+
+
+class Budget:
+    """What one rendering may still spend. `value_limit` is also the most characters that it may put out."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        given = sum(measure(value, 1 << 40)[0] for value in variables.values())
+        self.value_limit = (1 << 20) + 16 * given
+        self._size = 64 * self.value_limit
+        self._steps = 2_000_000 + 32 * given
+        self.macro_depth = 0
+        self.printed = 0
+
+    def step(self, count: int) -> None:
+        """Pay for `count` pieces of work (about one node of the template evaluated once)."""
+        self._steps -= count
+        if self._steps < 0:
+            raise LimitError("the template does more work than a conversation of this length needs: does a loop end?")
+
+    def read(self, value: Any) -> Any:
+        """Pay for one walk over a value (a comparison, a search), and return it."""
+        if type(value) is str:
+            self.step(1 + len(value) // 64)
+        elif isinstance(value, (str, list, tuple, dict)):
+            self.step(1 + measure(value, self.value_limit)[0] // 8)  # measuring takes a step for each item itself
+        return value
+
+    def made(self, value: Any) -> Any:
+        """Pay for a value that an operation made, and return it."""
+        size = measure(value, self.value_limit)[0]
+        self.will_make(size)
+        if isinstance(value, (list, tuple, dict)):
+            self.step(size // 8)
+        return value
+
+    def will_make(self, size: int) -> None:
+        """Pay for a value of this size; called before the operation where that could outgrow its inputs."""
+        self._size -= _within(size, self.value_limit)
+        if self._size < 0:
+            raise LimitError("the template makes more text than a conversation of this length needs")
+        self.step(1 + size // 64)
+
+    def print(self, count: int) -> None:
+        """Pay for characters of the final text."""
+        self.printed += count
+        if self.printed > self.value_limit:
+            raise LimitError(f"the text grows past {self.value_limit} characters")
+
+
+# The budget of the rendering that runs now, in this thread. Filters and operators of an environment are shared by all.
+current: ContextVar[Budget] = ContextVar("bitnet_ref.template_budget")

@@ -1,0 +1,239 @@
+"""tokenizer.json: the library's ids and texts, side files that add to it, and files that must not be believed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer
+from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
+
+BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+OFFSETS = {"trim_offsets": True, "add_prefix_space": True}
+Table = dict[str, Any]
+Maker = Callable[..., Path]
+
+
+def load(table: Table, settings: TokenizerSettings | None = None) -> HfTokenizer:
+    return HfTokenizer(json.dumps(table).encode(), settings)
+
+
+@pytest.mark.parametrize("kind", ["byte_level_json", "llama_json"])
+def test_ids_and_texts_are_the_librarys(request: pytest.FixtureRequest, kind: str) -> None:
+    table = request.getfixturevalue(kind)
+    library, ours = LibraryTokenizer.from_str(json.dumps(table)), load(table)
+    texts = ["Once upon a time", "", "日本 😀", f"a{EOT}b</s> c", "plain added Ġx", " lead\n", "the\0end"]
+    for text in texts:
+        assert ours.encode(text) == library.encode(text).ids
+        assert ours.encode(text, add_special_tokens=False) == library.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ours.encode(text)) == library.decode(library.encode(text).ids)
+    assert ours.encode_batch(texts) == [ours.encode(text) for text in texts]
+    assert ours.vocab_size == library.get_vocab_size()
+
+
+def test_bos_is_never_there_twice(kinds: dict[str, Tokenizer]) -> None:
+    tokenizer = kinds["byte_level"]
+    assert tokenizer.encode("the") == [tokenizer.bos_id, *tokenizer.encode("the", add_special_tokens=False)]
+    assert tokenizer.encode(BOS + "the") == tokenizer.encode("the")
+    assert tokenizer.encode(BOS) == [tokenizer.bos_id]
+
+
+def test_the_end_of_a_turn_is_a_stop_token(byte_level_json: Table) -> None:
+    settings = TokenizerSettings(bos_token=BOS, eos_token=EOS)
+    assert load(byte_level_json, settings).eos_ids == (1, 2)
+    plain = copy.deepcopy(byte_level_json)
+    plain["added_tokens"][2]["special"] = False
+    assert plain["added_tokens"][2]["content"] == EOT
+    assert load(plain, settings).eos_ids == (1,)
+
+
+def test_explicit_flags_replace_the_post_processor(byte_level_json: Table) -> None:
+    for add_bos, add_eos, expected in (
+        (False, None, []),
+        (True, True, [0, 1]),
+        (None, True, [0, 1]),
+        (None, None, [0]),
+    ):
+        settings = TokenizerSettings(bos_token=BOS, eos_token=EOS, add_bos=add_bos, add_eos=add_eos)
+        assert load(byte_level_json, settings).encode("") == expected
+    without = byte_level_json | {"post_processor": None}
+    assert load(without, TokenizerSettings(bos_token=BOS)).encode("") == []
+    assert load(without, TokenizerSettings(bos_token=BOS, add_bos=True)).encode("") == [0]
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({"type": "RobertaProcessing", "sep": [EOS, 1], "cls": [BOS, 0], **OFFSETS}, [0, 1]),
+        ({"type": "BertProcessing", "sep": [EOS, 1], "cls": [BOS, 0]}, [0, 1]),
+        ({"type": "ByteLevel", "use_regex": True, **OFFSETS}, []),
+    ],
+)
+def test_other_post_processors(byte_level_json: Table, processor: Table, expected: list[int]) -> None:
+    for wrapped in (processor, {"type": "Sequence", "processors": [processor]}):
+        table = byte_level_json | {"post_processor": wrapped}
+        assert load(table).encode("") == expected
+        assert load(table).encode("the") == LibraryTokenizer.from_str(json.dumps(table)).encode("the").ids
+
+
+def test_padding_truncation_and_dropout_are_off(byte_level_json: Table) -> None:
+    table = copy.deepcopy(byte_level_json)
+    table["padding"] = {
+        "strategy": {"Fixed": 2_000_000_000},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": BOS,
+    }
+    table["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    table["model"]["dropout"] = 0.5
+    text = "the quick brown fox jumps over the lazy dog"
+    tokenizer = load(table)
+    expected = load(byte_level_json).encode(text)
+    assert [tokenizer.encode(text) for _ in range(10)] == [expected] * 10
+    assert tokenizer.encode_batch([text, "the"]) == [expected, load(byte_level_json).encode("the")]
+
+
+def test_side_files_add_tokens(make_folder: Maker, byte_level_json: Table) -> None:
+    size = load(byte_level_json).vocab_size
+    folder = make_folder(
+        {
+            "tokenizer.json": byte_level_json,
+            "tokenizer_config.json": {
+                "bos_token": {"content": BOS, "lstrip": False},
+                "eos_token": EOS,
+                "pad_token": "<pad>",
+                "added_tokens_decoder": {str(size): {"content": "<pad>", "special": True}},
+            },
+            "added_tokens.json": {"<pad>": size, "<call>": size + 1},
+            "generation_config.json": {"eos_token_id": [2, 1]},
+            "config.json": {"eos_token_id": size + 1, "bos_token_id": 0},
+        }
+    )
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.pad_id == size and tokenizer.is_special(size)
+    assert tokenizer.encode("<pad><call>", add_special_tokens=False) == [size, size + 1]
+    assert tokenizer.decode([size, size + 1]) == "<call>"
+    assert tokenizer.eos_ids == (2, 1, size + 1)
+
+
+def test_a_normalized_added_token_streams_as_it_decodes(llama_json: Table) -> None:
+    table = copy.deepcopy(llama_json)
+    size = len(table["model"]["vocab"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+    table["added_tokens"].append({"id": size, "content": "foo bar", **flags})
+    tokenizer = load(table)
+    ids = tokenizer.encode("the foo bar", add_special_tokens=False)
+    assert size in ids and tokenizer.id_to_token(size) == "foo bar"
+    decoder = tokenizer.stream_decoder()
+    text = "".join(map(decoder.push, ids)) + decoder.flush()
+    assert text == tokenizer.decode(ids)
+    assert text in ("the foo bar", "thefoo bar")  # newer releases of the library give the space back
+
+
+def edit(table: Table, *path: Any, to: Any) -> Table:
+    """A copy with one place changed."""
+    table = copy.deepcopy(table)
+    place = table
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = to
+    return table
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("model",), None, "model: expected an object"),
+        (("model", "vocab"), 5, r"model\.vocab: expected an object or a list"),
+        (("model", "vocab", "a"), -1, r"model\.vocab\['a'\]: token id -1 is not in"),
+        (("model", "vocab", "a"), 1 << 31, "is not in 0"),
+        (("model", "vocab", "a"), True, "expected a token id, got True"),
+        (("model", "vocab", "a"), 10, "are both token 10"),
+        (("model", "merges"), [["a", "nowhere"]], "tokenizers cannot load"),
+        (("model", "merges"), "a b", "tokenizers cannot load"),
+        (("model", "type"), "Nonsense", "tokenizers cannot load"),
+        (("added_tokens", 0, "id"), 5, "<|begin_of_text|>"),
+        (("added_tokens", 0, "content"), EOT, "stands twice"),
+        (("added_tokens", 0, "content"), 7, r"added_tokens\[0\]\.content: expected a string"),
+        (("added_tokens", 0, "content"), "\ud800", "lone surrogate"),
+        (("added_tokens", 3, "id"), 4000, "is declared as token 4000 but is token"),
+        (("post_processor", "special_tokens", BOS, "ids"), [9999], "token 9999 is not in the vocabulary"),
+        (("post_processor", "single"), [], "exactly once"),
+        (("decoder",), [], "decoder: expected an object"),
+        (("decoder",), {"type": "Nonsense"}, "tokenizers cannot load"),
+    ],
+)
+def test_files_that_are_refused(byte_level_json: Table, path: tuple, value: Any, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message.replace("|", r"\|")):
+        load(edit(byte_level_json, *path, to=value))
+
+
+@pytest.mark.parametrize("token", ["<0xZZ>", "<0x-1>", "<0x+1>"])
+def test_byte_tokens_that_are_no_bytes(llama_json: Table, token: str) -> None:
+    with pytest.raises(TokenizerError, match="has the form of a byte token"):
+        load(edit(llama_json, "model", "vocab", token, to=len(llama_json["model"]["vocab"])))
+
+
+def test_a_normalizer_that_doubles_without_end(llama_json: Table) -> None:
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    with pytest.raises(TokenizerError, match="times longer"):
+        load(llama_json | {"normalizer": {"type": "Sequence", "normalizers": [double] * 40}})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},  # panics when it is loaded
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}},  # when it meets a letter
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    ],
+)
+def test_a_panic_of_the_library_is_an_error(byte_level_json: Table, part: Table) -> None:
+    with pytest.raises(TokenizerError, match="tokenizers cannot"):
+        load(byte_level_json | part).encode("a")
+    with pytest.raises(TokenizerError, match="tokenizers cannot"):
+        load(byte_level_json | part).encode_batch(["a", "b"])
+
+
+def test_what_would_abort_the_process_is_refused(byte_level_json: Table) -> None:
+    with pytest.raises(TokenizerError, match=r"model\.continuing_subword_prefix: is not supported for BPE"):
+        load(edit(byte_level_json, "model", "continuing_subword_prefix", to="##"))
+    assert load(edit(byte_level_json, "model", "continuing_subword_prefix", to="")).encode("the")
+
+
+def test_unigram_and_wordpiece_models() -> None:
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["\u2581a", -1.0], ["b", -2.0]]}
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    tokenizer = load({"model": unigram, "pre_tokenizer": metaspace, "decoder": metaspace, "added_tokens": []})
+    assert tokenizer.encode("a ab") == [1, 1, 2]
+    assert tokenizer.decode([1, 1, 2]) == "a ab"
+    assert tokenizer.token_bytes(1) == b" a"
+    vocabulary = {"[UNK]": 0, "run": 1, "##ning": 2}
+    wordpiece = {"type": "WordPiece", "unk_token": "[UNK]", "vocab": vocabulary}
+    wordpiece |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": False}
+    whitespace = {"type": "Whitespace"}
+    tokenizer = load({"model": wordpiece, "pre_tokenizer": whitespace, "decoder": decoder, "added_tokens": []})
+    assert tokenizer.encode("running run") == [1, 2, 1]
+    assert tokenizer.decode([1, 2, 1]) == "running run"
+    with pytest.raises(TokenizerError, match=r"model\.vocab\[1\]: expected \[token, score\]"):
+        load({"model": unigram | {"vocab": [["a", 0.0], ["b"]]}, "added_tokens": []})
+
+
+def test_settings_that_contradict_the_vocabulary(byte_level_json: Table) -> None:
+    with pytest.raises(TokenizerError, match="bos_token: '<s>' is not in the vocabulary"):
+        load(byte_level_json, TokenizerSettings(bos_token="<s>"))
+    with pytest.raises(TokenizerError, match="eos_token: '</s>' is not in the vocabulary"):
+        load(byte_level_json, TokenizerSettings(eos_token="</s>"))
+    with pytest.raises(TokenizerError, match="eos_token_id: token 5000 is not in the vocabulary"):
+        load(byte_level_json, TokenizerSettings(eos_ids=(5000,)))

@@ -1,0 +1,128 @@
+"""Chat templates that would work, grow or dig for ever, or leave the sandbox: each is stopped, at once and by name."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers.chat_template import ChatTemplate
+
+HELLO = [{"role": "user", "content": "Hello"}]
+# 2^20 characters of text in ns.x, honestly doubled to just under the limit of one value.
+MEGABYTE = "{% set ns = namespace(x='ab') %}{% for i in range(19) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+LOOP = "{% for i in range(99999) %}"
+# Two names for each of 40 objects: in print, 2^40 of them.
+WEB = "{% set n0 = namespace(a=1) %}" + "".join(f"{{% set n{i + 1} = namespace(a=n{i}, b=n{i}) %}}" for i in range(40))
+
+TOO_MUCH = {
+    "power": ("{{ 10 ** 10 }}", "Pow is not available"),
+    "repeated text": ("{{ 'a' * 1000000000 }}", "grows past"),
+    "repeated list": ("{% set x = [1] * 1000000000 %}", "grows past"),
+    "big integers": ("{{ 1000000000000 * 1000000000000 }}", "63 bits"),
+    "big literal": ("{{ 99999999999999999999 }}", "63 bits"),
+    "text width": ("{{ '%1000000000d' % 1 }}", "% on text"),
+    "format method": ("{{ '{:1000000000}'.format(1) }}", "'format' of 'str' object is unsafe"),
+    "padding method": ("{{ 'a'.zfill(1000000000) }}", "unsafe"),
+    "padding filter": ("{{ 'a' | center(1000000000) }}", "not available"),
+    "date width": ("{{ strftime_now('%1000000000d') }}", "without widths"),
+    "text that doubles": (MEGABYTE.replace("19", "60"), "grows past"),
+    "text that doubles by +": (MEGABYTE.replace("~", "+").replace("19", "60"), "grows past"),
+    "text that doubles in a block": (
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
+        "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+        "grows past",
+    ),
+    "list that doubles": (
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}",
+        "grows past",
+    ),
+    "list that digs": (
+        "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x] %}{% endfor %}",
+        "nested more than 40 deep",
+    ),
+    "dict that doubles": ("{% set d = {} %}" + "{% set d = dict(a=d, b=d) %}" * 39, "grows past"),
+    "replace": (MEGABYTE + "{{ ns.x.replace('a', ns.x) }}", "grows past"),
+    "replace filter": (MEGABYTE + "{{ ns.x | replace('', ns.x) }}", "grows past"),
+    "join": (MEGABYTE + "{{ ns.x.join(['a'] * 1000) }}", "grows past"),
+    "join filter": (MEGABYTE + "{{ ['a', 'b', 'c'] | join(ns.x) }}", "grows past"),
+    "split": (MEGABYTE + "{{ ns.x.split('a') | length }}", "grows past"),
+    "filter block": ("{% filter replace('a', 'aaaaaaaa') %}" * 12 + "a" + "{% endfilter %}" * 12, "grows past"),
+    "indent": ("{{ 'a' | indent(1000000000) }}", "width from 0 to 64"),
+    "tojson indent": ("{{ [1] | tojson(indent=1000000000) }}", "indent from 0 to 16"),
+    "long output": (MEGABYTE + "{{ ns.x }}{{ ns.x }}", "grows past"),
+    "nested loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "more work than",
+    ),
+    "long range": ("{% for i in range(1000000000000) %}{% endfor %}", "range of 1000000000000 items"),
+    "loop of searches": (MEGABYTE + LOOP + "{% if 'zz' in ns.x %}{% endif %}{% endfor %}", "more work"),
+    "loop of methods": (MEGABYTE + LOOP + "{% if ns.x.find('zz') %}{% endif %}{% endfor %}", "more work"),
+    "loop of tests": (MEGABYTE + LOOP + "{% if ns.x is eq(ns.x) %}{% endif %}{% endfor %}", "more work"),
+    "loop of copies": (MEGABYTE + LOOP + "{% set y = ns.x | upper %}{% endfor %}", "more work than"),
+    "loop of slices": (MEGABYTE + LOOP + "{% set y = ns.x[1:] %}{% endfor %}", "more text than"),
+    "recursive macro": ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "more than 32 deep"),
+    "branching macro": (
+        "{% macro f(n) %}{% if n < 25 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
+        "more work",
+    ),
+    "recursive loop": ("{% for x in [[1]] recursive %}{{ loop(x) }}{% endfor %}", "recursive loops"),
+    "printed web": (WEB + "{{ n40 }}", "cannot print a SafeNamespace"),
+    "web as text": (WEB + "{{ n40 | string }}", "expected text"),
+    "web in a list": (WEB + "{{ [n40] }}", "a SafeNamespace inside a list"),
+    "web in an error": (WEB + "{{ raise_exception(n40) }}", "cannot print"),
+    "web in a test": (WEB + "{% if n40 is lower %}{% endif %}", "expected text"),
+    "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+    "deep blocks": ("{% if 1 %}" * 2000 + "{% endif %}" * 2000, "nested too deeply"),
+    "long sum": ("{{ 1" + " + 1" * 5000 + " }}", "deeper than"),
+    "many parts": ("{{ 1 }}" * 20000, "more than 20000 parts"),
+    "long source": ("a" * 300_000, "more than 262144 characters"),
+}  # fmt: skip
+
+FORBIDDEN = {
+    "class": "{{ ''.__class__.__mro__ }}",
+    "init": "{{ raise_exception.__globals__.x }}",
+    "macro insides": "{% macro f() %}{% endmacro %}{{ f._func.x }}",
+    "change a message": "{{ messages[0].update({'role': 'system'}) }}",
+    "change a list": "{{ messages.append(1) }}",
+    "private namespace": "{% set ns = namespace(_x=1) %}",
+    "lipsum": "{{ lipsum(100) }}",
+    "extends": "{% extends 'x' %}",
+    "block": "{% block a %}{{ self.a() }}{% endblock %}",
+    "import": "{% import 'x' as y %}",
+    "autoescape": "{% autoescape true %}{% endautoescape %}",
+    "groupby": "{{ messages | groupby('role') }}",
+    "a filter by name": "{{ messages | map('center', 1000000000) | list }}",
+    "call a text": "{{ 'a'() }}",
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_too_much_is_stopped(name: str) -> None:
+    source, message = TOO_MUCH[name]
+    start = time.process_time()
+    with pytest.raises(TokenizerError, match=message.replace("(", r"\(")) as caught:
+        ChatTemplate(source).render(HELLO)
+    assert (caught.value.field or "").startswith("chat_template")
+    # Unbounded, each of these takes hours or all memory. The bound is loose: machines differ, and are shared.
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_the_forbidden_is_refused(name: str) -> None:
+    with pytest.raises(TokenizerError, match="chat_template"):
+        ChatTemplate(FORBIDDEN[name]).render(HELLO)
+
+
+def test_honest_templates_have_room() -> None:
+    assert len(ChatTemplate(MEGABYTE + "{{ ns.x }}").render(HELLO)) == 1 << 20
+    loop = "{% for m in messages %}{% if m.role == 'user' %}<{{ m.content | trim }}>{% endif %}{% endfor %}"
+    assert len(ChatTemplate(loop).render(HELLO * 5000)) == 5000 * len("<Hello>")
+
+
+def test_a_template_can_be_used_again_after_it_was_stopped() -> None:
+    template = ChatTemplate("{% if messages | length > 1 %}{{ 'a' * 1000000000 }}{% endif %}fine")
+    with pytest.raises(TokenizerError):
+        template.render(HELLO * 2)
+    assert template.render(HELLO) == "fine"

@@ -1,0 +1,133 @@
+"""Which file is read, what the small files may say, how a wrong one is named, and that imports stay lazy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bitnet_ref.errors
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers import load_tokenizer, read_settings
+from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES, read_file
+from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
+from bitnet_ref.tokenizers.settings import AddedToken
+
+STORYTELLER = Path(bitnet_ref.errors.__file__).parent / "assets" / "storyteller"
+Maker = Callable[..., Path]
+
+
+def test_importing_the_package_imports_no_library() -> None:
+    code = "import sys, bitnet_ref.tokenizers; print({'tokenizers', 'sentencepiece', 'jinja2'} & set(sys.modules))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_tokenizer_json_is_preferred(make_folder: Maker, byte_level_json: dict[str, Any]) -> None:
+    model = (STORYTELLER / "tokenizer.model").read_bytes()
+    folder = make_folder({"tokenizer.json": byte_level_json, "tokenizer.model": model})
+    assert isinstance(load_tokenizer(str(folder)), HfTokenizer)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"looked for tokenizer\.json and tokenizer\.model") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.path == str(tmp_path)
+    with pytest.raises(TokenizerError, match="is not a folder"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_files_that_are_not_read(tmp_path: Path) -> None:
+    big = tmp_path / "big.json"
+    with open(big, "wb") as file:
+        file.truncate(MAX_CONFIG_BYTES + 1)
+    with pytest.raises(TokenizerError, match="is larger than"):
+        read_file(big, MAX_CONFIG_BYTES)
+    with pytest.raises(TokenizerError, match="is not a regular file"):
+        read_file(tmp_path, 10)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "tokenizer.model")
+        with pytest.raises(TokenizerError, match="is not a regular file"):
+            load_tokenizer(tmp_path)
+
+
+def test_everything_the_files_say(make_folder: Maker) -> None:
+    settings = read_settings(
+        make_folder(
+            {
+                "tokenizer_config.json": {
+                    "bos_token": "<s>",
+                    "add_bos_token": True,
+                    "legacy": True,
+                    "additional_special_tokens": ["<tool>", {"content": "<end>", "rstrip": True}],
+                    "added_tokens_decoder": {"9": {"content": "<tool>", "special": False}},
+                    "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+                },
+                "special_tokens_map.json": {"bos_token": "<other>", "eos_token": {"content": "</s>"}},
+                "added_tokens.json": {"<pad>": 10},
+                "generation_config.json": {"eos_token_id": [3, 2], "pad_token_id": -1},
+                "config.json": {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 10, "vocab_size": 5},
+            }
+        )
+    )
+    assert (settings.bos_token, settings.eos_token, settings.pad_token) == ("<s>", "</s>", None)
+    assert (settings.add_bos, settings.add_eos, settings.legacy) == (True, None, True)
+    assert (settings.bos_id, settings.pad_id, settings.eos_ids) == (1, 10, (3, 2))
+    assert settings.chat_template == "d"
+    tokens = {token.content: token for token in settings.added_tokens}
+    assert tokens["<tool>"] == AddedToken("<tool>", 9, special=True)  # named as special in another place
+    assert tokens["<end>"] == AddedToken("<end>", special=True, rstrip=True)
+    assert tokens["<pad>"] == AddedToken("<pad>", 10)
+
+
+def test_the_jinja_file_comes_first(make_folder: Maker) -> None:
+    folder = make_folder({"chat_template.jinja": "é{{ 1 }}", "tokenizer_config.json": {"chat_template": "other"}})
+    assert read_settings(folder).chat_template == "é{{ 1 }}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "[]", "expected a JSON object, got list"),
+        ("tokenizer_config.json", "{", "is not JSON"),
+        ("tokenizer_config.json", b"\xff", "is not UTF-8"),
+        ("tokenizer_config.json", '{"a": NaN}', "NaN is not JSON"),
+        ("tokenizer_config.json", '{"bos_token": "a", "bos_token": "b"}', "bos_token: the key stands twice"),
+        ("tokenizer_config.json", '{"a": ' + "[" * 100_000, "is not JSON that can be read"),
+        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "is not JSON that can be read"),
+        ("tokenizer_config.json", {"bos_token": 5}, "bos_token: expected a string or an object"),
+        ("tokenizer_config.json", {"bos_token": {"content": ""}}, r"bos_token\.content: a token cannot be empty"),
+        ("tokenizer_config.json", {"eos_token": {"content": "a", "lstrip": 1}}, r"eos_token\.lstrip: expected true"),
+        ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token: expected true or false, got 'yes'"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template: expected a string"),
+        ("tokenizer_config.json", {"chat_template": "\ud800"}, "lone surrogate"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}]}, "named 'default': rag"),
+        ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}, r"chat_template\[0\]\.name"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "expected a token id as the key"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"content": "a"}, "2": {"content": "a"}}}, "twice"),
+        ("added_tokens.json", {"<a>": 1 << 40}, "<a>: token id 1099511627776 is not in"),
+        ("added_tokens.json", {"<a>": "1"}, "expected a token id, got '1'"),
+        ("generation_config.json", {"eos_token_id": [1, "2"]}, "eos_token_id: expected a token id, got '2'"),
+        ("generation_config.json", {"eos_token_id": -2}, "token id -2 is not in"),
+        ("config.json", {"bos_token_id": 1.5}, "bos_token_id: expected a token id, got 1.5"),
+        ("config.json", {"bos_token_id": True}, "bos_token_id: expected a token id, got True"),
+        ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_wrong_side_files_are_named(make_folder: Maker, name: str, content: Any, message: str) -> None:
+    folder = make_folder({"tokenizer.model": (STORYTELLER / "tokenizer.model").read_bytes(), name: content})
+    with pytest.raises(TokenizerError, match=message) as caught:
+        load_tokenizer(folder)
+    assert caught.value.path == str(folder / name)
+
+
+def test_two_files_that_disagree(make_folder: Maker) -> None:
+    config = {"added_tokens_decoder": {"9": {"content": "<a>"}}}
+    with pytest.raises(TokenizerError, match=r"'<a>' is token 9 here and 8 in added_tokens\.json"):
+        read_settings(make_folder({"tokenizer_config.json": config, "added_tokens.json": {"<a>": 8}}))
