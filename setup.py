@@ -12,13 +12,14 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 WISH = os.environ.get("BITNET_REF_EXTENSION", "auto")
 if WISH not in ("auto", "required", "off"):
     raise SystemExit(f"BITNET_REF_EXTENSION={WISH!r}: expected auto, required or off")
 
 # -ffp-contract=off and no -ffast-math: the numerical contract forbids fused multiply-add and reordering in float32.
-C_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-Wno-unused-function"]
+C_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-Wno-unused-function", "-Wno-psabi"]
 
 
 class BuildExt(build_ext):
@@ -61,6 +62,24 @@ class BuildExt(build_ext):
         return []
 
 
+class BuildPy(build_py):
+    """build_py that also puts the repository's notebooks into the wheel, where `bitnet-ref lab` looks for them."""
+
+    def notebooks(self) -> list[str]:
+        return [str(path) for path in sorted(Path("notebooks").glob("*")) if path.suffix in (".ipynb", ".py", ".md")]
+
+    def run(self) -> None:
+        super().run()
+        target = Path(self.build_lib, "bitnet_ref", "notebooks")
+        for notebook in [] if self.editable_mode else self.notebooks():
+            target.mkdir(parents=True, exist_ok=True)
+            self.copy_file(notebook, str(target / Path(notebook).name))
+
+    def get_source_files(self) -> list[str]:
+        """What goes into the source distribution, from which a wheel may be built."""
+        return [*super().get_source_files(), *self.notebooks()]
+
+
 def extensions() -> list[Extension]:
     if WISH == "off":
         return []
@@ -77,4 +96,4 @@ def extensions() -> list[Extension]:
     return cythonize([extension], language_level=3)
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt, "build_py": BuildPy})

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from .backends import Backend, choose_backend
 from .config import ModelConfig
-from .errors import FormatError, GenerationError, NumericsError, TokenizerError
+from .errors import FormatError, GenerationError, TokenizerError
 from .formats.hf_config import read_hf_config
 from .formats.hf_folder import Progress, load_hf_weights
 from .kv_cache import KVCache, TokenBatch
-from .model import forward
-from .tracing import first_non_finite, record
+from .tracing import checked_forward, record
 from .tracing.record import NamesFilter
 from .weights import ModelWeights
 
@@ -79,7 +78,7 @@ def load(
         )
     folder = path if path.is_dir() else path.parent
     config = read_hf_config(folder / "config.json", allow_unquantized)
-    weights = chosen.prepare(load_hf_weights(path, config, progress))
+    weights = load_hf_weights(path, config, progress, chosen.prepare)
     return Model(config, weights, chosen, folder)
 
 
@@ -150,18 +149,14 @@ class Model:
 
     def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
         """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""
-        try:
-            logits = forward(self.backend, self.weights, self.config, batch, cache)
-            finite = bool(np.isfinite(logits).all())
-        except NumericsError:
-            finite = False
-        if not finite:
-            raise first_non_finite(self.backend, self.weights, self.config, batch, cache)
-        return logits
+        return checked_forward(self.backend, self.weights, self.config, batch, cache)
 
     def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
         """token_ids as an int64 array, non-empty, within the vocabulary and the context."""
-        tokens = np.asarray(token_ids)
+        try:
+            tokens = np.asarray(token_ids)
+        except (ValueError, TypeError, OverflowError):  # lists of different lengths, and things that are no numbers
+            tokens = np.empty(0)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
         if tokens.size > self.config.context_length:

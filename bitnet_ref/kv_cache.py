@@ -73,6 +73,9 @@ class KVCache:
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         """Write k and v (N, G, d) of the batch's tokens at their slots and positions."""
+        expected = (len(batch), *self.keys.shape[-2:])
+        if k.shape != expected or v.shape != expected:
+            raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
         if len(batch) and (batch.positions.max() >= self.capacity or batch.slots.max() >= self.slots):
             raise ShapeError(
                 "KVCache.append",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .errors import BackendError
 
+MOST_THREADS = 4096  # OpenMP ends the process when the system cannot start as many as it is asked for
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -24,7 +25,7 @@ def thread_choice(threads: int | None = None) -> tuple[int, str]:
     for name in _VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may list a count for each nesting level
         if text:
-            return _positive(int(text) if text.isdecimal() else text, name), name
+            return _positive(int(text) if text.isdecimal() and len(text) < 10 else text, name), name
     return available_cpus(), "CPUs available to this process"
 
 
@@ -41,6 +42,6 @@ def available_cpus() -> int:
 
 
 def _positive(value: object, source: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BackendError(f"{source}: expected a whole number of threads, 1 or more, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_THREADS:
+        raise BackendError(f"{source}: expected a whole number of threads, 1 to {MOST_THREADS}, got {value!r}")
     return value

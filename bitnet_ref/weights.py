@@ -1,13 +1,13 @@
 """A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype of their file.
 
-Backends may put their own layout beside a matrix (`Backend.prepare`); these classes are what all of them start from.
+A backend may turn each matrix into a layout of its own as it is read (`Backend.prepare`); `TernaryWeight` and
+`DenseWeight` are what all of them start from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,35 @@ class InputNorm:
     eps: float
 
 
+class LinearWeight:
+    """Any linear's weight, in whatever form: (out_features, in_features) and perhaps a bias."""
+
+    bias: NDArray[np.float32] | None  # (N,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+
+class TernaryLinear(LinearWeight):
+    """A BitLinear's weight in whatever layout: W ~ w_t * w_dequant_scale."""
+
+    in_features: int  # K
+    w_dequant_scale: np.float32
+    input_norm: InputNorm | None
+
+    def ternary(self) -> NDArray[np.int8]:
+        """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of its packed form."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class TernaryWeight:
+class TernaryWeight(TernaryLinear):
     """A BitLinear's matrix: W ~ w_t * w_dequant_scale, w_t in {-1, 0, +1}, packed as `quantization` describes."""
 
     packed: NDArray[np.uint8]  # (N, ceil(K/4))
@@ -58,12 +85,11 @@ class TernaryWeight:
         return self.packed.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
 
     def ternary(self) -> NDArray[np.int8]:
-        """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of `packed`."""
         return quantization.unpack_ternary(self.packed, self.in_features)
 
 
 @dataclass(frozen=True, eq=False)
-class DenseWeight:
+class DenseWeight(LinearWeight):
     """A matrix that is not quantised: the embedding, the head, every linear of a dense model."""
 
     array: NDArray  # (N, K) bfloat16, float16 or float32
@@ -79,34 +105,27 @@ class DenseWeight:
         return self.array.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
 
 
-Linear = TernaryWeight | DenseWeight
-
-
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
     """One transformer block. Norm weights are float32 vectors; a sub-norm is None in families that have none."""
 
     attn_norm: NDArray[np.float32]  # (D,)
-    q_proj: Linear  # (H*d, D)
-    k_proj: Linear  # (G*d, D)
-    v_proj: Linear  # (G*d, D)
+    q_proj: LinearWeight  # (H*d, D)
+    k_proj: LinearWeight  # (G*d, D)
+    v_proj: LinearWeight  # (G*d, D)
     attn_sub_norm: NDArray[np.float32] | None  # (H*d,)
-    o_proj: Linear  # (D, H*d)
+    o_proj: LinearWeight  # (D, H*d)
     ffn_norm: NDArray[np.float32]  # (D,)
-    gate_proj: Linear  # (F, D)
-    up_proj: Linear  # (F, D)
+    gate_proj: LinearWeight  # (F, D)
+    up_proj: LinearWeight  # (F, D)
     ffn_sub_norm: NDArray[np.float32] | None  # (F,)
-    down_proj: Linear  # (D, F)
+    down_proj: LinearWeight  # (D, F)
 
-    def replaced(self, parts: Mapping[str, Any]) -> LayerWeights:
-        """This block with some of its weights replaced, by name."""
-        return replace(self, **parts)
-
-    def linears(self) -> Iterator[tuple[str, Linear]]:
+    def linears(self) -> Iterator[tuple[str, LinearWeight]]:
         """(name, weight) of the seven linears"""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, TernaryWeight | DenseWeight):
+            if isinstance(value, LinearWeight):
                 yield field.name, value
 
 
@@ -117,20 +136,13 @@ class ModelWeights:
     embedding: DenseWeight  # (V, D)
     layers: tuple[LayerWeights, ...]
     final_norm: NDArray[np.float32]  # (D,)
-    lm_head: Linear  # (V, D)
+    lm_head: LinearWeight  # (V, D)
 
     @property
     def tied(self) -> bool:
         return self.lm_head is self.embedding
 
-    def map_linears(self, change: Callable[[Linear], Linear]) -> ModelWeights:
-        """These weights with every linear of every block, and the head, replaced by change(linear)."""
-        layers = tuple(layer.replaced({name: change(w) for name, w in layer.linears()}) for layer in self.layers)
-        head = change(self.lm_head)
-        embedding = head if self.tied and isinstance(head, DenseWeight) else self.embedding
-        return replace(self, embedding=embedding, layers=layers, lm_head=head)
-
-    def linears(self) -> Iterator[tuple[str, Linear]]:
+    def linears(self) -> Iterator[tuple[str, LinearWeight]]:
         """(name, weight) of every linear in the order of the computation: "blocks.0.attn.q_proj", ..., "lm_head"."""
         for index, layer in enumerate(self.layers):
             for name, weight in layer.linears():

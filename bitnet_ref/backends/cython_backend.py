@@ -1,13 +1,25 @@
-"""The compiled CPU backend: the plain NumPy one, with the ternary product in C over packed weights."""
+"""The compiled CPU backend: the NumPy one with its operations in C, over weights packed for the processor at hand.
+
+Which instruction set runs is chosen once, by what the processor has; `BITNET_REF_SIMD` (scalar, avx2, avx512, neon,
+dotprod) forces one. Every set gives the same int32 accumulators, and float32 results equal to NumPy's on the way to
+the next int8 (see `kernels/float_steps.h`).
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ShapeError
-from ..weights import TernaryWeight
-from .numpy_backend import Backend
+from .. import quantization
+from ..errors import BackendUnavailable, NumericsError, ShapeError
+from ..kv_cache import KVCache, TokenBatch
+from ..weights import DenseWeight, InputNorm, LinearWeight, TernaryLinear, TernaryWeight
+from .numpy_backend import Backend, require
 
 try:
     from ..kernels import _cpu  # type: ignore[attr-defined]
@@ -26,17 +38,195 @@ def why_unavailable() -> str | None:
     )
 
 
+def simd_variants() -> dict[str, str | None]:
+    """The kernel sets in the extension, the best last, with None or what this processor lacks for them."""
+    return dict(_cpu.kernel_sets()) if _cpu is not None else {}
+
+
+def choose_simd(name: str | None = None) -> str:
+    """The kernel set to run: the argument, else BITNET_REF_SIMD, else the best that this processor has."""
+    variants = simd_variants()
+    name = name or os.environ.get("BITNET_REF_SIMD") or [variant for variant, lacks in variants.items() if not lacks][-1]
+    if name not in variants:
+        raise BackendUnavailable(f"no kernel set is called {name!r} in this build; there are: {', '.join(variants)}")
+    if variants[name] is not None:
+        raise BackendUnavailable(f"the kernel set {name!r} cannot run here: {variants[name]}")
+    return name
+
+
+@dataclass(frozen=True, eq=False)
+class PanelWeight(TernaryLinear):
+    """A ternary matrix in panels of 64 rows, as `kernels/panel.h` describes. As large as its packed form."""
+
+    panels: NDArray[np.uint8]  # (ceil(N/64), 256 ceil(K/16))
+    out_features: int
+    in_features: int
+    w_dequant_scale: np.float32
+    bias: NDArray[np.float32] | None = None
+    input_norm: InputNorm | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+
+    def ternary(self) -> NDArray[np.int8]:
+        columns = -(-self.in_features // quantization.CODES_PER_BYTE)
+        packed = np.empty((self.out_features, columns), dtype=np.uint8)
+        _cpu.unpack_panels(self.panels, packed)
+        return quantization.unpack_ternary(packed, self.in_features)
+
+
+@dataclass(frozen=True, eq=False)
+class _Quantized:
+    """Activations ready for the kernels: rows padded with zeros to whole blocks, and their sums."""
+
+    x_q: NDArray[np.int8]  # (N, 16 ceil(K/16))
+    x_quant_scale: NDArray[np.float32]  # (N, 1)
+    x_sum: NDArray[np.int32]  # (N,)
+
+
 class CythonBackend(Backend):
-    """Overrides `ternary_matmul`; accumulators are equal to the reference's."""
+    """NumPy's results at the speed of the memory and of the vector units. float32 only."""
 
     name = "cython"
     dtypes = ("float32",)
 
-    def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryWeight) -> NDArray[np.int32]:
-        """x_q (N, K) int8 -> acc (N, out) int32, exact"""
+    def __init__(self, dtype: str = "float32", threads: int | None = None, simd: str | None = None) -> None:
+        super().__init__(dtype, threads)
+        self.simd = choose_simd(simd)
+        self._set = list(simd_variants()).index(self.simd)
+
+    def prepare(self, w: LinearWeight) -> LinearWeight:
+        if not isinstance(w, TernaryWeight):
+            return w
+        n_out, n_in = w.shape
+        panels = np.empty((-(-n_out // _cpu.panel_rows), -(-n_in // _cpu.block_k) * _cpu.block_bytes), dtype=np.uint8)
+        _cpu.pack_panels(w.packed, panels, self.threads)
+        return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm)
+
+    # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
+        require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
+        y = np.empty(x.shape, dtype=np.float32)
+        if (row := _cpu.rms_norm(_floats(x), weight, eps, y, self._set)) >= 0:
+            raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
+        return y
+
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
+        expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
+        require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
+        turned = tuple(np.empty(x.shape, dtype=np.float32) for x in (q, k))
+        for x, y in zip((q, k), turned, strict=True):
+            _cpu.rope(_floats(x), cos, sin, y, self._set)
+        return turned[0], turned[1]
+
+    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+        require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
+        quantized = self._quantize(x)
+        return quantized.x_q[:, : x.shape[1]], quantized.x_quant_scale
+
+    def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
             got = f"x_q {x_q.dtype} {x_q.shape}"
             raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
-        acc = np.empty((len(x_q), len(w.packed)), dtype=np.int32)
-        _cpu.ternary_matmul(np.ascontiguousarray(x_q), w.packed, acc, self.threads)
+        panels = self._panels(w)
+        padded = np.zeros((len(x_q), -(-w.in_features // _cpu.block_k) * _cpu.block_k), dtype=np.int8)
+        padded[:, : w.in_features] = x_q
+        acc = np.empty((len(x_q), panels.out_features), dtype=np.int32)
+        _cpu.ternary_matmul(padded, x_q.sum(axis=1, dtype=np.int32), panels.panels, acc, self.threads, self._set)
         return acc
+
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+        ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
+        require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
+        y = np.empty(acc.shape, dtype=np.float32)
+        _cpu.dequantize(acc, w.w_dequant_scale, _floats(x_quant_scale), None, y, self._set)
+        return y
+
+    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
+        array = w.array
+        if array.dtype not in (np.float32, ml_dtypes.bfloat16) or not array.flags.c_contiguous:
+            return super().dense_matmul(x, w)  # float16: NumPy widens it a block at a time
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=array)
+        y = np.empty((len(x), len(array)), dtype=np.float32)
+        if array.dtype == np.float32:
+            _cpu.dense_matmul_float32(_floats(x), array, y, self.threads, self._set)
+        else:
+            _cpu.dense_matmul_bfloat16(_floats(x), array.view(np.uint16), y, self.threads, self._set)
+        return y
+
+    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+        if activation not in ("relu2", "silu"):
+            return super().gated(gate, up, activation)
+        require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
+        y = np.empty(gate.shape, dtype=np.float32)
+        _cpu.gated(_floats(gate), _floats(up), activation == "silu", y, self._set)
+        return y
+
+    # -- fused ---------------------------------------------------------------------------------------------------------
+
+    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+        outputs, shared = [], None
+        for w in ws:
+            if isinstance(w, DenseWeight):
+                y = self.dense_matmul(x, w)
+                outputs.append(y if w.bias is None else y + w.bias)
+                continue
+            assert isinstance(w, TernaryLinear)
+            require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+            if w.input_norm is not None:
+                quantized = self._quantize(self.rms_norm(x, w.input_norm.weight, w.input_norm.eps))
+            else:
+                quantized = shared = shared or self._quantize(x)
+            panels = self._panels(w)
+            y = np.empty((len(x), panels.out_features), dtype=np.float32)
+            _cpu.bit_linear(
+                quantized.x_q,
+                quantized.x_sum,
+                quantized.x_quant_scale,
+                panels.panels,
+                w.w_dequant_scale,
+                w.bias,
+                y,
+                self.threads,
+                self._set,
+            )
+            outputs.append(y)
+        return tuple(outputs)
+
+    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+        heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
+        ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
+        require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
+        z = np.empty(q.shape, dtype=np.float32)
+        keys, values = cache.keys[layer], cache.values[layer]
+        _cpu.attention(
+            _floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set
+        )
+        return z
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _quantize(self, x: NDArray) -> _Quantized:
+        rows, columns = x.shape
+        x_q = np.empty((rows, -(-columns // _cpu.block_k) * _cpu.block_k), dtype=np.int8)
+        x_quant_scale, x_sum = np.empty((rows, 1), dtype=np.float32), np.empty(rows, dtype=np.int32)
+        if (row := _cpu.quantize(_floats(x), x_q, x_quant_scale, x_sum, self._set)) >= 0:
+            raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+        return _Quantized(x_q, x_quant_scale, x_sum)
+
+    def _panels(self, w: TernaryLinear) -> PanelWeight:
+        """The weight as panels: what `prepare` made of it, or made here for one that was not prepared."""
+        panels = w if isinstance(w, PanelWeight) else self.prepare(w)
+        assert isinstance(panels, PanelWeight)
+        return panels
+
+
+def _floats(x: NDArray) -> NDArray[np.float32]:
+    return np.ascontiguousarray(x, dtype=np.float32)

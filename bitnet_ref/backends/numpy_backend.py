@@ -17,7 +17,7 @@ from ..config import RopeConfig
 from ..errors import ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..threads import resolve_threads
-from ..weights import DenseWeight, Linear, ModelWeights, TernaryWeight
+from ..weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight
 
 
 def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
@@ -39,9 +39,9 @@ class Backend:
         self.dtype = np.dtype(dtype)
         self.threads = resolve_threads(threads)
 
-    def prepare(self, weights: ModelWeights) -> ModelWeights:
-        """The weights in whatever layout this backend computes from; called once, when a model is loaded."""
-        return weights
+    def prepare(self, w: LinearWeight) -> LinearWeight:
+        """A linear's weight in the layout this backend computes from; called once for each, as the file is read."""
+        return w
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
@@ -74,11 +74,12 @@ class Backend:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
         return quantization.quantize_activations(x)
 
-    def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryWeight) -> NDArray[np.int32]:
+    def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
         """x_q (N, K) int8 -> acc (N, out) int32, exact"""
+        assert isinstance(w, TernaryWeight)
         return quantization.ternary_matmul(x_q, w.packed, w.in_features)
 
-    def dequantize(self, acc: NDArray[np.int32], w: TernaryWeight, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
         """acc (N, out) int32 -> y (N, out)"""
         ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
         require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
@@ -108,17 +109,18 @@ class Backend:
 
     # -- fused: compositions of the above ------------------------------------------------------------------------------
 
-    def linear(self, x: NDArray, w: Linear) -> NDArray:
+    def linear(self, x: NDArray, w: LinearWeight) -> NDArray:
         """x (N, K) -> x W^T (N, out); a ternary weight makes it a BitLinear"""
         return self.linears(x, (w,))[0]
 
-    def linears(self, x: NDArray, ws: Sequence[Linear]) -> tuple[NDArray, ...]:
+    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """Several linears of the same x, which is quantised once for all that quantise it alike"""
         outputs, shared = [], None
         for w in ws:
             if isinstance(w, DenseWeight):
                 y = self.dense_matmul(x, w)
             else:
+                assert isinstance(w, TernaryLinear)
                 if w.input_norm is not None:  # a norm of its own: nothing to share
                     x_q, x_quant_scale = self.quantize_activations(
                         self.rms_norm(x, w.input_norm.weight, w.input_norm.eps)
@@ -141,6 +143,6 @@ class Backend:
             z[i] = self.attention_values(pattern, values)
         return z
 
-    def lm_head(self, x: NDArray, w: Linear) -> NDArray:
+    def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)

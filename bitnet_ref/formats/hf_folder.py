@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..config import ModelConfig
 from ..errors import FormatError
-from ..weights import ATTENTION_LINEARS, DenseWeight, InputNorm, LayerWeights, Linear, ModelWeights, TernaryWeight
+from ..weights import ATTENTION_LINEARS, DenseWeight, InputNorm, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
 from .json_file import read_json_object
 from .packing import pack_from_hf
 from .safetensors import SafetensorsFile, TensorInfo
@@ -154,15 +154,19 @@ def _stays_inside(folder: Path, file: Path) -> bool:
 
 
 def load_hf_weights(
-    path: str | os.PathLike[str], config: ModelConfig, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    progress: Progress | None = None,
+    prepare: Callable[[LinearWeight], LinearWeight] | None = None,
 ) -> ModelWeights:
     """The weights of a folder (or of one .safetensors file) that `config` describes.
 
+    prepare: what to make of each linear's weight as soon as it is read (a backend's own layout).
     FormatError names the file, the tensor, what was expected and what was found; a tensor that no part of the model
     uses is an error too, because it means that the config describes another model.
     """
     with CheckpointTensors(Path(path), progress) as tensors:
-        loader = _Loader(tensors, config)
+        loader = _Loader(tensors, config, prepare or (lambda weight: weight))
         embedding = DenseWeight(tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
         layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
         final_norm = loader.norm("model.norm.weight", config.hidden_size)
@@ -183,8 +187,10 @@ def _may_be_ignored(name: str) -> bool:
 class _Loader:
     """Builds the parts of one model out of its tensors."""
 
-    def __init__(self, tensors: CheckpointTensors, config: ModelConfig) -> None:
-        self.tensors, self.config = tensors, config
+    def __init__(
+        self, tensors: CheckpointTensors, config: ModelConfig, prepare: Callable[[LinearWeight], LinearWeight]
+    ) -> None:
+        self.tensors, self.config, self.prepare = tensors, config, prepare
         self.shapes = config.linear_shapes()
 
     def layer(self, index: int) -> LayerWeights:
@@ -198,7 +204,7 @@ class _Loader:
             attention = name in ATTENTION_LINEARS
             module = f"{prefix}{'self_attn' if attention else 'mlp'}.{name}"
             bias = cfg.attention_bias if attention else cfg.mlp_bias
-            parts[name] = self.linear(module, out_features, in_features, bias)
+            parts[name] = self.prepared(module, out_features, in_features, bias)
         return LayerWeights(
             attn_norm=self.norm(prefix + "input_layernorm.weight", cfg.hidden_size),
             ffn_norm=self.norm(prefix + "post_attention_layernorm.weight", cfg.hidden_size),
@@ -208,15 +214,18 @@ class _Loader:
     def norm(self, name: str, size: int) -> NDArray[np.float32]:
         return self.tensors.take(name, (size,)).astype(np.float32)
 
-    def head(self, embedding: DenseWeight) -> Linear:
+    def head(self, embedding: DenseWeight) -> LinearWeight:
         name, shape = "lm_head.weight", embedding.shape
         if not self.config.tie_word_embeddings:
-            return self.linear("lm_head", *shape, bias=False)
+            return self.prepared("lm_head", *shape, bias=False)
         if name in self.tensors and not np.array_equal(self.tensors.take(name, shape), embedding.array):
             raise self.tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
         return embedding
 
-    def linear(self, module: str, out_features: int, in_features: int, bias: bool) -> Linear:
+    def prepared(self, module: str, out_features: int, in_features: int, bias: bool) -> LinearWeight:
+        return self.prepare(self.linear(module, out_features, in_features, bias))
+
+    def linear(self, module: str, out_features: int, in_features: int, bias: bool) -> LinearWeight:
         quantized = self.config.quantization
         bias_vector = self.tensors.take(f"{module}.bias", (out_features,)).astype(np.float32) if bias else None
         if quantized is None or _is_skipped(module, quantized.modules_to_not_convert):

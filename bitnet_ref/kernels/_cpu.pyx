@@ -1,13 +1,39 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, binding=True
-"""The compiled CPU kernels: argument checks, threads, and calls into the C headers beside this file."""
+"""The compiled CPU kernels: argument checks, threads, and calls into the C headers beside this file.
+
+Every function takes the index of a kernel set (`kernel_sets`) and works on whole rows: which thread computes a row, and
+how many rows there are, does not change what is computed. The GIL is released; any number of Python threads may call.
+"""
 
 from cython.parallel cimport parallel, prange
-from libc.stdint cimport int8_t, int32_t, uint8_t
-from libc.stdlib cimport abort, free, malloc
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t
+from libc.stdlib cimport abort, free
+from libc.string cimport memset
 
-cdef extern from "ternary_scalar.h" nogil:
-    void unpack_ternary_row(const uint8_t *packed, size_t n_bytes, int8_t *w_t)
-    void ternary_dot_rows(const int8_t *w_t, const int8_t *x, size_t M, size_t K, int32_t *acc, size_t acc_stride)
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **memory, size_t alignment, size_t size)
+
+cdef extern from "kernels.h" nogil:
+    ctypedef struct kernel_set:
+        const char *name
+        void (*ternary_panel)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
+                              size_t, size_t, void *) noexcept nogil
+        size_t max_k
+        int (*rms_norm)(const float *, const float *, size_t, double, float *) noexcept nogil
+        int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *) noexcept nogil
+        void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *) noexcept nogil
+        void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
+        void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
+        void (*scores)(const float *, size_t, size_t, const float *, size_t, size_t, double, float *, size_t) noexcept nogil
+        void (*softmax)(float *, size_t) noexcept nogil
+        void (*values)(const float *, const float *, size_t, size_t, size_t, double *) noexcept nogil
+        void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
+    const kernel_set KERNEL_SETS[]
+    const int N_KERNEL_SETS
+    const char *kernel_set_lacks(size_t index)
+    void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel)
+    void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed)
+    const int PANEL_ROWS, BLOCK_K, BLOCK_BYTES, SCRATCH_BYTES
 
 cdef extern from *:
     """
@@ -20,23 +46,254 @@ cdef extern from *:
     const int BITNET_REF_OPENMP
 
 has_openmp = bool(BITNET_REF_OPENMP)
+panel_rows, block_k, block_bytes = PANEL_ROWS, BLOCK_K, BLOCK_BYTES
+
+# A second thread costs some microseconds, and much more on a busy machine: it is woken for this much work or more.
+cdef enum:
+    PANEL_BYTES_A_THREAD = 65536
+    DENSE_BYTES_A_THREAD = 262144
+    ATTENTION_FLOATS_A_THREAD = 65536
 
 
-def ternary_matmul(const int8_t[:, ::1] x_q, const uint8_t[:, ::1] packed, int32_t[:, ::1] acc, int threads):
-    """x_q (M, K) int8, packed (N, ceil(K/4)) uint8 -> acc (M, N) int32, written in place. Output rows over threads."""
-    cdef Py_ssize_t M = x_q.shape[0], K = x_q.shape[1], N = packed.shape[0], n_bytes = packed.shape[1]
-    if n_bytes != (K + 3) // 4 or acc.shape[0] != M or acc.shape[1] != N or threads < 1:
-        raise ValueError(f"ternary_matmul: x_q {M, K}, packed {N, n_bytes}, acc {acc.shape[0], acc.shape[1]}, {threads}")
-    if M == 0 or N == 0 or K == 0:
-        acc[:, :] = 0
+def kernel_sets():
+    """[(name, None or what this processor lacks for it)], the best last"""
+    found = []
+    for index in range(N_KERNEL_SETS):
+        lacks = kernel_set_lacks(index)
+        found.append((KERNEL_SETS[index].name.decode(), None if lacks == NULL else lacks.decode()))
+    return found
+
+
+cdef inline int threads_for(Py_ssize_t work, Py_ssize_t work_a_thread, int threads) noexcept nogil:
+    cdef Py_ssize_t useful = work // work_a_thread
+    return threads if useful >= threads else (1 if useful < 1 else <int> useful)
+
+
+cdef inline void *aligned_scratch(size_t size) noexcept nogil:
+    cdef void *memory = NULL
+    if posix_memalign(&memory, 64, size) != 0:
+        abort()  # a few kilobytes: there is no going on without them
+    return memory
+
+
+def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int threads):
+    """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 ceil(K/16)), the layout of panel.h"""
+    cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p, count
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS
+    if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + 3) // 4 * BLOCK_BYTES or N == 0 or row_bytes == 0:
+        raise ValueError(f"pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
+    for p in prange(n_panels, nogil=True, num_threads=threads, schedule="static"):
+        count = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
+        pack_panel(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
+
+
+def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed):
+    """The inverse of pack_panels."""
+    cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS
+    if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + 3) // 4 * BLOCK_BYTES:
+        raise ValueError(f"unpack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
+    for p in range(n_panels):
+        unpack_panel(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
+                     &packed[p * PANEL_ROWS, 0])
+
+
+def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_scale, int32_t[::1] x_sum, Py_ssize_t kernels):
+    """x (M, K) -> x_q (M, 16 ceil(K/16)) with zeros beyond K, x_quant_scale (M, 1), x_sum (M).
+
+    Returns -1, or the first row that holds NaN or Inf.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], wide = x_q.shape[1], m
+    if x_q.shape[0] != M or x_quant_scale.shape[0] != M or x_sum.shape[0] != M or wide < K:
+        raise ValueError(f"quantize: x {M, K}, x_q {x_q.shape[0], wide}")
+    with nogil:
+        for m in range(M):
+            if not KERNEL_SETS[kernels].quantize(&x[m, 0], K, &x_q[m, 0], &x_quant_scale[m, 0], &x_sum[m]):
+                with gil:
+                    return m
+            if wide > K:
+                memset(&x_q[m, K], 0, wide - K)
+    return -1
+
+
+def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uint8_t[:, ::1] panels,
+                   int32_t[:, ::1] acc, int threads, Py_ssize_t kernels):
+    """x_q (M, 16 blocks) int8, zeros beyond K, and its row sums; panels; -> acc (M, N) int32. Panels over threads."""
+    cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = acc.shape[1], n_panels = panels.shape[0], p
+    cdef Py_ssize_t n_blocks = wide // BLOCK_K
+    if (acc.shape[0] != M or x_sum.shape[0] != M or wide % BLOCK_K or panels.shape[1] != n_blocks * BLOCK_BYTES
+            or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
+        raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
+    if M == 0:
         return
-    cdef Py_ssize_t n
-    cdef int8_t *w_t
-    with nogil, parallel(num_threads=threads):
-        w_t = <int8_t *> malloc(4 * n_bytes)
-        if w_t == NULL:
-            abort()  # a few kilobytes: there is no going on without them
-        for n in prange(N, schedule="static"):
-            unpack_ternary_row(&packed[n, 0], n_bytes, w_t)
-            ternary_dot_rows(w_t, &x_q[0, 0], M, K, &acc[0, n], N)
-        free(w_t)
+    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    if chosen.max_k and <size_t> wide > chosen.max_k:
+        chosen = &KERNEL_SETS[0]
+    cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_A_THREAD, threads)
+    cdef void *scratch = NULL
+    with nogil, parallel(num_threads=team):
+        scratch = aligned_scratch(SCRATCH_BYTES)
+        for p in prange(n_panels, schedule="static"):
+            chosen.ternary_panel(&panels[p, 0], n_blocks, &x_q[0, 0], wide, M, &x_sum[0], &acc[0, p * PANEL_ROWS], N,
+                                 min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), scratch)
+        free(scratch)
+
+
+def bit_linear(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const float[:, ::1] x_quant_scale,
+               const uint8_t[:, ::1] panels, float w_dequant_scale, bias, float[:, ::1] y, int threads,
+               Py_ssize_t kernels):
+    """ternary_matmul and dequantize in one: y (M, N) = acc * (w_dequant_scale / x_quant_scale) (+ bias)"""
+    cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = y.shape[1], n_panels = panels.shape[0], p, m, rows
+    cdef Py_ssize_t n_blocks = wide // BLOCK_K
+    cdef const float[::1] bias_view
+    cdef const float *bias_values = NULL
+    if (y.shape[0] != M or x_sum.shape[0] != M or x_quant_scale.shape[0] != M or wide % BLOCK_K
+            or panels.shape[1] != n_blocks * BLOCK_BYTES or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
+        raise ValueError(f"bit_linear: x_q {M, wide}, panels {n_panels, panels.shape[1]}, y {y.shape[0], N}")
+    if bias is not None:
+        bias_view = bias
+        if bias_view.shape[0] != N:
+            raise ValueError(f"bit_linear: bias {bias_view.shape[0]}, expected {N}")
+        bias_values = &bias_view[0]
+    if M == 0:
+        return
+    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    if chosen.max_k and <size_t> wide > chosen.max_k:
+        chosen = &KERNEL_SETS[0]
+    cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_A_THREAD, threads)
+    cdef void *scratch = NULL
+    cdef int32_t *acc = NULL
+    with nogil, parallel(num_threads=team):
+        scratch = aligned_scratch(SCRATCH_BYTES)
+        acc = <int32_t *> aligned_scratch(M * PANEL_ROWS * sizeof(int32_t))
+        for p in prange(n_panels, schedule="static"):
+            rows = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
+            chosen.ternary_panel(&panels[p, 0], n_blocks, &x_q[0, 0], wide, M, &x_sum[0], acc, PANEL_ROWS, rows, scratch)
+            for m in range(M):
+                chosen.dequantize(acc + m * PANEL_ROWS, rows, w_dequant_scale, x_quant_scale[m, 0],
+                                  bias_values + p * PANEL_ROWS if bias_values != NULL else NULL, &y[m, p * PANEL_ROWS])
+        free(acc)
+        free(scratch)
+
+
+def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, ::1] x_quant_scale, bias,
+               float[:, ::1] y, Py_ssize_t kernels):
+    """y (M, N) = acc * (w_dequant_scale / x_quant_scale) (+ bias)"""
+    cdef Py_ssize_t M = acc.shape[0], N = acc.shape[1], m
+    cdef const float[::1] bias_view
+    cdef const float *bias_values = NULL
+    if y.shape[0] != M or y.shape[1] != N or x_quant_scale.shape[0] != M:
+        raise ValueError(f"dequantize: acc {M, N}, y {y.shape[0], y.shape[1]}")
+    if bias is not None:
+        bias_view = bias
+        if bias_view.shape[0] != N:
+            raise ValueError(f"dequantize: bias {bias_view.shape[0]}, expected {N}")
+        bias_values = &bias_view[0]
+    with nogil:
+        for m in range(M):
+            KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], bias_values, &y[m, 0])
+
+
+def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:, ::1] y, Py_ssize_t kernels):
+    """y = x / sqrt(mean(x^2) + eps) * weight. Returns -1, or the first row that holds NaN or Inf."""
+    cdef Py_ssize_t M = x.shape[0], D = x.shape[1], m
+    if weight.shape[0] != D or y.shape[0] != M or y.shape[1] != D:
+        raise ValueError(f"rms_norm: x {M, D}, weight {weight.shape[0]}, y {y.shape[0], y.shape[1]}")
+    with nogil:
+        for m in range(M):
+            if not KERNEL_SETS[kernels].rms_norm(&x[m, 0], &weight[0], D, eps, &y[m, 0]):
+                with gil:
+                    return m
+    return -1
+
+
+def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[:, ::1] y, Py_ssize_t kernels):
+    """y = act(gate) * up"""
+    cdef Py_ssize_t M = gate.shape[0], F = gate.shape[1]
+    if up.shape[0] != M or up.shape[1] != F or y.shape[0] != M or y.shape[1] != F:
+        raise ValueError(f"gated: gate {M, F}, up {up.shape[0], up.shape[1]}")
+    if M and F:
+        with nogil:
+            KERNEL_SETS[kernels].gated(&gate[0, 0], &up[0, 0], M * F, is_silu, &y[0, 0])
+
+
+def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] sin, float[:, :, ::1] y, Py_ssize_t kernels):
+    """x (M, heads, d), cos and sin (M, d/2) -> y, turned"""
+    cdef Py_ssize_t M = x.shape[0], heads = x.shape[1], half = x.shape[2] // 2, m
+    if (cos.shape[0] != M or sin.shape[0] != M or cos.shape[1] != half or sin.shape[1] != half or x.shape[2] != 2 * half
+            or y.shape[0] != M or y.shape[1] != heads or y.shape[2] != 2 * half):
+        raise ValueError(f"rope: x {M, heads, x.shape[2]}, cos {cos.shape[0], cos.shape[1]}")
+    with nogil:
+        for m in range(M):
+            KERNEL_SETS[kernels].rope(&x[m, 0, 0], heads, half, &cos[m, 0], &sin[m, 0], &y[m, 0, 0])
+
+
+def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const float[:, :, :, ::1] values,
+              const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
+              int threads, Py_ssize_t kernels):
+    """q (M, H, d), one layer's keys and values (slots, capacity, G, d) -> z (M, H, d). window 0: no limit.
+
+    (token, kv head) pairs over threads. Each goes through all of its keys in one order.
+    """
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], capacity = keys.shape[1]
+    cdef Py_ssize_t R = H // G, m, item, g, r, j, start, n_keys, longest = 0, work = 0
+    if (M != slots.shape[0] or M != positions.shape[0] or keys.shape[3] != d or R * G != H or values.shape[3] != d
+            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
+        raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], capacity, G, keys.shape[3]}")
+    for m in range(M):
+        if positions[m] < 0 or positions[m] >= capacity or slots[m] < 0 or slots[m] >= keys.shape[0]:
+            raise ValueError(f"attention: slot {slots[m]}, position {positions[m]} of {keys.shape[0]} x {capacity}")
+        n_keys = positions[m] + 1
+        if window and window < n_keys:
+            n_keys = window
+        longest = max(longest, n_keys)
+        work += n_keys * G * d
+    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    cdef double scale = (<double> d) ** -0.5
+    cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
+    cdef float *scores = NULL
+    cdef double *sums = NULL
+    with nogil, parallel(num_threads=team):
+        scores = <float *> aligned_scratch(R * longest * sizeof(float))
+        sums = <double *> aligned_scratch(d * sizeof(double))
+        for item in prange(M * G, schedule="static"):
+            m = item // G
+            g = item % G
+            n_keys = positions[m] + 1
+            start = 0
+            if window and window < n_keys:
+                start = n_keys - window
+                n_keys = window
+            chosen.scores(&q[m, g * R, 0], R, d, &keys[slots[m], start, g, 0], n_keys, G * d, scale, scores, n_keys)
+            for r in range(R):
+                chosen.softmax(scores + r * n_keys, n_keys)
+                memset(sums, 0, d * sizeof(double))
+                chosen.values(scores + r * n_keys, &values[slots[m], start, g, 0], n_keys, d, G * d, sums)
+                for j in range(d):
+                    z[m, g * R + r, j] = <float> sums[j]
+        free(scores)
+        free(sums)
+
+
+def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):
+    """y (M, N) = x (M, K) w^T, w (N, K) float32"""
+    _dense(x, 0, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels)
+
+
+def dense_matmul_bfloat16(const float[:, ::1] x, const uint16_t[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):
+    """y (M, N) = x (M, K) w^T, w (N, K) bfloat16, given as uint16"""
+    _dense(x, 1, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels)
+
+
+cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssize_t K, float[:, ::1] y, int threads,
+            Py_ssize_t kernels):
+    cdef Py_ssize_t M = x.shape[0], block, n_blocks = (N + 15) // 16, size = 4 if kind == 0 else 2
+    if x.shape[1] != K or y.shape[0] != M or y.shape[1] != N:
+        raise ValueError(f"dense_matmul: x {M, x.shape[1]}, w {N, K}, y {y.shape[0], y.shape[1]}")
+    if M == 0:
+        return
+    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    cdef int team = threads_for(N * K * size * M, DENSE_BYTES_A_THREAD, threads)
+    for block in prange(n_blocks, nogil=True, num_threads=team, schedule="static"):
+        chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
+                          &x[0, 0], M, &y[0, block * 16], N)

@@ -28,7 +28,7 @@ from ..config import ModelConfig, RopeConfig
 from ..errors import NumericsError
 from ..kv_cache import KVCache, TokenBatch, TokenIds
 from ..model import forward
-from ..weights import DenseWeight, Linear, ModelWeights, TernaryWeight
+from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 
@@ -49,8 +49,27 @@ def record(
     """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
     recorder = Recorder(be, w, cfg, names_filter)
     cache = KVCache(cfg, slots=1, capacity=max(1, len(tokens)), dtype=be.dtype.type)
-    logits = forward(recorder, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache)
+    logits = checked_forward(be, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache, recorder)
     return logits, recorder.seen
+
+
+def checked_forward(
+    be: Backend,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    batch: TokenBatch,
+    cache: KVCache,
+    recorder: Recorder | None = None,
+) -> NDArray:
+    """`forward`, through the recorder if there is one. NaN or Inf raises NumericsError naming the first bad tensor."""
+    with np.errstate(all="ignore"):  # what NumPy would warn about ends in the logits, and is then reported by name
+        try:
+            logits = forward(recorder or be, w, cfg, batch, cache)
+            if np.isfinite(logits).all():
+                return logits
+        except NumericsError:
+            pass
+        raise first_non_finite(be, w, cfg, batch, cache)
 
 
 def first_non_finite(
@@ -86,7 +105,7 @@ class Recorder(Backend):
             if layer.ffn_sub_norm is not None:
                 self._norm_names[id(layer.ffn_sub_norm)] = f"blocks.{i}.mlp.sub_norm"
         for name, weight in w.linears():
-            if isinstance(weight, TernaryWeight) and weight.input_norm is not None:
+            if isinstance(weight, TernaryLinear) and weight.input_norm is not None:
                 self._norm_names[id(weight.input_norm.weight)] = f"{name}.rms_norm"
         self._block = ""  # "blocks.3", read off the last weight seen
         self._linear = ""  # "blocks.3.attn.q_proj", while its quantisation and product run
@@ -134,12 +153,12 @@ class Recorder(Backend):
     def quantize_activations(self, x: NDArray) -> tuple[NDArray, NDArray]:
         return self.inner.quantize_activations(x)
 
-    def ternary_matmul(self, x_q: NDArray, w: TernaryWeight) -> NDArray:
+    def ternary_matmul(self, x_q: NDArray, w: TernaryLinear) -> NDArray:
         acc = self.inner.ternary_matmul(x_q, w)
         self.keep(f"{self._linear}.hook_x_int8", x_q)
         return acc
 
-    def dequantize(self, acc: NDArray, w: TernaryWeight, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(self, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
         self.keep(f"{self._linear}.hook_x_scale", x_quant_scale)
         self.keep(f"{self._linear}.hook_acc_int32", acc)
         return self.inner.dequantize(acc, w, x_quant_scale)
@@ -165,7 +184,7 @@ class Recorder(Backend):
 
     # -- fused: inherited compositions, with the names that only they know ---------------------------------------------
 
-    def linears(self, x: NDArray, ws: Sequence[Linear]) -> tuple[NDArray, ...]:
+    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         outputs: list[NDArray] = []
         for w in ws:  # one at a time, so that each quantisation is recorded under its linear; the values are the same
             self._linear = self._linear_names.get(id(w), "lm_head")

@@ -1,0 +1,83 @@
+/* The variants of every kernel, one for each instruction set, and the choice among them at run time.
+ *
+ * One extension holds them all: each is compiled for its own target, and none runs on a machine that lacks it. */
+#ifndef BITNET_REF_KERNELS_H
+#define BITNET_REF_KERNELS_H
+
+#include <math.h>
+
+#include "ternary_avx2.h"
+#include "ternary_avx512.h"
+#include "ternary_neon.h"
+#include "ternary_scalar.h"
+
+#define STEP(name) name##_plain
+#define STEP_BYTES 16
+#define STEP_TARGET
+#include "float_steps.h"
+
+#if defined(__x86_64__)
+#define STEP(name) name##_avx2
+#define STEP_BYTES 32
+#define STEP_TARGET __attribute__((target("avx2")))
+#include "float_steps.h"
+#define STEP(name) name##_avx512
+#define STEP_BYTES 64
+#define STEP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#include "float_steps.h"
+#endif
+
+typedef struct {
+    const char *name;
+    ternary_panel_fn ternary_panel;
+    size_t max_k; /* columns beyond which the scalar variant must do the ternary product; 0: no limit */
+    int (*rms_norm)(const float *, const float *, size_t, double, float *);
+    int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *);
+    void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *);
+    void (*gated)(const float *, const float *, size_t, int, float *);
+    void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
+    void (*scores)(const float *, size_t, size_t, const float *, size_t, size_t, double, float *, size_t);
+    void (*softmax)(float *, size_t);
+    void (*values)(const float *, const float *, size_t, size_t, size_t, double *);
+    void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
+} kernel_set;
+
+#define FLOAT_STEPS(suffix)                                                                                            \
+    rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix, scores_##suffix,         \
+        softmax_##suffix, values_##suffix, dense_rows_##suffix
+
+/* best last */
+static const kernel_set KERNEL_SETS[] = {
+    {"scalar", ternary_panel_scalar, 0, FLOAT_STEPS(plain)},
+#if defined(__x86_64__)
+    {"avx2", ternary_panel_avx2, 0, FLOAT_STEPS(avx2)},
+    {"avx512", ternary_panel_avx512, AVX512_MAX_K, FLOAT_STEPS(avx512)},
+#elif defined(__aarch64__)
+    {"neon", ternary_panel_neon, 0, FLOAT_STEPS(plain)},
+    {"dotprod", ternary_panel_dotprod, 0, FLOAT_STEPS(plain)},
+#endif
+};
+enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+/* What this processor lacks for a set, or NULL when it can run it */
+static const char *kernel_set_lacks(size_t index) {
+    const char *name = KERNEL_SETS[index].name;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx2") && !__builtin_cpu_supports("avx2")) return "the processor has no AVX2";
+    if (!strcmp(name, "avx512") &&
+        !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
+        return "the processor has no AVX-512 with VNNI";
+#elif defined(__aarch64__) && defined(__linux__)
+    if (!strcmp(name, "dotprod") && !(getauxval(AT_HWCAP) & (1UL << 20))) return "the processor has no dot product";
+#endif
+    (void)name;
+    return NULL;
+}
+
+#endif

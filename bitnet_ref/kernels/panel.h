@@ -1,0 +1,75 @@
+/* How ternary weights lie in memory for every kernel here: panels of 64 rows.
+ *
+ * A panel holds 64 rows (output features) and all K columns, in blocks of 16 columns. A block is 256 bytes, read in
+ * order: 4 vectors of 64 bytes, a vector for 16 rows, 4 bytes for a row. Byte i of a row's four holds columns i, 4+i,
+ * 8+i, 12+i of the block in its bits 0-1, 2-3, 4-5, 6-7:
+ *
+ *     block b, row r, column k = 16 b + 4 s + i:   byte 256 b + 64 (r / 16) + 4 (r % 16) + i,   bits 2s..2s+1
+ *
+ * So `(vector >> 2s) & 3` is 16 rows times 4 neighbouring columns, a 32-bit lane for each row: what the 4-way dot
+ * products of all instruction sets (vpdpbusd, vpmaddubsw, sdot, and AMX's tiles) want against 4 bytes of activations
+ * broadcast to all lanes. A lane is a row, so there is no sum over lanes at the end, and the weights are one forward
+ * stream. The same panels serve one token and many: one copy in memory.
+ *
+ * Codes are w_t + 1 in {0, 1, 2}, unsigned, as vpdpbusd wants its first operand. The kernels sum code * x and take
+ * sum(x) off at the end:  sum w_t x = sum (code - 1) x = sum code x - sum x.  Rows and columns that pad a panel have
+ * code 0; padded columns meet activations of 0, padded rows are not stored.
+ */
+#ifndef BITNET_REF_PANEL_H
+#define BITNET_REF_PANEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { PANEL_ROWS = 64, BLOCK_K = 16, BLOCK_BYTES = 256, VECTOR_BYTES = 64 };
+
+/* The kernels' one signature. acc[m * acc_stride + r] = sum over k of w_t[r][k] * x[m][k], for r < rows of one panel.
+ *   panel   n_blocks * 256 bytes
+ *   x       (M, 16 * n_blocks) int8, rows x_stride bytes apart;   x_sum (M) the sum of each row
+ *   scratch SCRATCH_BYTES of the calling thread, 64-byte aligned */
+typedef void (*ternary_panel_fn)(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
+                                 const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows, void *scratch);
+
+enum { SCRATCH_K = 256, SCRATCH_BYTES = PANEL_ROWS * SCRATCH_K };
+
+/* The 4 x 4 matrix of 2-bit fields in a word, transposed: field (i, j) is at bit 8i + 2j. */
+static inline uint32_t transpose_codes(uint32_t word) {
+    uint32_t swap = (word ^ (word >> 6)) & 0x00CC00CCu;
+    word ^= swap ^ (swap << 6);
+    swap = (word ^ (word >> 12)) & 0x0000F0F0u;
+    return word ^ swap ^ (swap << 12);
+}
+
+/* Rows packed four neighbouring columns a byte (rows, row_bytes) -> one panel. Its own inverse, read the other way. */
+static void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
+    const size_t n_blocks = (row_bytes + 3) / 4;
+    memset(panel, 0, n_blocks * BLOCK_BYTES);
+    for (size_t r = 0; r < rows; r++) {
+        const uint8_t *row = packed + r * row_bytes;
+        uint8_t *out = panel + (r / 16) * VECTOR_BYTES + (r % 16) * 4;
+        for (size_t b = 0; b < n_blocks; b++) {
+            uint8_t bytes[4] = {0, 0, 0, 0};
+            memcpy(bytes, row + 4 * b, 4 * b + 4 <= row_bytes ? 4 : row_bytes - 4 * b);
+            uint32_t word = bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 | (uint32_t)bytes[3] << 24;
+            word = transpose_codes(word);
+            for (int i = 0; i < 4; i++) out[b * BLOCK_BYTES + i] = (uint8_t)(word >> 8 * i);
+        }
+    }
+}
+
+static void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed) {
+    const size_t n_blocks = (row_bytes + 3) / 4;
+    for (size_t r = 0; r < rows; r++) {
+        const uint8_t *in = panel + (r / 16) * VECTOR_BYTES + (r % 16) * 4;
+        for (size_t b = 0; b < n_blocks; b++) {
+            uint32_t word = 0;
+            for (int i = 0; i < 4; i++) word |= (uint32_t)in[b * BLOCK_BYTES + i] << 8 * i;
+            word = transpose_codes(word);
+            for (size_t i = 0; i < 4 && 4 * b + i < row_bytes; i++)
+                packed[r * row_bytes + 4 * b + i] = (uint8_t)(word >> 8 * i);
+        }
+    }
+}
+
+#endif
