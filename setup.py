@@ -42,6 +42,14 @@ class BuildExt(build_ext):
                 "(Debian/Ubuntu: apt install gcc; macOS: xcode-select --install) and install again."
             )
 
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs: copy what was built, and nothing where the build failed."""
+        self.extensions = [ext for ext in self.extensions if Path(self.get_ext_fullpath_built(ext)).exists()]
+        super().copy_extensions_to_source()
+
+    def get_ext_fullpath_built(self, ext: Extension) -> str:
+        return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name)))
+
     def openmp_flags(self) -> list[str]:
         """The flags with which a two-line OpenMP program compiles and links, or [] if none does."""
         source = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"

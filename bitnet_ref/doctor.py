@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from . import __version__
 from .api import Model, load, shipped_models
 from .backends import available_backends
-from .errors import BackendError, BitNetRefError
+from .errors import BackendError
 from .threads import available_cpus, thread_choice
 from .weights import TernaryWeight
 
@@ -32,6 +32,7 @@ __all__ = ["BackendCheck", "BackendState", "Diagnosis", "examine", "self_check"]
 
 REQUIRED = ("numpy", "ml_dtypes", "safetensors", "sentencepiece", "tokenizers", "jinja2", "click", "rich")
 OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
+_OTHER_DISTRIBUTIONS = {"cupy": ("cupy-cuda12x", "cupy-cuda13x")}
 CHECK_PROMPT = "Once upon a time, the little"
 # Two float32 sums in different orders of a few hundred terms: below this an error is rounding, however it compares.
 LOGITS_FLOOR = 1e-4
@@ -127,43 +128,40 @@ def examine() -> Diagnosis:
 
 def self_check(model: str = "storyteller") -> list[BackendCheck]:
     """Every available backend on a few tokens of a shipped model."""
-    threads = None
     try:
-        thread_choice()
-    except BackendError:
-        threads = (
-            1  # the environment's number is unusable, which is reported; the arithmetic can be checked all the same
-        )
+        threads = thread_choice()[0]
+    except BackendError:  # reported elsewhere; the arithmetic can be checked all the same
+        threads = 1
     exact = load(model, backend="numpy", dtype="float64", threads=threads)
     tokens = exact.tokenizer.encode(CHECK_PROMPT)
     truth = exact.logits(tokens)
     reference = load(model, backend="numpy", threads=threads).logits(tokens)
     allowed = 2 * float(np.abs(reference - truth).max()) + LOGITS_FLOOR
     names = [name for name, reason in available_backends().items() if reason is None]
-    return [check_backend(name, model, tokens, truth, allowed, threads) for name in names]
+    return [check_backend(name, exact, tokens, truth, allowed, threads) for name in names]
 
 
 def check_backend(
-    name: str, model: str, tokens: list[int], truth: NDArray, allowed: float, threads: int | None = None
+    name: str, exact: Model, tokens: list[int], truth: NDArray, allowed: float, threads: int | None = None
 ) -> BackendCheck:
-    """One backend: its accumulators against the exact product of its own int8 inputs, its logits against `truth`."""
+    """One backend on the model that `exact` is, a NumPy one: its accumulators against the exact product of its own
+    int8 inputs, its logits against `truth`."""
     try:
-        subject = load(model, backend=name, threads=threads)
+        subject = load(exact.folder or "storyteller", backend=name, threads=threads)
         logits = subject.logits(tokens)
-        matrices, accumulators, unequal = _compare_accumulators(subject, tokens)
-    except BitNetRefError as error:
+        matrices, accumulators, unequal = _compare_accumulators(subject, exact, tokens)
+    except Exception as error:  # an old extension beside new Python files, a broken driver: that is what doctor is for
         return BackendCheck(name, False, 0, 0, 0, None, allowed, f"{type(error).__name__}: {error}")
     distance = float(np.abs(logits - truth).max())
     passed = accumulators > 0 and unequal == 0 and distance <= allowed
     return BackendCheck(name, passed, matrices, accumulators, unequal, distance, allowed)
 
 
-def _compare_accumulators(subject: Model, tokens: list[int]) -> tuple[int, int, int]:
-    """(matrices, accumulators, how many of them are not the exact integer)"""
+def _compare_accumulators(subject: Model, plain: Model, tokens: list[int]) -> tuple[int, int, int]:
+    """(matrices, accumulators, how many of them are not the exact integer). The matrices are the plain backend's: the
+    subject may keep them in a layout of its own."""
     _, seen = subject.run_with_cache(tokens, ["*.hook_x_int8", "*.hook_acc_int32"])
     matrices = accumulators = unequal = 0
-    # The planes are read again, by the plain backend: a backend may keep them in a layout of its own.
-    plain = load(subject.folder or "storyteller", backend="numpy", threads=1)
     for name, weight in plain.weights.linears():
         if not isinstance(weight, TernaryWeight):
             continue
@@ -182,11 +180,9 @@ def _version(package: str) -> str | None:
     """The installed version, found without importing the package."""
     if find_spec(package) is None:
         return None
-    for distribution in metadata.packages_distributions().get(package, [package]):
-        try:
+    for distribution in (package, *_OTHER_DISTRIBUTIONS.get(package, ())):
+        with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     return "installed"
 
 
@@ -212,10 +208,20 @@ def _backend_state(name: str, reason: str | None) -> BackendState:
     if reason is None and name == "numpy":
         kernel = "float32 matrix product in BLAS, exact for these integers"
     elif reason is None and name == "cython":
-        from .kernels import _cpu  # type: ignore[attr-defined]
-
-        kernel = str(getattr(_cpu, "kernel_name", None) or "portable C")
+        kernel = _compiled_kernel()
     return BackendState(name, reason is None, reason, kernel)
+
+
+def _compiled_kernel() -> str:
+    """The set of kernels that the compiled backend takes, and what this processor lacks for the others."""
+    from .backends import cython_backend
+
+    try:
+        chosen = cython_backend.choose_simd()
+    except BackendError as error:  # BITNET_REF_SIMD asks for another
+        return str(error)
+    others = [f"{name}: {lacks}" for name, lacks in cython_backend.simd_variants().items() if lacks is not None]
+    return f"{chosen} kernels" + (f" (not here: {', '.join(others)})" if others else "")
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ that a program can act on them without reading English.
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 __all__ = [
     "BackendError",
@@ -68,6 +70,9 @@ class ShapeError(BitNetRefError):
     def __init__(self, op: str, *, expected: str, got: str) -> None:
         self.op, self.expected, self.got = op, expected, got
         super().__init__(f"{op}: expected {expected}, got {got}")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle knows positional arguments only
+        return partial(type(self), expected=self.expected, got=self.got), (self.op,)
 
 
 class BackendError(BitNetRefError):

@@ -27,7 +27,7 @@ from .formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
 from .formats.hf_folder import CheckpointTensors, _Loader
 from .formats.json_file import read_json_object
 from .formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
-from .weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, Linear, TernaryWeight
+from .weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, TernaryWeight
 
 __all__ = ["Finding", "Inspection", "SizeOfKind", "StoredTensor", "TernaryMatrix", "TokenizerFacts", "inspect_model"]
 
@@ -141,11 +141,16 @@ class Inspection:
         found = self.config.quantization
         if found is None:
             return "none: a dense model"
-        stored = {
-            "multiply": "packed to 2 bits",
-            "divide": "packed to 2 bits",
-            "absmean": "full-precision master weights, made ternary at load",
-        }[found.scale_convention]
+        stored = "packed to 2 bits"
+        if found.scale_convention == "absmean":
+            stored = "full-precision master weights, made ternary at load"
+        elif self.tensors and not any(tensor.kind == "ternary planes" for tensor in self.tensors):
+            stored = "ternary, stored as floats"
+        linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
+        if 0 < len(self.ternary) < linears and not self.errors:
+            stored += f"; {linears - len(self.ternary)} of {linears} linears left as they are"
+        if found.use_rms_norm:
+            stored += "; an RMSNorm inside each linear"
         return f"{found.linear_class}, {found.quantization_mode}: {stored}"
 
     @property
@@ -165,8 +170,8 @@ class Inspection:
         if self.config is None:
             return "unknown"
         if self.config.activation == "relu2":
-            return "relu2: relu(gate)² · up, as in BitNet 2B-4T"
-        return "silu: silu(gate) · up, as in LLaMA"
+            return "relu2: relu(gate)^2 * up, as in BitNet 2B-4T"
+        return "silu: silu(gate) * up, as in LLaMA"
 
     def ternary_shares(self, by: str) -> dict[str | int, tuple[float, float, float]]:
         """Shares of -1, 0 and +1 of all matrices of a "kind" or of a "layer"."""
@@ -388,7 +393,7 @@ class _Inspector:
 
     def read_as_model(self, tensors: CheckpointTensors, config: ModelConfig) -> None:
         """Every tensor as `load` reads it, one layer in memory at a time."""
-        loader = _Loader(tensors, config)
+        loader = _Loader(tensors, config, prepare=lambda weight: weight)
         shape = (config.vocab_size, config.hidden_size)
         self.check_table(tensors, "model.embed_tokens.weight", shape)
         empty = []
@@ -425,7 +430,7 @@ class _Inspector:
         for name, weight in layer.linears():
             self.add_linear(tensors, index, name, weight)
 
-    def add_linear(self, tensors: CheckpointTensors, index: int, name: str, weight: Linear) -> None:
+    def add_linear(self, tensors: CheckpointTensors, index: int, name: str, weight: LinearWeight) -> None:
         part = "attn" if name in ATTENTION_LINEARS else "mlp"
         if isinstance(weight, TernaryWeight):
             minus, zero, plus, _ = _count_codes([weight.packed])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +26,7 @@ try:
     from ..kernels import _cpu  # type: ignore[attr-defined]
 except ImportError as error:
     _cpu = None
-    _import_error = str(error)
+    _import_error = "was not built" if find_spec("bitnet_ref.kernels._cpu") is None else f"does not load: {error}"
 
 
 def why_unavailable() -> str | None:
@@ -33,7 +34,7 @@ def why_unavailable() -> str | None:
     if _cpu is not None:
         return None
     return (
-        f"the compiled extension is missing ({_import_error}); install a C compiler (Debian/Ubuntu: apt install gcc; "
+        f"the compiled extension {_import_error}; install a C compiler (Debian/Ubuntu: apt install gcc; "
         "macOS: xcode-select --install) and install bitnet-ref again"
     )
 
@@ -46,7 +47,9 @@ def simd_variants() -> dict[str, str | None]:
 def choose_simd(name: str | None = None) -> str:
     """The kernel set to run: the argument, else BITNET_REF_SIMD, else the best that this processor has."""
     variants = simd_variants()
-    name = name or os.environ.get("BITNET_REF_SIMD") or [variant for variant, lacks in variants.items() if not lacks][-1]
+    name = (
+        name or os.environ.get("BITNET_REF_SIMD") or [variant for variant, lacks in variants.items() if not lacks][-1]
+    )
     if name not in variants:
         raise BackendUnavailable(f"no kernel set is called {name!r} in this build; there are: {', '.join(variants)}")
     if variants[name] is not None:
@@ -206,9 +209,7 @@ class CythonBackend(Backend):
         require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
         z = np.empty(q.shape, dtype=np.float32)
         keys, values = cache.keys[layer], cache.values[layer]
-        _cpu.attention(
-            _floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set
-        )
+        _cpu.attention(_floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set)
         return z
 
     # -- helpers -------------------------------------------------------------------------------------------------------

@@ -196,8 +196,7 @@ def _rows(model: Model, prompts: Sequence[Any], params: SamplingParams) -> list[
                 f"prompt {slot} has {len(ids)} tokens and {wanted} more are asked for, but the model's context is "
                 f"{model.config.context_length}; lower max_tokens to {max(room, 0)} or shorten the prompt"
             )
-        text = TextStream(tokenizer.stream_decoder() if tokenizer else None, params.stop)
-        rows.append(_Row(slot, ids, wanted, text, params.seed))
+        rows.append(_Row(slot, ids, wanted, TextStream(tokenizer, params.stop), params.seed))
     return rows
 
 

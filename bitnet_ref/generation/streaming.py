@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class StreamDecoder(Protocol):
-    """What a tokenizer's `stream_decoder()` gives: text that no later token can change."""
-
-    def push(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
+if TYPE_CHECKING:
+    from ..tokenizers import Tokenizer
 
 
 class StopStrings:
@@ -54,17 +50,24 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Tokens in, certain text out: a tokenizer's incremental decoder, then the stop strings."""
+    """Tokens in, certain text out: a tokenizer's incremental decoder, then the stop strings.
 
-    def __init__(self, decoder: StreamDecoder | None, stops: Sequence[str]) -> None:
-        self._decoder, self._stops = decoder, StopStrings(stops)
+    An id past the tokenizer's vocabulary (embeddings are often padded to a round number) stands for no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+        self._decoder = tokenizer.stream_decoder() if tokenizer is not None else None
+        self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 0
+        self._stops = StopStrings(stops)
 
     @property
     def stopped_by(self) -> str | None:
         return self._stops.found
 
     def push(self, token: int) -> str:
-        return self._stops.push(self._decoder.push(token)) if self._decoder is not None else ""
+        if self._decoder is None or token >= self._vocab_size:
+            return ""
+        return self._stops.push(self._decoder.push(token))
 
     def flush(self) -> str:
         if self._decoder is None:

@@ -1,0 +1,46 @@
+"""The shell interface, `bitnet-ref`: one module a command. `main` is the entry point.
+
+Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 a backend (or program) is not available,
+70 a bug in bitnet_ref itself, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from .. import __version__
+from .chat_command import chat
+from .doctor_command import doctor
+from .generate_command import generate
+from .inspect_command import inspect
+from .lab_command import lab
+from .shell import Interface, debug_option, prepare_streams
+
+EPILOG = """Each command has --help, and --json for programs.
+
+Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 backend not available, 130 interrupted."""
+
+
+@click.group(cls=Interface, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="bitnet-ref")
+@debug_option
+def cli() -> None:
+    """BitNet b1.58 language models: run them, look into them, check an installation.
+
+    \b
+    Try:  bitnet-ref generate "Once upon a time"
+    """
+
+
+for command in (generate, chat, inspect, doctor, lab):  # the order of --help
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code."""
+    prepare_streams()
+    cli.main(args, prog_name="bitnet-ref")
+    raise AssertionError("click exits by itself")

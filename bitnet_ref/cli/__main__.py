@@ -1,0 +1,5 @@
+"""`python -m bitnet_ref.cli`: the same as `bitnet-ref`."""
+
+from . import main
+
+main()

@@ -1,0 +1,203 @@
+"""`bitnet-ref generate`: continue a prompt, streaming; and the options and the loop that chat uses too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..backends import NAMES
+from ..errors import GenerationError, TokenizerError
+from .shell import (
+    INTERRUPTED,
+    AnyFunction,
+    LoadingBar,
+    common_options,
+    paint,
+    peak_memory_bytes,
+    print_json,
+    size_in_words,
+    wants_json,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from ..api import Model
+    from ..generation import GenerationStats, StreamChunk, TokenStream
+
+LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "allow_unquantized")
+
+
+def model_options(function: AnyFunction) -> AnyFunction:
+    """Which model, computed by what: the parameters of `bitnet_ref.load`."""
+    for option in reversed(
+        (
+            click.option("--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."),
+            click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
+            click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all there are]"),
+            click.option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
+            click.option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def sampling_options(function: AnyFunction) -> AnyFunction:
+    """How to choose tokens. What is not given is left to `SamplingParams`, which also checks the values."""
+    for option in reversed(
+        (
+            click.option("--temperature", type=float, help="0 takes the likeliest token.  [default: 0]"),
+            click.option("--top-k", type=int, help="Sample among the k likeliest.  [default: no limit]"),
+            click.option("--top-p", type=float, help="Sample among the likeliest that reach p.  [default: 1]"),
+            click.option("--seed", type=int, help="Same seed, same text.  [default: random]"),
+            click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given again."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@click.command(short_help="Continue a text, and show it as it comes.")
+@click.argument("prompt")
+@model_options
+@click.option("--max-tokens", type=int, help="New tokens at most.  [default: 64, or what fits]")
+@sampling_options
+@click.option("--raw-ids", is_flag=True, help='PROMPT is token ids ("1 3797 537"), and so is the output.')
+@common_options
+def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
+    """Continue PROMPT and show the text as it comes; "-" reads the prompt from standard input.
+
+    On a terminal the prompt is shown before its continuation; a pipe gets the continuation alone. Speed and memory
+    go to standard error.
+    """
+    if prompt == "-":
+        prompt = read_stdin()
+    ids = parse_ids(prompt) if raw_ids else None
+    model = load_model(options)
+    ids = encode(model, prompt) if ids is None else ids
+    reply = Reply()
+    stream = model.stream(ids, **{name: value for name, value in options.items() if value not in (None, ())})
+    if wants_json():
+        reply.follow(stream)
+        print_json(reply.facts(ids, stream.stats))
+    elif raw_ids:
+        reply.follow(stream, on_chunk=lambda chunk: write_text(f"{chunk.token_id} "))
+        write_text("\n")
+    else:
+        if sys.stdout.isatty():
+            click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
+            glue = Glue(model, ids)
+        else:
+            glue = None
+        reply.follow(stream, on_chunk=lambda chunk: write_text(chunk.text if glue is None else glue.text(chunk)))
+        write_text("\n")
+    if not wants_json():
+        say_stats(stream.stats)
+    if reply.finish_reason == "interrupted":
+        raise click.exceptions.Exit(INTERRUPTED)
+
+
+def encode(model: Model, prompt: str) -> list[int]:
+    """The prompt's token ids, by the model's tokenizer."""
+    try:
+        tokenizer = model.tokenizer
+    except TokenizerError as error:
+        message = f"{error.message}; with --raw-ids the prompt can be token ids"
+        raise TokenizerError(message, path=error.path, offset=error.offset, field=error.field) from error
+    return tokenizer.encode(prompt)
+
+
+def load_model(options: dict[str, Any]) -> Model:
+    """Load what the model options say; takes them out of `options`."""
+    from ..api import load
+
+    given = {name: options.pop(name) for name in LOAD_OPTIONS}
+    with LoadingBar(f"loading {given['model']}") as bar:
+        return load(given.pop("model"), progress=bar, **given)
+
+
+@dataclass
+class Reply:
+    """What has come of a stream so far. Ctrl-C ends it and keeps that."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def follow(self, stream: TokenStream, on_chunk: Callable[[StreamChunk], None] | None = None) -> None:
+        try:
+            for chunk in stream:
+                self.text += chunk.text
+                self.token_ids.append(chunk.token_id)
+                self.logprobs.append(chunk.logprob)
+                self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+                if on_chunk is not None:
+                    on_chunk(chunk)
+        except KeyboardInterrupt:
+            self.finish_reason = "interrupted"
+        finally:
+            stream.close()
+
+    def facts(self, prompt_token_ids: list[int], stats: GenerationStats) -> dict[str, Any]:
+        """For --json."""
+        times = asdict(stats) | {
+            name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")
+        }
+        return {
+            **asdict(self),
+            "prompt_token_ids": prompt_token_ids,
+            "stats": {**times, "peak_memory_bytes": peak_memory_bytes()},
+        }
+
+
+class Glue:
+    """What stands between the prompt and its continuation: a SentencePiece text that begins anew drops its space."""
+
+    def __init__(self, model: Model, prompt_ids: list[int]) -> None:
+        self.tokenizer, self.ids, self.known = model.tokenizer, prompt_ids, False
+        self.start = len(prompt_ids)
+
+    def text(self, chunk: StreamChunk) -> str:
+        self.ids = [*self.ids, chunk.token_id]
+        if self.known or not chunk.text:
+            return chunk.text
+        self.known = True
+        before, alone = self.tokenizer.decode(self.ids[: self.start]), self.tokenizer.decode(self.ids[self.start :])
+        whole = self.tokenizer.decode(self.ids)
+        gap = whole[len(before) : len(whole) - len(alone)]
+        return f" {chunk.text}" if gap == " " and whole == before + gap + alone else chunk.text
+
+
+def say_stats(stats: GenerationStats) -> None:
+    """Backend, speeds and memory: one line on stderr."""
+    parts = [f"{stats.prompt_tokens} prompt tokens at {stats.prompt_tokens_per_s:.1f} tok/s"] if stats.prefill_s else []
+    new = f"{stats.generated_tokens} new token{'s' if stats.generated_tokens != 1 else ''}"
+    parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
+    parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
+    click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
+
+
+def read_stdin() -> str:
+    """All of standard input, less its last line end."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as problem:
+        raise GenerationError(
+            f"standard input is not UTF-8 text: {problem.reason} at byte {problem.start}"
+        ) from problem
+
+
+def parse_ids(text: str) -> list[int]:
+    """ "1 3797 537" or "[1, 3797, 537]" -> [1, 3797, 537]"""
+    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and len(word) < 10):
+            raise GenerationError(f"--raw-ids: expected token ids like 1 3797 537, got {word[:40]!r}")
+    return [int(word) for word in words]

@@ -1,0 +1,229 @@
+"""What all commands share: how errors become messages and exit codes, where output goes, and common options."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+import click
+
+from ..errors import BackendError, BitNetRefError, ConfigError, FormatError, NumericsError, TokenizerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+DIFFERS, USAGE, BAD_FILE, UNAVAILABLE, BUG, INTERRUPTED = 1, 2, 3, 4, 70, 130
+_PLACES = ("path", "offset", "field", "tensor", "op", "expected", "got")
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+@dataclass
+class State:
+    """What the error handler has to know about the command line."""
+
+    json: bool = False
+    debug: bool = False
+
+
+class Interface(click.Group):
+    """A group of commands that turns what goes wrong in them into one message and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as added, not by the alphabet
+
+    def invoke(self, ctx: click.Context) -> Any:
+        state = ctx.ensure_object(State)
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a reader that left shows here, not in the interpreter's last breath
+            return result
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except BrokenPipeError:  # `| head -1`: the reader has what it wanted
+            discard_stdout()
+            code = 0
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            code = INTERRUPTED
+        except BitNetRefError as error:
+            if state.debug:
+                traceback.print_exc()
+            report_error(error, state)
+            code = exit_code(error)
+        except MemoryError:
+            if state.debug:
+                traceback.print_exc()
+            say_error("not enough memory; try a smaller model or context")
+            code = UNAVAILABLE
+        except Exception:  # not on purpose, so it is ours to mend, and the traceback is what tells how
+            traceback.print_exc()
+            say_error("this is a bug in bitnet_ref; the lines above say where")
+            code = BUG
+        raise click.exceptions.Exit(code)
+
+
+def exit_code(error: BitNetRefError) -> int:
+    """2 wrong usage, 3 bad file, 4 backend: by the error's family."""
+    if isinstance(error, BackendError):
+        return UNAVAILABLE
+    if isinstance(error, ConfigError) and error.path is None:  # of an argument, not of a file
+        return USAGE
+    if isinstance(error, FormatError | ConfigError | TokenizerError | NumericsError):
+        return BAD_FILE
+    return USAGE
+
+
+def error_facts(error: BitNetRefError) -> dict[str, Any]:
+    """An error as JSON: its type, its message, and its place where it has one."""
+    facts: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    return facts | {key: value for key in _PLACES if (value := getattr(error, key, None)) is not None}
+
+
+def report_error(error: BitNetRefError, state: State) -> None:
+    """One message on stderr, or with --json one object on stdout."""
+    if state.json:
+        print_json({"error": error_facts(error)})
+    else:
+        say_error(str(error))
+
+
+def say_error(message: str) -> None:
+    click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {message}", err=True)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def prepare_streams() -> None:
+    """A terminal or pipe that is not UTF-8 gets a question mark for what it cannot show, instead of a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text reach the tokenizer, which says so
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def discard_stdout() -> None:
+    """Nobody reads stdout any more: let what is still buffered go nowhere, quietly."""
+    with contextlib.suppress(OSError, ValueError):  # where there is no real file behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def paint(text: str, stream: TextIO, **style: Any) -> str:
+    """The text in colour where the stream is a terminal that wants it (https://no-color.org)."""
+    return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def print_json(value: Any) -> None:
+    """One line. Characters that stdout cannot carry are written as JSON escapes, so nothing is lost."""
+    text = json.dumps(value, ensure_ascii=not is_utf8(sys.stdout), allow_nan=False)
+    sys.stdout.write(text.encode(errors="replace").decode() + "\n")
+    sys.stdout.flush()
+
+
+def is_utf8(stream: TextIO) -> bool:
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") in ("utf8", "utf8sig")
+
+
+def write_text(text: str) -> None:
+    """Generated text, at once. On a terminal control characters are shown, not obeyed: a model may write any byte."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def console(stream: TextIO) -> Console:
+    """A rich console. Without a terminal the width is 100, or COLUMNS."""
+    from rich.console import Console
+
+    width = None if stream.isatty() or "COLUMNS" in os.environ else 100
+    return Console(file=stream, width=width, highlight=False, emoji=False, markup=False)
+
+
+def show(draw: Callable[[Console], None]) -> None:
+    """Draw on stdout with rich. A file or pipe gets no spaces at the ends of lines."""
+    out = console(sys.stdout)
+    if sys.stdout.isatty():
+        draw(out)
+        return
+    with out.capture() as capture:
+        draw(out)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+class LoadingBar:
+    """Progress of `load` on stderr: only on a terminal, and only when it takes longer than a moment."""
+
+    PATIENCE_S = 0.5
+
+    def __init__(self, what: str) -> None:
+        self.what, self.started = what, time.monotonic()
+        self.bar: Progress | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.bar is None and sys.stderr.isatty() and time.monotonic() - self.started > self.PATIENCE_S:
+            from rich.progress import Progress
+
+            self.bar = Progress(console=console(sys.stderr), transient=True)
+            self.bar.add_task(self.what, total=total)
+            self.bar.start()
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done)
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _set_state(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    if value:
+        setattr(ctx.ensure_object(State), str(param.name), True)
+    return value
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_set_state, help="Show tracebacks of errors."
+)
+
+
+def common_options(function: AnyFunction) -> AnyFunction:
+    """--json and --debug; the command asks `wants_json()`."""
+    option = click.option(
+        "--json", is_flag=True, is_eager=True, expose_value=False, callback=_set_state, help="Write JSON for programs."
+    )
+    return option(debug_option(function))
+
+
+def wants_json() -> bool:
+    return click.get_current_context().ensure_object(State).json
+
+
+def size_in_words(nbytes: float) -> str:
+    """1536 -> "1.5 KB": powers of 1024, three digits at most."""
+    units = ["bytes", "KB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes, units = nbytes / 1024, units[1:]
+    return f"{nbytes:.0f} {units[0]}" if units[0] == "bytes" or nbytes >= 99.95 else f"{nbytes:.1f} {units[0]}"
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held (ru_maxrss: kilobytes on Linux, bytes on macOS)."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,64 @@
+"""Fixtures of the whole suite: the backends, and a Hypothesis profile that gives every run the same examples."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import bitnet_ref
+from bitnet_ref.backends import Backend, choose_backend
+from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants
+
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,  # a deadline is a timing assert
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixtures used below hold no state
+)
+settings.load_profile("suite")
+
+REQUIRED = {name for name in os.environ.get("BITNET_REF_REQUIRE_BACKENDS", "").split(",") if name}
+
+
+def check_available(name):
+    reason = bitnet_ref.available_backends().get(name, "no backend has this name")
+    if reason is not None and name in REQUIRED:
+        pytest.fail(f"BITNET_REF_REQUIRE_BACKENDS names {name}, which cannot run here: {reason}")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=sorted(set(bitnet_ref.available_backends()) | REQUIRED))
+def backend_name(request):
+    """Every backend in turn. One that cannot run here is skipped with its reason, or fails where it is required."""
+    check_available(request.param)
+    return request.param
+
+
+KERNEL_SETS = [f"cython:{name}" for name in simd_variants()]
+
+
+@pytest.fixture(params=[*sorted(set(bitnet_ref.available_backends()) | REQUIRED), *KERNEL_SETS])
+def be(request) -> Backend:
+    """Every backend in turn with two threads, and the cython one with each instruction set that it has."""
+    name, _, kernel_set = request.param.partition(":")
+    check_available(name)
+    if not kernel_set:
+        return choose_backend(name, threads=2)
+    if (lacks := simd_variants()[kernel_set]) is not None:
+        pytest.skip(f"{kernel_set} cannot run here: {lacks}")
+    return CythonBackend(threads=2, simd=kernel_set)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Backend:
+    """The NumPy backend, which the others are measured against."""
+    return Backend("float32", threads=1)
+
+
+@pytest.fixture(scope="session")
+def in_double() -> Backend:
+    """The NumPy backend in float64, the yardstick of everybody's rounding error."""
+    return Backend("float64", threads=1)

@@ -1,0 +1,80 @@
+"""One token out of one row of logits, against the definitions spelled out."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from bitnet_ref.generation import SamplingParams
+from bitnet_ref.generation.sampling import choose_token, distribution, log_probability
+
+LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
+
+
+def softmax(x):
+    e = np.exp(x.astype(np.float64) - x.max())
+    return e / e.sum()
+
+
+def by_definition(logits, temperature, top_k, top_p):
+    """{id: probability}, the slow way: sort, cut to k, cut to the fewest that reach p, renormalise."""
+    order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    if top_k:
+        order = order[:top_k]
+    p = softmax(logits[order].astype(np.float64) / temperature)
+    kept, mass = [], 0.0
+    for i, probability in zip(order, p, strict=True):
+        if kept and mass >= top_p and top_p < 1:
+            break
+        kept.append((i, probability))
+        mass += probability
+    return {i: probability / sum(q for _, q in kept) for i, probability in kept}
+
+
+@given(LOGITS, st.floats(0.1, 3), st.integers(0, 45), st.sampled_from([1.0, 0.9, 0.5, 0.01]))
+def test_distribution_is_the_definition(logits, temperature, top_k, top_p):
+    ids, probabilities = distribution(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
+    expected = by_definition(logits, temperature, top_k, top_p)
+    got = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
+    if len(got) != len(expected):  # a cumulative sum within rounding of top_p may fall either way
+        shorter, longer = sorted((got, expected), key=len)
+        assert set(shorter) < set(longer)
+        assert sum(longer[i] for i in shorter) == pytest.approx(top_p, abs=1e-9)
+    else:
+        assert got == pytest.approx(expected, abs=1e-12)
+    assert sum(got.values()) == pytest.approx(1)
+
+
+@given(LOGITS)
+def test_greedy_takes_the_smallest_id_among_the_largest(logits):
+    expected = min(i for i in range(len(logits)) if logits[i] == logits.max())
+    rng = np.random.default_rng(0)
+    assert choose_token(logits, SamplingParams(), rng) == expected
+    assert choose_token(logits, SamplingParams(temperature=0.7, top_k=1), rng) == expected
+
+
+def test_sampling_follows_the_distribution():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
+    rng = np.random.default_rng(1)
+    drawn = [choose_token(logits, SamplingParams(temperature=1.0), rng) for _ in range(4000)]
+    counts = np.bincount(drawn, minlength=4) / 4000
+    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.03)  # 4 standard deviations
+
+
+def test_top_k_keeps_exactly_k_of_equal_logits():
+    ids, probabilities = distribution(np.zeros(10, np.float32), SamplingParams(temperature=1.0, top_k=3))
+    assert ids.tolist() == [0, 1, 2]
+    assert probabilities.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_a_tiny_temperature_does_not_overflow():
+    logits = np.array([0.0, 80.0, -80.0], np.float32)
+    ids, probabilities = distribution(logits, SamplingParams(temperature=1e-6))
+    assert dict(zip(ids.tolist(), probabilities.tolist(), strict=True)) == {0: 0.0, 1: 1.0, 2: 0.0}
+
+
+@given(LOGITS)
+def test_log_probability(logits):
+    for token in range(len(logits)):
+        assert log_probability(logits, token) == pytest.approx(np.log(softmax(logits)[token]), rel=1e-9, abs=1e-9)

@@ -1,0 +1,371 @@
+"""`inspect_model`: what it says of good checkpoints equals what `load` makes of them; what `load` refuses, it names."""
+
+import json
+import shutil
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, safetensors_bytes, tiny_tensors, write_checkpoint, write_shards
+
+import bitnet_ref
+from bitnet_ref.api import ASSETS
+from bitnet_ref.errors import BitNetRefError, FormatError
+from bitnet_ref.inspection import inspect_model
+from bitnet_ref.weights import TernaryWeight
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+V_SCALE = "model.layers.1.self_attn.v_proj.weight_scale"
+
+
+def messages(found, severity="error"):
+    return [f.message for f in found.findings if f.severity == severity]
+
+
+# -- good checkpoints --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["storyteller", *(GOLDEN / case for case in GOLDEN_CASES)], ids=str)
+def test_says_what_load_makes_of_it(path):
+    found, model = inspect_model(path), bitnet_ref.load(path, backend="numpy", threads=1)
+    assert found.errors == []
+    assert found.config == model.config
+    expected = {name: w for name, w in model.weights.linears() if isinstance(w, TernaryWeight) and name != "lm_head"}
+    assert {m.name: m.w_dequant_scale for m in found.ternary} == {n: w.w_dequant_scale for n, w in expected.items()}
+    for matrix in found.ternary:
+        w_t = expected[matrix.name].ternary()
+        assert (matrix.shape, matrix.invalid) == (w_t.shape, 0)
+        assert [matrix.minus, matrix.zero, matrix.plus] == [int((w_t == value).sum()) for value in (-1, 0, 1)]
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "scales"),
+    [
+        ("bitnet-packed-offline", "autobitlinear, offline: packed", "multiply by it"),
+        ("llama-packed-bitlinear", "bitlinear, offline: packed", "divide by it"),
+        ("bitnet-bf16-online", "autobitlinear, online: full-precision", "no scale stored"),
+        ("llama-unpacked-offline", "autobitlinear, offline: ternary, stored as floats", "multiply by it"),
+        ("llama-dense", "none: a dense model", "no scales"),
+    ],
+)
+def test_names_quantisation_and_scale_direction(case, words, scales):
+    found = inspect_model(GOLDEN / case)
+    assert found.quantization.startswith(words)
+    assert scales in found.scale_convention
+
+
+def test_storyteller():
+    found = inspect_model("storyteller")
+    assert found.findings == []
+    assert "2B-4T" in found.family
+    assert "2B-4T" in found.activation
+    assert found.parameters == 5_776_640  # 4096 * 256 + 6 * (786,432 weights + 1536 in norms) + 256
+    assert found.nbytes == sum(size.nbytes for size in found.sizes) == sum(t.nbytes for t in found.tensors)
+    assert {size.kind: size.tensors for size in found.sizes} == {
+        "embedding": 1,
+        "ternary planes": 42,
+        "norms": 25,
+        "scales": 42,
+    }
+    assert sum(size.share for size in found.sizes) == pytest.approx(1)
+    assert found.tokenizer.vocab_size == found.config.vocab_size == 4096
+    assert (found.tokenizer.bos_token, found.tokenizer.adds_bos) == ("<s>", True)
+    assert (found.tokenizer.eos_tokens, found.tokenizer.chat_template) == (("</s>",), False)
+    assert found.stop_token_ids == (2,)
+    by_kind, by_layer = found.ternary_shares("kind"), found.ternary_shares("layer")
+    assert list(by_layer) == list(range(6))
+    assert list(by_kind) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    for shares in [*by_kind.values(), *by_layer.values()]:
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_parameter_count_of_a_tied_model_with_a_stored_head():
+    found = inspect_model(GOLDEN / "llama-tied-duplicate")
+    weights = bitnet_ref.load(GOLDEN / "llama-tied-duplicate", backend="numpy").weights
+    linears = sum(w.array.size for name, w in weights.linears() if name != "lm_head")
+    norms = weights.final_norm.size + sum(layer.attn_norm.size + layer.ffn_norm.size for layer in weights.layers)
+    assert found.parameters == weights.embedding.array.size + linears + norms
+
+
+def test_holds_one_layer_at_a_time(tmp_path):
+    config = {**BITNET, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24}
+    folder = write_checkpoint(tmp_path / "deep", config)
+    tracemalloc.start()
+    try:
+        found = inspect_model(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    planes = next(size.nbytes for size in found.sizes if size.kind == "ternary planes")
+    assert found.errors == []
+    assert peak < planes / 2, f"{peak} bytes at the peak, {planes} bytes of planes in all"
+
+
+def test_reports_progress(tmp_path):
+    seen = []
+    inspect_model(write_checkpoint(tmp_path / "m", BITNET), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_html_is_escaped(tmp_path):
+    folder = write_checkpoint(tmp_path / "<b>&", TINY)
+    html = inspect_model(folder)._repr_html_()
+    assert "&lt;b&gt;&amp;" in html
+    assert "<b>&" not in html
+
+
+# -- broken checkpoints ------------------------------------------------------------------------------------------------
+
+
+def changed(config=BITNET, **changes):
+    """A builder of a tiny checkpoint with some tensors replaced, or removed when None."""
+
+    def build(folder):
+        tensors = tiny_tensors(config)
+        for name, change in changes.items():
+            name = name.replace("__", ".")
+            tensors[name] = change(tensors[name].copy()) if callable(change) else change
+        return write_checkpoint(folder, config, {name: array for name, array in tensors.items() if array is not None})
+
+    return build
+
+
+def put(index, value):
+    def change(array):
+        array[index] = value
+        return array
+
+    return change
+
+
+def with_config(change, config=BITNET):
+    return lambda folder: write_checkpoint(folder, {**config, **change}, tiny_tensors(config))
+
+
+def without_quantization(folder, config=BITNET):
+    stripped = {key: value for key, value in config.items() if key != "quantization_config"}
+    return write_checkpoint(folder, stripped, tiny_tensors(config))
+
+
+def truncated(folder):
+    write_checkpoint(folder, BITNET)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    return folder
+
+
+def text_config(text):
+    def build(folder):
+        write_checkpoint(folder, BITNET)
+        (folder / "config.json").write_text(text)
+        return folder
+
+    return build
+
+
+def one_shard_missing(folder):
+    tensors = list(tiny_tensors(BITNET).items())
+    write_shards(folder, BITNET, {"a.safetensors": dict(tensors[:9]), "b.safetensors": dict(tensors[9:])})
+    (folder / "b.safetensors").unlink()
+    return folder
+
+
+def packed_but_dense(folder):
+    return write_checkpoint(folder, TINY, tiny_tensors(TINY) | {Q_PROJ: tiny_tensors(BITNET)[Q_PROJ]})
+
+
+NAN = np.float32("nan")
+BROKEN = {
+    "code 3": (changed(**{Q_PROJ: put((0, 0), 0x03)}), Q_PROJ, "code 3"),
+    "NaN in a norm": (changed(**{"model.layers.1.input_layernorm.weight": put(3, NAN)}), "input_layernorm", "nan"),
+    "NaN in the embedding": (
+        changed(**{"model.embed_tokens.weight": put((7, 5), NAN)}),
+        "model.embed_tokens.weight",
+        "[7, 5]",
+    ),
+    "Inf in the head": (changed(TINY, **{"lm_head.weight": put((1, 2), np.inf)}), "lm_head.weight", "[1, 2]"),
+    "a scale of zero": (changed(**{V_SCALE: put(0, 0)}), V_SCALE, "above zero"),
+    "a missing linear": (changed(**{"model.layers.1.mlp.up_proj.weight": None}), "layers.1.mlp.up_proj", "missing"),
+    "a missing embedding": (changed(**{"model.embed_tokens.weight": None}), "embed_tokens", "missing"),
+    "a missing final norm": (changed(**{"model.norm.weight": None}), "model.norm.weight", "missing"),
+    "a tensor too many": (changed(**{"model.extra": np.zeros(3, np.float32)}), "model.extra", "no part"),
+    "a wrong shape": (
+        changed(**{"model.norm.weight": np.ones(8, np.float32)}),
+        "model.norm.weight",
+        "expected BF16 or F16 or F32 of shape [16]",
+    ),
+    "a layer too few": (with_config({"num_hidden_layers": 3}), "model.layers.2", None),
+    "a head that differs": (
+        changed(**{"lm_head.weight": np.zeros((40, 16), np.float32)}),
+        "lm_head.weight",
+        "tie_word_embeddings",
+    ),
+    "a file cut short": (truncated, None, None),
+    "a shard missing": (one_shard_missing, "weight_map", "b.safetensors"),
+    "config.json is no JSON": (text_config("{"), None, "not valid JSON"),
+    "another architecture": (text_config('{"model_type": "gpt2"}'), "model_type", "gpt2"),
+    "no quantization_config": (without_quantization, "quantization_config", "plausible, wrong"),
+    "packed, but dense by its config": (packed_but_dense, Q_PROJ, "multiplies (autobitlinear) or divides"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_names_what_load_refuses(tmp_path, name):
+    build, field, words = BROKEN[name]
+    folder = build(tmp_path / "broken")
+    with pytest.raises(BitNetRefError) as refused:
+        bitnet_ref.load(folder, backend="numpy")
+    found = inspect_model(folder)
+    assert type(refused.value).__name__ in [finding.type for finding in found.errors]
+    if field is not None:
+        assert any(field in (f.field or "") and (words or "").lower() in f.message.lower() for f in found.errors)
+    assert found.tensors or name == "a file cut short"
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_rest_of_a_broken_layer_is_reported(tmp_path):
+    found = inspect_model(BROKEN["code 3"][0](tmp_path / "m"))
+    assert len(found.errors) == 1
+    assert len(found.ternary) == 14
+    assert {m.name: m.invalid for m in found.ternary if m.invalid} == {"blocks.0.attn.q_proj": 1}
+
+
+def test_every_broken_tensor_is_named(tmp_path):
+    build = changed(
+        **{Q_PROJ: put((0, 0), 0xFF), V_SCALE: put(0, -1), "model.norm.weight": put(0, NAN), "x": np.ones(1)}
+    )
+    found = inspect_model(build(tmp_path / "m"))
+    assert [finding.field for finding in found.errors] == [Q_PROJ, V_SCALE, "model.norm.weight", "x"]
+
+
+def test_shares_without_a_usable_config(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", BITNET)
+    whole = inspect_model(folder)
+    (folder / "config.json").unlink()
+    bare = inspect_model(folder)
+    assert (bare.config, bare.parameters) == (None, whole.parameters)
+    assert {m.name: m.shares for m in bare.ternary} == {m.name: m.shares for m in whole.ternary}
+    assert {m.w_dequant_scale for m in bare.ternary} == {None}
+
+
+def test_packed_planes_without_quantization_config_say_so_once(tmp_path):
+    found = inspect_model(without_quantization(tmp_path / "m"))
+    assert [finding.part for finding in found.errors] == ["config", "weights"]
+    assert "multiplies (autobitlinear) or divides (bitlinear)" in found.errors[1].message
+    assert len(found.ternary) == 14
+
+
+# -- odd, but loadable -------------------------------------------------------------------------------------------------
+
+
+def ternary_floats(config):
+    """A checkpoint of float linears that hold only -s, 0 and +s."""
+    tensors = tiny_tensors(TINY | {"tie_word_embeddings": config.get("tie_word_embeddings", False)})
+    if config["model_type"] == "bitnet":
+        tensors |= {name: array for name, array in tiny_tensors(BITNET).items() if "sub_norm" in name}
+    for name, array in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = (np.sign(np.rint(array.astype(np.float32) * 6)) * 0.125).astype(ml_dtypes.bfloat16)
+    return tensors
+
+
+ONLINE = {**BITNET, "quantization_config": {**BITNET["quantization_config"], "quantization_mode": "online"}}
+
+
+def test_a_master_that_is_ternary_already(tmp_path):
+    found = inspect_model(write_checkpoint(tmp_path / "m", ONLINE, ternary_floats(ONLINE)))
+    assert found.errors == []
+    assert any("no master weights" in message for message in messages(found, "warning"))
+    assert {m.w_dequant_scale for m in found.ternary} == {0.125}
+
+
+def test_a_ternary_model_that_would_be_computed_as_dense(tmp_path):
+    found = inspect_model(write_checkpoint(tmp_path / "m", TINY, ternary_floats(TINY)))
+    assert found.errors == []
+    assert any("a ternary model" in message for message in messages(found, "warning"))
+    assert not any("ternary" in message for message in messages(inspect_model(GOLDEN / "llama-dense"), "warning"))
+
+
+def test_silu_in_a_bitnet_model(tmp_path):
+    found = inspect_model(write_checkpoint(tmp_path / "m", {**BITNET, "hidden_act": "silu"}, tiny_tensors(BITNET)))
+    assert found.errors == []
+    assert any("relu2" in message for message in messages(found, "warning"))
+
+
+def test_a_matrix_of_zeros(tmp_path):
+    found = inspect_model(changed(**{Q_PROJ: lambda plane: np.full_like(plane, 0x55)})(tmp_path / "m"))
+    assert [(w.field, w.message) for w in found.warnings if w.part == "weights"] == [
+        ("blocks.0.attn.q_proj", "100.0% of the weights are 0")
+    ]
+
+
+def test_tokenizer_against_config(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {**BITNET, "bos_token_id": 3, "eos_token_id": 4})
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "storyteller" / name, folder)
+    found = inspect_model(folder)
+    warnings, notes = messages(found, "warning"), messages(found, "note")
+    assert found.errors == []
+    assert any("4096 tokens and the embedding 40 rows" in message for message in warnings)
+    assert any("BOS is 1, config.json's bos_token_id is 3" in message for message in warnings)
+    assert any("stops on any of them" in message for message in notes)
+    assert set(found.stop_token_ids) == {2, 4}
+
+
+def test_no_end_token_and_no_tokenizer(tmp_path):
+    found = inspect_model(write_checkpoint(tmp_path / "m", {**BITNET, "eos_token_id": []}))
+    assert any("no end token" in message for message in messages(found, "warning"))
+    assert any("only token ids" in message for message in messages(found, "warning"))
+
+
+def test_a_broken_tokenizer_is_an_error(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", BITNET)
+    (folder / "tokenizer.model").write_bytes(b"not protobuf")
+    found = inspect_model(folder)
+    assert [(finding.part, finding.type) for finding in found.errors] == [("tokenizer", "TokenizerError")]
+    assert len(found.ternary) == 14
+
+
+def test_defaults_that_were_filled_in_are_named(tmp_path):
+    config = {key: value for key, value in BITNET.items() if key != "max_position_embeddings"}
+    (note,) = messages(inspect_model(write_checkpoint(tmp_path / "m", config)), "note")
+    assert "max_position_embeddings 2048" in note
+    assert "rope_theta 500000" in note
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_a_config_is_listed(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(safetensors_bytes({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.uint8)}))
+    found = inspect_model(file)
+    assert found.header_only
+    assert [(t.name, t.dtype, t.shape, t.nbytes) for t in found.tensors] == [
+        ("a", "F32", (2, 3), 24),
+        ("b", "U8", (4,), 4),
+    ]
+    assert found.findings == []
+
+
+def test_a_file_beside_its_config_is_a_model():
+    found = inspect_model(ASSETS / "storyteller" / "model.safetensors")
+    assert (found.parameters, found.header_only, found.findings) == (5_776_640, False, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("m.gguf", "GGUF files"), ("m.onnx", "ONNX files"), ("m.bin", "this kind")]
+)
+def test_files_that_cannot_be_read_yet(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(FormatError, match=f"{words} cannot be read yet"):
+        inspect_model(tmp_path / name)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(FormatError, match="no such file or folder"):
+        inspect_model(tmp_path / "none")
+    found = inspect_model(tmp_path)
+    assert {finding.part for finding in found.errors} == {"config", "weights"}

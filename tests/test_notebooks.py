@@ -1,0 +1,104 @@
+"""The notebooks: valid, committed with outputs, portable; and (`pytest -m notebooks`) still running top to bottom."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|root|Users|work|tmp|opt|usr|var|mnt|workspace)/|C:\\)")
+MAX_LINE = 110
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path: Path, kind: str) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def test_they_are_numbered_in_reading_order():
+    assert NOTEBOOKS, "no notebooks found"
+    for number, path in enumerate(NOTEBOOKS, start=1):
+        assert re.fullmatch(rf"{number:02d}_[a-z0-9_]+\.ipynb", path.name), path.name
+
+
+def test_the_readme_lists_each_of_them():
+    listed = re.findall(r"\(([^)]+\.ipynb)\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
+    assert listed == [path.name for path in NOTEBOOKS]
+
+
+@each_notebook
+def test_links_lead_somewhere(path):
+    text = "".join("".join(cell["source"]) for cell in cells(path, "markdown"))
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert link.startswith("https://") or (FOLDER / link).is_file(), link
+
+
+@each_notebook
+def test_is_valid(path):
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(path, as_version=4))
+
+
+@each_notebook
+def test_is_committed_as_executed_from_top_to_bottom(path):
+    code = cells(path, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "no figure"
+    for output in outputs:
+        assert output["output_type"] != "error", output
+        assert output.get("name") != "stderr", output  # a warning is no part of a lesson
+
+
+@each_notebook
+def test_is_small_and_of_no_particular_machine(path):
+    assert path.stat().st_size < 1_000_000
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
+    assert "version" not in notebook["metadata"].get("language_info", {})
+    for cell in notebook["cells"]:
+        assert "execution" not in cell["metadata"], "execution times are not for the repository"
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("image/png", None)  # base64 has slashes of its own
+    found = MACHINE_PATH.search(json.dumps(notebook, ensure_ascii=False))
+    assert found is None, found
+
+
+@each_notebook
+def test_teaches_with_asserts_and_the_source_itself(path):
+    code = ["".join(cell["source"]) for cell in cells(path, "code")]
+    assert sum("assert " in source for source in code) >= 10
+    assert any(re.search(r"^show\(", source, re.MULTILINE) for source in code), "shows no source of the package"
+    too_long = [line for source in code for line in source.splitlines() if len(line) > MAX_LINE]
+    assert not too_long, too_long
+
+
+@pytest.mark.notebooks
+@pytest.mark.filterwarnings("ignore")  # Jupyter's own
+@each_notebook
+def test_runs(path, tmp_path, monkeypatch):
+    """In a fresh kernel and an empty folder: a failed assert in a cell fails the test."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # many small products: threads only wait for each other
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client.execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            assert output.output_type != "error", output
+    assert not list(tmp_path.iterdir()), "a notebook leaves files behind"
