@@ -24,7 +24,7 @@ from .api import find_model
 from .config import ModelConfig
 from .errors import BitNetRefError, ConfigError, FormatError, TokenizerError
 from .formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
-from .formats.hf_folder import CheckpointTensors, _Loader
+from .formats.hf_folder import CheckpointTensors, WeightReader
 from .formats.json_file import read_json_object
 from .formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
 from .weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, TernaryWeight
@@ -393,7 +393,7 @@ class _Inspector:
 
     def read_as_model(self, tensors: CheckpointTensors, config: ModelConfig) -> None:
         """Every tensor as `load` reads it, one layer in memory at a time."""
-        loader = _Loader(tensors, config, prepare=lambda weight: weight)
+        loader = WeightReader(tensors, config, prepare=lambda weight: weight)
         shape = (config.vocab_size, config.hidden_size)
         self.check_table(tensors, "model.embed_tokens.weight", shape)
         empty = []
@@ -462,7 +462,7 @@ class _Inspector:
             )
         self.note("warning", "weights", message, field=names[0])
 
-    def read_broken_layer(self, tensors: CheckpointTensors, loader: _Loader, index: int, error: BitNetRefError) -> None:
+    def read_broken_layer(self, tensors: CheckpointTensors, loader: WeightReader, index: int, error: BitNetRefError) -> None:
         """Something in the layer is wrong: go through its linears one by one, and keep what can be kept."""
         self.fail("weights", error)
         config = loader.config
@@ -518,7 +518,7 @@ class _Inspector:
         except FormatError as error:
             self.fail("weights", error)
 
-    def check_head(self, tensors: CheckpointTensors, loader: _Loader, shape: tuple[int, int]) -> None:
+    def check_head(self, tensors: CheckpointTensors, loader: WeightReader, shape: tuple[int, int]) -> None:
         skipped = loader.config.quantization is None or "lm_head" in loader.config.quantization.modules_to_not_convert
         if skipped:
             self.check_table(tensors, "lm_head.weight", shape)

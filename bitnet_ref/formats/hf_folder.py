@@ -166,7 +166,7 @@ def load_hf_weights(
     uses is an error too, because it means that the config describes another model.
     """
     with CheckpointTensors(Path(path), progress) as tensors:
-        loader = _Loader(tensors, config, prepare or (lambda weight: weight))
+        loader = WeightReader(tensors, config, prepare or (lambda weight: weight))
         embedding = DenseWeight(tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
         layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
         final_norm = loader.norm("model.norm.weight", config.hidden_size)
@@ -184,7 +184,7 @@ def _may_be_ignored(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq")  # old LLaMA checkpoints carry this constant
 
 
-class _Loader:
+class WeightReader:
     """Builds the parts of one model out of its tensors."""
 
     def __init__(

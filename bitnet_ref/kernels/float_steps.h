@@ -28,10 +28,10 @@ STEP_INLINE STEP(f64v) STEP(choose)(STEP(i64v) mask, STEP(f64v) a, STEP(f64v) b)
     return (STEP(f64v))(((STEP(i64v))a & mask) | ((STEP(i64v))b & ~mask));
 }
 
-/* e^x for x <= 0, to within an ulp or so of double; below -700 it stays e^-700, which is 0 in float32 */
+/* e^x for x <= 0, to within an ulp or so of double; below -700 it stays e^-700, which is 0 in float32. NaN stays NaN. */
 STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
     const STEP(f64v) zero = {0}, lowest = zero - 700.0;
-    x = STEP(choose)((STEP(i64v))(x > lowest), x, lowest);
+    x = STEP(choose)((STEP(i64v))(x < lowest), lowest, x);
     const double magic = 6755399441055744.0; /* 1.5 * 2^52: adding it leaves the nearest integer in the low bits */
     const STEP(f64v) shifted = x * 1.4426950408889634 + magic;
     const STEP(f64v) n = shifted - magic;
@@ -118,7 +118,7 @@ STEP_TARGET static void STEP(dequantize)(const int32_t *acc, size_t n, float w_s
 STEP_TARGET static void STEP(gated)(const float *gate, const float *up, size_t n, int is_silu, float *y) {
     if (!is_silu) {
         for (size_t i = 0; i < n; i++) {
-            const float g = gate[i] > 0 ? gate[i] : 0;
+            const float g = gate[i] < 0 ? 0 : gate[i]; /* so that NaN stays NaN */
             y[i] = g * g * up[i];
         }
         return;

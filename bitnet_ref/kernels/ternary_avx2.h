@@ -20,10 +20,15 @@
 #define AVX2_INLINE AVX2_TARGET static inline __attribute__((always_inline))
 enum { AVX2_TOKENS = 4, AVX2_WIDEN = 8, AVX2_PREFETCH = 2048 };
 
-AVX2_INLINE __m256i avx2_word(const int8_t *x) {
-    int32_t word;
-    memcpy(&word, x, 4);
-    return _mm256_set1_epi32(word);
+/* 4 activations in every lane: a load, no work for the ports that multiply */
+AVX2_INLINE __m256i avx2_word(const int8_t *x) { return _mm256_broadcastd_epi32(_mm_loadu_si32(x)); }
+
+/* sum + products added by twos, in place. One instruction pair in assembly, because GCC 12 would first compute all products
+ * of a tile and then has too few registers: one sum went through memory, and the whole loop waited for it (2x slower). */
+AVX2_INLINE __m256i avx2_dot(__m256i sum, __m256i codes, __m256i xs) {
+    __m256i product;
+    __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(codes), "x"(xs));
+    return sum;
 }
 
 AVX2_INLINE __m256i avx2_field(__m256i codes, int s) {
@@ -46,7 +51,7 @@ AVX2_TARGET static void avx2_one(const uint8_t *panel, size_t n_blocks, const in
                 if (h % 2 == 0) _mm_prefetch((const char *)block + AVX2_PREFETCH + h * 32, _MM_HINT_T0);
                 const __m256i codes = _mm256_loadu_si256((const __m256i *)(block + h * 32));
                 for (int s = 0; s < 4; s++)
-                    narrow[h] = _mm256_add_epi16(narrow[h], _mm256_maddubs_epi16(avx2_field(codes, s), xs[s]));
+                    narrow[h] = avx2_dot(narrow[h], avx2_field(codes, s), xs[s]);
             }
         }
         for (int h = 0; h < 8; h++)
@@ -67,31 +72,48 @@ AVX2_TARGET static void avx2_unpack(const uint8_t *panel, size_t n_blocks, uint8
         }
 }
 
-/* T tokens against 16 rows of unpacked columns (two registers); out[t * PANEL_ROWS + row] gains the sums */
-AVX2_INLINE void avx2_tile(const int T, const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride,
-                           int32_t *out) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i narrow[AVX2_TOKENS][2];
-    for (size_t start = 0; start < n_groups; start += 4 * AVX2_WIDEN) {
-        const size_t end = n_groups - start < 4 * AVX2_WIDEN ? n_groups : start + 4 * AVX2_WIDEN;
-        for (int t = 0; t < T; t++) narrow[t][0] = narrow[t][1] = _mm256_setzero_si256();
-        for (size_t g = start; g < end; g++) {
-            const __m256i w0 = _mm256_load_si256((const __m256i *)(bytes + g * BLOCK_BYTES)),
-                          w1 = _mm256_load_si256((const __m256i *)(bytes + g * BLOCK_BYTES + 32));
-            for (int t = 0; t < T; t++) {
-                const __m256i xs = avx2_word(x + t * x_stride + 4 * g);
-                narrow[t][0] = _mm256_add_epi16(narrow[t][0], _mm256_maddubs_epi16(w0, xs));
-                narrow[t][1] = _mm256_add_epi16(narrow[t][1], _mm256_maddubs_epi16(w1, xs));
-            }
-        }
-        for (int t = 0; t < T; t++)
-            for (int h = 0; h < 2; h++) {
-                __m256i *to = (__m256i *)(out + t * PANEL_ROWS + 8 * h);
-                _mm256_storeu_si256(
-                    to, _mm256_add_epi32(_mm256_loadu_si256(to), _mm256_madd_epi16(narrow[t][h], ones)));
-            }
+/* T tokens against 16 rows of unpacked columns (two registers); out[t * PANEL_ROWS + row] gains the sums. The narrow sums
+ * are variables of their own, made by macros: GCC 12 keeps an array of them in memory. */
+#define AVX2_TOKENS_1(EACH) EACH(0)
+#define AVX2_TOKENS_2(EACH) AVX2_TOKENS_1(EACH) EACH(1)
+#define AVX2_TOKENS_3(EACH) AVX2_TOKENS_2(EACH) EACH(2)
+#define AVX2_TOKENS_4(EACH) AVX2_TOKENS_3(EACH) EACH(3)
+#define TILE_ZERO(t) __m256i narrow_##t##0 = _mm256_setzero_si256(), narrow_##t##1 = narrow_##t##0;
+#define TILE_ADD(t)                                                                                                    \
+    {                                                                                                                  \
+        const __m256i xs = avx2_word(x + t * x_stride + 4 * g);                                                        \
+        narrow_##t##0 = avx2_dot(narrow_##t##0, w0, xs);                                                               \
+        narrow_##t##1 = avx2_dot(narrow_##t##1, w1, xs);                                                               \
     }
+#define TILE_WIDEN(t)                                                                                                  \
+    avx2_widen(out + t * PANEL_ROWS, narrow_##t##0);                                                                   \
+    avx2_widen(out + t * PANEL_ROWS + 8, narrow_##t##1);
+#define AVX2_TILE(T)                                                                                                   \
+    AVX2_TARGET static void avx2_tile_##T(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride,     \
+                                          int32_t *out) {                                                              \
+        for (size_t start = 0; start < n_groups; start += 4 * AVX2_WIDEN) {                                            \
+            const size_t end = n_groups - start < 4 * AVX2_WIDEN ? n_groups : start + 4 * AVX2_WIDEN;                  \
+            AVX2_TOKENS_##T(TILE_ZERO)                                                                                 \
+            for (size_t g = start; g < end; g++) {                                                                     \
+                const __m256i w0 = _mm256_load_si256((const __m256i *)(bytes + g * BLOCK_BYTES)),                      \
+                              w1 = _mm256_load_si256((const __m256i *)(bytes + g * BLOCK_BYTES + 32));                 \
+                AVX2_TOKENS_##T(TILE_ADD)                                                                              \
+            }                                                                                                          \
+            AVX2_TOKENS_##T(TILE_WIDEN)                                                                                \
+        }                                                                                                              \
+    }
+AVX2_INLINE void avx2_widen(int32_t *out, __m256i narrow) {
+    const __m256i wide = _mm256_madd_epi16(narrow, _mm256_set1_epi16(1));
+    _mm256_storeu_si256((__m256i *)out, _mm256_add_epi32(_mm256_loadu_si256((const __m256i *)out), wide));
 }
+AVX2_TILE(1)
+AVX2_TILE(2)
+AVX2_TILE(3)
+AVX2_TILE(4)
+#undef TILE_ZERO
+#undef TILE_ADD
+#undef TILE_WIDEN
+#undef AVX2_TILE
 
 AVX2_TARGET static void avx2_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
                                   const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows,
@@ -109,10 +131,10 @@ AVX2_TARGET static void avx2_many(const uint8_t *panel, size_t n_blocks, const i
                 const uint8_t *bytes = scratch + row * 4;
                 const int8_t *xm = x + m * x_stride + start * BLOCK_K;
                 switch (T) {
-                case 1: avx2_tile(1, bytes, 4 * blocks, xm, x_stride, out + row); break;
-                case 2: avx2_tile(2, bytes, 4 * blocks, xm, x_stride, out + row); break;
-                case 3: avx2_tile(3, bytes, 4 * blocks, xm, x_stride, out + row); break;
-                default: avx2_tile(4, bytes, 4 * blocks, xm, x_stride, out + row); break;
+                case 1: avx2_tile_1(bytes, 4 * blocks, xm, x_stride, out + row); break;
+                case 2: avx2_tile_2(bytes, 4 * blocks, xm, x_stride, out + row); break;
+                case 3: avx2_tile_3(bytes, 4 * blocks, xm, x_stride, out + row); break;
+                default: avx2_tile_4(bytes, 4 * blocks, xm, x_stride, out + row); break;
                 }
             }
             for (size_t t = 0; t < T; t++)

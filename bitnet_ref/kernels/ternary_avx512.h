@@ -8,7 +8,7 @@
  *   An accumulator reaches K/4 * 128 * 128, so K < 2^19 (`AVX512_MAX_K`; beyond it the scalar variant runs).
  * 2 to 6 tokens, `avx512_few`: codes are shifted down in registers and used for each token: 24 accumulators.
  * More, `avx512_many`: 256 columns of the panel are unpacked to bytes once (16 KB, in L1) and used for all tokens, six
- *   at a time: 4 + 6 loads for 24 dot products, so the two dot-product ports are the limit.
+ *   at a time; the rest of one to five goes the way above.
  */
 #ifndef BITNET_REF_TERNARY_AVX512_H
 #define BITNET_REF_TERNARY_AVX512_H
@@ -22,67 +22,119 @@
 #define AVX512_INLINE AVX512_TARGET static inline __attribute__((always_inline))
 enum { AVX512_TOKENS = 6, AVX512_PREFETCH = 2048, AVX512_MAX_K = 1 << 19 };
 
-/* sum (16 rows) - x_sum -> rows 16 q .. 16 q + 15 of one token's results, as far as the panel has rows */
-AVX512_INLINE void avx512_store(int32_t *acc, size_t q, size_t rows, __m512i sum, int32_t x_sum) {
+/* which of rows 16 q .. 16 q + 15 the panel has */
+AVX512_INLINE __mmask16 avx512_mask(size_t q, size_t rows) {
     const size_t left = rows > 16 * q ? rows - 16 * q : 0;
-    const __mmask16 mask = left >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << left) - 1);
-    _mm512_mask_storeu_epi32(acc + 16 * q, mask, _mm512_sub_epi32(sum, _mm512_set1_epi32(x_sum)));
+    return left >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << left) - 1);
 }
 
-AVX512_INLINE int32_t word_at(const int8_t *x) {
-    int32_t word;
-    memcpy(&word, x, 4);
-    return word;
+/* sum - x_sum -> those rows of one token's results */
+AVX512_INLINE void avx512_store(int32_t *acc, size_t q, size_t rows, __m512i sum, int32_t x_sum) {
+    _mm512_mask_storeu_epi32(acc + 16 * q, avx512_mask(q, rows), _mm512_sub_epi32(sum, _mm512_set1_epi32(x_sum)));
 }
+
+/* 4 activations in every lane: a load, no work for the ports that multiply */
+AVX512_INLINE __m512i avx512_word(const int8_t *x) { return _mm512_broadcastd_epi32(_mm_loadu_si32(x)); }
+
+/* sum + the products of 4 codes and 4 activations in every lane, in place. The intrinsic would do, but GCC 12 then copies
+ * each accumulator before and stores it after every step of the loop: 125 instead of 200 GMAC/s for 64 tokens. */
+AVX512_INLINE __m512i avx512_dot(__m512i sum, __m512i codes, __m512i xs) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(xs));
+    return sum;
+}
+
+/* A tile's accumulators are variables of their own, sum_tq for token t and vector q, made by macros: an array of them
+ * stays in memory with GCC 12 (it unrolls the loops after it has decided), and every step then stores all of it. */
+#define AVX512_TOKENS_1(EACH) EACH(0)
+#define AVX512_TOKENS_2(EACH) AVX512_TOKENS_1(EACH) EACH(1)
+#define AVX512_TOKENS_3(EACH) AVX512_TOKENS_2(EACH) EACH(2)
+#define AVX512_TOKENS_4(EACH) AVX512_TOKENS_3(EACH) EACH(3)
+#define AVX512_TOKENS_5(EACH) AVX512_TOKENS_4(EACH) EACH(4)
+#define AVX512_TOKENS_6(EACH) AVX512_TOKENS_5(EACH) EACH(5)
 
 AVX512_TARGET static void avx512_one(const uint8_t *panel, size_t n_blocks, const int8_t *x, int32_t x_sum,
                                      int32_t *acc, size_t rows) {
-    const __m512i field[4] = {_mm512_set1_epi8(0x03), _mm512_set1_epi8(0x0C), _mm512_set1_epi8(0x30),
-                              _mm512_set1_epi8((char)0xC0)};
-    __m512i sum[4][4]; /* [vector of 16 rows][field] */
-    for (int q = 0; q < 4; q++)
-        for (int s = 0; s < 4; s++) sum[q][s] = _mm512_setzero_si512();
+    const __m512i field0 = _mm512_set1_epi8(0x03), field1 = _mm512_set1_epi8(0x0C), field2 = _mm512_set1_epi8(0x30),
+                  field3 = _mm512_set1_epi8((char)0xC0);
+#define ZERO(q) \
+    __m512i sum_##q##0 = _mm512_setzero_si512(), sum_##q##1 = sum_##q##0, sum_##q##2 = sum_##q##0, sum_##q##3 = sum_##q##0;
+    AVX512_TOKENS_4(ZERO)
     for (size_t b = 0; b < n_blocks; b++) {
         const uint8_t *block = panel + b * BLOCK_BYTES;
-        __m512i xs[4];
-        for (int s = 0; s < 4; s++) xs[s] = _mm512_set1_epi32(word_at(x + b * BLOCK_K + 4 * s));
-        for (int q = 0; q < 4; q++) {
-            _mm_prefetch((const char *)block + AVX512_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);
-            const __m512i codes = _mm512_loadu_si512(block + q * VECTOR_BYTES);
-            for (int s = 0; s < 4; s++)
-                sum[q][s] = _mm512_dpbusd_epi32(sum[q][s], _mm512_and_si512(codes, field[s]), xs[s]);
-        }
+        const int8_t *xb = x + b * BLOCK_K;
+        const __m512i x0 = avx512_word(xb), x1 = avx512_word(xb + 4), x2 = avx512_word(xb + 8), x3 = avx512_word(xb + 12);
+#define ADD(q)                                                                                                         \
+    {                                                                                                                  \
+        _mm_prefetch((const char *)block + AVX512_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);                           \
+        const __m512i codes = _mm512_loadu_si512(block + q * VECTOR_BYTES);                                            \
+        sum_##q##0 = avx512_dot(sum_##q##0, _mm512_and_si512(codes, field0), x0);                             \
+        sum_##q##1 = avx512_dot(sum_##q##1, _mm512_and_si512(codes, field1), x1);                             \
+        sum_##q##2 = avx512_dot(sum_##q##2, _mm512_and_si512(codes, field2), x2);                             \
+        sum_##q##3 = avx512_dot(sum_##q##3, _mm512_and_si512(codes, field3), x3);                             \
     }
-    for (int q = 0; q < 4; q++) {
-        const __m512i low = _mm512_add_epi32(sum[q][0], _mm512_srai_epi32(sum[q][1], 2));
-        const __m512i high = _mm512_add_epi32(_mm512_srai_epi32(sum[q][2], 4), _mm512_srai_epi32(sum[q][3], 6));
-        avx512_store(acc, q, rows, _mm512_add_epi32(low, high), x_sum);
+        AVX512_TOKENS_4(ADD)
     }
+#define STORE(q)                                                                                                       \
+    avx512_store(acc, q, rows,                                                                                         \
+                 _mm512_add_epi32(_mm512_add_epi32(sum_##q##0, _mm512_srai_epi32(sum_##q##1, 2)),                      \
+                                  _mm512_add_epi32(_mm512_srai_epi32(sum_##q##2, 4), _mm512_srai_epi32(sum_##q##3, 6))), \
+                 x_sum);
+    AVX512_TOKENS_4(STORE)
+#undef ZERO
+#undef ADD
+#undef STORE
 }
 
-AVX512_INLINE void avx512_few(const int T, const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
-                              const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows) {
-    const __m512i field = _mm512_set1_epi8(0x03);
-    __m512i sum[AVX512_TOKENS][4];
-    for (int t = 0; t < T; t++)
-        for (int q = 0; q < 4; q++) sum[t][q] = _mm512_setzero_si512();
-    for (size_t b = 0; b < n_blocks; b++) {
-        const uint8_t *block = panel + b * BLOCK_BYTES;
-        for (int q = 0; q < 4; q++) {
-            _mm_prefetch((const char *)block + AVX512_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);
-            const __m512i codes = _mm512_loadu_si512(block + q * VECTOR_BYTES);
-            const __m512i part[4] = {_mm512_and_si512(codes, field), _mm512_and_si512(_mm512_srli_epi16(codes, 2), field),
-                                     _mm512_and_si512(_mm512_srli_epi16(codes, 4), field),
-                                     _mm512_and_si512(_mm512_srli_epi16(codes, 6), field)};
-            for (int s = 0; s < 4; s++)
-                for (int t = 0; t < T; t++)
-                    sum[t][q] = _mm512_dpbusd_epi32(
-                        sum[t][q], part[s], _mm512_set1_epi32(word_at(x + t * x_stride + b * BLOCK_K + 4 * s)));
-        }
+#define FEW_ZERO(t)                                                                                                    \
+    __m512i sum_##t##0 = _mm512_setzero_si512(), sum_##t##1 = sum_##t##0, sum_##t##2 = sum_##t##0, sum_##t##3 = sum_##t##0;
+#define FEW_ADD(t, q)                                                                                                  \
+    sum_##t##q = avx512_dot(sum_##t##q, part, avx512_word(xb + t * x_stride + 4 * s));
+#define FEW_ADD_0(t) FEW_ADD(t, 0)
+#define FEW_ADD_1(t) FEW_ADD(t, 1)
+#define FEW_ADD_2(t) FEW_ADD(t, 2)
+#define FEW_ADD_3(t) FEW_ADD(t, 3)
+#define FEW_FIELD(TOKENS, q, s_)                                                                                       \
+    {                                                                                                                  \
+        enum { s = s_ };                                                                                               \
+        const __m512i part = _mm512_and_si512(_mm512_srli_epi16(codes, 2 * s), field);                                 \
+        TOKENS(FEW_ADD_##q)                                                                                            \
     }
-    for (int t = 0; t < T; t++)
-        for (int q = 0; q < 4; q++) avx512_store(acc + t * acc_stride, q, rows, sum[t][q], x_sum[t]);
-}
+#define FEW_VECTOR(TOKENS, q)                                                                                          \
+    {                                                                                                                  \
+        _mm_prefetch((const char *)block + AVX512_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);                           \
+        const __m512i codes = _mm512_loadu_si512(block + q * VECTOR_BYTES);                                            \
+        FEW_FIELD(TOKENS, q, 0)                                                                                        \
+        FEW_FIELD(TOKENS, q, 1)                                                                                        \
+        FEW_FIELD(TOKENS, q, 2)                                                                                        \
+        FEW_FIELD(TOKENS, q, 3)                                                                                        \
+    }
+#define FEW_STORE(t)                                                                                                   \
+    avx512_store(acc + t * acc_stride, 0, rows, sum_##t##0, x_sum[t]);                                                 \
+    avx512_store(acc + t * acc_stride, 1, rows, sum_##t##1, x_sum[t]);                                                 \
+    avx512_store(acc + t * acc_stride, 2, rows, sum_##t##2, x_sum[t]);                                                 \
+    avx512_store(acc + t * acc_stride, 3, rows, sum_##t##3, x_sum[t]);
+
+#define AVX512_FEW(T)                                                                                                  \
+    AVX512_TARGET static void avx512_few_##T(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,  \
+                                             const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows) {     \
+        const __m512i field = _mm512_set1_epi8(0x03);                                                                  \
+        AVX512_TOKENS_##T(FEW_ZERO)                                                                                    \
+        for (size_t b = 0; b < n_blocks; b++) {                                                                        \
+            const uint8_t *block = panel + b * BLOCK_BYTES;                                                            \
+            const int8_t *xb = x + b * BLOCK_K;                                                                        \
+            FEW_VECTOR(AVX512_TOKENS_##T, 0)                                                                           \
+            FEW_VECTOR(AVX512_TOKENS_##T, 1)                                                                           \
+            FEW_VECTOR(AVX512_TOKENS_##T, 2)                                                                           \
+            FEW_VECTOR(AVX512_TOKENS_##T, 3)                                                                           \
+        }                                                                                                              \
+        AVX512_TOKENS_##T(FEW_STORE)                                                                                   \
+    }
+AVX512_FEW(2)
+AVX512_FEW(3)
+AVX512_FEW(4)
+AVX512_FEW(5)
+AVX512_FEW(6)
+#undef AVX512_FEW
 
 /* 16 * n_blocks columns of a panel -> bytes, [group of 4 columns][vector of 16 rows][64] */
 AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, uint8_t *bytes) {
@@ -98,53 +150,73 @@ AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, u
         }
 }
 
-/* T tokens against unpacked columns; sums start at -x_sum on the first columns and go on from acc on the others */
-AVX512_INLINE void avx512_tile(const int T, const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride,
-                               const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows, int first) {
-    __m512i sum[AVX512_TOKENS][4];
-    __mmask16 mask[4];
-    for (int q = 0; q < 4; q++) {
-        const size_t left = rows > (size_t)(16 * q) ? rows - 16 * q : 0;
-        mask[q] = left >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << left) - 1);
-    }
-    for (int t = 0; t < T; t++)
-        for (int q = 0; q < 4; q++)
-            sum[t][q] = first ? _mm512_set1_epi32(-x_sum[t])
-                              : _mm512_maskz_loadu_epi32(mask[q], acc + t * acc_stride + 16 * q);
-    for (size_t g = 0; g < n_groups; g++) {
-        const uint8_t *group = bytes + g * BLOCK_BYTES;
-        const __m512i w0 = _mm512_load_si512(group), w1 = _mm512_load_si512(group + 64),
-                      w2 = _mm512_load_si512(group + 128), w3 = _mm512_load_si512(group + 192);
-        for (int t = 0; t < T; t++) {
-            const __m512i xs = _mm512_set1_epi32(word_at(x + t * x_stride + 4 * g));
-            sum[t][0] = _mm512_dpbusd_epi32(sum[t][0], w0, xs);
-            sum[t][1] = _mm512_dpbusd_epi32(sum[t][1], w1, xs);
-            sum[t][2] = _mm512_dpbusd_epi32(sum[t][2], w2, xs);
-            sum[t][3] = _mm512_dpbusd_epi32(sum[t][3], w3, xs);
-        }
-    }
-    for (int t = 0; t < T; t++)
-        for (int q = 0; q < 4; q++) _mm512_mask_storeu_epi32(acc + t * acc_stride + 16 * q, mask[q], sum[t][q]);
+/* Six tokens against n_groups groups of unpacked columns: out (6, 64) int32 = sum of code * x.
+ *
+ * In assembly, because the point of the tile is that 24 accumulators, 4 weight vectors and a broadcast fill 29 of the 32
+ * registers, and neither GCC 12's intrinsics nor single inline instructions keep them there: it copied and spilled half
+ * of them in every step. Per group of 4 columns: 4 + 6 loads, 24 dot products. */
+AVX512_TARGET static void avx512_tile(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride,
+                                      int32_t *out) {
+    const int8_t *x3 = x + 3 * x_stride;
+#define DOT4(word, a, b, c, d)                                                                                         \
+    "vpbroadcastd " word ", %%zmm28\n\t"                                                                               \
+    "vpdpbusd %%zmm28, %%zmm24, %%zmm" a "\n\tvpdpbusd %%zmm28, %%zmm25, %%zmm" b "\n\t"                              \
+    "vpdpbusd %%zmm28, %%zmm26, %%zmm" c "\n\tvpdpbusd %%zmm28, %%zmm27, %%zmm" d "\n\t"
+#define ZERO4(a, b, c, d)                                                                                              \
+    "vpxord %%zmm" a ", %%zmm" a ", %%zmm" a "\n\tvpxord %%zmm" b ", %%zmm" b ", %%zmm" b "\n\t"                      \
+    "vpxord %%zmm" c ", %%zmm" c ", %%zmm" c "\n\tvpxord %%zmm" d ", %%zmm" d ", %%zmm" d "\n\t"
+#define STORE4(at, a, b, c, d)                                                                                         \
+    "vmovdqu32 %%zmm" a ", " at "+0(%[out])\n\tvmovdqu32 %%zmm" b ", " at "+64(%[out])\n\t"                          \
+    "vmovdqu32 %%zmm" c ", " at "+128(%[out])\n\tvmovdqu32 %%zmm" d ", " at "+192(%[out])\n\t"
+    __asm__ volatile(
+        ZERO4("0", "1", "2", "3") ZERO4("4", "5", "6", "7") ZERO4("8", "9", "10", "11")
+        ZERO4("12", "13", "14", "15") ZERO4("16", "17", "18", "19") ZERO4("20", "21", "22", "23")
+        ".p2align 5\n"
+        "1:\n\t"
+        "vmovdqa32 (%[w]), %%zmm24\n\t"
+        "vmovdqa32 64(%[w]), %%zmm25\n\t"
+        "vmovdqa32 128(%[w]), %%zmm26\n\t"
+        "vmovdqa32 192(%[w]), %%zmm27\n\t"
+        DOT4("(%[x])", "0", "1", "2", "3")
+        DOT4("(%[x],%[stride])", "4", "5", "6", "7")
+        DOT4("(%[x],%[stride],2)", "8", "9", "10", "11")
+        DOT4("(%[x3])", "12", "13", "14", "15")
+        DOT4("(%[x3],%[stride])", "16", "17", "18", "19")
+        DOT4("(%[x3],%[stride],2)", "20", "21", "22", "23")
+        "add $256, %[w]\n\t"
+        "add $4, %[x]\n\t"
+        "add $4, %[x3]\n\t"
+        "dec %[count]\n\t"
+        "jnz 1b\n\t"
+        STORE4("0", "0", "1", "2", "3") STORE4("256", "4", "5", "6", "7") STORE4("512", "8", "9", "10", "11")
+        STORE4("768", "12", "13", "14", "15") STORE4("1024", "16", "17", "18", "19") STORE4("1280", "20", "21", "22", "23")
+        : [w] "+r"(bytes), [x] "+r"(x), [x3] "+r"(x3), [count] "+r"(n_groups)
+        : [stride] "r"(x_stride), [out] "r"(out)
+        : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
+          "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
+          "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28");
+#undef DOT4
+#undef ZERO4
+#undef STORE4
 }
 
+/* M tokens, M a multiple of six */
 AVX512_TARGET static void avx512_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
                                       const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows,
                                       uint8_t *scratch) {
+    int32_t out[AVX512_TOKENS * PANEL_ROWS];
     for (size_t start = 0; start < n_blocks; start += SCRATCH_K / BLOCK_K) {
         const size_t blocks = n_blocks - start < SCRATCH_K / BLOCK_K ? n_blocks - start : SCRATCH_K / BLOCK_K;
         avx512_unpack(panel + start * BLOCK_BYTES, blocks, scratch);
         for (size_t m = 0; m < M; m += AVX512_TOKENS) {
-            const int8_t *xm = x + m * x_stride + start * BLOCK_K;
-            int32_t *am = acc + m * acc_stride;
-            switch (M - m) {
-#define AVX512_TILE(T) avx512_tile(T, scratch, 4 * blocks, xm, x_stride, x_sum + m, am, acc_stride, rows, start == 0)
-            case 1: AVX512_TILE(1); break;
-            case 2: AVX512_TILE(2); break;
-            case 3: AVX512_TILE(3); break;
-            case 4: AVX512_TILE(4); break;
-            case 5: AVX512_TILE(5); break;
-            default: AVX512_TILE(6); break;
-#undef AVX512_TILE
+            avx512_tile(scratch, 4 * blocks, x + m * x_stride + start * BLOCK_K, x_stride, out);
+            for (size_t t = 0; t < AVX512_TOKENS; t++) {
+                int32_t *to = acc + (m + t) * acc_stride;
+                const int32_t *from = out + t * PANEL_ROWS;
+                if (start == 0)
+                    for (size_t r = 0; r < rows; r++) to[r] = from[r] - x_sum[m + t];
+                else
+                    for (size_t r = 0; r < rows; r++) to[r] += from[r];
             }
         }
     }
@@ -153,16 +225,20 @@ AVX512_TARGET static void avx512_many(const uint8_t *panel, size_t n_blocks, con
 AVX512_TARGET static void ternary_panel_avx512(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
                                                size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride,
                                                size_t rows, void *scratch) {
+    if (M > AVX512_TOKENS) {
+        const size_t sixes = M - M % AVX512_TOKENS;
+        avx512_many(panel, n_blocks, x, x_stride, sixes, x_sum, acc, acc_stride, rows, (uint8_t *)scratch);
+        x += sixes * x_stride, x_sum += sixes, acc += sixes * acc_stride, M -= sixes;
+    }
     switch (M) {
-#define AVX512_FEW(T) avx512_few(T, panel, n_blocks, x, x_stride, x_sum, acc, acc_stride, rows)
+#define FEW(T) avx512_few_##T(panel, n_blocks, x, x_stride, x_sum, acc, acc_stride, rows)
     case 1: avx512_one(panel, n_blocks, x, x_sum[0], acc, rows); break;
-    case 2: AVX512_FEW(2); break;
-    case 3: AVX512_FEW(3); break;
-    case 4: AVX512_FEW(4); break;
-    case 5: AVX512_FEW(5); break;
-    case 6: AVX512_FEW(6); break;
-#undef AVX512_FEW
-    default: avx512_many(panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, rows, (uint8_t *)scratch);
+    case 2: FEW(2); break;
+    case 3: FEW(3); break;
+    case 4: FEW(4); break;
+    case 5: FEW(5); break;
+    case 6: FEW(6); break;
+#undef FEW
     }
 }
 
