@@ -22,12 +22,12 @@ from ..kv_cache import KVCache, TokenBatch
 from ..weights import DenseWeight, InputNorm, LinearWeight, TernaryLinear, TernaryWeight
 from .numpy_backend import Backend, require
 
-# A thread that waits for work spins, then sleeps. libgomp's default is to spin for some milliseconds, which on a machine
+# A thread that waits for work should sleep. libgomp lets it spin for some milliseconds by default, which on a machine
 # with anything else to do takes the processor from the thread that is waited for: 30 times slower, measured. It reads
 # this when it is loaded; a setting of the user's own stands.
 _mine = "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ
 if _mine:
-    os.environ["GOMP_SPINCOUNT"] = "10000"
+    os.environ["GOMP_SPINCOUNT"] = "0"
 try:
     from ..kernels import _cpu  # type: ignore[attr-defined]
 except ImportError as error:

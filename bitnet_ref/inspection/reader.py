@@ -1,212 +1,42 @@
-"""What a checkpoint is, read without holding it: `inspect_model(path)` -> `Inspection`, plain data.
-
-It is not a validator of its own: configuration, tensors and tokenizer go through the same readers as `load`, one layer
-at a time, and what they refuse becomes an *error* finding while the rest is still reported. A *warning* is something
-that loads but is probably not what was meant; a *note* is worth knowing.
-"""
+"""Reading a checkpoint in order to describe it, one layer at a time."""
 
 from __future__ import annotations
 
-import html
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import quantization
-from .api import find_model
-from .config import ModelConfig
-from .errors import BitNetRefError, ConfigError, FormatError, TokenizerError
-from .formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
-from .formats.hf_folder import CheckpointTensors, WeightReader
-from .formats.json_file import read_json_object
-from .formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
-from .weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, TernaryWeight
-
-__all__ = ["Finding", "Inspection", "SizeOfKind", "StoredTensor", "TernaryMatrix", "TokenizerFacts", "inspect_model"]
+from .. import quantization
+from ..api import find_model
+from ..config import ModelConfig
+from ..errors import BitNetRefError, ConfigError, FormatError, TokenizerError
+from ..formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
+from ..formats.hf_folder import CheckpointTensors, WeightReader
+from ..formats.json_file import read_json_object
+from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
+from ..weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, TernaryWeight
+from .facts import (
+    Finding,
+    Inspection,
+    SizeOfKind,
+    StoredTensor,
+    TernaryMatrix,
+    TokenizerFacts,
+    family_in_words,
+    tensor_kind,
+)
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 _BLOCK_BYTES = 1 << 24
 _LINEAR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.([a-z]+_proj)\.weight")
 # Keys that transformers fills in when they are absent, with a value that is wrong for many a checkpoint.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to know. severity: "error" (`load` refuses it), "warning" (it loads, but look), or "note"."""
-
-    severity: str
-    part: str  # "config", "weights", "tokenizer"
-    message: str
-    type: str | None = None  # of the exception that `load` would raise
-    path: str | None = None
-    offset: int | None = None
-    field: str | None = None
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of the checkpoint, as its header has it."""
-
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
-
-
-@dataclass(frozen=True)
-class SizeOfKind:
-    """What all tensors of one kind take."""
-
-    kind: str
-    tensors: int
-    nbytes: int
-    share: float  # of all bytes, 0 to 1
-
-
-@dataclass(frozen=True)
-class TernaryMatrix:
-    """How many -1, 0 and +1 a linear has. `invalid` counts code 3, which is an error."""
-
-    name: str  # "blocks.0.attn.q_proj"
-    kind: str  # "q_proj"
-    layer: int
-    shape: tuple[int, int]  # (out_features, in_features)
-    minus: int
-    zero: int
-    plus: int
-    w_dequant_scale: float | None  # W ~ w_t * w_dequant_scale; None where the scale could not be read
-    invalid: int = 0
-
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Of -1, 0 and +1; they sum to 1."""
-        return _shares([self])
-
-
-@dataclass(frozen=True)
-class TokenizerFacts:
-    """The tokenizer beside the weights. Tokens are written as the vocabulary writes them."""
-
-    kind: str
-    vocab_size: int
-    bos_id: int | None
-    bos_token: str | None
-    adds_bos: bool
-    eos_ids: tuple[int, ...]
-    eos_tokens: tuple[str, ...]
-    chat_template: bool
-
-
-@dataclass
-class Inspection:
-    """All that was found out. A part that could not be read is None or empty, and `findings` says why."""
-
-    path: str
-    config: ModelConfig | None = None
-    family: str | None = None
-    parameters: int | None = None  # stored scales not counted, a packed byte as four, a tied head once
-    nbytes: int = 0
-    metadata: dict[str, str] = field(default_factory=dict)
-    tensors: list[StoredTensor] = field(default_factory=list)
-    sizes: list[SizeOfKind] = field(default_factory=list)
-    ternary: list[TernaryMatrix] = field(default_factory=list)
-    tokenizer: TokenizerFacts | None = None
-    stop_token_ids: tuple[int, ...] = ()  # generation ends on any of these
-    header_only: bool = False  # a .safetensors file without a config.json beside it: no model, just tensors
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def errors(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.severity == "error"]
-
-    @property
-    def warnings(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.severity == "warning"]
-
-    @property
-    def quantization(self) -> str:
-        """In words: what the linears are and how the checkpoint stores them."""
-        if self.config is None:
-            return "unknown"
-        found = self.config.quantization
-        if found is None:
-            return "none: a dense model"
-        stored = "packed to 2 bits"
-        if found.scale_convention == "absmean":
-            stored = "full-precision master weights, made ternary at load"
-        elif self.tensors and not any(tensor.kind == "ternary planes" for tensor in self.tensors):
-            stored = "ternary, stored as floats"
-        linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
-        if 0 < len(self.ternary) < linears and not self.errors:
-            stored += f"; {linears - len(self.ternary)} of {linears} linears left as they are"
-        if found.use_rms_norm:
-            stored += "; an RMSNorm inside each linear"
-        return f"{found.linear_class}, {found.quantization_mode}: {stored}"
-
-    @property
-    def scale_convention(self) -> str:
-        """In words: which way the checkpoint's scales go."""
-        if self.config is None or self.config.quantization is None:
-            return "no scales"
-        return {
-            "multiply": "weight_scale = mean|W|: multiply by it",
-            "divide": "weight_scale = 1 / mean|W|: divide by it",
-            "absmean": "no scale stored: mean|W| of each matrix, taken at load",
-        }[self.config.quantization.scale_convention]
-
-    @property
-    def activation(self) -> str:
-        """In words: the feed-forward gate."""
-        if self.config is None:
-            return "unknown"
-        if self.config.activation == "relu2":
-            return "relu2: relu(gate)^2 * up, as in BitNet 2B-4T"
-        return "silu: silu(gate) * up, as in LLaMA"
-
-    def ternary_shares(self, by: str) -> dict[str | int, tuple[float, float, float]]:
-        """Shares of -1, 0 and +1 of all matrices of a "kind" or of a "layer"."""
-        groups: dict[str | int, list[TernaryMatrix]] = {}
-        for matrix in self.ternary:
-            groups.setdefault(getattr(matrix, by), []).append(matrix)
-        return {key: _shares(matrices) for key, matrices in groups.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
-        out = asdict(self)
-        out["config"] = None if self.config is None else self.config.to_dict()
-        for name in ("quantization", "scale_convention", "activation"):
-            out[name] = getattr(self, name)
-        for row, matrix in zip(out["ternary"], self.ternary, strict=True):
-            row["shares"] = list(matrix.shares)
-        for by in ("kind", "layer"):
-            out[f"ternary_by_{by}"] = {str(key): list(shares) for key, shares in self.ternary_shares(by).items()}
-        return out
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the main facts, the shares by kind, and the findings."""
-        cfg, rows = self.config, [("path", self.path), ("family", self.family or "unknown")]
-        if self.parameters is not None:
-            rows.append(("parameters", f"{self.parameters:,}"))
-        if cfg is not None:
-            rows += [("shape", shape_in_words(cfg)), ("activation", self.activation)]
-            rows += [("quantisation", self.quantization), ("scales", self.scale_convention)]
-        rows += [
-            (str(kind), f"−1: {minus:.1%}, 0: {zero:.1%}, +1: {plus:.1%}")
-            for kind, (minus, zero, plus) in self.ternary_shares("kind").items()
-        ]
-        rows += [(f"{finding.severity} ({finding.part})", finding.message) for finding in self.findings]
-        cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
-        return f'<table style="text-align:left">{"".join(cells)}</table>'
 
 
 def inspect_model(path: str | os.PathLike[str], progress: Progress | None = None) -> Inspection:
@@ -220,43 +50,6 @@ def inspect_model(path: str | os.PathLike[str], progress: Progress | None = None
         kind = {".gguf": "GGUF files", ".onnx": "ONNX files"}.get(found.suffix, "files of this kind")
         raise FormatError(f"{kind} cannot be read yet; give a Hugging Face folder or a .safetensors file", path=found)
     return _Inspector(found, progress).run()
-
-
-def family_in_words(config: ModelConfig) -> str:
-    """Which of the known families the shape belongs to."""
-    if config.sub_norms:
-        if config.activation == "relu2":
-            return "BitNet b1.58, the block of 2B-4T: squared ReLU and sub-norms"
-        return "BitNet b1.58, the block of 1bitLLM: SiLU and sub-norms"
-    name = {"llama": "LLaMA", "mistral": "Mistral"}.get(config.model_type, config.model_type)
-    if config.quantization is not None:
-        return f"{name} with ternary linears, as HF1BitLLM and Falcon3-1.58bit: no sub-norms"
-    return f"{name}, dense"
-
-
-def shape_in_words(config: ModelConfig) -> str:
-    """Layers, widths and heads on one line."""
-    return (
-        f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.num_attention_heads} heads on "
-        f"{config.num_key_value_heads} kv heads of {config.head_dim}, ffn {config.intermediate_size}"
-    )
-
-
-def tensor_kind(name: str, dtype: str) -> str:
-    """What a tensor is for, by its name: the categories of the table of sizes."""
-    if name.endswith(".weight_scale"):
-        return "scales"
-    if name.endswith(".bias"):
-        return "biases"
-    if name.startswith("model.embed_tokens."):
-        return "embedding"
-    if name.startswith("lm_head."):
-        return "head"
-    if name.endswith("_proj.weight"):
-        return "ternary planes" if dtype == "U8" else "float linears"
-    if re.search(r"(norm|_ln)\.weight$", name):
-        return "norms"
-    return "other"
 
 
 class _Inspector:
@@ -462,7 +255,9 @@ class _Inspector:
             )
         self.note("warning", "weights", message, field=names[0])
 
-    def read_broken_layer(self, tensors: CheckpointTensors, loader: WeightReader, index: int, error: BitNetRefError) -> None:
+    def read_broken_layer(
+        self, tensors: CheckpointTensors, loader: WeightReader, index: int, error: BitNetRefError
+    ) -> None:
         """Something in the layer is wrong: go through its linears one by one, and keep what can be kept."""
         self.fail("weights", error)
         config = loader.config
@@ -550,7 +345,7 @@ class _Inspector:
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
     def read_tokenizer(self) -> None:
-        from .tokenizers import load_tokenizer
+        from ..tokenizers import load_tokenizer
 
         if not any((self.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             self.note(
@@ -635,9 +430,3 @@ def _count_codes(blocks: Any) -> tuple[int, int, int, int]:
             histogram += np.bincount(flat[start : start + (1 << 20)], minlength=256)
     minus, zero, plus, invalid = (int(n) for n in _CODES_OF_BYTE @ histogram)
     return minus, zero, plus, invalid
-
-
-def _shares(matrices: list[TernaryMatrix]) -> tuple[float, float, float]:
-    counts = [sum(getattr(m, name) for m in matrices) for name in ("minus", "zero", "plus")]
-    total = sum(counts) or 1
-    return counts[0] / total, counts[1] / total, counts[2] / total

@@ -1,0 +1,165 @@
+"""Row i of any result depends on row i's own inputs only, to the bit: alone, in a batch, in chunks, token by token."""
+
+import numpy as np
+import pytest
+from helpers import GOLDEN, model, prepared, random_ternary, rng
+
+from bitnet_ref.config import RopeConfig
+from bitnet_ref.kv_cache import KVCache, TokenBatch
+from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
+
+MODELS = {
+    "storyteller": "storyteller",
+    "dense": GOLDEN / "llama-dense",
+    "window": GOLDEN / "mistral-dense-window8",
+    "dynamic rope": GOLDEN / "rope-dynamic",
+    "norms inside": GOLDEN / "llama-packed-rmsnorm",
+}
+
+
+@pytest.fixture(params=MODELS)
+def m(request, backend_name):
+    return model(MODELS[request.param], backend_name)
+
+
+def tokens_of(m, n, seed=0):
+    return rng(seed).integers(0, m.config.vocab_size, n)
+
+
+LENGTH = 13
+
+# -- the whole forward pass --------------------------------------------------------------------------------------------
+
+
+def test_in_chunks_and_token_by_token(m):
+    tokens = tokens_of(m, LENGTH)
+    whole = m.logits(tokens)
+    for sizes in ([5, 1, 7], [12, 1], [1] * LENGTH):
+        cache, start = m.new_cache(slots=1, capacity=LENGTH), 0
+        for size in sizes:
+            part = m.forward(TokenBatch.of([(0, start, tokens[start : start + size])]), cache)
+            np.testing.assert_array_equal(part, whole[start : start + size], err_msg=f"{sizes}, from {start}")
+            start += size
+
+
+def test_a_prefix_has_the_logits_of_the_whole(m):
+    tokens = tokens_of(m, LENGTH)
+    whole = m.logits(tokens)
+    for n in (1, 2, 7):
+        np.testing.assert_array_equal(m.logits(tokens[:n]), whole[:n])
+
+
+def test_in_a_batch_of_sequences_of_other_lengths(m):
+    prompts = [tokens_of(m, n, seed=n) for n in (LENGTH, 1, 6, 9)]
+    alone = [m.logits(prompt) for prompt in prompts]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):  # the slots, and so the rows, in another order
+        cache = m.new_cache(slots=5, capacity=2 * LENGTH)
+        batch = TokenBatch.of([(slot, 0, prompts[i]) for slot, i in enumerate(order)])
+        together = m.forward(batch, cache)
+        for slot, i in enumerate(order):
+            np.testing.assert_array_equal(together[batch.slots == slot], alone[i])
+
+
+def test_rows_in_any_order(m):
+    """The tokens of a call may come in any order: all keys are stored before any token looks at them."""
+    prompts = [tokens_of(m, n, seed=n) for n in (8, 5)]
+    batch = TokenBatch.of([(0, 0, prompts[0]), (1, 0, prompts[1])])
+    expected = m.forward(batch, m.new_cache(slots=2, capacity=LENGTH))
+    order = rng(9).permutation(len(batch))
+    shuffled = TokenBatch(batch.tokens[order], batch.positions[order], batch.slots[order])
+    np.testing.assert_array_equal(m.forward(shuffled, m.new_cache(2, LENGTH)), expected[order])
+
+
+def test_joining_late(m):
+    """One sequence decodes while another's prompt is read in the same call, in a slot that was used before."""
+    first, second = tokens_of(m, LENGTH, seed=1), tokens_of(m, 7, seed=2)
+    alone_first, alone_second = m.logits(first), m.logits(second)
+    cache = m.new_cache(slots=2, capacity=LENGTH)
+    m.forward(TokenBatch.of([(0, 0, first[:6]), (1, 0, tokens_of(m, LENGTH, seed=3))]), cache)
+    both = m.forward(TokenBatch.of([(0, 6, first[6:7]), (1, 0, second[:4])]), cache)
+    np.testing.assert_array_equal(both, np.concatenate([alone_first[6:7], alone_second[:4]]))
+    both = m.forward(TokenBatch.of([(1, 4, second[4:]), (0, 7, first[7:])]), cache)
+    np.testing.assert_array_equal(both, np.concatenate([alone_second[4:], alone_first[7:]]))
+
+
+def test_logits_of_the_last_tokens_only(m):
+    prompts = [tokens_of(m, n, seed=n) for n in (4, 9, 1)]
+    parts = [(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
+    last = m.forward(TokenBatch.of(parts, logits_of_last=[0, 1, 2]), m.new_cache(3, LENGTH))
+    np.testing.assert_array_equal(last, np.stack([m.logits(prompt)[-1] for prompt in prompts]))
+    some = m.forward(TokenBatch.of(parts, logits_of_last=[1]), m.new_cache(3, LENGTH))
+    np.testing.assert_array_equal(some, last[1:2])
+
+
+def test_any_number_of_threads(backend_name):
+    for path in ("storyteller", GOLDEN / "llama-dense"):
+        one, two, five = (model(path, backend_name, threads=n) for n in (1, 2, 5))
+        tokens = tokens_of(one, LENGTH)
+        expected = one.logits(tokens)
+        np.testing.assert_array_equal(two.logits(tokens), expected)
+        np.testing.assert_array_equal(five.logits(tokens), expected)
+
+
+def test_the_same_twice(m):
+    tokens = tokens_of(m, LENGTH)
+    np.testing.assert_array_equal(m.logits(tokens), m.logits(tokens))
+
+
+# -- each operation ----------------------------------------------------------------------------------------------------
+
+N, D, F, H, G, HEAD = 9, 72, 100, 6, 2, 12
+GEN = rng(10)
+X = GEN.standard_normal((N, D)).astype(np.float32)
+WEIGHT = GEN.standard_normal(D).astype(np.float32)
+GATE, UP = (GEN.standard_normal((N, F)).astype(np.float32) for _ in range(2))
+Q = GEN.standard_normal((N, H, HEAD)).astype(np.float32)
+K, V = (GEN.standard_normal((N, G, HEAD)).astype(np.float32) for _ in range(2))
+POSITIONS = GEN.integers(0, 4000, N)
+DENSE = DenseWeight(GEN.standard_normal((51, D)).astype(np.float32))
+TERNARY = TernaryWeight.from_ternary(random_ternary(GEN, 52, D), 0.3)
+NORMED = TernaryWeight(TERNARY.packed, D, np.float32(0.3), None, InputNorm(WEIGHT, 1e-5))
+TABLE = DenseWeight(GEN.standard_normal((30, D)).astype(np.float32))
+
+OPS = {
+    "embed": lambda be, i: be.embed(TABLE, POSITIONS[i] % 30),
+    "rms_norm": lambda be, i: be.rms_norm(X[i], WEIGHT, 1e-5),
+    "rope_tables": lambda be, i: np.stack(be.rope_tables(POSITIONS[i], RopeConfig(), HEAD), axis=1),
+    "rope": lambda be, i: np.concatenate(
+        be.rope(Q[i], K[i], *(t[i] for t in be.rope_tables(POSITIONS, RopeConfig(), HEAD))), axis=1
+    ),
+    "quantize_activations": lambda be, i: np.concatenate(be.quantize_activations(X[i]), axis=1),
+    "relu2": lambda be, i: be.gated(GATE[i], UP[i], "relu2"),
+    "silu": lambda be, i: be.gated(GATE[i], UP[i], "silu"),
+    "dense linear": lambda be, i: be.linear(X[i], prepared(be, DENSE)[0]),
+    "ternary linear": lambda be, i: be.linear(X[i], prepared(be, TERNARY)[0]),
+    "linears": lambda be, i: np.concatenate(be.linears(X[i], prepared(be, TERNARY, NORMED, DENSE)), axis=1),
+    "lm_head": lambda be, i: be.lm_head(X[i], prepared(be, DENSE)[0]),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_of_an_operation_are_independent(op, be):
+    rows = np.arange(N)
+    whole = OPS[op](be, rows)
+    for subset in (rows[::-1], rng(11).permutation(N), rows[2:5], rows[[7]], rows[[3, 3, 0]]):
+        np.testing.assert_array_equal(OPS[op](be, subset), whole[subset])
+    for i in rows:
+        np.testing.assert_array_equal(OPS[op](be, rows[i : i + 1]), whole[i : i + 1])
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_rows_of_attention_are_independent(window, be):
+    """Two sequences in the cache; each token's answer does not depend on which others ask in the same call."""
+    config = model(GOLDEN / "llama-dense").config  # for its shape: 4 heads on 2 of 32
+    heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    generator = rng(12)
+    cache = KVCache(config, slots=2, capacity=12)
+    batch = TokenBatch.of([(0, 0, [0] * 11), (1, 0, [0] * 6)])
+    n = len(batch)
+    k, v = (generator.standard_normal((n, kv_heads, head)).astype(np.float32) for _ in range(2))
+    q = generator.standard_normal((n, heads, head)).astype(np.float32)
+    cache.append(1, batch, k, v)
+    whole = be.attention(q, cache, batch, 1, window)
+    for subset in (np.arange(n)[::-1], np.array([3]), np.array([16, 2, 10]), np.arange(5, 9)):
+        part = TokenBatch(batch.tokens[subset], batch.positions[subset], batch.slots[subset])
+        np.testing.assert_array_equal(be.attention(q[subset], cache, part, 1, window), whole[subset])

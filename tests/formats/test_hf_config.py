@@ -1,0 +1,333 @@
+"""formats.hf_config: config.json in its spellings, transformers' defaults, and errors that name file and key."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import BITNET, TINY
+
+from bitnet_ref.config import QuantizationConfig, RopeConfig
+from bitnet_ref.errors import ConfigError
+from bitnet_ref.formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
+
+PATH = Path("somewhere/config.json")
+
+# microsoft/bitnet-b1.58-2B-4T, as published
+TWO_B = {
+    "architectures": ["BitNetForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "relu2",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 4096,
+    "model_type": "bitnet",
+    "rms_norm_eps": 1e-05,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+    "quantization_config": {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "offline",
+    },
+}
+
+
+def parse(raw, **more):
+    return parse_hf_config({**raw, **more}, PATH)
+
+
+def without(raw, *keys):
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def check_error(raw, field):
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config(raw, PATH)
+    assert caught.value.path == str(PATH)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{PATH}, {field}: ")
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def test_the_2b_model():
+    cfg = parse(TWO_B)
+    assert cfg.head_dim == 128
+    assert (cfg.activation, cfg.sub_norms, cfg.tie_word_embeddings) == ("relu2", True, True)
+    assert cfg.rope == RopeConfig(theta=500000.0)
+    assert cfg.quantization.scale_convention == "multiply"
+    assert (cfg.bos_token_id, cfg.eos_token_ids, cfg.sliding_window) == (128000, (128001,), None)
+    assert cfg.context_length == 4096
+
+
+def test_absent_keys_take_the_defaults_of_the_class():
+    optional = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+    bitnet = parse(without(BITNET, *optional), num_attention_heads=5, hidden_size=20)
+    assert (bitnet.num_key_value_heads, bitnet.norm_eps, bitnet.max_position_embeddings) == (5, 1e-5, 2048)
+    assert (bitnet.rope.theta, bitnet.activation) == (500000.0, "relu2")
+    untied = parse(without(BITNET, "tie_word_embeddings"))
+    assert not untied.tie_word_embeddings
+    llama = parse(without(TINY, *optional))
+    assert (llama.num_key_value_heads, llama.norm_eps, llama.max_position_embeddings) == (4, 1e-6, 2048)
+    assert (llama.rope.theta, llama.activation, llama.sub_norms) == (10000.0, "silu", False)
+    assert (llama.bos_token_id, llama.eos_token_ids) == (1, (2,))
+    mistral = parse(without(TINY, "max_position_embeddings"), model_type="mistral")
+    assert (mistral.sliding_window, mistral.max_position_embeddings) == (4096, 131072)
+
+
+def test_null_is_not_absent():
+    """A null sliding_window is full attention; an absent one is the class's 4096."""
+    assert parse(TINY, model_type="mistral", sliding_window=None).sliding_window is None
+    cfg = parse(TINY, bos_token_id=None, eos_token_id=None, head_dim=None, num_key_value_heads=None)
+    assert (cfg.bos_token_id, cfg.eos_token_ids, cfg.head_dim, cfg.num_key_value_heads) == (None, (), 4, 4)
+
+
+def test_default_ids_beyond_a_small_vocabulary_are_dropped():
+    cfg = parse(without(BITNET, "bos_token_id", "eos_token_id"))
+    assert (cfg.bos_token_id, cfg.eos_token_ids) == (None, ())
+
+
+def test_several_eos_ids():
+    assert parse(TINY, eos_token_id=[2, 7]).eos_token_ids == (2, 7)
+
+
+def test_head_dim_need_not_be_hidden_over_heads():
+    assert parse(TINY, head_dim=32).query_size == 128
+
+
+def test_keys_of_other_families_are_not_read():
+    """transformers' LLaMA has no sliding window and its Mistral no biases, whatever the file says."""
+    assert parse(TINY, sliding_window=4).sliding_window is None
+    mistral = parse(TINY, model_type="mistral", attention_bias=True, mlp_bias=True)
+    assert (mistral.attention_bias, mistral.mlp_bias) == (False, False)
+
+
+def test_one_bit_llm():
+    raw = {**TINY, "weight_bits": 1, "input_bits": 8, "hidden_act": "silu"}
+    cfg = parse(raw)
+    assert cfg.sub_norms
+    assert cfg.quantization == QuantizationConfig("autobitlinear", "online")
+    check_error({**raw, "weight_bits": 2}, "weight_bits")
+    check_error({**raw, "input_bits": 4}, "input_bits")
+    check_error(without(raw, "input_bits"), "input_bits")
+
+
+def test_quantization_defaults():
+    """No linear_class is bitlinear, whose scale divides; no list of modules leaves the head alone."""
+    cfg = parse(TINY, quantization_config={"quant_method": "bitnet", "modules_to_not_convert": None})
+    assert cfg.quantization == QuantizationConfig("bitlinear", "offline", ("lm_head",), False, 1e-6)
+    assert parse(TINY, quantization_config={"quant_method": "bitnet", "modules_to_not_convert": []}).quantization == (
+        QuantizationConfig(modules_to_not_convert=())
+    )
+
+
+def test_bitnet_without_quantization_config_is_refused_unless_asked():
+    raw = without(BITNET, "quantization_config")
+    check_error(raw, "quantization_config")
+    check_error({**raw, "quantization_config": None}, "quantization_config")
+    assert parse_hf_config(raw, PATH, allow_unquantized=True).quantization is None
+
+
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
+        ({"rope_theta": 7.0, "rope_scaling": None}, {"rope_theta": 7.0}),
+        (
+            {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_type": "linear", "factor": 2, "rope_theta": 7.0},
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_type": "dynamic", "factor": 2.0}),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"rope_type": "llama3", **LLAMA3}),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+            {"rope_type": "yarn", "original_max_position_embeddings": 16},  # 64 / 16
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+    ],
+)
+def test_old_and_new_spelling_of_rope(old, new):
+    assert parse(TINY, **old) == parse(TINY, rope_parameters=new)
+
+
+def test_original_length_defaults_to_the_whole_context():
+    rope = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 2.0}).rope
+    assert rope.original_max_position_embeddings == 64
+    assert rope.attention_factor == pytest.approx(1.0693147180559945)  # 0.1 ln 2 + 1
+
+
+def test_dynamic_rope_is_based_on_the_whole_context():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+    assert parse(TINY, rope_parameters=rope).rope.original_max_position_embeddings == 64
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
+def test_sizes_are_required(key):
+    check_error(without(TINY, key), key)
+    check_error({**TINY, key: None}, key)
+
+
+HOSTILE = [-1, 0, 1.5, "16", [], {}, True, float("nan"), float("inf"), 10**30, 10**400]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda v: repr(v)[:8])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    ],
+)
+def test_hostile_sizes(key, value):
+    with pytest.raises(ConfigError) as caught:
+        parse(TINY, **{key: value})
+    assert caught.value.path == str(PATH)
+    assert caught.value.field is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"model_type": {}}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "head_dim"),  # 16 / 3
+        ({"bos_token_id": 40}, "bos_token_id"),
+        ({"bos_token_id": [1]}, "bos_token_id"),
+        ({"eos_token_id": [2, 40]}, "eos_token_id"),
+        ({"eos_token_id": [[2]]}, "eos_token_id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_theta": -1.0}, "rope.theta"),
+        ({"rope_theta": "big"}, "rope.theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type"),
+        ({"rope_scaling": {"type": "su"}}, "rope_scaling.rope_type"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope.factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": None}},
+            "rope_parameters.low_freq_factor",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}}, "rope.high_freq_factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": []}}, "rope_parameters.factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": -1}}, "rope_parameters.mscale"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}}, "rope.truncate"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 10**400}},
+            "rope_parameters.factor",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": []}},
+            "rope.original_max_position_embeddings",
+        ),
+        ({"quantization_config": "bitnet"}, "quantization_config"),
+        ({"quantization_config": {}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method"),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "linear_class": "dense"}},
+            "quantization_config.linear_class",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "quantization_mode": 1}},
+            "quantization_config.quantization_mode",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": "lm_head"}},
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": [""]}},
+            "quantization_config.modules_to_not_convert",
+        ),
+    ],
+)
+def test_bad_values_name_their_key(change, field):
+    check_error({**TINY, **change}, field)
+
+
+def test_huge_numbers_without_a_factor_do_not_overflow():
+    check_error(
+        {**TINY, "max_position_embeddings": 10**400, "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor"
+    )
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_reading_a_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    assert read_hf_config(path) == parse(TINY)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"", "not valid JSON"),
+        (b"[]", "expected a JSON object, got list"),
+        (b"null", "got NoneType"),
+        (b"{'model_type': 1}", "not valid JSON"),
+        (b'{"a": 1,}', "not valid JSON"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"model_type": "llama", "model_type": "bitnet"}', "'model_type' occurs twice"),
+        (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not usable JSON"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "at most"),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_files_that_are_no_config(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_hf_config(path)
+    assert caught.value.path == str(path)
+
+
+def test_the_offset_of_a_syntax_error_is_in_bytes(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"é": é}', encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(path)
+    assert caught.value.offset == 7
+
+
+def test_a_folder_named_config_json(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match="no such file"):
+        read_hf_config(tmp_path / "config.json")

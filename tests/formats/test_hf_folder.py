@@ -1,0 +1,384 @@
+"""formats.hf_folder: a folder's tensors become the weights they are, or one error says which is wrong and where."""
+
+import json
+import os
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import BITNET, GOLDEN, TINY, golden, model, rng, tiny_tensors, write_checkpoint, write_index, write_shards
+
+import bitnet_ref
+from bitnet_ref.errors import FormatError
+from bitnet_ref.formats.hf_folder import INDEX_FILE, SINGLE_FILE
+from bitnet_ref.quantization import quantize_weights
+from bitnet_ref.weights import DenseWeight, TernaryWeight
+
+Q0 = "model.layers.0.self_attn.q_proj"
+
+
+def load(folder):
+    return bitnet_ref.load(folder, backend="numpy")
+
+
+def check_error(folder, message, field=None, path=None):
+    with pytest.raises(FormatError, match=message) as caught:
+        load(folder)
+    if field is not None:
+        assert caught.value.field == field
+    assert caught.value.path == str(path if path is not None else folder / SINGLE_FILE)
+    return caught.value
+
+
+def with_config(tensors_changed, config=BITNET):
+    return {**tiny_tensors(config), **tensors_changed}
+
+
+# -- what the tensors become -------------------------------------------------------------------------------------------
+
+
+def test_ternary_layers_are_packed_and_the_rest_keeps_its_dtype(tmp_path):
+    weights = load(write_checkpoint(tmp_path, BITNET)).weights
+    tensors = tiny_tensors(BITNET)
+    q = weights.layers[0].q_proj
+    assert isinstance(q, TernaryWeight)
+    assert (q.shape, q.packed.shape) == ((16, 16), (16, 4))
+    assert q.w_dequant_scale == tensors[f"{Q0}.weight_scale"].astype(np.float32)[0]
+    assert weights.embedding.array.dtype == ml_dtypes.bfloat16
+    assert weights.lm_head is weights.embedding
+    assert weights.layers[1].ffn_sub_norm.dtype == np.float32
+    np.testing.assert_array_equal(weights.final_norm, tensors["model.norm.weight"].astype(np.float32))
+    assert weights.nbytes < sum(a.nbytes for a in tensors.values()) * 1.2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_dense_layers_keep_the_dtype_of_the_file(tmp_path, dtype):
+    m = load(write_checkpoint(tmp_path, TINY, tiny_tensors(TINY, dtype)))
+    assert isinstance(m.weights.layers[0].down_proj, DenseWeight)
+    assert {w.array.dtype for _, w in m.weights.linears()} == {np.dtype(dtype)}
+    assert m.weights.lm_head is not m.weights.embedding
+
+
+def test_divide_and_multiply_are_inverse(tmp_path):
+    """The same stored number means s to autobitlinear and 1/s to bitlinear."""
+    weights = {}
+    for name in ("autobitlinear", "bitlinear"):
+        config = {**BITNET, "quantization_config": {"quant_method": "bitnet", "linear_class": name}}
+        weights[name] = load(write_checkpoint(tmp_path / name, config, tiny_tensors(BITNET))).weights.layers[0].q_proj
+    multiply, divide = weights["autobitlinear"].w_dequant_scale, weights["bitlinear"].w_dequant_scale
+    assert divide == np.float32(1) / multiply
+    np.testing.assert_array_equal(weights["autobitlinear"].packed, weights["bitlinear"].packed)
+
+
+ONLINE = {**BITNET["quantization_config"], "quantization_mode": "online"}
+
+
+def online_tensors(w, dtype=np.float32):
+    tensors = tiny_tensors({**TINY, "tie_word_embeddings": True}, dtype)
+    for i in range(2):
+        tensors[f"model.layers.{i}.self_attn.attn_sub_norm.weight"] = np.ones(16, dtype)
+        tensors[f"model.layers.{i}.mlp.ffn_sub_norm.weight"] = np.ones(24, dtype)
+    return {**tensors, f"{Q0}.weight": w.astype(dtype)}
+
+
+def test_masters_are_quantised_by_absmean(tmp_path):
+    w = rng(1).standard_normal((16, 16)).astype(np.float32)
+    folder = write_checkpoint(tmp_path, {**BITNET, "quantization_config": ONLINE}, online_tensors(w))
+    q = load(folder).weights.layers[0].q_proj
+    w_t, scale = quantize_weights(w)
+    np.testing.assert_array_equal(q.ternary(), w_t)
+    assert q.w_dequant_scale == scale
+
+
+def test_masters_that_are_ternary_already_keep_their_scale(tmp_path):
+    w_t = rng(2).integers(-1, 2, (16, 16))
+    folder = write_checkpoint(tmp_path, {**BITNET, "quantization_config": ONLINE}, online_tensors(w_t * 0.375))
+    q = load(folder).weights.layers[0].q_proj
+    np.testing.assert_array_equal(q.ternary(), w_t)
+    assert q.w_dequant_scale == 0.375
+
+
+def test_a_scalar_scale(tmp_path):
+    tensors = with_config({f"{Q0}.weight_scale": np.array(0.5, dtype=np.float32)})
+    assert load(write_checkpoint(tmp_path, BITNET, tensors)).weights.layers[0].q_proj.w_dequant_scale == 0.5
+
+
+def test_modules_to_not_convert_like_transformers():
+    weights = model(GOLDEN / "llama-packed-skips").weights
+    kinds = {name: type(w) for name, w in weights.linears()}
+    dense = {name for name, kind in kinds.items() if kind is DenseWeight}
+    mlp = {f"blocks.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert dense == mlp | {"blocks.0.attn.o_proj", "blocks.1.attn.o_proj"}
+    assert kinds["lm_head"] is TernaryWeight
+
+
+def test_rotary_constants_of_old_checkpoints_are_ignored(tmp_path):
+    tensors = with_config({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}, TINY)
+    load(write_checkpoint(tmp_path, TINY, tensors))
+
+
+def test_progress_counts_to_the_end(tmp_path):
+    seen = []
+    folder = write_checkpoint(tmp_path, BITNET)
+    bitnet_ref.load(folder, backend="numpy", progress=lambda done, total: seen.append((done, total)))
+    n = len(tiny_tensors(BITNET))
+    assert seen == [(i + 1, n) for i in range(n)]
+
+
+# -- tensors that are wrong --------------------------------------------------------------------------------------------
+
+EVERY = [*tiny_tensors(BITNET)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_missing_tensor(tmp_path, name):
+    tensors = tiny_tensors(BITNET)
+    del tensors[name]
+    check_error(write_checkpoint(tmp_path, BITNET, tensors), "missing", field=name)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_tensor_of_another_shape(tmp_path, name):
+    tensors = tiny_tensors(BITNET)
+    tensors[name] = np.concatenate([tensors[name], tensors[name][:1]])
+    error = check_error(write_checkpoint(tmp_path, BITNET, tensors), "expected .* of shape .*, got", field=name)
+    assert str(list(tensors[name].shape)) in str(error)
+    assert error.offset > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("model.norm.weight", np.ones(16, np.float64)),
+        ("model.norm.weight", np.ones(16, np.int32)),
+        ("model.norm.weight", np.ones((16, 1), np.float32)),
+        ("model.norm.weight", np.ones((), np.float32)),
+        ("model.embed_tokens.weight", np.ones((40, 16), np.uint8)),
+        (f"{Q0}.weight", np.ones((4, 16), np.int8)),
+        (f"{Q0}.weight", np.ones((16, 4), np.uint8)),
+        (f"{Q0}.weight_scale", np.ones(2, np.float32)),
+        (f"{Q0}.weight_scale", np.ones(16, np.float32)),
+        (f"{Q0}.weight_scale", np.ones(1, np.int64)),
+    ],
+)
+def test_a_tensor_of_another_kind(tmp_path, name, array):
+    check_error(write_checkpoint(tmp_path, BITNET, with_config({name: array})), "expected", field=name)
+
+
+def test_a_tensor_that_no_part_of_the_model_uses(tmp_path):
+    """It means that config.json describes another model: here, one with fewer layers, or without biases."""
+    check_error(
+        write_checkpoint(tmp_path / "a", {**BITNET, "num_hidden_layers": 1}, tiny_tensors(BITNET)), "no part of"
+    )
+    bias = {f"{Q0}.bias": np.ones(16, np.float32)}
+    check_error(write_checkpoint(tmp_path / "b", TINY, with_config(bias, TINY)), "no part of", field=f"{Q0}.bias")
+    check_error(write_checkpoint(tmp_path / "c", {**TINY, "tie_word_embeddings": True}, tiny_tensors(TINY)), "differs")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.ffn_sub_norm.weight", "model.norm.weight"]
+)
+def test_nan_and_inf_are_found_where_they_are(tmp_path, name, bad):
+    tensors = tiny_tensors(BITNET)
+    flat = tensors[name].reshape(-1)
+    flat[-3] = bad
+    index = [int(i) for i in np.unravel_index(flat.size - 3, tensors[name].shape)]
+    error = check_error(write_checkpoint(tmp_path, BITNET, tensors), "expected finite numbers", field=name)
+    assert str(index) in str(error)
+    assert str(float(bad)) in str(error)
+
+
+def test_nan_in_a_master_weight(tmp_path):
+    w = np.ones((16, 16), np.float32)
+    w[3, 4] = np.nan
+    folder = write_checkpoint(
+        tmp_path, {**BITNET, "quantization_config": ONLINE}, online_tensors(w, ml_dtypes.bfloat16)
+    )
+    assert "[3, 4]" in str(check_error(folder, "finite", field=f"{Q0}.weight"))
+
+
+@pytest.mark.parametrize("shift", [0, 2, 4, 6])
+def test_code_3(tmp_path, shift):
+    tensors = tiny_tensors(BITNET)
+    plane = tensors[f"{Q0}.weight"]
+    plane[2, 5] |= 3 << shift
+    error = check_error(write_checkpoint(tmp_path, BITNET, tensors), "invalid ternary code 3", field=f"{Q0}.weight")
+    assert "[2, 5]" in str(error)
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.5])
+def test_unpacked_planes_hold_minus_one_zero_and_one(tmp_path, value):
+    w = np.zeros((16, 16), np.float32)
+    w[1, 2], w[5, 6] = -1, value
+    error = check_error(write_checkpoint(tmp_path, BITNET, with_config({f"{Q0}.weight": w})), "-1, 0 or 1")
+    assert "[5, 6]" in str(error)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, np.nan, np.inf, -np.inf, 1e-40])
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+def test_scales_that_are_no_scale(tmp_path, scale, linear_class):
+    """1e-40 has no reciprocal in float32."""
+    config = {**BITNET, "quantization_config": {"quant_method": "bitnet", "linear_class": linear_class}}
+    tensors = with_config({f"{Q0}.weight_scale": np.array([scale], np.float32)})
+    check_error(write_checkpoint(tmp_path, config, tensors), "expected", field=f"{Q0}.weight_scale")
+
+
+def test_packed_rows_come_in_fours(tmp_path):
+    config = {**BITNET, "intermediate_size": 26}
+    tensors = with_config({"model.layers.0.mlp.ffn_sub_norm.weight": np.ones(26, np.float32)})
+    check_error(write_checkpoint(tmp_path, config, tensors), "rows come in fours")
+
+
+def test_a_packed_checkpoint_is_no_master(tmp_path):
+    """online over a packed file would take bytes for weights."""
+    config = {**BITNET, "quantization_config": ONLINE}
+    check_error(write_checkpoint(tmp_path, config, tiny_tensors(BITNET)), "expected BF16 or F16 or F32")
+
+
+# -- files of a folder -------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    check_error(tmp_path, f"neither {SINGLE_FILE} nor {INDEX_FILE}", path=tmp_path)
+
+
+def two_shards(config=BITNET):
+    tensors = tiny_tensors(config)
+    names = sorted(tensors)
+    return {
+        "model-00001-of-00002.safetensors": {name: tensors[name] for name in names[::2]},
+        "model-00002-of-00002.safetensors": {name: tensors[name] for name in names[1::2]},
+    }
+
+
+def test_shards_equal_one_file(tmp_path):
+    one = load(write_checkpoint(tmp_path / "one", BITNET))
+    write_shards(tmp_path / "two", BITNET, two_shards())
+    np.testing.assert_array_equal(load(tmp_path / "two").logits([1, 2, 3]), one.logits([1, 2, 3]))
+
+
+def test_one_file_goes_before_an_index(tmp_path):
+    write_checkpoint(tmp_path, BITNET)
+    write_index(tmp_path, {"x": "missing.safetensors"})
+    load(tmp_path)
+
+
+def test_a_missing_shard(tmp_path):
+    write_shards(tmp_path, BITNET, two_shards())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    check_error(tmp_path, "model-00002-of-00002.safetensors is missing", "weight_map", tmp_path / INDEX_FILE)
+
+
+def test_a_tensor_in_the_wrong_shard(tmp_path):
+    weight_map = write_shards(tmp_path, BITNET, two_shards())
+    name = sorted(weight_map)[0]
+    write_index(tmp_path, {**weight_map, name: "model-00002-of-00002.safetensors"})
+    check_error(tmp_path, "places this tensor in model-00002", name, tmp_path / "model-00001-of-00002.safetensors")
+
+
+def test_a_tensor_that_the_index_does_not_know(tmp_path):
+    weight_map = write_shards(tmp_path, BITNET, two_shards())
+    name = sorted(weight_map)[0]
+    write_index(tmp_path, {key: value for key, value in weight_map.items() if key != name})
+    check_error(tmp_path, "places this tensor nowhere", name, tmp_path / "model-00001-of-00002.safetensors")
+
+
+def test_a_tensor_that_no_shard_has(tmp_path):
+    weight_map = write_shards(tmp_path, BITNET, two_shards())
+    write_index(tmp_path, {**weight_map, "ghost": "model-00001-of-00002.safetensors"})
+    check_error(tmp_path, "is not in model-00001", "ghost", tmp_path / INDEX_FILE)
+
+
+@pytest.mark.parametrize(
+    "weight_map", [None, [], {}, "model.safetensors", 3, {"a": 3}, {"a": None}, {"a": ["model.safetensors"]}, {"a": ""}]
+)
+def test_an_index_that_is_none(tmp_path, weight_map):
+    write_shards(tmp_path, BITNET, two_shards())
+    write_index(tmp_path, weight_map)
+    check_error(tmp_path, "expected", "weight_map", tmp_path / INDEX_FILE)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *("../outside.safetensors", "sub/../../outside.safetensors", "sub/inside.safetensors", "./x.safetensors"),
+        *("..", ".", "x\0.safetensors", "model.bin", "../.safetensors", "a\\..\\b.bin"),
+    ],
+)
+def test_shards_are_plain_names(tmp_path, shard):
+    outside = tmp_path / "outside.safetensors"
+    write_checkpoint(tmp_path / "f", BITNET)
+    shutil.move(tmp_path / "f" / SINGLE_FILE, outside)
+    write_index(tmp_path / "f", {"x": shard})
+    check_error(tmp_path / "f", "expected the name of a .safetensors file", "weight_map", tmp_path / "f" / INDEX_FILE)
+
+
+def test_a_shard_with_an_absolute_path(tmp_path):
+    write_checkpoint(tmp_path / "f", BITNET)
+    shutil.move(tmp_path / "f" / SINGLE_FILE, tmp_path / "outside.safetensors")
+    write_index(tmp_path / "f", {"x": str(tmp_path / "outside.safetensors")})
+    check_error(tmp_path / "f", "expected the name", "weight_map", tmp_path / "f" / INDEX_FILE)
+
+
+@pytest.mark.parametrize("depth", ["..", "../..", "blobs"])
+def test_a_shard_that_is_a_link_out_of_the_folder(tmp_path, depth):
+    folder = tmp_path / "a" / "f"
+    shards = two_shards()
+    write_shards(folder, BITNET, shards)
+    shard = folder / next(iter(shards))
+    target = (folder / depth).resolve() / "elsewhere.safetensors"
+    target.parent.mkdir(exist_ok=True)
+    shutil.move(shard, target)
+    shard.symlink_to(os.path.relpath(target, folder))
+    check_error(folder, "is a link out of the folder", "weight_map", folder / INDEX_FILE)
+
+
+def test_a_shard_that_is_a_link_within_the_folder(tmp_path):
+    shards = two_shards()
+    write_shards(tmp_path, BITNET, shards)
+    shard = tmp_path / next(iter(shards))
+    shard.rename(tmp_path / "real.safetensors")
+    shard.symlink_to("real.safetensors")
+    load(tmp_path)
+
+
+def as_hub_cache(folder, cache):
+    """The layout of huggingface_hub's cache: snapshots/<revision> full of links into blobs/."""
+    snapshot = cache / "models--someone--model" / "snapshots" / ("0123456789abcdef" * 2 + "01234567")
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = blobs / f"{number:064x}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+@pytest.mark.parametrize("case", ["llama-f16-sharded", "bitnet-packed-offline"])
+def test_the_hub_cache(tmp_path, case):
+    snapshot = as_hub_cache(GOLDEN / case, tmp_path)
+    tokens = golden(case)["tokens"]
+    expected = model(GOLDEN / case).logits(tokens)
+    np.testing.assert_array_equal(load(snapshot).logits(tokens), expected)
+    if case == "bitnet-packed-offline":
+        np.testing.assert_array_equal(load(snapshot / SINGLE_FILE).logits(tokens), expected)
+
+
+def test_the_hub_cache_through_a_link_to_it(tmp_path):
+    snapshot = as_hub_cache(GOLDEN / "llama-f16-sharded", tmp_path / "cache")
+    (tmp_path / "link").symlink_to(snapshot)
+    load(tmp_path / "link")
+
+
+def test_a_link_out_of_a_hub_cache(tmp_path):
+    snapshot = as_hub_cache(GOLDEN / "llama-f16-sharded", tmp_path / "cache")
+    shard = snapshot / "model-00002-of-00003.safetensors"
+    outside = tmp_path / "outside.safetensors"
+    shutil.copy(shard, outside)
+    shard.unlink()
+    shard.symlink_to(outside)
+    check_error(snapshot, "link out of the folder", "weight_map", snapshot / INDEX_FILE)

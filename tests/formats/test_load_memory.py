@@ -1,0 +1,91 @@
+"""Loading a model takes the memory of its file and little more: nothing is held twice, nothing is widened whole."""
+
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import BITNET, TINY, raw_safetensors, rng, run_python
+
+LIMIT = 1.5  # times the file's size, above the baseline of the imported package
+WIDE = {
+    "vocab_size": 3000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+VALID_BYTES = np.array([b for b in range(256) if not any(b >> s & 3 == 3 for s in (0, 2, 4, 6))], dtype=np.uint8)
+
+CODE = """
+import json, re, sys
+import bitnet_ref
+from bitnet_ref.backends import choose_backend
+
+def peak():
+    # not ru_maxrss, which a child inherits from the process that started it
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
+
+choose_backend(sys.argv[2], threads=1)
+before = peak()
+m = bitnet_ref.load(sys.argv[1], backend=sys.argv[2], threads=1)
+print(json.dumps(peak() - before))
+"""
+
+
+def write_large_checkpoint(folder: Path, config: dict) -> int:
+    """A checkpoint of valid random bytes, streamed to the disk. Returns the size of model.safetensors."""
+    import json
+
+    d_model, d_ffn = config["hidden_size"], config["intermediate_size"]
+    kv = d_model // config["num_attention_heads"] * config["num_key_value_heads"]
+    packed = config["model_type"] == "bitnet"
+    entries: dict[str, tuple[str, list[int]]] = {"model.embed_tokens.weight": ("BF16", [config["vocab_size"], d_model])}
+    for i in range(config["num_hidden_layers"]):
+        block = f"model.layers.{i}."
+        shapes = {"self_attn.q_proj": (d_model, d_model), "self_attn.k_proj": (kv, d_model)}
+        shapes |= {"self_attn.v_proj": (kv, d_model), "self_attn.o_proj": (d_model, d_model)}
+        shapes |= {
+            "mlp.gate_proj": (d_ffn, d_model),
+            "mlp.up_proj": (d_ffn, d_model),
+            "mlp.down_proj": (d_model, d_ffn),
+        }
+        for name, (n_out, n_in) in shapes.items():
+            entries[f"{block}{name}.weight"] = ("U8", [n_out // 4, n_in]) if packed else ("BF16", [n_out, n_in])
+            if packed:
+                entries[f"{block}{name}.weight_scale"] = ("BF16", [1])
+        norms = {"input_layernorm": d_model, "post_attention_layernorm": d_model}
+        if packed:
+            norms |= {"self_attn.attn_sub_norm": d_model, "mlp.ffn_sub_norm": d_ffn}
+        entries |= {f"{block}{name}.weight": ("BF16", [size]) for name, size in norms.items()}
+    entries["model.norm.weight"] = ("BF16", [d_model])
+    header, end = {}, 0
+    for name, (dtype, shape) in entries.items():
+        begin, end = end, end + int(np.prod(shape)) * (1 if dtype == "U8" else 2)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    pattern = {
+        "U8": rng(1).choice(VALID_BYTES, 1 << 20).tobytes(),
+        "BF16": (rng(2).random(1 << 19) + 0.5).astype(ml_dtypes.bfloat16).tobytes(),
+    }
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(raw_safetensors(header))
+        for entry in header.values():
+            left = entry["data_offsets"][1] - entry["data_offsets"][0]
+            while left > 0:
+                left -= file.write(pattern[entry["dtype"]][:left])
+    (folder / "config.json").write_text(json.dumps(config))
+    return (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.parametrize("kind", ["packed", "dense"])
+def test_peak_of_a_load(tmp_path, backend_name, kind):
+    base = BITNET if kind == "packed" else {**TINY, "tie_word_embeddings": True}
+    config = {**base, **WIDE, "num_hidden_layers": 6 if kind == "packed" else 1}
+    size = write_large_checkpoint(tmp_path, config)
+    assert 75e6 < size < 120e6
+    growth = run_python(CODE, tmp_path, backend_name)
+    assert growth > 0.8 * size  # the measure works: the weights are in memory
+    assert growth < LIMIT * size, f"{growth / size:.2f} times the file's size"

@@ -1,0 +1,247 @@
+"""formats.safetensors: equal to the safetensors package on good files, and one clear error for every bad header."""
+
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from helpers import raw_safetensors, rng, safetensors_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitnet_ref.errors import FormatError
+from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile, write_safetensors
+
+
+def entry(dtype="F32", shape=(2,), begin=0, end=8):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def random_array(dtype, shape):
+    generator = rng(len(shape))
+    if dtype == np.bool_:
+        return generator.integers(0, 2, shape).astype(np.bool_)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return generator.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+    return generator.standard_normal(shape).astype(dtype)
+
+
+# -- good files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_against_the_package(name, tmp_path):
+    dtype = DTYPES[name]
+    written = {
+        "scalar": random_array(dtype, ()),
+        "vector": random_array(dtype, (7,)),
+        "matrix": random_array(dtype, (3, 5)),
+        "nothing": random_array(dtype, (0, 4)),
+        "cube": random_array(dtype, (2, 1, 3)),
+    }
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(written, path, metadata={"format": "np"})
+    with safetensors.safe_open(path, framework="np") as oracle, SafetensorsFile(path) as file:
+        assert set(file.tensors) == set(oracle.keys())
+        assert file.metadata == oracle.metadata()
+        for key, array in written.items():
+            mine = file.read(key)
+            assert (mine.dtype, mine.shape) == (dtype, array.shape)
+            assert mine.flags.writeable
+            assert mine.flags.owndata or mine.base is None
+            assert file.tensors[key].dtype == name
+            assert mine.tobytes() == array.tobytes() == oracle.get_tensor(key).tobytes()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
+def test_writing_is_read_by_the_package(dtype, tmp_path):
+    arrays = {"b": random_array(dtype, (4, 6)), "a": random_array(dtype, (5,))}
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, {**arrays, "view": arrays["b"].T[::2]}, {"made_by": "a test"})
+    with safetensors.safe_open(path, framework="np") as oracle:
+        assert oracle.metadata()["made_by"] == "a test"
+        for key, array in arrays.items():
+            assert oracle.get_tensor(key).tobytes() == array.tobytes()
+        assert oracle.get_tensor("view").tobytes() == np.ascontiguousarray(arrays["b"].T[::2]).tobytes()
+
+
+def test_an_empty_file_and_a_padded_header(tmp_path):
+    with SafetensorsFile(write(tmp_path / "a.safetensors", raw_safetensors({}))) as file:
+        assert file.tensors == {}
+    content = raw_safetensors(b'{"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}     ', b"\7")
+    with SafetensorsFile(write(tmp_path / "b.safetensors", content)) as file:
+        assert file.read("x").tolist() == [7]
+
+
+def test_tensors_in_any_order_in_the_header(tmp_path):
+    header = {"late": entry("U8", [2], 2, 4), "none": entry("F32", [0], 2, 2), "early": entry("U8", [2], 0, 2)}
+    with SafetensorsFile(write(tmp_path / "x.safetensors", raw_safetensors(header, b"\1\2\3\4"))) as file:
+        assert file.read("early").tolist() == [1, 2]
+        assert file.read("late").tolist() == [3, 4]
+        assert file.read("none").shape == (0,)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8), st.lists(st.integers(0, 4), max_size=3), max_size=4))
+def test_any_names_and_shapes(tmp_path_factory, shapes):
+    shapes.pop("__metadata__", None)
+    arrays = {name: random_array(np.dtype(ml_dtypes.bfloat16), tuple(shape)) for name, shape in shapes.items()}
+    path = tmp_path_factory.mktemp("st") / "x.safetensors"
+    with SafetensorsFile(write(path, safetensors_bytes(arrays))) as file:
+        assert list(file.tensors) == list(arrays)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(file.read(name), array)
+
+
+# -- bad files ---------------------------------------------------------------------------------------------------------
+
+X = b"\0" * 8  # the data of one float32 [2]
+BAD = {
+    # content: (bytes, part of the message, field)
+    "empty": (b"", "at least 8 bytes", None),
+    "seven bytes": (b"\1" * 7, "at least 8 bytes", None),
+    "header longer than the file": ((1 << 20).to_bytes(8, "little") + b"{}", "1048576 bytes", "header length"),
+    "header of 2^63": ((1 << 63).to_bytes(8, "little") + b"{}", "9223372036854775808", "header length"),
+    "header of 2^64 - 1": (b"\xff" * 8 + b"{}", "18446744073709551615", "header length"),
+    "header one byte past the end": ((3).to_bytes(8, "little") + b"{}", "the file has 10", "header length"),
+    "no header": ((0).to_bytes(8, "little"), "not valid JSON", None),
+    "not JSON": (raw_safetensors(b"{x}"), "not valid JSON", None),
+    "not UTF-8": (raw_safetensors(b'{"\xff": 1}'), "not UTF-8", None),
+    "a list": (raw_safetensors([]), "expected a JSON object", None),
+    "nested without end": (raw_safetensors(b'{"a":' * 100_000), "nested too deeply", None),
+    "an integer of 5000 digits": (raw_safetensors(b'{"a":' + b"1" * 5000 + b"}"), "not usable JSON", None),
+    "a tensor twice": (
+        raw_safetensors(b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{}}'),
+        "occurs twice",
+        "x",
+    ),
+    "dtype twice": (
+        raw_safetensors(b'{"x":{"dtype":"U8","dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+        "occurs twice",
+        "dtype",
+    ),
+    "metadata is a list": (raw_safetensors({"__metadata__": []}), "object of strings", "__metadata__"),
+    "metadata with a number": (raw_safetensors({"__metadata__": {"a": 1}}), "object of strings", "__metadata__"),
+    "entry is a list": (raw_safetensors({"x": [1]}), "expected an object", "x"),
+    "entry is null": (raw_safetensors({"x": None}), "expected an object", "x"),
+    "no dtype": (raw_safetensors({"x": {"shape": [2], "data_offsets": [0, 8]}}, X), "expected one of", "x.dtype"),
+    "unknown dtype": (raw_safetensors({"x": entry("F8_E4M3", [8])}, X), "'F8_E4M3'", "x.dtype"),
+    "dtype is a number": (raw_safetensors({"x": entry(32)}, X), "got 32", "x.dtype"),
+    "dtype is a list": (raw_safetensors({"x": entry(["F32"])}, X), "expected one of", "x.dtype"),
+    "no shape": (raw_safetensors({"x": {"dtype": "F32", "data_offsets": [0, 8]}}, X), "whole numbers", "x.shape"),
+    "shape is a number": (raw_safetensors({"x": {**entry(), "shape": 2}}, X), "whole numbers", "x.shape"),
+    "shape with a float": (raw_safetensors({"x": {**entry(), "shape": [2.0]}}, X), "whole numbers", "x.shape"),
+    "shape with a string": (raw_safetensors({"x": {**entry(), "shape": ["2"]}}, X), "whole numbers", "x.shape"),
+    "shape with true": (raw_safetensors({"x": {**entry(), "shape": [2, True]}}, X), "whole numbers", "x.shape"),
+    "negative shape": (raw_safetensors({"x": entry(shape=[-2])}, X), "whole numbers", "x.shape"),
+    "two negatives make a plus": (raw_safetensors({"x": entry(shape=[-1, -2])}, X), "whole numbers", "x.shape"),
+    "shape beyond 63 bits": (raw_safetensors({"x": entry(shape=[2**63])}, X), "whole numbers", "x.shape"),
+    "rank of 9": (raw_safetensors({"x": entry(shape=[1] * 8 + [2])}, X), "at most 8", "x.shape"),
+    "product that wraps 64 bits": (raw_safetensors({"x": entry(shape=[2**62, 4, 2])}, X), "no more than", "x.shape"),
+    "zero beside sizes no array has": (
+        raw_safetensors({"x": entry(shape=[2**62, 2**62, 0], end=0)}),
+        "no more than an array can have",
+        "x.shape",
+    ),
+    "no offsets": (raw_safetensors({"x": {"dtype": "F32", "shape": [2]}}, X), "[begin, end]", "x.data_offsets"),
+    "one offset": (raw_safetensors({"x": {**entry(), "data_offsets": [8]}}, X), "[begin, end]", "x.data_offsets"),
+    "three offsets": (
+        raw_safetensors({"x": {**entry(), "data_offsets": [0, 8, 8]}}, X),
+        "[begin, end]",
+        "x.data_offsets",
+    ),
+    "float offsets": (
+        raw_safetensors({"x": {**entry(), "data_offsets": [0, 8.0]}}, X),
+        "[begin, end]",
+        "x.data_offsets",
+    ),
+    "negative offsets": (raw_safetensors({"x": entry(begin=-8, end=0)}, X), "[begin, end]", "x.data_offsets"),
+    "end before begin": (raw_safetensors({"x": entry(begin=8, end=0)}, X), "expected 8 bytes", "x.data_offsets"),
+    "too few bytes": (raw_safetensors({"x": entry(end=7)}, X[:7]), "expected 8 bytes", "x.data_offsets"),
+    "too many bytes": (raw_safetensors({"x": entry(end=9)}, X + b"\0"), "expected 8 bytes", "x.data_offsets"),
+    "past the end": (raw_safetensors({"x": entry(begin=4, end=12)}, X), "within", "x.data_offsets"),
+    "far past the end": (raw_safetensors({"x": entry(begin=2**62, end=2**62 + 8)}, X), "within", "x.data_offsets"),
+    "overlap": (raw_safetensors({"x": entry(), "y": entry(begin=4, end=12)}, X + X[:4]), "overlaps", "y.data_offsets"),
+    "the same bytes twice": (raw_safetensors({"x": entry(), "y": entry()}, X), "overlaps", "y.data_offsets"),
+    "a hole at the start": (raw_safetensors({"x": entry(begin=1, end=9)}, X + b"\0"), "hole", "x.data_offsets"),
+    "a hole between": (
+        raw_safetensors({"x": entry(), "y": entry(begin=9, end=17)}, X + X + b"\0"),
+        "hole",
+        "y.data_offsets",
+    ),
+    "bytes left over": (raw_safetensors({"x": entry()}, X + b"\0"), "the tensors end at", None),
+    "bytes and no tensors": (raw_safetensors({}, X), "the tensors end at", None),
+    "cut data": (raw_safetensors({"x": entry()}, X[:-1]), "within", "x.data_offsets"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(case, tmp_path):
+    content, message, field = BAD[case]
+    path = write(tmp_path / "bad.safetensors", content)
+    with pytest.raises(FormatError) as caught:
+        SafetensorsFile(path)
+    assert message in caught.value.message
+    assert caught.value.path == str(path)
+    assert caught.value.field == field
+    if field is not None and "." in field:
+        assert caught.value.offset >= 8
+
+
+def test_offsets_in_errors_are_absolute(tmp_path):
+    header = {"x": entry(), "y": entry(begin=9, end=17)}
+    path = write(tmp_path / "x.safetensors", raw_safetensors(header, bytes(17)))
+    with pytest.raises(FormatError) as caught:
+        SafetensorsFile(path)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    assert caught.value.offset == 8 + length + 9
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(FormatError, match="No such file"):
+        SafetensorsFile(tmp_path / "none.safetensors")
+    with pytest.raises(FormatError, match="directory"):
+        SafetensorsFile(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_open(tmp_path):
+    """No SIGBUS, no short array: the reader does not map the file, and counts what it reads."""
+    array = np.arange(5000, dtype=np.float32)
+    path = write(tmp_path / "x.safetensors", safetensors_bytes({"x": array}))
+    with SafetensorsFile(path) as file:
+        np.testing.assert_array_equal(file.read("x"), array)
+        os.truncate(path, 1000)
+        with pytest.raises(FormatError, match="the file ends after") as caught:
+            file.read("x")
+        assert caught.value.field == "x"
+        assert caught.value.offset == file.tensors["x"].offset
+
+
+def test_a_bad_file_is_closed_again(tmp_path):
+    path = write(tmp_path / "x.safetensors", b"")
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    for _ in range(5):
+        with pytest.raises(FormatError):
+            SafetensorsFile(path)
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- writing is atomic -------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, {"x": np.ones(3, dtype=np.float32)})
+    old = path.read_bytes()
+    with pytest.raises(Exception, match="str32"):
+        write_safetensors(path, {"x": np.array(["a", "b"])})
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

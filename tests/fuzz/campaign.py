@@ -1,0 +1,253 @@
+"""A fuzzing campaign in a process of its own: mutate files of a good checkpoint, load, compute, report the outcome.
+
+    python tests/fuzz/campaign.py config 0 100        # kinds: config, weights, index, tokenizer; seeds 0 to 99
+
+Prints one JSON line for each seed before it runs and one after, so that a crash names its seed. Whatever a mutated
+file is, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors; no
+warning, no other exception, and no allocation beyond the files' size and SPARE_BYTES. A seed always makes the same
+files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+from helpers import BITNET, TINY, tiny_tensors, write_checkpoint, write_shards
+
+import bitnet_ref
+from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError, TokenizerError
+
+SPARE_BYTES = 256 << 20
+TOKENS = [1, 3, 2, 5]
+TEXT = "Once upon a time, a wörld of \U0001f600 began.\n"
+ASSETS = Path(bitnet_ref.__file__).parent / "assets" / "storyteller"
+
+HOSTILE: list[Any] = [
+    *(0, -1, 1, 2, 3, 7, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e-320, 1e300, -1e300),
+    *(float("nan"), float("inf"), float("-inf"), True, False, None, "", "0", "x" * 5000, "../x", "\0", "\ud800"),
+    *([], [[]], [[[[1]]]], {}, {"": {}}, {"a": [1, {"b": None}]}, [None] * 100, "relu2", "yarn", "bitlinear", "BF16"),
+    *(
+        {"rope_type": "yarn", "factor": 1e300},
+        {"rope_type": "dynamic", "factor": 2},
+        {"type": "linear", "factor": 1e-300},
+    ),
+]
+
+
+# -- mutations ---------------------------------------------------------------------------------------------------------
+
+
+def flip_bytes(dice: random.Random, data: bytes, within: int | None = None) -> bytes:
+    out = bytearray(data)
+    for _ in range(dice.choice([1, 1, 2, 4, 16])):
+        if out:
+            out[dice.randrange(min(len(out), within or len(out)))] = dice.randrange(256)
+    return bytes(out)
+
+
+def truncate(dice: random.Random, data: bytes) -> bytes:
+    return data[: dice.randrange(len(data) + 1)]
+
+
+def insert_bytes(dice: random.Random, data: bytes) -> bytes:
+    at = dice.randrange(len(data) + 1)
+    return data[:at] + dice.randbytes(dice.choice([1, 4, 100])) + data[at:]
+
+
+def cut_out(dice: random.Random, data: bytes) -> bytes:
+    at = dice.randrange(len(data) + 1)
+    return data[:at] + data[at + dice.choice([1, 4, 100]) :]
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value inside a JSON value."""
+    out: list[tuple[Any, Any]] = []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        out.append((value, key))
+        out.extend(places(inner))
+    return out
+
+
+def change_json(dice: random.Random, value: Any) -> None:
+    """Replace, delete, rename or nudge one value, in place."""
+    found = places(value)
+    if not found:
+        return
+    container, key = dice.choice(found)
+    action = dice.randrange(5)
+    if action == 0 and isinstance(container, dict):
+        del container[key]
+    elif action == 1 and isinstance(container, dict):
+        container[dice.choice([*container, "x", "", "__metadata__", "\ud800"])] = container.pop(key)
+    elif action == 2 and isinstance(container[key], int | float) and abs(container[key]) < 2**64:
+        container[key] += dice.choice([-1, 1, 8, -8, 2**32, 0.5])
+    else:
+        container[key] = json.loads(json.dumps(dice.choice(HOSTILE)))
+
+
+def dump(dice: random.Random, value: Any) -> bytes:
+    """As JSON text, now and then with a key twice."""
+    text = json.dumps(value).encode()
+    if dice.randrange(12) == 0 and isinstance(value, dict) and value:
+        key = dice.choice(list(value))
+        text = text[:-1] + b", " + json.dumps({key: dice.choice(HOSTILE)}).encode()[1:]
+    if dice.randrange(40) == 0:
+        text = text[:-1] + b', "deep": ' + b"[" * 100_000
+    return text
+
+
+def mutate_json(dice: random.Random, data: bytes) -> bytes:
+    if dice.randrange(3) == 0:
+        return dice.choice([flip_bytes, truncate, insert_bytes, cut_out])(dice, data)
+    value = json.loads(data)
+    for _ in range(dice.choice([1, 1, 1, 2, 5])):
+        change_json(dice, value)
+    return dump(dice, value)
+
+
+def mutate_safetensors(dice: random.Random, data: bytes) -> bytes:
+    action = dice.randrange(8)
+    length = int.from_bytes(data[:8], "little")
+    if action == 0:  # anywhere, so mostly in the weights
+        return flip_bytes(dice, data)
+    if action == 1:
+        return flip_bytes(dice, data, within=8 + length)
+    if action == 2:
+        return dice.choice([truncate, insert_bytes, cut_out])(dice, data)
+    if action == 3:
+        wrong = dice.choice([0, 1, length - 1, length + 1, len(data), 2**31, 2**63, 2**64 - 1, dice.randrange(2**64)])
+        return wrong.to_bytes(8, "little") + data[8:]
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    names = [name for name in header if name != "__metadata__"]
+    if action == 4:  # two tensors exchange names
+        a, b = dice.sample(names, 2)
+        header[a], header[b] = header[b], header[a]
+    elif action == 5:  # a tensor goes, its bytes stay or go
+        begin, end = header.pop(dice.choice(names))["data_offsets"]
+        if dice.randrange(2):
+            body = body[:begin] + body[end:]
+            for entry in header.values():
+                if isinstance(entry, dict) and entry.get("data_offsets", [0])[0] >= end:
+                    entry["data_offsets"] = [offset - (end - begin) for offset in entry["data_offsets"]]
+    else:
+        for _ in range(dice.choice([1, 1, 2])):
+            change_json(dice, header)
+    text = dump(dice, header)
+    return len(text).to_bytes(8, "little") + text + body
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def write_base(folder: Path, dice: random.Random, sharded: bool) -> None:
+    kind = dice.randrange(3)
+    if kind == 0:
+        config, tensors = BITNET, tiny_tensors(BITNET)
+    elif kind == 1:
+        scaling = dice.choice([None, {"type": "dynamic", "factor": 2.0}, {"type": "yarn", "factor": 4.0}])
+        config = {**TINY, "rope_scaling": scaling, "head_dim": dice.choice([4, 8])}
+        tensors = tiny_tensors(config)
+    else:  # 1bitLLM: master weights
+        config = {**TINY, "weight_bits": 1, "input_bits": 8}
+        tensors = tiny_tensors(config, np.float16)
+        for i in range(2):
+            tensors[f"model.layers.{i}.self_attn.inner_attn_ln.weight"] = np.ones(16, np.float16)
+            tensors[f"model.layers.{i}.mlp.ffn_layernorm.weight"] = np.ones(24, np.float16)
+    if not sharded:
+        write_checkpoint(folder, config, tensors)
+        return
+    names = sorted(tensors)
+    halves = {f"model-{i}.safetensors": {name: tensors[name] for name in names[i::2]} for i in (0, 1)}
+    write_shards(folder, config, halves)
+
+
+def mutate_checkpoint(kind: str, dice: random.Random, folder: Path) -> None:
+    write_base(folder, dice, sharded=kind == "index")
+    file = {"config": "config.json", "weights": "model.safetensors", "index": "model.safetensors.index.json"}[kind]
+    mutate = mutate_safetensors if kind == "weights" else mutate_json
+    (folder / file).write_bytes(mutate(dice, (folder / file).read_bytes()))
+
+
+def use_checkpoint(folder: Path, backend: str) -> None:
+    m = bitnet_ref.load(folder, backend=backend, threads=1)
+    tokens = [token % m.config.vocab_size for token in TOKENS][: m.config.context_length]
+    logits = m.logits(tokens)
+    assert logits.shape == (len(tokens), m.config.vocab_size)
+    assert np.isfinite(logits).all()
+
+
+def mutate_tokenizer(dice: random.Random, folder: Path) -> None:
+    for name in ("tokenizer.model", "tokenizer_config.json", "config.json", "generation_config.json"):
+        shutil.copy(ASSETS / name, folder / name)
+    if dice.randrange(2):
+        path, mutate = folder / "tokenizer_config.json", mutate_json
+    else:
+        path, mutate = folder / "tokenizer.model", dice.choice([flip_bytes, truncate, insert_bytes, cut_out])
+    path.write_bytes(mutate(dice, path.read_bytes()))
+
+
+def use_tokenizer(folder: Path) -> None:
+    from bitnet_ref.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode(TEXT)
+    assert all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids)
+    assert isinstance(tokenizer.decode(ids), str)
+    assert all(isinstance(i, int) for i in tokenizer.eos_ids)
+
+
+def outcome(use: Callable[[], None], folder: Path) -> str:
+    """The class name of the error of ours, or "ok"; anything else is raised."""
+    try:
+        use()
+        return "ok"
+    except BitNetRefError as raised:
+        error = raised
+    str(error).encode("utf-8", "backslashreplace")
+    if isinstance(error, FormatError | ConfigError | TokenizerError):
+        assert error.path is not None, f"an error about a file that does not name it: {error}"
+        assert str(folder) in error.path
+    return type(error).__name__
+
+
+def run(kind: str, first: int, last: int) -> None:
+    warnings.simplefilter("error")
+    backends = [name for name, why_not in bitnet_ref.available_backends().items() if why_not is None]
+    tracemalloc.start()
+    for seed in range(first, last):
+        print(json.dumps({"seed": seed}), flush=True)
+        dice = random.Random(f"{kind} {seed}")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if kind == "tokenizer":
+                mutate_tokenizer(dice, folder)
+            else:
+                mutate_checkpoint(kind, dice, folder)
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            if kind == "tokenizer":
+                found = outcome(lambda folder=folder: use_tokenizer(folder), folder)
+            else:
+                backend = backends[seed % len(backends)]
+                found = outcome(lambda folder=folder, backend=backend: use_checkpoint(folder, backend), folder)
+            taken = tracemalloc.get_traced_memory()[1] - before
+            assert taken < size + SPARE_BYTES, f"seed {seed}: {taken} bytes allocated for files of {size}"
+        print(json.dumps({"seed": seed, "outcome": found}), flush=True)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

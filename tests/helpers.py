@@ -1,0 +1,186 @@
+"""What several test files need: paths, tiny checkpoints written in NumPy alone, raw bytes, child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file
+
+import bitnet_ref
+from bitnet_ref.backends import Backend
+from bitnet_ref.formats.packing import hf_from_ternary
+from bitnet_ref.quantization import quantize_weights
+from bitnet_ref.weights import LinearWeight
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = DATA / "golden"
+GOLDEN_CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+SEED = 20240227  # the day the b1.58 paper appeared
+
+
+def rng(*more: int) -> np.random.Generator:
+    return np.random.default_rng([SEED, *more])
+
+
+@cache
+def golden(case: str) -> dict[str, np.ndarray]:
+    """tokens, logits, hidden.N and logits64 of a golden case; see data/make_golden.py."""
+    return load_file(GOLDEN / case / "golden.safetensors")
+
+
+@cache
+def model(path: str | Path, backend: str = "numpy", threads: int = 2, dtype: str = "float32") -> bitnet_ref.Model:
+    """A loaded model, kept for all tests: models hold no state. Only for files that no test changes."""
+    return bitnet_ref.load(path, backend=backend, threads=threads, dtype=dtype)
+
+
+# -- tiny checkpoints --------------------------------------------------------------------------------------------------
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+}
+BITNET: dict[str, Any] = {
+    **TINY,
+    "model_type": "bitnet",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "quantization_config": {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "offline",
+    },
+}
+
+
+def tiny_tensors(config: dict[str, Any], dtype: Any = ml_dtypes.bfloat16, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tensors, under Hugging Face's names, for a config like TINY (dense) or BITNET (packed, multiply)."""
+    generator = rng(seed)
+    d_model, d_ffn = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or d_model // config["num_attention_heads"]
+    query, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    tensors: dict[str, np.ndarray] = {}
+
+    def normal(*shape: int, std: float) -> np.ndarray:
+        return (generator.standard_normal(shape) * std).astype(np.float32)
+
+    def norm(name: str, size: int) -> None:
+        tensors[name] = (1 + normal(size, std=0.1)).astype(dtype)
+
+    def linear(name: str, n_out: int, n_in: int) -> None:
+        w = normal(n_out, n_in, std=n_in**-0.5)
+        if config["model_type"] == "bitnet":
+            w_t, scale = quantize_weights(w)
+            tensors[f"{name}.weight"] = hf_from_ternary(w_t)
+            tensors[f"{name}.weight_scale"] = np.array([scale]).astype(dtype)
+        else:
+            tensors[f"{name}.weight"] = w.astype(dtype)
+
+    tensors["model.embed_tokens.weight"] = normal(config["vocab_size"], d_model, std=0.5).astype(dtype)
+    for i in range(config["num_hidden_layers"]):
+        block = f"model.layers.{i}."
+        norm(block + "input_layernorm.weight", d_model)
+        norm(block + "post_attention_layernorm.weight", d_model)
+        if config["model_type"] == "bitnet":
+            norm(block + "self_attn.attn_sub_norm.weight", query)
+            norm(block + "mlp.ffn_sub_norm.weight", d_ffn)
+        linear(block + "self_attn.q_proj", query, d_model)
+        linear(block + "self_attn.k_proj", kv, d_model)
+        linear(block + "self_attn.v_proj", kv, d_model)
+        linear(block + "self_attn.o_proj", d_model, query)
+        linear(block + "mlp.gate_proj", d_ffn, d_model)
+        linear(block + "mlp.up_proj", d_ffn, d_model)
+        linear(block + "mlp.down_proj", d_model, d_ffn)
+    norm("model.norm.weight", d_model)
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = normal(config["vocab_size"], d_model, std=d_model**-0.5).astype(dtype)
+    return tensors
+
+
+_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "uint8": "U8", "int8": "I8"}
+_NAMES |= {"int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "U64"}
+_NAMES |= {"bool": "BOOL"}
+
+
+def safetensors_bytes(tensors: dict[str, np.ndarray]) -> bytes:
+    """A safetensors file, put together here rather than by the library that the reader is compared with."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        end = len(data) + array.nbytes
+        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [len(data), end]}
+        data += array.tobytes()
+    return raw_safetensors(header, data)
+
+
+def raw_safetensors(header: Any, data: bytes = b"") -> bytes:
+    """A file with that header (any JSON value, or bytes as they are) and that data: right or wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> Path:
+    """A Hugging Face folder: config.json and model.safetensors (random tensors that fit, if none are given)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tiny_tensors(config) if tensors is None else tensors))
+    return folder
+
+
+def write_shards(folder: Path, config: dict[str, Any], shards: dict[str, dict[str, np.ndarray]]) -> dict[str, str]:
+    """A sharded folder: file name -> its tensors. Returns the weight_map that it wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    for file, tensors in shards.items():
+        (folder / file).write_bytes(safetensors_bytes(tensors))
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# -- single weights ----------------------------------------------------------------------------------------------------
+
+
+def random_ternary(generator: np.random.Generator, n_out: int, n_in: int) -> np.ndarray:
+    return generator.integers(-1, 2, (n_out, n_in), dtype=np.int8)
+
+
+def prepared(be: Backend, *ws: LinearWeight) -> tuple[LinearWeight, ...]:
+    """The weights in the backend's own layout, as the loader hands them to the model."""
+    return tuple(be.prepare(w) for w in ws)
+
+
+# -- child processes ---------------------------------------------------------------------------------------------------
+
+
+def run_python(code: str, *arguments: str | Path, env: dict[str, str] | None = None) -> Any:
+    """Run the code in a fresh interpreter with those arguments; the JSON value that it prints last is the result."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-3000:]}"
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,27 @@
+"""The examples in public docstrings run and give what they show."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import bitnet_ref
+
+MODULES = [
+    info.name
+    for info in pkgutil.walk_packages(bitnet_ref.__path__, "bitnet_ref.")
+    if not info.name.endswith(("__main__", "._cpu"))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def test_there_are_examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    modules = [importlib.import_module(f"bitnet_ref.{name}") for name in ("quantization", "kv_cache")]
+    assert all(any(test.examples for test in finder.find(module)) for module in modules)
