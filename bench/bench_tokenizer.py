@@ -66,7 +66,8 @@ def main() -> None:
 
     decoded = [tokenizer.decode(ids) for ids in batch]
     assert tokenizer.encode_batch(texts) == batch, "the batch differs from the texts one by one"
-    assert decoded == texts and stream() == decoded, "the text does not come back"
+    assert decoded == texts, "the text does not come back"
+    assert stream() == decoded, "the stream differs from the text"
 
     speeds = {
         "encode_single": tokens_per_s(tokens, lambda: [tokenizer.encode(text) for text in texts], options.repeats),

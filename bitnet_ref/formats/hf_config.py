@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig
 from ..errors import ConfigError
-from .json_file import read_json_object
+from ..json_file import read_json_object
 
 MAX_CONFIG_BYTES = 1 << 20
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..config import ModelConfig
 from ..errors import FormatError
+from ..json_file import read_json_object
 from ..weights import ATTENTION_LINEARS, DenseWeight, InputNorm, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
-from .json_file import read_json_object
 from .packing import pack_from_hf
 from .safetensors import SafetensorsFile, TensorInfo
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory
+from ..json_file import parse_json_object
 from .atomic import atomic_path
-from .json_file import parse_json_object
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),

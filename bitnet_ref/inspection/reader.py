@@ -18,8 +18,8 @@ from ..config import ModelConfig
 from ..errors import BitNetRefError, ConfigError, FormatError, TokenizerError
 from ..formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
 from ..formats.hf_folder import CheckpointTensors, WeightReader
-from ..formats.json_file import read_json_object
 from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
+from ..json_file import read_json_object
 from ..weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, TernaryWeight
 from .facts import (
     Finding,

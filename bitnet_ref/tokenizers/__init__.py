@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.base import Tokenizer
-from bitnet_ref.tokenizers.files import MAX_VOCABULARY_BYTES, read_file
-from bitnet_ref.tokenizers.settings import TokenizerSettings, read_settings
-from bitnet_ref.tokenizers.streaming import StreamDecoder
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .files import MAX_VOCABULARY_BYTES, read_file
+from .settings import TokenizerSettings, read_settings
+from .streaming import StreamDecoder
 
 __all__ = ["StreamDecoder", "Tokenizer", "TokenizerSettings", "load_tokenizer", "read_settings"]
 
@@ -33,11 +33,11 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     if not root.is_dir():
         raise TokenizerError("is not a folder; give the folder that holds the tokenizer's files", path=root)
     if json_path.exists():
-        from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
+        from .hf_tokenizer import HfTokenizer
 
         return HfTokenizer(read_file(json_path, MAX_VOCABULARY_BYTES), read_settings(root), path=json_path)
     if model_path.exists():
-        from bitnet_ref.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+        from .sentencepiece_tokenizer import SentencePieceTokenizer
 
         return SentencePieceTokenizer(read_file(model_path, MAX_VOCABULARY_BYTES), read_settings(root), path=model_path)
     raise TokenizerError("no tokenizer here: looked for tokenizer.json and tokenizer.model", path=root)

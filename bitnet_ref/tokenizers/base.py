@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
-from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
-from bitnet_ref.tokenizers.files import check_unicode
-from bitnet_ref.tokenizers.settings import TokenizerSettings
-from bitnet_ref.tokenizers.streaming import Detokenizer, StreamDecoder
+from ..errors import TokenizerError
+from .chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
+from .files import check_unicode
+from .settings import TokenizerSettings
+from .streaming import Detokenizer, StreamDecoder
 
 END_OF_TURN = "<|eot_id|>"  # Llama 3 and BitNet 2B-4T: a chat model ends its turns with it, and not with eos_token
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bitnet_ref.errors import TokenizerError
+from ..errors import TokenizerError
 
 # BitNet b1.58 2B-4T: BOS, then `Role: content<|eot_id|>` for each message, then `Assistant: `. The trailing space is
 # part of it: without it the model's first token is another one. Used for that family when no file brings a template.
@@ -75,7 +75,7 @@ class ChatTemplate:
     def __init__(self, source: str, *, path: str | os.PathLike[str] | None = None) -> None:
         """Raises TokenizerError, with the line, if it is no template or uses what chat templates may not."""
         try:
-            from bitnet_ref.tokenizers import template_sandbox
+            from . import template_sandbox
         except ImportError as error:
             raise TokenizerError("chat templates need jinja2: pip install jinja2", path=path) from error
         self.source, self.path = source, path

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import stat
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from bitnet_ref.errors import TokenizerError
+from .. import json_file
+from ..errors import TokenizerError
 
 MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
 MAX_CONFIG_BYTES = 4 << 20  # tokenizer_config.json lists every added token: 1.2 MB in the largest published ones
@@ -19,43 +17,12 @@ MAX_TOKEN_ID = 1 << 24  # published vocabularies end near 2^18; beyond this an i
 
 def read_file(path: Path, limit: int) -> bytes:
     """The bytes of a regular file of at most `limit` bytes. Raises TokenizerError for anything else."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-            raise TokenizerError("is not a regular file", path=path)
-        with open(path, "rb") as file:
-            data = file.read(limit + 1)  # the size on disk is not believed: the file may be growing
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"cannot be read: {error}", path=path) from error
-    if len(data) > limit:
-        raise TokenizerError(f"is larger than {limit} bytes, the most that such a file may have", path=path)
-    return data
+    return json_file.read_bounded(path, TokenizerError, limit)
 
 
 def parse_json_object(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """JSON text whose top level is an object. Duplicate keys, NaN and Infinity are errors, not choices."""
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            count = Counter(key for key, _ in pairs)
-            twice = next(key for key in count if count[key] > 1)
-            raise TokenizerError("the key stands twice in one object", path=path, field=twice)
-        return result
-
-    def no_constant(name: str) -> NoReturn:
-        raise TokenizerError(f"{name} is not JSON", path=path)
-
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
-    except UnicodeDecodeError as error:
-        raise TokenizerError("is not UTF-8", path=path, offset=error.start) from error
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"is not JSON: {error.msg}", path=path, offset=error.pos) from error
-    except (RecursionError, ValueError) as error:  # nesting past any use; integers of thousands of digits
-        raise TokenizerError(f"is not JSON that can be read: {error}", path=path) from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"expected a JSON object, got {type(value).__name__}", path=path)
-    return value
+    """JSON text whose top level is an object. Raises TokenizerError for anything else."""
+    return json_file.parse_json_object(data, TokenizerError, path)
 
 
 def read_json_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ref.tokenizers.streaming import (
+from .streaming import (
     ByteDetokenizer,
     ByteRunDetokenizer,
     Detokenizer,

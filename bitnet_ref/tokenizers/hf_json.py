@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.files import token_id, typed
-from bitnet_ref.tokenizers.hf_decoders import BYTE_TOKEN
+from ..errors import TokenizerError
+from .files import token_id, typed
+from .hf_decoders import BYTE_TOKEN
 
 MAX_GROWTH = 1024  # characters that the normalizer may make of one; real files stay under 10
 Path = str | os.PathLike[str] | None

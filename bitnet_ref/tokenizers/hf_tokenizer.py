@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.base import Tokenizer
-from bitnet_ref.tokenizers.files import MAX_TOKEN_ID, parse_json_object
-from bitnet_ref.tokenizers.hf_decoders import Decoding, read_decoder
-from bitnet_ref.tokenizers.hf_json import check_tokenizer_json, post_processor_affixes
-from bitnet_ref.tokenizers.settings import TokenizerSettings
-from bitnet_ref.tokenizers.streaming import Detokenizer
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .files import MAX_TOKEN_ID, parse_json_object
+from .hf_decoders import Decoding, read_decoder
+from .hf_json import check_tokenizer_json, post_processor_affixes
+from .settings import TokenizerSettings
+from .streaming import Detokenizer
 
 T = TypeVar("T")
 

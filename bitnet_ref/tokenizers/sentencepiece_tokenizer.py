@@ -12,12 +12,12 @@ import os
 import re
 from typing import Any
 
-from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.base import Tokenizer
-from bitnet_ref.tokenizers.files import MAX_TOKEN_ID
-from bitnet_ref.tokenizers.sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
-from bitnet_ref.tokenizers.settings import AddedToken, TokenizerSettings
-from bitnet_ref.tokenizers.streaming import ByteDetokenizer, Detokenizer
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .files import MAX_TOKEN_ID
+from .sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
+from .settings import AddedToken, TokenizerSettings
+from .streaming import ByteDetokenizer, Detokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):

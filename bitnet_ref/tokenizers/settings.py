@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.files import (
+from ..errors import TokenizerError
+from .files import (
     MAX_CONFIG_BYTES,
     check_unicode,
     optional,
@@ -183,7 +183,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any], config_path: Path) -
         try:
             return read_file(jinja_path, MAX_CONFIG_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise TokenizerError("is not UTF-8", path=jinja_path, offset=error.start) from error
+            raise TokenizerError("not UTF-8 text", path=jinja_path, offset=error.start) from error
     value = config.get("chat_template")
     if isinstance(value, list):
         templates: dict[str, Any] = {}

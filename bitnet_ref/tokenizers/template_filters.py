@@ -18,7 +18,7 @@ from jinja2.filters import FILTERS
 from jinja2.runtime import Context, Macro, Undefined
 from jinja2.utils import Namespace, _PassArg, pass_context
 
-from bitnet_ref.tokenizers.template_limits import LimitError, current, measure
+from .template_limits import LimitError, current, measure
 
 STRING_METHODS = """
     capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle

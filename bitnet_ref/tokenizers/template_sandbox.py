@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from bitnet_ref.tokenizers.template_filters import (
+from .template_filters import (
     FILTERS_ALLOWED,
     GLOBALS,
     METHODS,
@@ -29,7 +29,7 @@ from bitnet_ref.tokenizers.template_filters import (
     size_after_replace,
     text_of,
 )
-from bitnet_ref.tokenizers.template_limits import (
+from .template_limits import (
     MAX_INTEGER,
     MAX_MACRO_DEPTH,
     Budget,

@@ -329,5 +329,5 @@ def test_the_offset_of_a_syntax_error_is_in_bytes(tmp_path):
 
 def test_a_folder_named_config_json(tmp_path):
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         read_hf_config(tmp_path / "config.json")

@@ -56,7 +56,8 @@ def test_the_2b4t_family_without_a_template(kinds: dict[str, Tokenizer]) -> None
     assert tokenizer.apply_chat_template(messages) == text
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == text.removesuffix("Assistant: ")
     ids = tokenizer.apply_chat_template(messages, tokenize=True)
-    assert ids == tokenizer.encode(text) and ids.count(tokenizer.bos_id) == 1
+    assert ids == tokenizer.encode(text)
+    assert ids.count(tokenizer.bos_id) == 1
     assert ids.count(tokenizer.token_to_id(EOT)) == 2
 
 

@@ -120,7 +120,8 @@ def test_side_files_add_tokens(make_folder: Maker, byte_level_json: Table) -> No
     )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.vocab_size == size + 2
-    assert tokenizer.pad_id == size and tokenizer.is_special(size)
+    assert tokenizer.pad_id == size
+    assert tokenizer.is_special(size)
     assert tokenizer.encode("<pad><call>", add_special_tokens=False) == [size, size + 1]
     assert tokenizer.decode([size, size + 1]) == "<call>"
     assert tokenizer.eos_ids == (2, 1, size + 1)
@@ -133,7 +134,8 @@ def test_a_normalized_added_token_streams_as_it_decodes(llama_json: Table) -> No
     table["added_tokens"].append({"id": size, "content": "foo bar", **flags})
     tokenizer = load(table)
     ids = tokenizer.encode("the foo bar", add_special_tokens=False)
-    assert size in ids and tokenizer.id_to_token(size) == "foo bar"
+    assert size in ids
+    assert tokenizer.id_to_token(size) == "foo bar"
     decoder = tokenizer.stream_decoder()
     text = "".join(map(decoder.push, ids)) + decoder.flush()
     assert text == tokenizer.decode(ids)

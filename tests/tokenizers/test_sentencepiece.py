@@ -38,7 +38,8 @@ def test_the_oracles_prompts_and_texts(storyteller: Tokenizer, case: dict) -> No
 
 def test_what_it_says_of_itself(storyteller: Tokenizer) -> None:
     assert (storyteller.vocab_size, storyteller.bos_id, storyteller.eos_ids) == (4096, 1, (2,))
-    assert storyteller.token_to_id("</s>") == 2 and storyteller.id_to_token(2) == "</s>"
+    assert storyteller.token_to_id("</s>") == 2
+    assert storyteller.id_to_token(2) == "</s>"
     assert storyteller.token_to_id("no such token") is None
     assert storyteller.chat_template is None
 
@@ -107,7 +108,8 @@ def test_added_tokens() -> None:
     assert tokenizer.vocab_size == 4101
     assert pieces(tokenizer, "a<sep>b") == ["\u2581a", "<sep>", "b"]
     assert pieces(tokenizer, "a  <pad>  b") == ["\u2581a", "<pad>", "b"]
-    assert "word" in pieces(tokenizer, "a word b") and "word" not in pieces(tokenizer, "words")
+    assert "word" in pieces(tokenizer, "a word b")
+    assert "word" not in pieces(tokenizer, "words")
     assert tokenizer.decode([4096, 4097]) == "<sep>"
     assert tokenizer.eos_ids == (4097, 2)
     assert tokenizer.encode("a") == [1, 262, 4097]
@@ -224,7 +226,8 @@ def test_no_damaged_model_ends_the_process() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     loaded, refused = map(int, done.stdout.split())
-    assert loaded + refused == 80 and refused > 10
+    assert loaded + refused == 80
+    assert refused > 10
 
 
 def test_normalizing_models_stream_too(tmp_path: Path) -> None:
