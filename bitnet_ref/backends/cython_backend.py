@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -76,6 +77,11 @@ class PanelWeight(TernaryLinear):
     w_dequant_scale: np.float32
     bias: NDArray[np.float32] | None = None
     input_norm: InputNorm | None = None
+    kernel_view: Any = field(init=False, repr=False)  # the same, as the kernels take it
+
+    def __post_init__(self) -> None:
+        view = _cpu.Panels(self.panels, self.out_features, self.in_features, self.w_dequant_scale, self.bias)
+        object.__setattr__(self, "kernel_view", view)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,15 +96,6 @@ class PanelWeight(TernaryLinear):
         packed = np.empty((self.out_features, columns), dtype=np.uint8)
         _cpu.unpack_panels(self.panels, packed)
         return quantization.unpack_ternary(packed, self.in_features)
-
-
-@dataclass(frozen=True, eq=False)
-class _Quantized:
-    """Activations ready for the kernels: rows padded with zeros to whole blocks, and their sums."""
-
-    x_q: NDArray[np.int8]  # (N, 16 ceil(K/16))
-    x_quant_scale: NDArray[np.float32]  # (N, 1)
-    x_sum: NDArray[np.int32]  # (N,)
 
 
 class CythonBackend(Backend):
@@ -125,7 +122,7 @@ class CythonBackend(Backend):
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
         y = np.empty(x.shape, dtype=np.float32)
-        if (row := _cpu.rms_norm(_floats(x), weight, eps, y, self._set)) >= 0:
+        if (row := _cpu.rms_norm(_floats(x), weight, eps, y, self.threads, self._set)) >= 0:
             raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
         return y
 
@@ -140,8 +137,12 @@ class CythonBackend(Backend):
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
-        quantized = self._quantize(x)
-        return quantized.x_q[:, : x.shape[1]], quantized.x_quant_scale
+        rows, columns = x.shape
+        x_q = np.empty((rows, columns), dtype=np.int8)
+        x_quant_scale, x_sum = np.empty((rows, 1), dtype=np.float32), np.empty(rows, dtype=np.int32)
+        if (row := _cpu.quantize(_floats(x), x_q, x_quant_scale, x_sum, self._set)) >= 0:
+            raise _not_finite(row)
+        return x_q, x_quant_scale
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
@@ -178,38 +179,23 @@ class CythonBackend(Backend):
             return super().gated(gate, up, activation)
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         y = np.empty(gate.shape, dtype=np.float32)
-        _cpu.gated(_floats(gate), _floats(up), activation == "silu", y, self._set)
+        _cpu.gated(_floats(gate), _floats(up), activation == "silu", y, self.threads, self._set)
         return y
 
     # -- fused ---------------------------------------------------------------------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        outputs, shared = [], None
+        if all(isinstance(w, TernaryLinear) and w.input_norm is None for w in ws):
+            return self._bit_linears(x, [self._panels(w) for w in ws])
+        outputs = []
         for w in ws:
             if isinstance(w, DenseWeight):
                 y = self.dense_matmul(x, w)
                 outputs.append(y if w.bias is None else y + w.bias)
-                continue
-            assert isinstance(w, TernaryLinear)
-            require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-            if w.input_norm is not None:
-                quantized = self._quantize(self.rms_norm(x, w.input_norm.weight, w.input_norm.eps))
             else:
-                quantized = shared = shared or self._quantize(x)
-            panels = self._panels(w)
-            y = np.empty((len(x), panels.out_features), dtype=np.float32)
-            _cpu.bit_linear(
-                quantized.x_q,
-                quantized.x_sum,
-                quantized.x_quant_scale,
-                panels.panels,
-                w.w_dequant_scale,
-                w.bias,
-                y,
-                self.threads,
-                self._set,
-            )
-            outputs.append(y)
+                panels = self._panels(w)
+                norm = panels.input_norm
+                outputs += self._bit_linears(x if norm is None else self.rms_norm(x, norm.weight, norm.eps), [panels])
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
@@ -223,19 +209,24 @@ class CythonBackend(Backend):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _quantize(self, x: NDArray) -> _Quantized:
-        rows, columns = x.shape
-        x_q = np.empty((rows, -(-columns // _cpu.block_k) * _cpu.block_k), dtype=np.int8)
-        x_quant_scale, x_sum = np.empty((rows, 1), dtype=np.float32), np.empty(rows, dtype=np.int32)
-        if (row := _cpu.quantize(_floats(x), x_q, x_quant_scale, x_sum, self._set)) >= 0:
-            raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
-        return _Quantized(x_q, x_quant_scale, x_sum)
+    def _bit_linears(self, x: NDArray, ws: list[PanelWeight]) -> tuple[NDArray, ...]:
+        """BitLinears of the same x, which is quantised once, in one call."""
+        for w in ws:
+            require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        ys = [np.empty((len(x), w.out_features), dtype=np.float32) for w in ws]
+        if (row := _cpu.bit_linears(_floats(x), [w.kernel_view for w in ws], ys, self.threads, self._set)) >= 0:
+            raise _not_finite(row)
+        return tuple(ys)
 
-    def _panels(self, w: TernaryLinear) -> PanelWeight:
+    def _panels(self, w: LinearWeight) -> PanelWeight:
         """The weight as panels: what `prepare` made of it, or made here for one that was not prepared."""
         panels = w if isinstance(w, PanelWeight) else self.prepare(w)
         assert isinstance(panels, PanelWeight)
         return panels
+
+
+def _not_finite(row: int) -> NumericsError:
+    return NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
 
 
 def _floats(x: NDArray) -> NDArray[np.float32]:

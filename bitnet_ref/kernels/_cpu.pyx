@@ -6,6 +6,7 @@ how many rows there are, does not change what is computed. The GIL is released; 
 """
 
 from cython.parallel cimport parallel, prange
+from libc.math cimport NAN
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t
 from libc.stdlib cimport abort, free
 from libc.string cimport memset
@@ -24,9 +25,9 @@ cdef extern from "kernels.h" nogil:
         void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *) noexcept nogil
         void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
-        void (*scores)(const float *, size_t, size_t, const float *, size_t, size_t, double, float *, size_t) noexcept nogil
-        void (*softmax)(float *, size_t) noexcept nogil
-        void (*values)(const float *, const float *, size_t, size_t, size_t, double *) noexcept nogil
+        size_t (*attend_workspace)(size_t, size_t, size_t) noexcept nogil
+        void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *,
+                       float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
@@ -53,6 +54,7 @@ cdef enum:
     PANEL_BYTES_A_THREAD = 65536
     DENSE_BYTES_A_THREAD = 262144
     ATTENTION_FLOATS_A_THREAD = 65536
+    FLOATS_A_THREAD = 65536  # of the steps that go through a token once
 
 
 def kernel_sets():
@@ -139,41 +141,107 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
         free(scratch)
 
 
-def bit_linear(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const float[:, ::1] x_quant_scale,
-               const uint8_t[:, ::1] panels, float w_dequant_scale, bias, float[:, ::1] y, int threads,
-               Py_ssize_t kernels):
-    """ternary_matmul and dequantize in one: y (M, N) = acc * (w_dequant_scale / x_quant_scale) (+ bias)"""
-    cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = y.shape[1], n_panels = panels.shape[0], p, m, rows
-    cdef Py_ssize_t n_blocks = wide // BLOCK_K
-    cdef const float[::1] bias_view
-    cdef const float *bias_values = NULL
-    if (y.shape[0] != M or x_sum.shape[0] != M or x_quant_scale.shape[0] != M or wide % BLOCK_K
-            or panels.shape[1] != n_blocks * BLOCK_BYTES or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
-        raise ValueError(f"bit_linear: x_q {M, wide}, panels {n_panels, panels.shape[1]}, y {y.shape[0], N}")
-    if bias is not None:
-        bias_view = bias
-        if bias_view.shape[0] != N:
-            raise ValueError(f"bit_linear: bias {bias_view.shape[0]}, expected {N}")
-        bias_values = &bias_view[0]
-    if M == 0:
-        return
+cdef class Panels:
+    """One ternary matrix, ready to be multiplied: its panels, its scale, its bias."""
+    cdef const uint8_t[:, ::1] panels
+    cdef const float[::1] bias
+    cdef const float *bias_values
+    cdef Py_ssize_t n_out, n_in, n_blocks
+    cdef float w_dequant_scale
+
+    def __init__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias):
+        self.panels, self.n_out, self.n_in, self.w_dequant_scale = panels, n_out, n_in, w_dequant_scale
+        self.n_blocks = (n_in + BLOCK_K - 1) // BLOCK_K
+        if panels.shape[0] != (n_out + PANEL_ROWS - 1) // PANEL_ROWS or panels.shape[1] != self.n_blocks * BLOCK_BYTES:
+            raise ValueError(f"Panels: {panels.shape[0], panels.shape[1]} for {n_out, n_in}")
+        self.bias_values = NULL
+        if bias is not None:
+            self.bias = bias
+            if self.bias.shape[0] != n_out:
+                raise ValueError(f"Panels: bias {self.bias.shape[0]}, expected {n_out}")
+            self.bias_values = &self.bias[0]
+
+
+cdef enum:
+    MAX_LINEARS = 8  # of one call
+
+
+def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t kernels):
+    """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
+
+    Returns -1, or the first row of x that holds NaN or Inf. One parallel region instead of one for each step and matrix:
+    for one token of a 2560-wide block the steps between the products took a tenth of the time.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, m, item, p, rows, bad = -1, total = 0, bytes_ = 0
+    cdef Py_ssize_t n_blocks = (K + BLOCK_K - 1) // BLOCK_K, wide = n_blocks * BLOCK_K
+    cdef Panels w
+    cdef float[:, ::1] y
+    cdef const uint8_t *panels[MAX_LINEARS]
+    cdef const float *biases[MAX_LINEARS]
+    cdef float *outs[MAX_LINEARS]
+    cdef Py_ssize_t first[MAX_LINEARS + 1]
+    cdef Py_ssize_t n_out[MAX_LINEARS]
+    cdef float scales[MAX_LINEARS]
+    if count > MAX_LINEARS or len(ys) != count or threads < 1:
+        raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
+    for i in range(count):
+        w, y = ws[i], ys[i]
+        if w.n_in != K or y.shape[0] != M or y.shape[1] != w.n_out:
+            raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
+        first[i] = total
+        total += w.panels.shape[0]
+        bytes_ += w.panels.shape[0] * w.panels.shape[1]
+        panels[i], biases[i], scales[i], n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
+        outs[i] = &y[0, 0] if M else NULL
+    first[count] = total
+    if M == 0 or count == 0:
+        return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    cdef const kernel_set *ternary = chosen
     if chosen.max_k and <size_t> wide > chosen.max_k:
-        chosen = &KERNEL_SETS[0]
-    cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_A_THREAD, threads)
+        ternary = &KERNEL_SETS[0]
+    cdef int8_t *x_q
+    cdef int32_t *x_sum
+    cdef float *x_quant_scale
     cdef void *scratch = NULL
     cdef int32_t *acc = NULL
-    with nogil, parallel(num_threads=team):
-        scratch = aligned_scratch(SCRATCH_BYTES)
-        acc = <int32_t *> aligned_scratch(M * PANEL_ROWS * sizeof(int32_t))
-        for p in prange(n_panels, schedule="static"):
-            rows = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
-            chosen.ternary_panel(&panels[p, 0], n_blocks, &x_q[0, 0], wide, M, &x_sum[0], acc, PANEL_ROWS, rows, scratch)
-            for m in range(M):
-                chosen.dequantize(acc + m * PANEL_ROWS, rows, w_dequant_scale, x_quant_scale[m, 0],
-                                  bias_values + p * PANEL_ROWS if bias_values != NULL else NULL, &y[m, p * PANEL_ROWS])
-        free(acc)
-        free(scratch)
+    cdef int team = threads_for(M * K, FLOATS_A_THREAD, threads)
+    with nogil:
+        x_q = <int8_t *> aligned_scratch(M * wide)
+        x_sum = <int32_t *> aligned_scratch(M * sizeof(int32_t))
+        x_quant_scale = <float *> aligned_scratch(M * sizeof(float))
+        for m in prange(M, num_threads=team, schedule="static"):
+            if wide > K:
+                memset(x_q + m * wide + K, 0, wide - K)
+            if not chosen.quantize(&x[m, 0], K, x_q + m * wide, x_quant_scale + m, x_sum + m):
+                x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
+        for m in range(M):
+            if x_quant_scale[m] == 0:
+                bad = m
+                break
+        if bad < 0:
+            team = threads_for(bytes_ * M, PANEL_BYTES_A_THREAD, threads)
+            with parallel(num_threads=team):
+                scratch = aligned_scratch(SCRATCH_BYTES)
+                acc = <int32_t *> aligned_scratch(M * PANEL_ROWS * sizeof(int32_t))
+                for item in prange(total, schedule="static"):
+                    i = 0
+                    while item >= first[i + 1]:
+                        i = i + 1
+                    p = item - first[i]
+                    rows = min(<Py_ssize_t> PANEL_ROWS, n_out[i] - p * PANEL_ROWS)
+                    ternary.ternary_panel(panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks, x_q, wide, M, x_sum, acc,
+                                          PANEL_ROWS, rows, scratch)
+                    for m in range(M):
+                        chosen.dequantize(acc + m * PANEL_ROWS, rows, scales[i], x_quant_scale[m],
+                                          biases[i] + p * PANEL_ROWS if biases[i] != NULL else NULL,
+                                          outs[i] + m * n_out[i] + p * PANEL_ROWS)
+                free(acc)
+                free(scratch)
+        free(x_q)
+        free(x_sum)
+        free(x_quant_scale)
+    return bad
 
 
 def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, ::1] x_quant_scale, bias,
@@ -194,27 +262,31 @@ def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, 
             KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], bias_values, &y[m, 0])
 
 
-def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:, ::1] y, Py_ssize_t kernels):
+def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:, ::1] y, int threads, Py_ssize_t kernels):
     """y = x / sqrt(mean(x^2) + eps) * weight. Returns -1, or the first row that holds NaN or Inf."""
     cdef Py_ssize_t M = x.shape[0], D = x.shape[1], m
     if weight.shape[0] != D or y.shape[0] != M or y.shape[1] != D:
         raise ValueError(f"rms_norm: x {M, D}, weight {weight.shape[0]}, y {y.shape[0], y.shape[1]}")
-    with nogil:
-        for m in range(M):
-            if not KERNEL_SETS[kernels].rms_norm(&x[m, 0], &weight[0], D, eps, &y[m, 0]):
-                with gil:
-                    return m
+    cdef int team = threads_for(M * D, FLOATS_A_THREAD, threads)
+    for m in prange(M, nogil=True, num_threads=team, schedule="static"):
+        if not KERNEL_SETS[kernels].rms_norm(&x[m, 0], &weight[0], D, eps, &y[m, 0]):
+            y[m, 0] = NAN  # the mark of a bad row: no good one has it
+    for m in range(M if D else 0):
+        if y[m, 0] != y[m, 0]:
+            return m
     return -1
 
 
-def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[:, ::1] y, Py_ssize_t kernels):
+def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[:, ::1] y, int threads, Py_ssize_t kernels):
     """y = act(gate) * up"""
-    cdef Py_ssize_t M = gate.shape[0], F = gate.shape[1]
+    cdef Py_ssize_t M = gate.shape[0], F = gate.shape[1], m
     if up.shape[0] != M or up.shape[1] != F or y.shape[0] != M or y.shape[1] != F:
         raise ValueError(f"gated: gate {M, F}, up {up.shape[0], up.shape[1]}")
-    if M and F:
-        with nogil:
-            KERNEL_SETS[kernels].gated(&gate[0, 0], &up[0, 0], M * F, is_silu, &y[0, 0])
+    if F == 0:
+        return
+    cdef int team = threads_for(M * F, FLOATS_A_THREAD, threads)
+    for m in prange(M, nogil=True, num_threads=team, schedule="static"):
+        KERNEL_SETS[kernels].gated(&gate[m, 0], &up[m, 0], F, is_silu, &y[m, 0])
 
 
 def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] sin, float[:, :, ::1] y, Py_ssize_t kernels):
@@ -236,7 +308,7 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
     (token, kv head) pairs over threads. Each goes through all of its keys in one order.
     """
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], capacity = keys.shape[1]
-    cdef Py_ssize_t R = H // G, m, item, g, r, j, start, n_keys, longest = 0, work = 0
+    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0
     if (M != slots.shape[0] or M != positions.shape[0] or keys.shape[3] != d or R * G != H or values.shape[3] != d
             or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], capacity, G, keys.shape[3]}")
@@ -251,11 +323,9 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
-    cdef float *scores = NULL
-    cdef double *sums = NULL
+    cdef double *workspace = NULL
     with nogil, parallel(num_threads=team):
-        scores = <float *> aligned_scratch(R * longest * sizeof(float))
-        sums = <double *> aligned_scratch(d * sizeof(double))
+        workspace = <double *> aligned_scratch(chosen.attend_workspace(R, d, longest) * sizeof(double))
         for item in prange(M * G, schedule="static"):
             m = item // G
             g = item % G
@@ -264,15 +334,9 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
             if window and window < n_keys:
                 start = n_keys - window
                 n_keys = window
-            chosen.scores(&q[m, g * R, 0], R, d, &keys[slots[m], start, g, 0], n_keys, G * d, scale, scores, n_keys)
-            for r in range(R):
-                chosen.softmax(scores + r * n_keys, n_keys)
-                memset(sums, 0, d * sizeof(double))
-                chosen.values(scores + r * n_keys, &values[slots[m], start, g, 0], n_keys, d, G * d, sums)
-                for j in range(d):
-                    z[m, g * R + r, j] = <float> sums[j]
-        free(scores)
-        free(sums)
+            chosen.attend(&q[m, g * R, 0], R, d, &keys[slots[m], start, g, 0], &values[slots[m], start, g, 0], n_keys,
+                          G * d, scale, workspace, &z[m, g * R, 0])
+        free(workspace)
 
 
 def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):

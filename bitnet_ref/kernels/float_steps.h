@@ -53,6 +53,12 @@ STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
     return p * (STEP(f64v))power;
 }
 
+/* `count` floats, at most a vector of them; whole vectors without a loop */
+STEP_INLINE void STEP(load)(const float *x, size_t count, STEP(f32h) *v) {
+    if (count == STEP(DOUBLES)) memcpy(v, x, sizeof *v);
+    else memcpy(v, x, count * sizeof(float));
+}
+
 STEP_INLINE STEP(f64v) STEP(wide)(const float *x) {
     STEP(f32h) v;
     memcpy(&v, x, sizeof v);
@@ -114,6 +120,14 @@ STEP_TARGET static void STEP(dequantize)(const int32_t *acc, size_t n, float w_s
         for (size_t i = 0; i < n; i++) y[i] = (float)acc[i] * scale;
 }
 
+/* g / (1 + e^-g), in double, rounded to float32 */
+STEP_INLINE STEP(f32h) STEP(silu)(STEP(f32h) gate) {
+    const STEP(f64v) g = __builtin_convertvector(gate, STEP(f64v)), zero = {0}, one = zero + 1.0;
+    const STEP(i64v) negative = (STEP(i64v))(g < zero);
+    const STEP(f64v) e = STEP(exp_lanes)(STEP(choose)(negative, g, -g));
+    return __builtin_convertvector(g * STEP(choose)(negative, e, one) / (one + e), STEP(f32h));
+}
+
 /* act(gate) * up */
 STEP_TARGET static void STEP(gated)(const float *gate, const float *up, size_t n, int is_silu, float *y) {
     if (!is_silu) {
@@ -123,16 +137,13 @@ STEP_TARGET static void STEP(gated)(const float *gate, const float *up, size_t n
         }
         return;
     }
-    const STEP(f64v) zero = {0}, one = zero + 1.0;
     for (size_t i = 0; i < n; i += STEP(DOUBLES)) {
-        float padded[STEP(DOUBLES)] = {0};
         const size_t count = n - i < STEP(DOUBLES) ? n - i : STEP(DOUBLES);
-        memcpy(padded, gate + i, count * sizeof(float));
-        const STEP(f64v) g = STEP(wide)(padded);
-        const STEP(i64v) negative = (STEP(i64v))(g < zero);
-        const STEP(f64v) e = STEP(exp_lanes)(STEP(choose)(negative, g, -g));
-        const STEP(f64v) silu = g * STEP(choose)(negative, e, one) / (one + e);
-        for (size_t j = 0; j < count; j++) y[i + j] = (float)silu[j] * up[i + j];
+        STEP(f32h) g = {0}, u = {0};
+        STEP(load)(gate + i, count, &g);
+        STEP(load)(up + i, count, &u);
+        const STEP(f32h) product = STEP(silu)(g) * u;
+        memcpy(y + i, &product, count * sizeof(float));
     }
 }
 
@@ -147,63 +158,128 @@ STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, co
         }
 }
 
-/* scores[r * n_keys + s] = q[r] . key[s] * scale;  q (R, d), keys d floats every `stride` */
-STEP_TARGET static void STEP(scores)(const float *q, size_t R, size_t d, const float *keys, size_t n_keys,
-                                     size_t stride, double scale, float *scores, size_t scores_stride) {
-    for (size_t s = 0; s < n_keys; s++)
-        for (size_t r = 0; r < R; r++) {
-            const float *a = q + r * d, *b = keys + s * stride;
-            STEP(f64v) sum0 = {0}, sum1 = {0};
-            size_t j = 0;
-            for (; j + 2 * STEP(DOUBLES) <= d; j += 2 * STEP(DOUBLES)) {
-                sum0 += STEP(wide)(a + j) * STEP(wide)(b + j);
-                sum1 += STEP(wide)(a + j + STEP(DOUBLES)) * STEP(wide)(b + j + STEP(DOUBLES));
-            }
-            double total = STEP(sum_lanes)(sum0 + sum1);
-            for (; j < d; j++) total += (double)a[j] * b[j];
-            scores[r * scores_stride + s] = (float)(total * scale);
-        }
+/* -- attention of one token and one kv head: R query heads against n_keys keys and values, `stride` floats apart ------- */
+
+STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
+    STEP(f64v) v;
+    memcpy(&v, x, sizeof v);
+    return v;
 }
 
-/* scores (n) -> softmax, in place */
-STEP_TARGET static void STEP(softmax)(float *scores, size_t n) {
+/* scores[r * n_keys] = q[r] . key * scale for HEADS heads of q (in double, d apart). A key is widened once for all. */
+#define SCORES(HEADS, EACH)                                                                                            \
+    STEP_INLINE void STEP(scores_##HEADS)(const double *q, size_t d, const float *key, size_t n_keys, double scale,    \
+                                          float *scores) {                                                             \
+        const STEP(f64v) zero = {0};                                                                                   \
+        size_t j = 0;                                                                                                  \
+        EACH(SCORES_ZERO)                                                                                              \
+        for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {                                                           \
+            const STEP(f64v) k = STEP(wide)(key + j);                                                                  \
+            EACH(SCORES_ADD)                                                                                           \
+        }                                                                                                              \
+        EACH(SCORES_STORE)                                                                                             \
+    }
+#define SCORES_ZERO(r) STEP(f64v) sum##r = zero;
+#define SCORES_ADD(r) sum##r += STEP(load64)(q + r * d + j) * k;
+#define SCORES_STORE(r)                                                                                                \
+    {                                                                                                                  \
+        double total = STEP(sum_lanes)(sum##r);                                                                        \
+        for (size_t i = j; i < d; i++) total += q[r * d + i] * key[i];                                                 \
+        scores[r * n_keys] = (float)(total * scale);                                                                   \
+    }
+#define ONE_HEAD(DO) DO(0)
+#define FOUR_HEADS(DO) DO(0) DO(1) DO(2) DO(3)
+SCORES(1, ONE_HEAD)
+SCORES(4, FOUR_HEADS)
+
+/* z[r * d + j ..] = sum over s of pattern[s * R + r] * value[s][j ..], two vectors of HEADS heads at a time */
+#define VALUES(HEADS, EACH)                                                                                            \
+    STEP_INLINE void STEP(values_##HEADS)(const double *pattern, size_t R, const float *values, size_t n_keys,         \
+                                          size_t d, size_t stride, float *z) {                                         \
+        const STEP(f64v) zero = {0};                                                                                   \
+        size_t j = 0;                                                                                                  \
+        for (; j + 2 * STEP(DOUBLES) <= d; j += 2 * STEP(DOUBLES)) {                                                   \
+            EACH(VALUES_ZERO)                                                                                          \
+            for (size_t s = 0; s < n_keys; s++) {                                                                      \
+                const STEP(f64v) v0 = STEP(wide)(values + s * stride + j),                                             \
+                                 v1 = STEP(wide)(values + s * stride + j + STEP(DOUBLES));                             \
+                EACH(VALUES_ADD)                                                                                       \
+            }                                                                                                          \
+            EACH(VALUES_STORE)                                                                                         \
+        }                                                                                                              \
+        for (; j < d; j++)                                                                                             \
+            for (size_t r = 0; r < HEADS; r++) {                                                                       \
+                double total = 0;                                                                                      \
+                for (size_t s = 0; s < n_keys; s++) total += pattern[s * R + r] * values[s * stride + j];              \
+                z[r * d + j] = (float)total;                                                                           \
+            }                                                                                                          \
+    }
+#define VALUES_ZERO(r) STEP(f64v) sum##r##0 = zero, sum##r##1 = zero;
+#define VALUES_ADD(r) sum##r##0 += pattern[s * R + r] * v0, sum##r##1 += pattern[s * R + r] * v1;
+#define VALUES_STORE(r)                                                                                                \
+    {                                                                                                                  \
+        const STEP(f32h) low = __builtin_convertvector(sum##r##0, STEP(f32h)),                                         \
+                         high = __builtin_convertvector(sum##r##1, STEP(f32h));                                        \
+        memcpy(z + r * d + j, &low, sizeof low);                                                                       \
+        memcpy(z + r * d + j + STEP(DOUBLES), &high, sizeof high);                                                     \
+    }
+VALUES(1, ONE_HEAD)
+VALUES(4, FOUR_HEADS)
+#undef SCORES
+#undef SCORES_ZERO
+#undef SCORES_ADD
+#undef SCORES_STORE
+#undef VALUES
+#undef VALUES_ZERO
+#undef VALUES_ADD
+#undef VALUES_STORE
+#undef ONE_HEAD
+#undef FOUR_HEADS
+
+/* scores (n) float32 -> softmax, each p rounded to float32, as doubles `step` apart. e (n) is workspace. */
+STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *e, double *p, size_t step) {
     float largest = scores[0];
     for (size_t i = 1; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
-    double total = 0;
-    for (int pass = 0; pass < 2; pass++) { /* the exponentials are computed twice: cheaper than keeping them in double */
-        STEP(f64v) sum = {0};
-        const double inverse = pass ? 1.0 / total : 0;
-        for (size_t i = 0; i < n; i += STEP(DOUBLES)) {
-            float below[STEP(DOUBLES)];
-            const size_t count = n - i < STEP(DOUBLES) ? n - i : STEP(DOUBLES);
-            for (size_t j = 0; j < STEP(DOUBLES); j++) below[j] = j < count ? scores[i + j] - largest : -1000.0f;
-            const STEP(f64v) e = STEP(exp_lanes)(STEP(wide)(below));
-            if (pass) {
-                const STEP(f32h) p = __builtin_convertvector(e * inverse, STEP(f32h));
-                memcpy(scores + i, &p, count * sizeof(float));
-            } else
-                sum += e;
-        }
-        if (!pass) total = STEP(sum_lanes)(sum);
+    const STEP(f64v) zero = {0};
+    STEP(f64v) sum = zero;
+    size_t i = 0;
+    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
+        STEP(f32h) v;
+        memcpy(&v, scores + i, sizeof v);
+        const STEP(f64v) power = STEP(exp_lanes)(__builtin_convertvector(v - largest, STEP(f64v)));
+        memcpy(e + i, &power, sizeof power);
+        sum += power;
     }
+    double total = STEP(sum_lanes)(sum);
+    for (; i < n; i++) {
+        const STEP(f64v) power = STEP(exp_lanes)(zero + (double)(scores[i] - largest));
+        e[i] = power[0];
+        total += e[i];
+    }
+    const double inverse = 1.0 / total;
+    for (i = 0; i < n; i++) p[i * step] = (float)(e[i] * inverse);
 }
 
-/* z[j] += sum over s of pattern[s] * value[s][j], in double; values d floats every `stride` */
-STEP_TARGET static void STEP(values)(const float *pattern, const float *values, size_t n_keys, size_t d, size_t stride,
-                                     double *z) {
-    size_t j = 0;
-    for (; j + 4 * STEP(DOUBLES) <= d; j += 4 * STEP(DOUBLES)) {
-        STEP(f64v) sum[4];
-        memcpy(sum, z + j, sizeof sum);
-        for (size_t s = 0; s < n_keys; s++) {
-            const double p = pattern[s];
-            const float *v = values + s * stride + j;
-            for (int i = 0; i < 4; i++) sum[i] += p * STEP(wide)(v + STEP(DOUBLES) * i);
-        }
-        memcpy(z + j, sum, sizeof sum);
+/* doubles of workspace that `attend` needs */
+STEP_TARGET static size_t STEP(attend_workspace)(size_t R, size_t d, size_t n_keys) {
+    return R * d + n_keys + R * n_keys + (R * n_keys + 1) / 2;
+}
+
+/* q (R, d) -> z (R, d); see layers.py: attention_scores, softmax, attention_values */
+STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const float *keys, const float *values,
+                                     size_t n_keys, size_t stride, double scale, double *workspace, float *z) {
+    double *wide_q = workspace, *e = wide_q + R * d, *pattern = e + n_keys;
+    float *scores = (float *)(pattern + R * n_keys);
+    for (size_t i = 0; i < R * d; i++) wide_q[i] = q[i];
+    for (size_t s = 0; s < n_keys; s++) {
+        size_t r = 0;
+        for (; r + 4 <= R; r += 4) STEP(scores_4)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
+        for (; r < R; r++) STEP(scores_1)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
     }
-    for (; j < d; j++)
-        for (size_t s = 0; s < n_keys; s++) z[j] += (double)pattern[s] * values[s * stride + j];
+    for (size_t r = 0; r < R; r++) STEP(softmax)(scores + r * n_keys, n_keys, e, pattern + r, R);
+    size_t r = 0;
+    for (; r + 4 <= R; r += 4) STEP(values_4)(pattern + r, R, values, n_keys, d, stride, z + r * d);
+    for (; r < R; r++) STEP(values_1)(pattern + r, R, values, n_keys, d, stride, z + r * d);
 }
 
 /* a vector of weights of a row, as float32: kind 0 float32, 1 bfloat16 */

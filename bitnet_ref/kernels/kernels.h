@@ -36,15 +36,14 @@ typedef struct {
     void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *);
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
-    void (*scores)(const float *, size_t, size_t, const float *, size_t, size_t, double, float *, size_t);
-    void (*softmax)(float *, size_t);
-    void (*values)(const float *, const float *, size_t, size_t, size_t, double *);
+    size_t (*attend_workspace)(size_t, size_t, size_t);
+    void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
-    rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix, scores_##suffix,         \
-        softmax_##suffix, values_##suffix, dense_rows_##suffix
+    rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
+        attend_workspace_##suffix, attend_##suffix, dense_rows_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
