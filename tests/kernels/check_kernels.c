@@ -1,0 +1,154 @@
+/* Checks every kernel set that this processor can run against a naive version, without Python: so that it can be built
+ * with any compiler, for another architecture under an emulator, and under AddressSanitizer.
+ *
+ *     cc -O2 -std=gnu11 -ffp-contract=off -I bitnet_ref/kernels tests/kernels/check_kernels.c -lm && ./a.out 200
+ *
+ * Every buffer is allocated to its exact size, so that reading or writing past an end is seen. Exit code 1 on the first
+ * difference. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "kernels.h"
+
+static uint64_t state = 20240227;
+
+static uint32_t random_u32(void) { /* xorshift64* */
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return (uint32_t)((state * 2685821657736338717ULL) >> 32);
+}
+
+static size_t between(size_t low, size_t high) { return low + random_u32() % (high - low + 1); }
+static float random_float(void) { return ((float)random_u32() / 4294967296.0f - 0.5f) * 4; }
+
+static void *allocate(size_t size) {
+    void *memory = NULL;
+    if (posix_memalign(&memory, 64, size ? size : 1)) exit(2);
+    return memory;
+}
+
+static float *random_floats(size_t n) {
+    float *x = allocate(n * sizeof(float));
+    for (size_t i = 0; i < n; i++) x[i] = random_float();
+    return x;
+}
+
+static void fail(const kernel_set *set, const char *what, size_t a, size_t b, size_t c) {
+    printf("%s: %s differs at shape (%zu, %zu, %zu)\n", set->name, what, a, b, c);
+    exit(1);
+}
+
+static void must_equal(const kernel_set *set, const char *what, const void *got, const void *expected, size_t size,
+                       size_t a, size_t b, size_t c) {
+    if (size && memcmp(got, expected, size)) fail(set, what, a, b, c);
+}
+
+/* M tokens, one panel of `rows` rows, K columns; extreme: all codes 2 (+1), all activations +127 */
+static void check_ternary(const kernel_set *set, size_t M, size_t rows, size_t K, int extreme) {
+    const size_t row_bytes = (K + 3) / 4, n_blocks = (row_bytes + 3) / 4, wide = 16 * n_blocks;
+    uint8_t *packed = allocate(rows * row_bytes), *again = allocate(rows * row_bytes);
+    uint8_t *panel = allocate(n_blocks * BLOCK_BYTES);
+    int8_t *x = allocate(M * wide);
+    int32_t *x_sum = allocate(M * sizeof *x_sum), *acc = allocate(M * rows * sizeof *acc);
+    for (size_t i = 0; i < rows * row_bytes; i++) {
+        packed[i] = 0;
+        for (int f = 0; f < 4; f++) packed[i] |= (uint8_t)((extreme ? 2 : random_u32() % 3) << 2 * f);
+    }
+    memset(x, 0, M * wide);
+    for (size_t m = 0; m < M; m++) {
+        x_sum[m] = 0;
+        for (size_t k = 0; k < K; k++) {
+            x[m * wide + k] = (int8_t)(extreme ? 127 : random_u32());
+            x_sum[m] += x[m * wide + k];
+        }
+    }
+    pack_panel(packed, rows, row_bytes, panel);
+    unpack_panel(panel, rows, row_bytes, again);
+    must_equal(set, "unpack_panel", again, packed, rows * row_bytes, M, rows, K);
+    void *scratch = allocate(SCRATCH_BYTES);
+    set->ternary_panel(panel, n_blocks, x, wide, M, x_sum, acc, rows, rows, scratch);
+    for (size_t m = 0; m < M; m++)
+        for (size_t r = 0; r < rows; r++) {
+            int64_t sum = 0;
+            for (size_t k = 0; k < K; k++)
+                sum += ((packed[r * row_bytes + k / 4] >> 2 * (k % 4) & 3) - 1) * (int64_t)x[m * wide + k];
+            if (acc[m * rows + r] != sum) fail(set, "ternary_panel", M, rows, K);
+        }
+    free(packed), free(again), free(panel), free(x), free(x_sum), free(acc), free(scratch);
+}
+
+/* Each float step of `set` must give the bits of the portable one */
+static void check_steps(const kernel_set *set, size_t n) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    float *x = random_floats(n), *w = random_floats(n), *a = allocate(n * sizeof *a), *b = allocate(n * sizeof *b);
+    int8_t *q = allocate(n), *p = allocate(n);
+    float q_scale = 0, p_scale = 0;
+    int32_t q_sum = 0, p_sum = 0, *acc = allocate(n * sizeof *acc);
+    for (size_t i = 0; i < n; i++) acc[i] = (int32_t)(random_u32() % 2000001) - 1000000;
+
+    if (set->rms_norm(x, w, n, 1e-5, a) != plain->rms_norm(x, w, n, 1e-5, b)) fail(set, "rms_norm", n, 0, 0);
+    must_equal(set, "rms_norm", a, b, n * sizeof *a, n, 0, 0);
+    if (set->quantize(x, n, q, &q_scale, &q_sum) != plain->quantize(x, n, p, &p_scale, &p_sum)) fail(set, "quantize", n, 0, 0);
+    must_equal(set, "quantize", q, p, n, n, 0, 0);
+    if (q_scale != p_scale || q_sum != p_sum) fail(set, "quantize's scale", n, 0, 0);
+    set->dequantize(acc, n, 0.03f, q_scale, w, a), plain->dequantize(acc, n, 0.03f, q_scale, w, b);
+    must_equal(set, "dequantize", a, b, n * sizeof *a, n, 0, 0);
+    for (int silu = 0; silu < 2; silu++) {
+        set->gated(x, w, n, silu, a), plain->gated(x, w, n, silu, b);
+        must_equal(set, silu ? "silu" : "relu2", a, b, n * sizeof *a, n, silu, 0);
+    }
+    if (n % 2 == 0) {
+        set->rope(x, 1, n / 2, w, w, a), plain->rope(x, 1, n / 2, w, w, b);
+        must_equal(set, "rope", a, b, n * sizeof *a, n, 0, 0);
+    }
+    x[n / 2] = NAN;
+    if (set->rms_norm(x, w, n, 1e-5, a) || set->quantize(x, n, q, &q_scale, &q_sum)) fail(set, "NaN is lost", n, 0, 0);
+    free(x), free(w), free(a), free(b), free(q), free(p), free(acc);
+}
+
+static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_keys) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    const size_t stride = d + between(0, 3) * d;
+    float *q = random_floats(R * d), *keys = random_floats(n_keys * stride), *values = random_floats(n_keys * stride);
+    float *a = allocate(R * d * sizeof *a), *b = allocate(R * d * sizeof *b);
+    double *workspace = allocate(set->attend_workspace(R, d, n_keys) * sizeof *workspace);
+    set->attend(q, R, d, keys, values, n_keys, stride, 0.3, workspace, a);
+    plain->attend(q, R, d, keys, values, n_keys, stride, 0.3, workspace, b);
+    for (size_t i = 0; i < R * d; i++) /* sums in double, in another order: at most a last bit of float32 apart */
+        if (!(fabsf(a[i] - b[i]) <= 1.2e-7f * fmaxf(1, fabsf(b[i])))) fail(set, "attend", R, d, n_keys);
+    free(q), free(keys), free(values), free(a), free(b), free(workspace);
+}
+
+static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    const size_t size = kind == 0 ? 4 : 2;
+    char *w = allocate(rows * K * size);
+    for (size_t i = 0; i < rows * K; i++) {
+        const float v = random_float();
+        memcpy(w + i * size, (const char *)&v + 4 - size, size); /* bfloat16: the upper half, on a little-endian machine */
+    }
+    float *x = random_floats(M * K), *a = allocate(M * rows * sizeof *a), *b = allocate(M * rows * sizeof *b);
+    set->dense_rows(kind, w, rows, K, x, M, a, rows), plain->dense_rows(kind, w, rows, K, x, M, b, rows);
+    must_equal(set, "dense_rows", a, b, M * rows * sizeof *a, rows, K, M);
+    free(w), free(x), free(a), free(b);
+}
+
+int main(int argc, char **argv) {
+    const int rounds = argc > 1 ? atoi(argv[1]) : 100;
+    for (size_t i = 0; i < N_KERNEL_SETS; i++) {
+        const kernel_set *set = &KERNEL_SETS[i];
+        if (kernel_set_lacks(i)) {
+            printf("%s: not run, %s\n", set->name, kernel_set_lacks(i));
+            continue;
+        }
+        for (int round = 0; round < rounds; round++) {
+            check_ternary(set, between(1, 20), between(1, PANEL_ROWS), between(1, 700), 0);
+            check_steps(set, between(1, 600));
+            check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
+            check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
+        }
+        check_ternary(set, 1, 64, 27648, 1);
+        check_ternary(set, 7, 63, 6912, 1);
+        printf("%s: %d rounds, all equal\n", set->name, rounds);
+    }
+    return 0;
+}
