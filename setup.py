@@ -19,7 +19,8 @@ if WISH not in ("auto", "required", "off"):
     raise SystemExit(f"BITNET_REF_EXTENSION={WISH!r}: expected auto, required or off")
 
 # -ffp-contract=off and no -ffast-math: the numerical contract forbids fused multiply-add and reordering in float32.
-C_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-unused-function", "-Wno-psabi"]
+C_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+C_FLAGS += ["-Wno-unused-function", "-Wno-psabi"]
 
 
 class BuildExt(build_ext):

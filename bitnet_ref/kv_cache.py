@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,11 @@ class TokenBatch:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """(largest slot, largest position), looked up once for all layers; (-1, -1) when there are no tokens."""
+        return (int(self.slots.max()), int(self.positions.max())) if len(self) else (-1, -1)
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
@@ -76,11 +82,12 @@ class KVCache:
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
             raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
-        if len(batch) and (batch.positions.max() >= self.capacity or batch.slots.max() >= self.slots):
+        last_slot, last_position = batch.extent
+        if last_slot >= self.slots or last_position >= self.capacity:
             raise ShapeError(
                 "KVCache.append",
                 expected=f"positions < {self.capacity} and slots < {self.slots}",
-                got=f"position {batch.positions.max()}, slot {batch.slots.max()}",
+                got=f"position {last_position}, slot {last_slot}",
             )
         self.keys[layer, batch.slots, batch.positions] = k
         self.values[layer, batch.slots, batch.positions] = v

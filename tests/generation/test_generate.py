@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import numpy as np
@@ -155,3 +156,10 @@ def test_context_overflow_says_how_many_tokens_fit():
 def test_bad_arguments_of_stream_raise_at_once():
     with pytest.raises(GenerationError, match="top_p"):
         model("storyteller").stream("Alice", top_p=2)
+
+
+def test_several_python_threads_may_use_one_model(story):
+    alone = [story.generate(prompt, max_tokens=12) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        together = list(pool.map(lambda prompt: story.generate(prompt, max_tokens=12), PROMPTS))
+    assert [(row.token_ids, row.logprobs) for row in together] == [(row.token_ids, row.logprobs) for row in alone]
