@@ -344,7 +344,7 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
     cdef double *workspace = NULL
     with nogil, parallel(num_threads=team):
         workspace = <double *> aligned_scratch(chosen.attend_workspace(R, d, longest) * sizeof(double))
-        for item in prange(M * G, schedule="static"):
+        for item in prange(M * G, schedule="dynamic"):  # a prompt's later tokens have more keys
             m = item // G
             g = item % G
             n_keys = positions[m] + 1

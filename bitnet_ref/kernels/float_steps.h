@@ -2,6 +2,8 @@
  * includes it once for each instruction set: STEP(name) names the copies, STEP_BYTES is the width of a register and
  * STEP_TARGET says what the compiler may use. The text is portable C with the vector types of GCC and clang.
  *
+ * STEP_MULADD(a, b, c) is a * b + c in double, fused where the target can: it serves sums only, whose last bit is lost.
+ *
  * Plain version: bitnet_ref/layers.py and quantization.py, which these follow operation by operation: products and
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
  * So every copy gives NumPy's float32, bit for bit, but where a double sum lies within 1e-16 of a rounding boundary.
@@ -36,19 +38,19 @@ STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
     const STEP(f64v) shifted = x * 1.4426950408889634 + magic;
     const STEP(f64v) n = shifted - magic;
     const STEP(f64v) r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
-    STEP(f64v) p = r * (1.0 / 6227020800.0) + (1.0 / 479001600.0); /* the series of e^r, |r| <= ln(2)/2, to r^13 / 13! */
-    p = p * r + (1.0 / 39916800.0);
-    p = p * r + (1.0 / 3628800.0);
-    p = p * r + (1.0 / 362880.0);
-    p = p * r + (1.0 / 40320.0);
-    p = p * r + (1.0 / 5040.0);
-    p = p * r + (1.0 / 720.0);
-    p = p * r + (1.0 / 120.0);
-    p = p * r + (1.0 / 24.0);
-    p = p * r + (1.0 / 6.0);
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
+    STEP(f64v) p = STEP_MULADD(r, zero + (1.0 / 6227020800.0), zero + (1.0 / 479001600.0)); /* the series of e^r, |r| <= ln(2)/2, to r^13 / 13! */
+    p = STEP_MULADD(p, r, zero + (1.0 / 39916800.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 3628800.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 362880.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 40320.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 5040.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 720.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 120.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 24.0));
+    p = STEP_MULADD(p, r, zero + (1.0 / 6.0));
+    p = STEP_MULADD(p, r, zero + 0.5);
+    p = STEP_MULADD(p, r, zero + 1.0);
+    p = STEP_MULADD(p, r, zero + 1.0);
     const STEP(i64v) power = ((STEP(i64v))shifted + 1023) << 52; /* 2^n */
     return p * (STEP(f64v))power;
 }
@@ -180,7 +182,7 @@ STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
         EACH(SCORES_STORE)                                                                                             \
     }
 #define SCORES_ZERO(r) STEP(f64v) sum##r = zero;
-#define SCORES_ADD(r) sum##r += STEP(load64)(q + r * d + j) * k;
+#define SCORES_ADD(r) sum##r = STEP_MULADD(STEP(load64)(q + r * d + j), k, sum##r);
 #define SCORES_STORE(r)                                                                                                \
     {                                                                                                                  \
         double total = STEP(sum_lanes)(sum##r);                                                                        \
@@ -215,7 +217,11 @@ SCORES(4, FOUR_HEADS)
             }                                                                                                          \
     }
 #define VALUES_ZERO(r) STEP(f64v) sum##r##0 = zero, sum##r##1 = zero;
-#define VALUES_ADD(r) sum##r##0 += pattern[s * R + r] * v0, sum##r##1 += pattern[s * R + r] * v1;
+#define VALUES_ADD(r)                                                                                                  \
+    {                                                                                                                  \
+        const STEP(f64v) p = zero + pattern[s * R + r];                                                                \
+        sum##r##0 = STEP_MULADD(p, v0, sum##r##0), sum##r##1 = STEP_MULADD(p, v1, sum##r##1);                          \
+    }
 #define VALUES_STORE(r)                                                                                                \
     {                                                                                                                  \
         const STEP(f32h) low = __builtin_convertvector(sum##r##0, STEP(f32h)),                                         \
@@ -339,4 +345,5 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
 #undef STEP_INLINE
 #undef STEP
 #undef STEP_BYTES
+#undef STEP_MULADD
 #undef STEP_TARGET

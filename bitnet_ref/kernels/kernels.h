@@ -13,16 +13,19 @@
 
 #define STEP(name) name##_plain
 #define STEP_BYTES 16
+#define STEP_MULADD(a, b, c) ((a) * (b) + (c))
 #define STEP_TARGET
 #include "float_steps.h"
 
 #if defined(__x86_64__)
 #define STEP(name) name##_avx2
 #define STEP_BYTES 32
-#define STEP_TARGET __attribute__((target("avx2")))
+#define STEP_MULADD(a, b, c) ((STEP(f64v))_mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c)))
+#define STEP_TARGET __attribute__((target("avx2,fma")))
 #include "float_steps.h"
 #define STEP(name) name##_avx512
 #define STEP_BYTES 64
+#define STEP_MULADD(a, b, c) ((STEP(f64v))_mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c)))
 #define STEP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #include "float_steps.h"
 #endif
@@ -67,7 +70,8 @@ static const char *kernel_set_lacks(size_t index) {
     const char *name = KERNEL_SETS[index].name;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(name, "avx2") && !__builtin_cpu_supports("avx2")) return "the processor has no AVX2";
+    if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
+        return "the processor has no AVX2 with FMA";
     if (!strcmp(name, "avx512") &&
         !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
