@@ -13,7 +13,7 @@ PACKAGE = Path(bitnet_ref.__file__).parent
 # Each row may import from the rows above it, and from its own package. A new module needs a place here.
 ROWS = [
     {"errors"},
-    {"config", "threads", "kernels", "json_file"},
+    {"config", "threads", "kernels", "json_file", "memory"},
     {"quantization", "layers", "kv_cache"},
     {"weights"},
     {"formats", "tokenizers"},
@@ -23,7 +23,7 @@ ROWS = [
     {"generation"},
     {"api"},
     {"__init__"},  # the public names, and __version__
-    {"doctor", "inspection"},
+    {"doctor", "inspection", "benchmark"},
     {"cli"},
     {"__main__"},
 ]

@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
+from .bench_command import bench
 from .chat_command import chat
 from .doctor_command import doctor
 from .generate_command import generate
@@ -35,7 +36,7 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, inspect, doctor, lab):  # the order of --help
+for command in (generate, chat, inspect, bench, doctor, lab):  # the order of --help
     cli.add_command(command)
 
 

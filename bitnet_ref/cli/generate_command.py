@@ -11,13 +11,13 @@ import click
 
 from ..backends import NAMES
 from ..errors import GenerationError, TokenizerError
+from ..memory import peak_memory_bytes
 from .shell import (
     INTERRUPTED,
     AnyFunction,
     LoadingBar,
     common_options,
     paint,
-    peak_memory_bytes,
     print_json,
     size_in_words,
     wants_json,

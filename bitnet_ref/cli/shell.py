@@ -220,10 +220,3 @@ def size_in_words(nbytes: float) -> str:
     while nbytes >= 999.5 and len(units) > 1:
         nbytes, units = nbytes / 1024, units[1:]
     return f"{nbytes:.0f} {units[0]}" if units[0] == "bytes" or nbytes >= 99.95 else f"{nbytes:.1f} {units[0]}"
-
-
-def peak_memory_bytes() -> int:
-    """The most memory this process has held (ru_maxrss: kilobytes on Linux, bytes on macOS)."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

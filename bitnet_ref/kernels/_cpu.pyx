@@ -337,7 +337,7 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
         if window and window < n_keys:
             n_keys = window
         longest = max(longest, n_keys)
-        work += n_keys * G * d
+        work += n_keys * H * d
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)

@@ -278,6 +278,9 @@ STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const f
     float *scores = (float *)(pattern + R * n_keys);
     for (size_t i = 0; i < R * d; i++) wide_q[i] = q[i];
     for (size_t s = 0; s < n_keys; s++) {
+        if (s + 8 < n_keys) /* the keys of one head lie too far apart for the hardware to see what comes next */
+            for (size_t i = 0; i < d; i += 16) __builtin_prefetch(keys + (s + 8) * stride + i);
+        __builtin_prefetch(values + s * stride), __builtin_prefetch(values + s * stride + 16);
         size_t r = 0;
         for (; r + 4 <= R; r += 4) STEP(scores_4)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
         for (; r < R; r++) STEP(scores_1)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);

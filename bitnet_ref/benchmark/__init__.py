@@ -1,0 +1,43 @@
+"""How fast it is, held against what the machine can do: the measurements behind `bitnet-ref bench`, for notebooks too.
+
+Two rules. Nothing is timed before it has been compared with the NumPy reference: a result that differs has no speed.
+And a time means little on a machine that others use too, so each is taken several times, in turn with a plain read of
+memory, and reported as the best and the median and as a ratio to what the read gave in the same minute.
+
+    timing.py     repetitions of several actions in turn      bandwidth.py  the ceiling: memory, read and nothing else
+    validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
+    synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
+    profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
+"""
+
+from .bandwidth import MemoryReader
+from .kernels import KernelBench, KernelResult, candidates, measure_kernels
+from .models import ModelBench, StepBytes, bytes_of_step, measure_model
+from .profile import OpTime, ProfiledBackend
+from .synthetic import SHAPES, random_ternary_weight, synthetic_model
+from .timing import Timing
+from .tokenizer import TokenizerBench, measure_tokenizer
+from .validate import Check, check_linear, check_model
+
+__all__ = [
+    "SHAPES",
+    "Check",
+    "KernelBench",
+    "KernelResult",
+    "MemoryReader",
+    "ModelBench",
+    "OpTime",
+    "ProfiledBackend",
+    "StepBytes",
+    "Timing",
+    "TokenizerBench",
+    "bytes_of_step",
+    "candidates",
+    "check_linear",
+    "check_model",
+    "measure_kernels",
+    "measure_model",
+    "measure_tokenizer",
+    "random_ternary_weight",
+    "synthetic_model",
+]

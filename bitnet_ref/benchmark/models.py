@@ -1,0 +1,301 @@
+"""A whole model: tokens a second of a prompt and of decoding, against the time that reading its weights must take.
+
+A decoded token reads every weight once. So memory bandwidth over the bytes of a token is a bound on its speed, unless
+the model fits in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..api import Model
+from ..config import ModelConfig
+from ..errors import GenerationError
+from ..generation.generate import PREFILL_CHUNK
+from ..generation.sampling import log_probability
+from ..kv_cache import KVCache, TokenBatch
+from ..memory import peak_memory_bytes
+from ..weights import ModelWeights, TernaryLinear
+from .bandwidth import MemoryReader, last_level_cache_bytes
+from .profile import OpTime, ProfiledBackend
+from .timing import Timing, seconds
+from .validate import Check, check_model
+
+PROMPT_REPEATS = 3
+STEPS_BETWEEN_READS = 4  # of decoding: the read empties the caches, which a small model lives in
+NO_SPEED = "the backend differs from the NumPy reference: no speed is reported"
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What decoding one token reads."""
+
+    ternary: int  # planes, with their padding, and biases
+    dense: int  # linears of a model, or part of one, that is not quantised
+    head: int
+    cache: int  # keys and values that the token sees
+    other: int  # norms, and one row of the embedding
+
+    @property
+    def total(self) -> int:
+        return self.ternary + self.dense + self.head + self.cache + self.other
+
+
+def bytes_of_step(config: ModelConfig, weights: ModelWeights, position: float, float_bytes: int = 4) -> StepBytes:
+    """Bytes read to decode the token at `position` (a mean of several may be given): weights, head, cache.
+
+    float_bytes: of one value of the cache.
+    """
+    ternary = dense = 0
+    norms = weights.final_norm.nbytes
+    for layer in weights.layers:
+        for _, weight in layer.linears():
+            if isinstance(weight, TernaryLinear):
+                ternary += weight.nbytes
+                norms += 0 if weight.input_norm is None else weight.input_norm.weight.nbytes
+            else:
+                dense += weight.nbytes
+        vectors = (layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm)
+        norms += sum(vector.nbytes for vector in vectors if vector is not None)
+    seen = min(position + 1, config.sliding_window or np.inf)
+    cache = round(2 * config.num_hidden_layers * config.kv_size * float_bytes * seen)
+    row = weights.embedding.array[:1].nbytes
+    return StepBytes(ternary, dense, weights.lm_head.nbytes, cache, norms + row)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of some forward passes went: each op, slowest first, and what is outside all of them."""
+
+    tokens: int
+    step_s: float  # all passes together
+    outside_s: float  # of it, not in any op: the model's text, residual sums, the cache's writes, the finiteness check
+    ops: list[OpTime]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ops": [op.to_dict() for op in self.ops]}
+
+
+@dataclass(frozen=True)
+class ModelBench:
+    """Speeds of one model on one backend. Without equality there are none."""
+
+    backend: str
+    kernel_set: str | None  # of the cython backend
+    threads: int
+    config: dict[str, Any]
+    weight_bytes: int
+    prompt_tokens: int
+    new_tokens: int
+    check: Check
+    step_bytes: StepBytes  # at the mean position of the decoded tokens
+    last_level_cache_bytes: int
+    read_how: str
+    read_bytes: int
+    read: Timing | None = None
+    prompt: Timing | None = None  # the whole prompt
+    decode: Timing | None = None  # one token, through `Model.forward`
+    decode_s: float | None = None  # all new tokens
+    choose: Timing | None = None  # the likeliest token of the logits and its log probability, as generation takes them
+    peak_memory_bytes: int | None = None  # less the buffer that the plain read goes through
+    profiles: dict[str, Profile] = field(default_factory=dict)  # "prompt", "decode", when asked for
+
+    @property
+    def read_gb_per_s(self) -> float | None:
+        return self.read_bytes / self.read.best_s / 1e9 if self.read else None
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """At the best time; `prompt` has the median."""
+        return self.prompt_tokens / self.prompt.best_s if self.prompt else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Of the best step."""
+        return 1 / self.decode.best_s if self.decode else None
+
+    @property
+    def decode_tokens_per_s_median(self) -> float | None:
+        return 1 / self.decode.median_s if self.decode else None
+
+    @property
+    def bound_tokens_per_s(self) -> float | None:
+        """What the best plain read allows: bandwidth over the bytes of a token."""
+        return self.read_bytes / self.read.best_s / self.step_bytes.total if self.read else None
+
+    @property
+    def of_bound(self) -> float | None:
+        """Best step over the best read's bound."""
+        return self._ratio("best_s")
+
+    @property
+    def of_bound_median(self) -> float | None:
+        return self._ratio("median_s")
+
+    @property
+    def fits_in_cache(self) -> bool:
+        """Whether the bound is none: the weights need not come from memory."""
+        return self.step_bytes.total <= self.last_level_cache_bytes
+
+    @property
+    def of_weight_bytes(self) -> float | None:
+        """Peak memory of the process, Python and NumPy included, over the bytes of the weights."""
+        return self.peak_memory_bytes / self.weight_bytes if self.peak_memory_bytes else None
+
+    def _ratio(self, which: str) -> float | None:
+        if self.decode is None or self.read is None:
+            return None
+        return self.step_bytes.total / getattr(self.decode, which) / (self.read_bytes / getattr(self.read, which))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        derived = ("read_gb_per_s", "prompt_tokens_per_s", "decode_tokens_per_s", "decode_tokens_per_s_median")
+        memory = ("bound_tokens_per_s", "of_bound", "of_bound_median", "fits_in_cache", "of_weight_bytes")
+        return {
+            **asdict(self),
+            "step_bytes": {**asdict(self.step_bytes), "total": self.step_bytes.total},
+            "equal": self.check.equal,
+            **{name: getattr(self, name) for name in derived + memory},
+            "profiles": {name: profile.to_dict() for name, profile in self.profiles.items()},
+        }
+
+
+def measure_model(
+    model: Model,
+    prompt_tokens: int = 64,
+    new_tokens: int = 32,
+    *,
+    profile: bool = False,
+    reader_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> ModelBench:
+    """Compare the model with the reference, then time a random prompt and greedy decoding after it.
+
+    Raises GenerationError when prompt and new tokens do not fit the context.
+    """
+    context = model.config.context_length
+    if min(prompt_tokens, new_tokens) < 1 or prompt_tokens + new_tokens > context:
+        asked = f"{prompt_tokens} prompt tokens and {new_tokens} new ones"
+        raise GenerationError(f"expected at least 1 of each and at most {context} together, got {asked}")
+    steps = _Steps(progress, 1 + PROMPT_REPEATS + new_tokens + (1 + new_tokens if profile else 0))
+    prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, prompt_tokens)
+    check = check_model(model, prompt.tolist())
+    steps.done()
+    before = peak_memory_bytes()
+    reader = MemoryReader(model.backend.threads, reader_bytes)
+    mean_position = mean(range(prompt_tokens, prompt_tokens + new_tokens))
+    facts: dict[str, Any] = {
+        "backend": model.backend.name,
+        "kernel_set": getattr(model.backend, "simd", None),
+        "threads": model.backend.threads,
+        "config": model.config.to_dict(),
+        "weight_bytes": model.weights.nbytes,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "check": check,
+        "step_bytes": bytes_of_step(model.config, model.weights, mean_position, model.backend.dtype.itemsize),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "read_how": reader.how,
+        "read_bytes": reader.nbytes,
+    }
+    if not check.equal:
+        return ModelBench(**facts)
+
+    cache = model.new_cache(slots=1, capacity=prompt_tokens + new_tokens)
+    reader.read()  # the first pass finds cold tables
+    reads, prompts, decodes, chooses = [], [], [], []
+    for _ in range(PROMPT_REPEATS):
+        reads.append(seconds(reader.read))
+        start = time.perf_counter()
+        logits = prefill(model, prompt, cache)
+        prompts.append(time.perf_counter() - start)
+        steps.done()
+    for step in range(new_tokens):
+        if step % STEPS_BETWEEN_READS == 0:
+            reads.append(seconds(reader.read))
+        start = time.perf_counter()
+        token = int(np.argmax(logits))
+        log_probability(logits, token)
+        chosen = time.perf_counter()
+        logits = decode(model, token, prompt_tokens + step, cache)
+        decodes.append(time.perf_counter() - chosen)
+        chooses.append(chosen - start)
+        steps.done()
+    # A higher peak than before was reached with the buffer in place; the same peak was the model's own.
+    after = peak_memory_bytes()
+    return ModelBench(
+        **facts,
+        read=Timing.of(reads),
+        prompt=Timing.of(prompts),
+        decode=Timing.of(decodes),
+        decode_s=sum(decodes),
+        choose=Timing.of(chooses),
+        peak_memory_bytes=max(before, after - reader.nbytes),
+        profiles=profile_model(model, prompt, new_tokens, steps) if profile else {},
+    )
+
+
+def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> NDArray:
+    """The prompt through the model in generation's steps of some hundred tokens.   -> logits of the last (V,)"""
+    for start in range(0, len(prompt), PREFILL_CHUNK):
+        piece = prompt[start : start + PREFILL_CHUNK]
+        last = [0] if start + len(piece) == len(prompt) else []
+        logits = model.forward(TokenBatch.of([(0, start, piece)], logits_of_last=last), cache)
+    return logits[0]
+
+
+def decode(model: Model, token: int, position: int, cache: KVCache) -> NDArray:
+    """One more token of slot 0.   -> logits (V,)"""
+    return model.forward(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache)[0]
+
+
+def profile_model(
+    model: Model, prompt: NDArray[np.int64], new_tokens: int, steps: _Steps | None = None
+) -> dict[str, Profile]:
+    """The same passes once more, each op timed: {"prompt": ..., "decode": ...}."""
+    steps = steps or _Steps(None, 0)
+    cache = model.new_cache(slots=1, capacity=len(prompt) + new_tokens)
+    watched = _watched(model)
+    start = time.perf_counter()
+    logits = prefill(watched, prompt, cache)
+    found = {"prompt": _profile(watched, len(prompt), time.perf_counter() - start)}
+    steps.done()
+    watched, total = _watched(model), 0.0
+    for step in range(new_tokens):
+        token = int(np.argmax(logits))
+        start = time.perf_counter()
+        logits = decode(watched, token, len(prompt) + step, cache)
+        total += time.perf_counter() - start
+        steps.done()
+    return {**found, "decode": _profile(watched, new_tokens, total)}
+
+
+def _watched(model: Model) -> Model:
+    return Model(model.config, model.weights, ProfiledBackend(model.backend, model.weights))
+
+
+def _profile(watched: Model, tokens: int, step_s: float) -> Profile:
+    backend = watched.backend
+    assert isinstance(backend, ProfiledBackend)
+    return Profile(tokens, step_s, step_s - backend.total_s, backend.slowest_first())
+
+
+class _Steps:
+    """Counts for a progress bar."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.count = progress, total, 0
+
+    def done(self) -> None:
+        self.count += 1
+        if self.progress is not None:
+            self.progress(self.count, self.total)

@@ -1,0 +1,139 @@
+"""Models of known shapes with random weights: as fast and as large as the real ones, and made in seconds.
+
+Speed and memory depend on the shape only, so no checkpoint has to be downloaded to measure them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..api import Model
+from ..backends import Backend
+from ..config import ModelConfig, RopeConfig
+from ..errors import ConfigError
+from ..quantization import CODES_PER_BYTE
+from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
+
+Progress = Callable[[int, int], object]
+
+_BITNET = ModelConfig(
+    model_type="bitnet",
+    vocab_size=128256,
+    hidden_size=2560,
+    intermediate_size=6912,
+    num_hidden_layers=30,
+    num_attention_heads=20,
+    num_key_value_heads=5,
+    head_dim=128,
+    activation="relu2",
+    norm_eps=1e-5,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+    sub_norms=True,
+    rope=RopeConfig(theta=500000.0),
+)
+SHAPES: dict[str, ModelConfig] = {
+    "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T
+    "1b": replace(  # the 1.3B of the b1.58 paper
+        _BITNET,
+        vocab_size=32002,
+        hidden_size=2048,
+        intermediate_size=5460,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=64,
+        activation="silu",
+        max_position_embeddings=2048,
+        rope=RopeConfig(),
+    ),
+    "7b": replace(  # LLaMA 7B, as the b1.58 paper has it
+        _BITNET,
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        activation="silu",
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        rope=RopeConfig(),
+    ),
+}
+
+# The 81 bytes that hold four codes of 0, 1 and 2 (code 3 never occurs). A random byte picks one: 13 of them come a
+# third more often than the others, which no speed depends on.
+VALID_BYTES = np.array([byte for byte in range(256) if not byte & (byte >> 1) & 0x55], dtype=np.uint8)
+_ANY_TO_VALID = VALID_BYTES[np.arange(256) % len(VALID_BYTES)].tobytes()
+
+
+def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> TernaryWeight:
+    """A ternary matrix (n_out, n_in) drawn in its packed form; its products keep the variance of their input."""
+    columns = -(-n_in // CODES_PER_BYTE)
+    drawn = rng.bytes(n_out * columns).translate(_ANY_TO_VALID)
+    packed = np.frombuffer(drawn, dtype=np.uint8).reshape(n_out, columns)
+    if rest := n_in % CODES_PER_BYTE:  # a row ends in code 1, a zero weight
+        packed = packed.copy()
+        used = 4**rest - 1
+        packed[:, -1] = packed[:, -1] & used | 0x55 & ~used
+    return TernaryWeight(packed, n_in, np.float32((1.5 / n_in) ** 0.5))
+
+
+def synthetic_model(
+    config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
+) -> Model:
+    """A model of that shape with random weights, in the backend's own layout. `layers` makes it shorter.
+
+    One matrix at a time is drawn and passed through `backend.prepare`, so the peak is hardly above the model's size.
+    """
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
+        config = replace(config, num_hidden_layers=layers)
+    rng = np.random.default_rng(seed)
+    total = config.num_hidden_layers + 1
+
+    def linear(name: str) -> LinearWeight:
+        return backend.prepare(random_ternary_weight(rng, *config.linear_shapes()[name]))
+
+    def layer(index: int) -> LayerWeights:
+        linears = {name: linear(name) for name in config.linear_shapes()}
+        if progress is not None:
+            progress(index + 1, total)
+        return LayerWeights(
+            attn_norm=_ones(config.hidden_size),
+            attn_sub_norm=_ones(config.query_size) if config.sub_norms else None,
+            ffn_norm=_ones(config.hidden_size),
+            ffn_sub_norm=_ones(config.intermediate_size) if config.sub_norms else None,
+            **linears,
+        )
+
+    blocks = tuple(layer(index) for index in range(config.num_hidden_layers))
+    embedding = _random_table(rng, config)
+    head = embedding if config.tie_word_embeddings else backend.prepare(_random_table(rng, config))
+    if progress is not None:
+        progress(total, total)
+    return Model(config, ModelWeights(embedding, blocks, _ones(config.hidden_size), head), backend)
+
+
+def _ones(size: int) -> NDArray[np.float32]:
+    return np.ones(size, dtype=np.float32)
+
+
+def _random_table(rng: np.random.Generator, config: ModelConfig) -> DenseWeight:
+    """A bfloat16 matrix (V, D), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
+    bits = np.empty((config.vocab_size, config.hidden_size), dtype=np.uint16)
+    rows = max(1, (1 << 22) // config.hidden_size)  # 8 MB at a time
+    for start in range(0, len(bits), rows):
+        block = bits[start : start + rows]
+        drawn = np.frombuffer(rng.bytes(block.nbytes), dtype=np.uint16).reshape(block.shape)
+        np.bitwise_and(drawn, 0x807F, out=block)
+        block |= 0x3C80
+    return DenseWeight(bits.view(ml_dtypes.bfloat16))

@@ -1,0 +1,348 @@
+"""`bitnet-ref bench`: draws what `bitnet_ref.benchmark` measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..backends import NAMES
+from .shell import (
+    DIFFERS,
+    AnyFunction,
+    LoadingBar,
+    common_options,
+    print_json,
+    show,
+    size_in_words,
+    wants_json,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..api import Model
+    from ..benchmark import Check, KernelBench, ModelBench, TokenizerBench
+    from ..benchmark.models import Profile
+
+SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
+MOST_TOKENS = 1 << 20
+
+
+@click.group(short_help="Measure speed and memory, against what this machine can do.")
+@common_options
+def bench() -> None:
+    """Measure speed and memory, against what this machine can do.
+
+    Everything is compared with the NumPy reference first: what differs gets no speed, and the exit code is 1. Times
+    are the best of several, taken in turn with a plain read of memory, which is the ceiling.
+    """
+
+
+class WholeNumbers(click.ParamType):
+    """Whole numbers with a separator: "6912x2560" -> (6912, 2560)."""
+
+    def __init__(self, name: str, separator: str, count: int | None = None) -> None:
+        self.name, self.separator, self.count = name, separator, count
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = value.lower().split(self.separator)
+        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MOST_TOKENS for word in words)
+        if not good or (self.count is not None and len(words) != self.count):
+            self.fail(f"expected {self.name}, whole numbers from 1 to {MOST_TOKENS}, got {value!r}", param, ctx)
+        return tuple(map(int, words))
+
+
+def machine_options(function: AnyFunction) -> AnyFunction:
+    """--threads and --simd"""
+    threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all there are]")
+    simd = click.option("--simd", metavar="SET", help="Kernel set of the cython backend (scalar, avx2, avx512, ...).")
+    return threads(simd(function))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@bench.command(short_help="The ternary product, on every backend and kernel set.")
+@click.option("--shape", "shapes", type=WholeNumbers("NxK", "x", 2), multiple=True, help="[default: those of 2B-4T]")
+@click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,4,16,64,512", show_default=True)
+@click.option("--backend", type=click.Choice(("all", *NAMES)), default="all", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@machine_options
+@common_options
+def kernels(
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    backend: str,
+    repeats: int,
+    threads: int | None,
+    simd: str | None,
+) -> None:
+    """Time one ternary linear (quantise, multiply, dequantise) on every backend and kernel set that can run here.
+
+    Its weights come from memory, not from the cache: a call takes another copy each time.
+    """
+    from ..benchmark import candidates, measure_kernels
+    from ..benchmark.kernels import SHAPES_2B_4T
+
+    refuse_simd(simd, backend)
+    backends = candidates(backend, threads, simd)
+    with LoadingBar("measuring") as bar:
+        found = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
+    report(found, lambda out: draw_kernels(found, out))
+
+
+def draw_kernels(found: KernelBench, out: Console) -> None:
+    """A table for each shape and token count, the read of memory above all of them."""
+    from rich.text import Text
+
+    if found.read_gb_per_s is not None:
+        out.print(
+            f"memory, read by {in_words(found.threads)} ({found.read_how}): {found.read_gb_per_s:.1f} GB/s at best"
+        )
+    shape: tuple[int, int] | None = None
+    table = None
+    for result in found.results:
+        if shape != (result.out_features, result.in_features):
+            if table is not None:
+                out.print(table)
+            shape = result.out_features, result.in_features
+            out.print(Text(f"\n{shape[0]} x {shape[1]}, {size_in_words(result.weight_bytes)}", style="bold"))
+            table = new_table(
+                "kernel", "tokens", "best", "median", "G MAC/s", "GB/s", "read GB/s", "ratio: best", "median"
+            )
+        assert table is not None
+        name = " ".join(filter(None, (result.backend, result.kernel_set)))
+        timing = result.timing
+        if timing is None:
+            table.add_row(name, str(result.tokens), *differs(result.check, 7))
+            continue
+        table.add_row(
+            *(name, str(result.tokens), in_time(timing.best_s), in_time(timing.median_s)),
+            *(f"{result.g_multiply_adds_per_s:.1f}", f"{result.gb_per_s:.2f}", f"{result.read_gb_per_s:.1f}"),
+            *(f"{result.of_read:.2f}", f"{result.of_read_median:.2f}"),
+        )
+    if table is not None:
+        out.print(table)
+    if found.equal:
+        out.print(f"\nAll {len(found.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+
+
+@bench.command(short_help="Prompt and decode speed, and memory, of a model.")
+@click.argument("model", required=False)
+@click.option("--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape instead of a MODEL.")
+@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model.")
+@click.option("--prompt", type=click.IntRange(min=1), default=64, show_default=True, help="Prompt tokens.")
+@click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded tokens.")
+@click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
+@click.option("--profile", is_flag=True, help="Run once more and show the time of each operation.")
+@machine_options
+@common_options
+def model(
+    model: str | None,
+    synthetic: str | None,
+    layers: int | None,
+    prompt: int,
+    new: int,
+    backend: str,
+    profile: bool,
+    threads: int | None,
+    simd: str | None,
+) -> None:
+    """Time MODEL (default: storyteller), or a synthetic one: its prompt, and decoding one token at a time."""
+    from ..benchmark import measure_model
+
+    if model is not None and synthetic is not None:
+        raise click.UsageError("give a MODEL or --synthetic, not both")
+    if layers is not None and synthetic is None:
+        raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
+    refuse_simd(simd, backend)
+    subject = ready(model, synthetic, layers, backend, threads, simd)
+    with LoadingBar("measuring") as bar:
+        found = measure_model(subject, prompt, new, profile=profile, progress=bar)
+    name = f"{synthetic}, random weights" if synthetic else str(model or "storyteller")
+    report(found, lambda out: draw_model(found, name, shortened(synthetic, layers), out), model=synthetic or name)
+
+
+def ready(
+    model: str | None,
+    synthetic: str | None,
+    layers: int | None,
+    backend: str,
+    threads: int | None,
+    simd: str | None,
+) -> Model:
+    """The model to measure, on the backend and kernel set asked for."""
+    from ..api import Model, load
+    from ..backends import choose_backend
+    from ..backends.cython_backend import CythonBackend
+
+    chosen = choose_backend("cython" if simd else backend, threads=threads)
+    if simd:
+        chosen = CythonBackend("float32", threads, simd)
+    if synthetic is not None:
+        from ..benchmark import SHAPES, synthetic_model
+
+        with LoadingBar(f"making {synthetic}") as bar:
+            return synthetic_model(SHAPES[synthetic], chosen, progress=bar, layers=layers)
+    name = model or "storyteller"
+    with LoadingBar(f"loading {name}") as bar:
+        loaded = load(name, backend=chosen.name, threads=threads, progress=bar)
+    return Model(loaded.config, loaded.weights, chosen, loaded.folder)  # every kernel set reads the same layout
+
+
+def shortened(synthetic: str | None, layers: int | None) -> str:
+    """ "10 of its 30", or "" for a whole model."""
+    from ..benchmark import SHAPES
+
+    whole = SHAPES[synthetic].num_hidden_layers if synthetic else layers
+    return f"{layers} of its {whole}" if synthetic and layers not in (None, whole) else ""
+
+
+def draw_model(found: ModelBench, name: str, shortness: str, out: Console) -> None:
+    """Facts, speeds against the bound, memory, and the profiles."""
+    from rich.text import Text
+
+    cfg, parts = found.config, found.step_bytes
+    table = new_table("", "", header=False)
+    layers = shortness or cfg["num_hidden_layers"]
+    shape = f"{layers} layers of {cfg['hidden_size']}, ffn {cfg['intermediate_size']}, vocab {cfg['vocab_size']}"
+    kernel_set = f" {found.kernel_set}" if found.kernel_set else ""
+    table.add_row("model", f"{name}: {shape}")
+    table.add_row("backend", f"{found.backend}{kernel_set}, {in_words(found.threads)}")
+    table.add_row("check", check_in_words(found.check))
+    if found.prompt is None or found.decode is None or found.read is None or found.choose is None:
+        out.print(table)
+        return
+    prompt, decode = found.prompt, found.decode
+    table.add_row(
+        "prompt",
+        f"{found.prompt_tokens_per_s:.1f} tok/s best, {found.prompt_tokens / prompt.median_s:.1f} median "
+        f"({found.prompt_tokens} tokens)",
+    )
+    table.add_row(
+        "decode",
+        f"{found.decode_tokens_per_s:.2f} tok/s best, {found.decode_tokens_per_s_median:.2f} median "
+        f"({found.new_tokens} tokens, {in_time(decode.best_s)} and {in_time(decode.median_s)} each)",
+    )
+    table.add_row("choosing", f"{in_time(found.choose.median_s)} more a token: the likeliest and its log probability")
+    pieces = {"ternary": parts.ternary, "dense": parts.dense, "head": parts.head, "cache": parts.cache}
+    pieces["other"] = parts.other
+    words = ", ".join(f"{part} {size_in_words(size)}" for part, size in pieces.items() if size)
+    table.add_row("bytes a token", f"{size_in_words(parts.total)}: {words}")
+    median_gb = found.read_bytes / found.read.median_s / 1e9
+    table.add_row("memory read", f"{found.read_gb_per_s:.1f} GB/s best, {median_gb:.1f} median ({found.read_how})")
+    table.add_row("bound", f"{found.bound_tokens_per_s:.2f} tok/s: memory read / bytes a token")
+    ratio = f"{found.of_bound:.2f} best over best, {found.of_bound_median:.2f} median over median"
+    table.add_row("of the bound", ratio + ("; but the model fits in the cache" if found.fits_in_cache else ""))
+    peak = size_in_words(found.peak_memory_bytes or 0)
+    table.add_row(
+        "peak memory", f"{peak}, {found.of_weight_bytes:.2f} x the weights' {size_in_words(found.weight_bytes)}"
+    )
+    out.print(table)
+    for part, profile in found.profiles.items():
+        out.print(Text(f"\nProfile of the {part}: {in_time(profile.step_s / profile.tokens)} a token", style="bold"))
+        draw_profile(profile, out)
+
+
+def draw_profile(profile: Profile, out: Console) -> None:
+    """The ops, slowest first; what is outside all of them comes last."""
+    table = new_table("operation", "calls", "ms a token", "share", "GB/s")
+    for op in profile.ops:
+        speed = "" if op.gb_per_s is None else f"{op.gb_per_s:.1f}"
+        table.add_row(op.op, str(op.calls), *share(op.total_s, profile), speed)
+    table.add_row("outside the operations", "", *share(profile.outside_s, profile), "")
+    out.print(table)
+
+
+def share(taken_s: float, profile: Profile) -> tuple[str, str]:
+    return f"{taken_s / profile.tokens * 1e3:.3f}", f"{taken_s / profile.step_s:.1%}"
+
+
+# -- tokenizer ---------------------------------------------------------------------------------------------------------
+
+
+@bench.command(short_help="Encoding, decoding and streaming of the shipped tokenizer.")
+@click.option("--texts", type=click.IntRange(min=1), default=256, show_default=True, help="How many texts.")
+@click.option("--words", type=click.IntRange(min=1), default=60, show_default=True, help="Words in each.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each.")
+@common_options
+def tokenizer(texts: int, words: int, repeats: int) -> None:
+    """Time the shipped tokenizer: tokens a second, one text at a time and batched."""
+    from ..benchmark import measure_tokenizer
+
+    found = measure_tokenizer(texts, words, repeats)
+    report(found, lambda out: draw_tokenizer(found, out))
+
+
+def draw_tokenizer(found: TokenizerBench, out: Console) -> None:
+    out.print(f"{found.texts} texts, {found.tokens} tokens; loaded in {found.load_s * 1e3:.0f} ms")
+    for name, equal in found.checks.items():
+        if not equal:
+            out.print(f"DIFFERS: {name.replace('_', ' ')}", style="bold red")
+    table = new_table("", "tokens/s best", "median")
+    for name, timing in found.timings.items():
+        table.add_row(name, f"{found.tokens_per_s(name):,.0f}", f"{found.tokens / timing.median_s:,.0f}")
+    if found.timings:
+        out.print(table)
+
+
+# -- shared ------------------------------------------------------------------------------------------------------------
+
+
+def report(found: KernelBench | ModelBench | TokenizerBench, draw: Any, **more: Any) -> None:
+    """JSON or the drawing, and exit code 1 when something differs from the reference."""
+    if wants_json():
+        print_json({**more, **found.to_dict()})
+    else:
+        show(draw)
+    if not (found.check.equal if hasattr(found, "check") else found.equal):
+        raise click.exceptions.Exit(DIFFERS)
+
+
+def refuse_simd(simd: str | None, backend: str) -> None:
+    if simd is not None and backend not in ("auto", "all", "cython"):
+        raise click.UsageError(f"--simd chooses a kernel set of the cython backend; --backend is {backend}")
+
+
+def new_table(*columns: str, header: bool = True) -> Table:
+    """The first column left, the others, which are numbers, right."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        number = header and index > 0
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def differs(check: Check, columns: int) -> list[str]:
+    """Cells of a row without speeds."""
+    return ["DIFFERS", f"{check.unequal_accumulators} acc", f"{check.unequal_floats} floats", *[""] * (columns - 3)]
+
+
+def check_in_words(check: Check) -> str:
+    wrong = check.unequal_accumulators + check.unequal_floats
+    exact = f"{check.accumulators + check.floats:,} values of ternary linears " + (
+        f"{wrong:,} WRONG" if wrong else "equal"
+    )
+    logits = f"logits off by {check.logits_error:.0e} ({check.logits_allowed:.0e} allowed)"
+    return f"{exact}; {logits}" if check.accumulators else logits
+
+
+def in_words(threads: int) -> str:
+    return f"{threads} thread{'s' if threads != 1 else ''}"
+
+
+def in_time(value_s: float) -> str:
+    """0.00123 -> "1.23 ms" """
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value_s * scale >= 1:
+            return f"{value_s * scale:.2f} {unit}"
+    return f"{value_s * 1e6:.1f} us"
