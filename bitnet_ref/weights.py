@@ -6,6 +6,7 @@ A backend may turn each matrix into a layout of its own as it is read (`Backend.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -24,19 +25,20 @@ class InputNorm:
     eps: float
 
 
-class LinearWeight:
+class LinearWeight(ABC):
     """Any linear's weight, in whatever form: (out_features, in_features) and perhaps a bias."""
 
     bias: NDArray[np.float32] | None  # (N,)
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)"""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
-        raise NotImplementedError
+        """Bytes that the weight and its bias take in memory"""
 
 
 class TernaryLinear(LinearWeight):
@@ -46,9 +48,9 @@ class TernaryLinear(LinearWeight):
     w_dequant_scale: np.float32
     input_norm: InputNorm | None
 
+    @abstractmethod
     def ternary(self) -> NDArray[np.int8]:
         """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of its packed form."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import quantization
-from ..errors import BackendUnavailable, NumericsError, ShapeError
+from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..weights import DenseWeight, InputNorm, LinearWeight, TernaryLinear, TernaryWeight
 from .numpy_backend import Backend, require
@@ -214,7 +214,11 @@ class CythonBackend(Backend):
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         ys = [np.empty((len(x), w.out_features), dtype=np.float32) for w in ws]
-        if (row := _cpu.bit_linears(_floats(x), [w.kernel_view for w in ws], ys, self.threads, self._set)) >= 0:
+        try:
+            row = _cpu.bit_linears(_floats(x), [w.kernel_view for w in ws], ys, self.threads, self._set)
+        except MemoryError as error:
+            raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
+        if row >= 0:
             raise _not_finite(row)
         return tuple(ys)
 

@@ -195,3 +195,12 @@ def test_dequantize_is_one_division_and_one_product(be):
     (mine,) = prepared(be, w)
     expected = acc.astype(np.float32) * (np.float32(0.0123) / scale)
     np.testing.assert_array_equal(be.dequantize(acc, mine, scale), expected)
+
+
+@pytest.mark.parametrize("tokens", [383, 384, 385, 800])
+def test_more_tokens_than_a_kernel_takes_at_once(be, reference, tokens):
+    random = rng(tokens)
+    weights = [TernaryWeight.from_ternary(random.integers(-1, 2, (n, 203), dtype=np.int8), 0.03) for n in (70, 5, 130)]
+    x = random.standard_normal((tokens, 203)).astype(np.float32)
+    for got, expected in zip(be.linears(x, weights), reference.linears(x, weights), strict=True):
+        assert np.array_equal(got, expected)
