@@ -5,6 +5,8 @@ Every function takes the index of a kernel set (`kernel_sets`) and works on whol
 how many rows there are, does not change what is computed. The GIL is released; any number of Python threads may call.
 """
 
+import os
+
 from cython.parallel cimport parallel, prange
 from libc.math cimport NAN
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
@@ -66,7 +68,22 @@ def kernel_sets():
     return found
 
 
+# OpenMP's threads do not survive a fork: a forked child that asks for two waits for the other for ever (libgomp).
+cdef bint forked = False
+
+
+def _after_fork_in_child():
+    global forked
+    forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 cdef inline int threads_for(Py_ssize_t work, Py_ssize_t work_a_thread, int threads) noexcept nogil:
+    if forked:
+        return 1
     cdef Py_ssize_t useful = work // work_a_thread
     return threads if useful >= threads else (1 if useful < 1 else <int> useful)
 
@@ -90,7 +107,8 @@ def sum_words(const uint64_t[::1] words, int threads):
     """The sum of the words, modulo 2^64: reads every byte once, as fast as the memory gives it. For benchmarks."""
     cdef Py_ssize_t n = words.shape[0], chunk, chunk_words = 65536
     cdef uint64_t total = 0, part
-    for chunk in prange((n + chunk_words - 1) // chunk_words, nogil=True, num_threads=threads, schedule="static"):
+    cdef int team = threads_for(threads, 1, threads)
+    for chunk in prange((n + chunk_words - 1) // chunk_words, nogil=True, num_threads=team, schedule="static"):
         part = sum_of(&words[chunk * chunk_words], min(chunk_words, n - chunk * chunk_words))
         total += part
     return total
@@ -102,7 +120,8 @@ def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int thread
     cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS
     if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + 3) // 4 * BLOCK_BYTES or N == 0 or row_bytes == 0:
         raise ValueError(f"pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
-    for p in prange(n_panels, nogil=True, num_threads=threads, schedule="static"):
+    cdef int team = threads_for(n_panels * panels.shape[1], PANEL_BYTES_A_THREAD, threads)
+    for p in prange(n_panels, nogil=True, num_threads=team, schedule="static"):
         count = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
         pack_panel(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
 

@@ -1,6 +1,8 @@
 """The generation loop: batch, cache, chunks and cancellation give what one row alone gives, token for token."""
 
 import gc
+import os
+import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -11,6 +13,7 @@ from helpers import GOLDEN, model
 
 import bitnet_ref
 from bitnet_ref.errors import GenerationError, TokenizerError
+from bitnet_ref.weights import TernaryWeight
 
 generate_module = import_module("bitnet_ref.generation.generate")  # the package's name for it is the function's
 PROMPTS = ["Once upon a time", "Alice", "The old man of the sea", "It was a dark and stormy night, and the wind"]
@@ -163,3 +166,17 @@ def test_several_python_threads_may_use_one_model(story):
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(lambda prompt: story.generate(prompt, max_tokens=12), PROMPTS))
     assert [(row.token_ids, row.logprobs) for row in together] == [(row.token_ids, row.logprobs) for row in alone]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12 and later: that is the point
+def test_a_forked_child_can_compute(be):
+    """OpenMP's threads are gone in a forked child; waiting for them would hang it."""
+    weight = be.prepare(TernaryWeight.from_ternary(np.ones((2560, 2560), np.int8), 1.0))
+    x = np.ones((8, 2560), np.float32)
+    expected = be.linear(x, weight)  # starts the threads
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if np.array_equal(be.linear(x, weight), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
