@@ -161,13 +161,15 @@ def _quantization(raw: Any) -> QuantizationConfig | None:
 
 
 def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
-    new = raw.get("rope_parameters")
-    field = "rope_parameters" if new is not None else "rope_scaling"
-    params = new if new is not None else raw.get("rope_scaling") or {}
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # of both the old wins, as in transformers
+    params = raw.get(field) or {}
     if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
         raise ConfigError(f"expected one flat object for all layers, got {params!r}", field=field)
     rope_type = params.get("rope_type", params.get("type", "default"))
-    theta = params["rope_theta"] if params.get("rope_theta") is not None else theta
+    for source in (params, raw.get("rope_parameters")):
+        if isinstance(source, dict) and source.get("rope_theta") is not None:
+            theta = source["rope_theta"]
+            break
     partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"partial rotary embedding ({partial!r}) is not supported", field="partial_rotary_factor")

@@ -167,6 +167,16 @@ def test_old_and_new_spelling_of_rope(old, new):
     assert parse(TINY, **old) == parse(TINY, rope_parameters=new)
 
 
+def test_of_both_spellings_of_rope_the_old_one_wins():
+    """As in transformers. A theta that only the new one has is not lost."""
+    cfg = parse(
+        without(TINY, "rope_theta"),
+        rope_scaling={"type": "linear", "factor": 4.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )
+    assert (cfg.rope.rope_type, cfg.rope.factor, cfg.rope.theta) == ("linear", 4.0, 5e5)
+
+
 def test_original_length_defaults_to_the_whole_context():
     rope = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 2.0}).rope
     assert rope.original_max_position_embeddings == 64
