@@ -21,7 +21,7 @@ from .. import quantization
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..weights import DenseWeight, InputNorm, LinearWeight, TernaryLinear, TernaryWeight
-from .numpy_backend import Backend, require
+from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
 
 # A thread that waits for work should sleep. libgomp lets it spin for some milliseconds by default, which on a machine
 # with anything else to do takes the processor from the thread that is waited for: 30 times slower, measured. It reads
@@ -127,9 +127,7 @@ class CythonBackend(Backend):
         return y
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
-        expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
-        require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
+        check_rope(q, k, cos, sin)
         turned = tuple(np.empty(x.shape, dtype=np.float32) for x in (q, k))
         for x, y in zip((q, k), turned, strict=True):
             _cpu.rope(_floats(x), cos, sin, y, self._set)
@@ -137,10 +135,8 @@ class CythonBackend(Backend):
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
-        rows, columns = x.shape
-        x_q = np.empty((rows, columns), dtype=np.int8)
-        x_quant_scale, x_sum = np.empty((rows, 1), dtype=np.float32), np.empty(rows, dtype=np.int32)
-        if (row := _cpu.quantize(_floats(x), x_q, x_quant_scale, x_sum, self._set)) >= 0:
+        x_q, x_quant_scale = np.empty(x.shape, dtype=np.int8), np.empty((len(x), 1), dtype=np.float32)
+        if (row := _cpu.quantize(_floats(x), x_q, x_quant_scale, self._set)) >= 0:
             raise _not_finite(row)
         return x_q, x_quant_scale
 
@@ -156,10 +152,9 @@ class CythonBackend(Backend):
         return acc
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
-        ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
-        require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
+        check_dequantize(acc, x_quant_scale)
         y = np.empty(acc.shape, dtype=np.float32)
-        _cpu.dequantize(acc, w.w_dequant_scale, _floats(x_quant_scale), None, y, self._set)
+        _cpu.dequantize(acc, w.w_dequant_scale, _floats(x_quant_scale), y, self._set)
         return y
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
@@ -199,9 +194,7 @@ class CythonBackend(Backend):
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
-        heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
-        ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
-        require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
+        check_attention(q, cache, batch)
         z = np.empty(q.shape, dtype=np.float32)
         keys, values = cache.keys[layer], cache.values[layer]
         _cpu.attention(_floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set)

@@ -27,6 +27,23 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
         raise ShapeError(op, expected=expected, got=got)
 
 
+def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
+    ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
+    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
+    require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
+
+
+def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
+    ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
+    require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
+
+
+def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
+    heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
+    ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
+    require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
+
+
 class Backend:
     """The NumPy backend. `dtype` float32 is the contract; float64 runs the same text as the yardstick of its error."""
 
@@ -64,9 +81,7 @@ class Backend:
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, turned"""
-        ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
-        expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
-        require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
+        check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
@@ -81,8 +96,7 @@ class Backend:
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
         """acc (N, out) int32 -> y (N, out)"""
-        ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
-        require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
+        check_dequantize(acc, x_quant_scale)
         return quantization.dequantize(acc, w.w_dequant_scale, x_quant_scale)
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
@@ -133,9 +147,7 @@ class Backend:
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         """Every token of the batch over what it sees of its own sequence.   q (N, H, d) -> z (N, H, d)"""
-        heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
-        ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
-        require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
+        check_attention(q, cache, batch)
         z = np.empty_like(q)
         for i, (slot, position) in enumerate(zip(batch.slots, batch.positions, strict=True)):
             keys, values = cache.visible(layer, slot, position, window)  # (S, G, d) each

@@ -137,21 +137,17 @@ def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed):
                      &packed[p * PANEL_ROWS, 0])
 
 
-def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_scale, int32_t[::1] x_sum, Py_ssize_t kernels):
-    """x (M, K) -> x_q (M, 16 ceil(K/16)) with zeros beyond K, x_quant_scale (M, 1), x_sum (M).
-
-    Returns -1, or the first row that holds NaN or Inf.
-    """
-    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], wide = x_q.shape[1], m
-    if x_q.shape[0] != M or x_quant_scale.shape[0] != M or x_sum.shape[0] != M or wide < K:
-        raise ValueError(f"quantize: x {M, K}, x_q {x_q.shape[0], wide}")
+def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_scale, Py_ssize_t kernels):
+    """x (M, K) -> x_q (M, K), x_quant_scale (M, 1). Returns -1, or the first row that holds NaN or Inf."""
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], m
+    cdef int32_t x_sum
+    if x_q.shape[0] != M or x_quant_scale.shape[0] != M or x_q.shape[1] != K:
+        raise ValueError(f"quantize: x {M, K}, x_q {x_q.shape[0], x_q.shape[1]}")
     with nogil:
         for m in range(M):
-            if not KERNEL_SETS[kernels].quantize(&x[m, 0], K, &x_q[m, 0], &x_quant_scale[m, 0], &x_sum[m]):
+            if not KERNEL_SETS[kernels].quantize(&x[m, 0], K, &x_q[m, 0], &x_quant_scale[m, 0], &x_sum):
                 with gil:
                     return m
-            if wide > K:
-                memset(&x_q[m, K], 0, wide - K)
     return -1
 
 
@@ -292,22 +288,15 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
     return bad
 
 
-def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, ::1] x_quant_scale, bias,
-               float[:, ::1] y, Py_ssize_t kernels):
-    """y (M, N) = acc * (w_dequant_scale / x_quant_scale) (+ bias)"""
+def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, ::1] x_quant_scale, float[:, ::1] y,
+               Py_ssize_t kernels):
+    """y (M, N) = acc * (w_dequant_scale / x_quant_scale)"""
     cdef Py_ssize_t M = acc.shape[0], N = acc.shape[1], m
-    cdef const float[::1] bias_view
-    cdef const float *bias_values = NULL
     if y.shape[0] != M or y.shape[1] != N or x_quant_scale.shape[0] != M:
         raise ValueError(f"dequantize: acc {M, N}, y {y.shape[0], y.shape[1]}")
-    if bias is not None:
-        bias_view = bias
-        if bias_view.shape[0] != N:
-            raise ValueError(f"dequantize: bias {bias_view.shape[0]}, expected {N}")
-        bias_values = &bias_view[0]
     with nogil:
         for m in range(M):
-            KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], bias_values, &y[m, 0])
+            KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], NULL, &y[m, 0])
 
 
 def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:, ::1] y, int threads, Py_ssize_t kernels):
