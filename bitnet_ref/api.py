@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from .backends import Backend, choose_backend
 from .config import ModelConfig
 from .errors import FormatError, GenerationError, TokenizerError
-from .formats.hf_config import read_hf_config
-from .formats.hf_folder import Progress, load_hf_weights
+from .formats.checkpoint import Progress, ReadOptions, read_weights
+from .formats.open import open_checkpoint
 from .kv_cache import KVCache, TokenBatch
 from .tracing import checked_forward, record
 from .tracing.record import NamesFilter
@@ -66,20 +66,15 @@ def load(
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
-    progress: called with (tensors done, tensors in all) while the weights are read.
+    progress: called with (parts done, parts in all) while the weights are read.
 
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads)
-    if path.is_file() and path.suffix != ".safetensors":
-        raise FormatError(
-            "expected a Hugging Face folder or a .safetensors file; no other format can be read yet", path=path
-        )
-    folder = path if path.is_dir() else path.parent
-    config = read_hf_config(folder / "config.json", allow_unquantized)
-    weights = load_hf_weights(path, config, progress, chosen.prepare)
-    return Model(config, weights, chosen, folder)
+    with open_checkpoint(path, ReadOptions(allow_unquantized)) as checkpoint:
+        weights = read_weights(checkpoint, progress, chosen.prepare)
+    return Model(checkpoint.config, weights, chosen, path if path.is_dir() else path.parent)
 
 
 class Model:

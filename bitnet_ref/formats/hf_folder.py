@@ -1,60 +1,66 @@
-"""The weights of a Hugging Face folder: model.safetensors, or the shards its index lists -> `ModelWeights`.
+"""A Hugging Face folder: config.json, and model.safetensors or the shards its index lists.
 
-Every tensor is read once, checked (there, of the right shape and dtype, finite, no invalid ternary code) and put into
-the form it stays in, one after another: a packed model is never held twice.
+Every tensor is checked as it is read: there, of the right shape and dtype, finite, no invalid ternary code.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import quantization
 from ..config import ModelConfig
-from ..errors import FormatError
-from ..json_file import read_json_object
-from ..weights import ATTENTION_LINEARS, DenseWeight, InputNorm, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
+from ..errors import FormatError, TokenizerError
+from ..json_file import read_bounded, read_json_object
+from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryWeight
+from .checkpoint import Checkpoint, Prepare, Progress, ReadOptions, linear_shape, norm_sizes, read_weights
+from .hf_config import read_hf_config
 from .packing import pack_from_hf
 from .safetensors import SafetensorsFile, TensorInfo
 
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = MAX_TOKENIZER_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32")
 _CHECK_BLOCK = 1 << 22  # values looked at in one go
 # Our name -> the names under which checkpoints have it (transformers' first, then 1bitLLM's).
-_SUB_NORM_NAMES = {
+_NORM_NAMES = {
+    "attn_norm": ("input_layernorm.weight",),
+    "ffn_norm": ("post_attention_layernorm.weight",),
     "attn_sub_norm": ("self_attn.attn_sub_norm.weight", "self_attn.inner_attn_ln.weight"),
     "ffn_sub_norm": ("mlp.ffn_sub_norm.weight", "mlp.ffn_layernorm.weight"),
 }
-
-Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+# What a tokenizer consists of in a hub repository; config.json is not among them.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
 
 
 class CheckpointTensors:
     """The tensors of one checkpoint, whatever the number of files. Remembers which were taken."""
 
-    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._stack = ExitStack()
-        self._progress = progress
         self._files: dict[str, SafetensorsFile] = {}
         self.taken: set[str] = set()
         try:
             self._open(path)
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def __enter__(self) -> CheckpointTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
@@ -89,8 +95,6 @@ class CheckpointTensors:
         array = self._files[name].read(name)
         if info.dtype in _FLOATS:
             self._require_finite(name, array)
-        if self._progress is not None:
-            self._progress(len(self.taken), len(self._files))
         return array
 
     def _require_finite(self, name: str, array: NDArray) -> None:
@@ -157,7 +161,7 @@ def load_hf_weights(
     path: str | os.PathLike[str],
     config: ModelConfig,
     progress: Progress | None = None,
-    prepare: Callable[[LinearWeight], LinearWeight] | None = None,
+    prepare: Prepare | None = None,
 ) -> ModelWeights:
     """The weights of a folder (or of one .safetensors file) that `config` describes.
 
@@ -165,86 +169,100 @@ def load_hf_weights(
     FormatError names the file, the tensor, what was expected and what was found; a tensor that no part of the model
     uses is an error too, because it means that the config describes another model.
     """
-    with CheckpointTensors(Path(path), progress) as tensors:
-        loader = WeightReader(tensors, config, prepare or (lambda weight: weight))
-        embedding = DenseWeight(tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
-        layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
-        final_norm = loader.norm("model.norm.weight", config.hidden_size)
-        weights = ModelWeights(embedding, layers, final_norm, loader.head(embedding))
-        left = [name for name in tensors.names if name not in tensors.taken and not _may_be_ignored(name)]
-        if left:
-            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-            raise tensors.fail(
-                left[0], f"this tensor is no part of a {config.model_type} model as config.json says{more}"
-            )
-        return weights
+    with HfCheckpoint(Path(path), config=config) as checkpoint:
+        return read_weights(checkpoint, progress, prepare)
+
+
+def hf_module(name: str) -> str:
+    """Our name of a linear -> the checkpoint's: "blocks.0.attn.q_proj" -> "model.layers.0.self_attn.q_proj"."""
+    if name == "lm_head":
+        return name
+    _, index, part, linear = name.split(".")
+    return f"model.layers.{index}.{'self_attn' if part == 'attn' else 'mlp'}.{linear}"
+
+
+def hf_norm_names(name: str) -> list[str]:
+    """Our name of a norm -> the tensor names under which checkpoints have it, transformers' first."""
+    if name == "final_norm":
+        return ["model.norm.weight"]
+    _, index, norm = name.split(".")
+    return [f"model.layers.{index}.{theirs}" for theirs in _NORM_NAMES[norm]]
 
 
 def _may_be_ignored(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq")  # old LLaMA checkpoints carry this constant
 
 
-class WeightReader:
-    """Builds the parts of one model out of its tensors."""
+class HfCheckpoint(Checkpoint):
+    """A Hugging Face folder, or one .safetensors file in such a folder."""
 
-    def __init__(
-        self, tensors: CheckpointTensors, config: ModelConfig, prepare: Callable[[LinearWeight], LinearWeight]
-    ) -> None:
-        self.tensors, self.config, self.prepare = tensors, config, prepare
-        self.shapes = config.linear_shapes()
+    def __init__(self, path: Path, options: ReadOptions | None = None, config: ModelConfig | None = None) -> None:
+        self.path = path
+        self.folder = path if path.is_dir() else path.parent
+        allow = options is not None and options.allow_unquantized
+        self.config = config or read_hf_config(self.folder / "config.json", allow)
+        self.tensors = CheckpointTensors(path)
+        self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
+        self.evidence: list[str] = []
 
-    def layer(self, index: int) -> LayerWeights:
-        cfg, prefix = self.config, f"model.layers.{index}."
-        parts: dict[str, Any] = dict.fromkeys(_SUB_NORM_NAMES)
-        if cfg.sub_norms:
-            for ours, size in (("attn_sub_norm", cfg.query_size), ("ffn_sub_norm", cfg.intermediate_size)):
-                names = [prefix + theirs for theirs in _SUB_NORM_NAMES[ours]]
-                parts[ours] = self.norm(next((name for name in names if name in self.tensors), names[0]), size)
-        for name, (out_features, in_features) in self.shapes.items():
-            attention = name in ATTENTION_LINEARS
-            module = f"{prefix}{'self_attn' if attention else 'mlp'}.{name}"
-            bias = cfg.attention_bias if attention else cfg.mlp_bias
-            parts[name] = self.prepared(module, out_features, in_features, bias)
-        return LayerWeights(
-            attn_norm=self.norm(prefix + "input_layernorm.weight", cfg.hidden_size),
-            ffn_norm=self.norm(prefix + "post_attention_layernorm.weight", cfg.hidden_size),
-            **parts,
-        )
+    def close(self) -> None:
+        self.tensors.close()
 
-    def norm(self, name: str, size: int) -> NDArray[np.float32]:
-        return self.tensors.take(name, (size,)).astype(np.float32)
+    def embedding(self) -> DenseWeight:
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return DenseWeight(self.tensors.take("model.embed_tokens.weight", shape))
 
-    def head(self, embedding: DenseWeight) -> LinearWeight:
-        name, shape = "lm_head.weight", embedding.shape
-        if not self.config.tie_word_embeddings:
-            return self.prepared("lm_head", *shape, bias=False)
-        if name in self.tensors and not np.array_equal(self.tensors.take(name, shape), embedding.array):
+    def norm(self, name: str) -> NDArray[np.float32]:
+        names = hf_norm_names(name)
+        found = next((theirs for theirs in names if theirs in self.tensors), names[0])
+        return self._vector(found, norm_sizes(self.config)[name])
+
+    def tied_head(self, embedding: DenseWeight) -> DenseWeight:
+        name = "lm_head.weight"
+        if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
             raise self.tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
         return embedding
 
-    def prepared(self, module: str, out_features: int, in_features: int, bias: bool) -> LinearWeight:
-        return self.prepare(self.linear(module, out_features, in_features, bias))
+    def finish(self) -> None:
+        left = [name for name in self.tensors.names if name not in self.tensors.taken and not _may_be_ignored(name)]
+        if left:
+            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+            raise self.tensors.fail(
+                left[0], f"this tensor is no part of a {self.config.model_type} model as config.json says{more}"
+            )
 
-    def linear(self, module: str, out_features: int, in_features: int, bias: bool) -> LinearWeight:
-        quantized = self.config.quantization
-        bias_vector = self.tensors.take(f"{module}.bias", (out_features,)).astype(np.float32) if bias else None
+    def tokenizer_files(self) -> dict[str, bytes]:
+        found = [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
+        return {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES) for path in found}
+
+    def linear(self, name: str) -> LinearWeight:
+        module, quantized = hf_module(name), self.config.quantization
+        out_features, in_features = linear_shape(self.config, name)
+        part = name.split(".")[-2:][0]
+        bias = {"attn": self.config.attention_bias, "mlp": self.config.mlp_bias}.get(part, False)
+        bias_vector = self._vector(f"{module}.bias", out_features) if bias else None
         if quantized is None or _is_skipped(module, quantized.modules_to_not_convert):
             return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias_vector)
         input_norm = None
         if quantized.use_rms_norm:
-            weight = self.norm(f"{module}.rms_norm.weight", in_features)
-            input_norm = InputNorm(weight, quantized.rms_norm_eps)
-        convention = quantized.scale_convention
-        if convention == "absmean":
+            input_norm = InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), quantized.rms_norm_eps)
+        if self._scale_convention == "absmean":
             packed, scale = self.quantize_master(f"{module}.weight", out_features, in_features)
         else:
             packed = self.packed_plane(f"{module}.weight", out_features, in_features)
             scale = self.scale(f"{module}.weight_scale")
-            if convention == "divide":
+            if self._scale_convention == "divide":
                 scale = np.float32(1.0) / scale
             elif bias_vector is not None:
                 bias_vector = bias_vector * scale  # AutoBitLinear adds the bias before it multiplies by the scale
         return TernaryWeight(packed, in_features, scale, bias_vector, input_norm)
+
+    @property
+    def _scale_convention(self) -> str | None:
+        return None if self.config.quantization is None else self.config.quantization.scale_convention
+
+    def _vector(self, name: str, size: int) -> NDArray[np.float32]:
+        return self.tensors.take(name, (size,)).astype(np.float32)
 
     def quantize_master(self, name: str, out_features: int, in_features: int) -> tuple[NDArray[np.uint8], np.float32]:
         """Full-precision master weights -> ternary, by absmean, or by their own scale if they are ternary already."""

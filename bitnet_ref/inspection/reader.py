@@ -16,11 +16,12 @@ from .. import quantization
 from ..api import find_model
 from ..config import ModelConfig
 from ..errors import BitNetRefError, ConfigError, FormatError, TokenizerError
+from ..formats.checkpoint import linear_name, norms_of_layer
 from ..formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
-from ..formats.hf_folder import CheckpointTensors, WeightReader
+from ..formats.hf_folder import CheckpointTensors, HfCheckpoint, hf_module
 from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
 from ..json_file import read_json_object
-from ..weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, TernaryWeight
+from ..weights import DenseWeight, LinearWeight, TernaryWeight
 from .facts import (
     Finding,
     Inspection,
@@ -142,7 +143,8 @@ class _Inspector:
                 )
                 self.fail("weights", tensors.fail(packed[0], message))
             elif config is not None:
-                self.read_as_model(tensors, config)
+                with HfCheckpoint(self.path, config=config) as checkpoint:
+                    self.read_as_model(checkpoint)
                 return
             for name in packed:
                 self.count_raw_plane(tensors, name)
@@ -184,9 +186,9 @@ class _Inspector:
             if tensor.kind not in ("scales", "other") and not (tensor.kind == "head" and tied)
         )
 
-    def read_as_model(self, tensors: CheckpointTensors, config: ModelConfig) -> None:
+    def read_as_model(self, checkpoint: HfCheckpoint) -> None:
         """Every tensor as `load` reads it, one layer in memory at a time."""
-        loader = WeightReader(tensors, config, prepare=lambda weight: weight)
+        config, tensors = checkpoint.config, checkpoint.tensors
         shape = (config.vocab_size, config.hidden_size)
         self.check_table(tensors, "model.embed_tokens.weight", shape)
         empty = []
@@ -196,9 +198,9 @@ class _Inspector:
                 empty.append(index)
                 continue
             try:
-                self.add_layer(tensors, index, loader.layer(index))
+                self.read_layer(checkpoint, index)
             except BitNetRefError as error:
-                self.read_broken_layer(tensors, loader, index, error)
+                self.read_broken_layer(checkpoint, index, error)
             if self.progress is not None:
                 self.progress(index + 1, config.num_hidden_layers)
         if empty:
@@ -206,11 +208,11 @@ class _Inspector:
             which = f"layers {empty[0]} to {empty[-1]}" if len(empty) > 1 else f"layer {empty[0]}"
             self.fail("weights", FormatError(said + which, path=tensors.main, field=f"model.layers.{empty[0]}"))
         try:
-            loader.norm("model.norm.weight", config.hidden_size)
+            checkpoint.norm("final_norm")
         except BitNetRefError as error:
             self.fail("weights", error)
         if not config.tie_word_embeddings:
-            self.check_head(tensors, loader, shape)
+            self.check_head(checkpoint, shape)
         elif "lm_head.weight" in tensors:
             self.check_tied_head(tensors, shape)
         left = [n for n in tensors.names if n not in tensors.taken and not n.endswith(".rotary_emb.inv_freq")]
@@ -219,18 +221,21 @@ class _Inspector:
             self.fail("weights", tensors.fail(left[0], f"no part of the model that config.json describes{more}"))
         self.judge_shares()
 
-    def add_layer(self, tensors: CheckpointTensors, index: int, layer: LayerWeights) -> None:
-        for name, weight in layer.linears():
-            self.add_linear(tensors, index, name, weight)
+    def read_layer(self, checkpoint: HfCheckpoint, index: int) -> None:
+        config = checkpoint.config
+        for name in norms_of_layer(config, index):
+            checkpoint.norm(name)
+        weights = {name: checkpoint.linear(linear_name(index, name)) for name in config.linear_shapes()}
+        for name, weight in weights.items():
+            self.add_linear(checkpoint.tensors, index, name, weight)
 
     def add_linear(self, tensors: CheckpointTensors, index: int, name: str, weight: LinearWeight) -> None:
-        part = "attn" if name in ATTENTION_LINEARS else "mlp"
         if isinstance(weight, TernaryWeight):
             minus, zero, plus, _ = _count_codes([weight.packed])
             zero -= weight.shape[0] * weight.packed.shape[1] * 4 - weight.shape[0] * weight.shape[1]  # row padding
             scale = float(weight.w_dequant_scale)
             self.out.ternary.append(
-                TernaryMatrix(f"blocks.{index}.{part}.{name}", name, index, weight.shape, minus, zero, plus, scale)
+                TernaryMatrix(linear_name(index, name), name, index, weight.shape, minus, zero, plus, scale)
             )
         if index == 0 and name == "q_proj":  # one matrix tells how the whole checkpoint was saved
             self.look_for_ternary_masters(tensors, isinstance(weight, DenseWeight))
@@ -255,21 +260,17 @@ class _Inspector:
             )
         self.note("warning", "weights", message, field=names[0])
 
-    def read_broken_layer(
-        self, tensors: CheckpointTensors, loader: WeightReader, index: int, error: BitNetRefError
-    ) -> None:
+    def read_broken_layer(self, checkpoint: HfCheckpoint, index: int, error: BitNetRefError) -> None:
         """Something in the layer is wrong: go through its linears one by one, and keep what can be kept."""
         self.fail("weights", error)
-        config = loader.config
-        for name, shape in config.linear_shapes().items():
-            attention = name in ATTENTION_LINEARS
-            module = f"model.layers.{index}.{'self_attn' if attention else 'mlp'}.{name}"
-            bias = config.attention_bias if attention else config.mlp_bias
+        tensors = checkpoint.tensors
+        for name in checkpoint.config.linear_shapes():
+            full = linear_name(index, name)
             try:
-                self.add_linear(tensors, index, name, loader.linear(module, *shape, bias))
+                self.add_linear(tensors, index, name, checkpoint.linear(full))
             except BitNetRefError as problem:
                 self.fail("weights", problem)
-                self.count_raw_plane(tensors, f"{module}.weight")
+                self.count_raw_plane(tensors, f"{hf_module(full)}.weight")
         # Already reported, or past what can be said of a broken layer: not "extra".
         tensors.taken |= {name for name in tensors.names if name.startswith(f"model.layers.{index}.")}
 
@@ -282,7 +283,6 @@ class _Inspector:
         if len(shape) != 2 or 0 in shape:
             return
         layer, kind = int(match[1]), match[2]
-        part = "attn" if kind in ATTENTION_LINEARS else "mlp"
         try:
             counts = _count_codes(_blocks(tensors, name))
         except FormatError as error:
@@ -291,7 +291,7 @@ class _Inspector:
         minus, zero, plus, invalid = counts
         full = (4 * shape[0], shape[1])
         self.out.ternary.append(
-            TernaryMatrix(f"blocks.{layer}.{part}.{kind}", kind, layer, full, minus, zero, plus, None, invalid)
+            TernaryMatrix(linear_name(layer, kind), kind, layer, full, minus, zero, plus, None, invalid)
         )
 
     def check_table(self, tensors: CheckpointTensors, name: str, shape: tuple[int, int]) -> None:
@@ -313,13 +313,13 @@ class _Inspector:
         except FormatError as error:
             self.fail("weights", error)
 
-    def check_head(self, tensors: CheckpointTensors, loader: WeightReader, shape: tuple[int, int]) -> None:
-        skipped = loader.config.quantization is None or "lm_head" in loader.config.quantization.modules_to_not_convert
-        if skipped:
-            self.check_table(tensors, "lm_head.weight", shape)
+    def check_head(self, checkpoint: HfCheckpoint, shape: tuple[int, int]) -> None:
+        quantized = checkpoint.config.quantization
+        if quantized is None or "lm_head" in quantized.modules_to_not_convert:
+            self.check_table(checkpoint.tensors, "lm_head.weight", shape)
             return
         try:  # rare: a head that is ternary too
-            loader.linear("lm_head", *shape, bias=False)
+            checkpoint.linear("lm_head")
         except BitNetRefError as error:
             self.fail("weights", error)
 

@@ -1,0 +1,20 @@
+"""`open_checkpoint`: whatever a model comes in, opened by the reader of its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import FormatError
+from .checkpoint import Checkpoint, ReadOptions
+
+READABLE = "a Hugging Face folder or a .safetensors file"
+
+
+def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
+    """A folder or a file -> its reader, by its suffix. Raises FormatError or ConfigError."""
+    options = options or ReadOptions()
+    if path.is_dir() or path.suffix == ".safetensors":
+        from .hf_folder import HfCheckpoint
+
+        return HfCheckpoint(path, options)
+    raise FormatError(f"expected {READABLE}; no other format can be read yet", path=path)
