@@ -3,13 +3,16 @@
 The file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 The `safetensors` package reads the same files; this reader exists because the package maps the file (a file that
 shrinks under a map kills the process, and mapped pages count twice against the memory of a load), cannot give NumPy a
-bfloat16, and does not say where in the file an error is. Writing is the package's (see `write_safetensors`).
+bfloat16, and does not say where in the file an error is. `write_safetensors` is the package's writer, which wants all
+tensors at once; `SafetensorsWriter` writes the same bytes and holds one.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import FormatError, OutOfMemory
+from ..errors import FormatError, OutOfMemory, ShapeError
 from ..json_file import parse_json_object
 from .atomic import atomic_path
 
@@ -38,6 +41,8 @@ DTYPES: dict[str, np.dtype] = {
     "U64": np.dtype(np.uint64),
     "BOOL": np.dtype(np.bool_),
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WRITE_BLOCK = 1 << 24
 MAX_HEADER = 100_000_000  # the limit of the reference implementation
 MAX_RANK = 8
 
@@ -174,3 +179,62 @@ def write_safetensors(
     contiguous = {name: np.require(array, requirements="C") for name, array in tensors.items()}
     with atomic_path(path) as temporary:
         save_file(contiguous, temporary, dict(metadata) if metadata else None)
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The name that the format has for a NumPy dtype. KeyError: it has none."""
+    return _NAMES[np.dtype(dtype)]
+
+
+class SafetensorsWriter:
+    """A .safetensors file whose tensors are written one at a time, in any order; the bytes do not depend on the order.
+
+    layout: name -> (dtype, shape) of every tensor. They lie in the file as the `safetensors` package lays them: widest
+    dtype first, then by name, so that each is aligned. Leaving the `with` raises if one of them was not written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layout: Mapping[str, tuple[str, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+        self._places: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+        end = 0
+        for name in sorted(layout, key=lambda name: (-DTYPES[layout[name][0]].itemsize, name)):
+            dtype, shape = layout[name]
+            begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+            self._places[name] = begin, dtype, tuple(shape)
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._left = set(layout)
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._write_all(struct.pack("<Q", len(text)) + text)
+        self._file.truncate(self._start + end)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._file.close()
+        if kind is None and self._left:
+            raise ValueError(f"tensors of the layout were not written: {', '.join(sorted(self._left)[:3])}")
+
+    def write(self, name: str, array: NDArray) -> None:
+        """Write one tensor of the layout. ShapeError if it is not what the layout says."""
+        begin, dtype, shape = self._places[name]
+        if array.shape != shape or array.dtype != DTYPES[dtype]:
+            raise ShapeError(f"write {name}", expected=f"{dtype} {shape}", got=f"{array.dtype} {array.shape}")
+        self._file.seek(self._start + begin)
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for at in range(0, flat.size, _WRITE_BLOCK):
+            self._write_all(flat[at : at + _WRITE_BLOCK])
+        self._left.discard(name)
+
+    def _write_all(self, data: Any) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]

@@ -11,8 +11,8 @@ from helpers import raw_safetensors, rng, safetensors_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile, write_safetensors
+from bitnet_ref.errors import FormatError, ShapeError
+from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter, dtype_name, write_safetensors
 
 
 def entry(dtype="F32", shape=(2,), begin=0, end=8):
@@ -245,3 +245,34 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         write_safetensors(path, {"x": np.array(["a", "b"])})
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+# -- the streaming writer ----------------------------------------------------------------------------------------------
+
+
+def test_the_streaming_writer_writes_the_package_s_bytes(tmp_path):
+    names = ("F32", "U8", "BF16", "I64", "F16", "BOOL")
+    arrays = {f"t{i}.{name}": random_array(DTYPES[name], (i, 3)) for i, name in enumerate(names)}
+    arrays["scalar"] = random_array(DTYPES["F32"], ())
+    write_safetensors(tmp_path / "package", arrays)
+    layout = {name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()}
+    for order in (list(arrays), sorted(arrays, reverse=True)):
+        with SafetensorsWriter(tmp_path / "ours", {n: layout[n] for n in order}) as writer:
+            for name in order:
+                writer.write(name, arrays[name])
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "package").read_bytes()
+
+
+def test_the_streaming_writer_insists_on_its_layout(tmp_path):
+    layout = {"a": ("F32", (2,)), "b": ("U8", (3,))}
+    with pytest.raises(ValueError, match="not written: b"), SafetensorsWriter(tmp_path / "x", layout) as writer:
+        writer.write("a", np.zeros(2, np.float32))
+    with SafetensorsWriter(tmp_path / "x", layout, {"format": "np"}) as writer:
+        for wrong in (np.zeros(3, np.float32), np.zeros(2, np.float16)):
+            with pytest.raises(ShapeError, match="F32"):
+                writer.write("a", wrong)
+        writer.write("a", np.arange(2, dtype=np.float32))
+        writer.write("b", np.arange(3, dtype=np.uint8))
+    with SafetensorsFile(tmp_path / "x") as file:
+        assert file.metadata == {"format": "np"}
+        np.testing.assert_array_equal(file.read("b"), [0, 1, 2])
