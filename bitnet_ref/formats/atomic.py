@@ -1,27 +1,112 @@
-"""Writing a file so that an interrupt leaves the old one or the new one."""
+"""Writing a file, or a folder, so that an interrupt leaves the old one or the new one.
+
+What is being written lies beside its target under a temporary name, locked by the process that writes it. A process
+that was killed lets go of its lock, so the next writer of the same target knows the leftover for one and removes it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # Windows: nothing is locked, so nothing is known to be left over
+    flock = None  # type: ignore[assignment]
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path`, to be written by the caller; on a clean exit synced and renamed to `path`."""
+    """A temporary file beside `path`, to be written by the caller; on a clean exit synced and renamed to `path`.
+
+    Raises FileNotFoundError if the caller wrote nothing to it.
+    """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    sweep(path)
+    temporary, lock = _locked(path, _new_file)
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        if temporary.stat().st_size == 0:
+            raise FileNotFoundError(f"nothing was written to {temporary}, which was to become {path}")
+        _sync(temporary)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name too must survive a power cut
-        finally:
-            os.close(folder)
+        _sync(path.parent)  # the new name too must survive a power cut
     finally:
         temporary.unlink(missing_ok=True)
+        os.close(lock)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary folder beside `path`, to be filled; on a clean exit synced and renamed to `path`.
+
+    Raises FileExistsError if there is something at `path`: a folder cannot be replaced in one step.
+    """
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(f"{path} is there already")
+    sweep(path)
+    temporary, lock = _locked(path, _new_folder)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            _sync(file)
+        _sync(temporary)
+        os.rename(temporary, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed writers of `path` left beside it."""
+    for left in path.parent.glob(f".{_escaped(path.name)}.????????.tmp") if flock is not None else ():
+        with suppress(OSError):  # another writer may be sweeping too
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                flock(lock, LOCK_EX | LOCK_NB)  # BlockingIOError: its writer is alive
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            finally:
+                os.close(lock)
+
+
+def _new_file(name: Path) -> int:
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _new_folder(name: Path) -> int:
+    name.mkdir()
+    return os.open(name, os.O_RDONLY)
+
+
+def _locked(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """A new temporary name beside `path`, made and locked: (name, file descriptor)."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        lock = make(temporary)
+        if flock is None:
+            return temporary, lock
+        flock(lock, LOCK_EX)
+        if temporary.exists():  # else another writer swept it before it was locked
+            return temporary, lock
+        os.close(lock)
+
+
+def _escaped(name: str) -> str:
+    """The name as a glob that matches nothing else."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
