@@ -2,6 +2,7 @@
 
 What is being written lies beside its target under a temporary name, locked by the process that writes it. A process
 that was killed lets go of its lock, so the next writer of the same target knows the leftover for one and removes it.
+The temporary name ends as the target's does: a reader that goes by the suffix can prove what was written.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def sweep(path: Path) -> None:
     """Remove what killed writers of `path` left beside it."""
-    for left in path.parent.glob(f".{_escaped(path.name)}.????????.tmp") if flock is not None else ():
+    for left in path.parent.glob(f".????????.tmp.{_escaped(path.name)}") if flock is not None else ():
         with suppress(OSError):  # another writer may be sweeping too
             lock = os.open(left, os.O_RDONLY)
             try:
@@ -87,7 +88,7 @@ def _new_folder(name: Path) -> int:
 def _locked(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
     """A new temporary name beside `path`, made and locked: (name, file descriptor)."""
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        temporary = path.with_name(f".{secrets.token_hex(4)}.tmp.{path.name}")
         lock = make(temporary)
         if flock is None:
             return temporary, lock

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,6 +71,16 @@ class Checkpoint(ABC):
     def linear(self, name: str) -> LinearWeight:
         """A linear's weight, of the shape that `linear_shape` tells. "lm_head" only if it is not tied."""
 
+    def master(self, name: str) -> NDArray | None:
+        """The full-precision matrix that a linear was made ternary from when it was read; None: the file has none."""
+        return None
+
+    def dense_dtype(self, name: str) -> np.dtype:
+        """Of a matrix that is not ternary ("embedding" too), as it is stored."""
+        weight = self.embedding() if name == "embedding" else self.linear(name)
+        assert isinstance(weight, DenseWeight)
+        return weight.array.dtype
+
     def tied_head(self, embedding: DenseWeight) -> DenseWeight:
         """The head of a model with tied embeddings. A reader whose file has one all the same checks it here."""
         return embedding
@@ -98,6 +109,37 @@ def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
     if name == "lm_head":
         return config.vocab_size, config.hidden_size
     return config.linear_shapes()[name.rpartition(".")[2]]
+
+
+def is_ternary(config: ModelConfig, name: str) -> bool:
+    """Whether a linear is a BitLinear. A pattern of modules_to_not_convert is what transformers takes it for.
+
+    It names a module and all below it from the start, or ends its name; `*` makes it a glob.
+    """
+    if config.quantization is None:
+        return False
+    module = hf_module(name)
+    for pattern in config.quantization.modules_to_not_convert:
+        if module.endswith(pattern) or module == pattern or module.startswith(pattern.rstrip(".") + "."):
+            return False
+        if "*" in pattern and (fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")):
+            return False
+    return True
+
+
+def hf_module(name: str) -> str:
+    """Our name of a linear -> Hugging Face's: "blocks.0.attn.q_proj" -> "model.layers.0.self_attn.q_proj"."""
+    if name == "lm_head":
+        return name
+    _, index, part, linear = name.split(".")
+    return f"model.layers.{index}.{'self_attn' if part == 'attn' else 'mlp'}.{linear}"
+
+
+def has_bias(config: ModelConfig, name: str) -> bool:
+    """Whether a linear has a bias."""
+    if name == "lm_head":
+        return False
+    return config.attention_bias if name.split(".")[2] == "attn" else config.mlp_bias
 
 
 def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,21 @@ from ..config import ModelConfig
 from ..errors import FormatError, TokenizerError
 from ..json_file import read_bounded, read_json_object
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryWeight
-from .checkpoint import Checkpoint, Prepare, Progress, ReadOptions, linear_shape, norm_sizes, read_weights
+from .checkpoint import (
+    Checkpoint,
+    Prepare,
+    Progress,
+    ReadOptions,
+    has_bias,
+    hf_module,
+    is_ternary,
+    linear_shape,
+    norm_sizes,
+    read_weights,
+)
 from .hf_config import read_hf_config
 from .packing import pack_from_hf
-from .safetensors import SafetensorsFile, TensorInfo
+from .safetensors import DTYPES, SafetensorsFile, TensorInfo
 
 MAX_INDEX_BYTES = MAX_TOKENIZER_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -173,14 +183,6 @@ def load_hf_weights(
         return read_weights(checkpoint, progress, prepare)
 
 
-def hf_module(name: str) -> str:
-    """Our name of a linear -> the checkpoint's: "blocks.0.attn.q_proj" -> "model.layers.0.self_attn.q_proj"."""
-    if name == "lm_head":
-        return name
-    _, index, part, linear = name.split(".")
-    return f"model.layers.{index}.{'self_attn' if part == 'attn' else 'mlp'}.{linear}"
-
-
 def hf_norm_names(name: str) -> list[str]:
     """Our name of a norm -> the tensor names under which checkpoints have it, transformers' first."""
     if name == "final_norm":
@@ -217,6 +219,18 @@ class HfCheckpoint(Checkpoint):
         found = next((theirs for theirs in names if theirs in self.tensors), names[0])
         return self._vector(found, norm_sizes(self.config)[name])
 
+    def master(self, name: str) -> NDArray | None:
+        if self._scale_convention != "absmean" or not is_ternary(self.config, name):
+            return None
+        w = self.tensors.take(f"{hf_module(name)}.weight", linear_shape(self.config, name))
+        return w if quantization.split_ternary(w.astype(np.float32)) is None else None
+
+    def dense_dtype(self, name: str) -> np.dtype:
+        tensor = "model.embed_tokens.weight" if name == "embedding" else f"{hf_module(name)}.weight"
+        if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
+            return super().dense_dtype(name)  # which says what is wrong
+        return DTYPES[self.tensors.info(tensor).dtype]
+
     def tied_head(self, embedding: DenseWeight) -> DenseWeight:
         name = "lm_head.weight"
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
@@ -238,10 +252,8 @@ class HfCheckpoint(Checkpoint):
     def linear(self, name: str) -> LinearWeight:
         module, quantized = hf_module(name), self.config.quantization
         out_features, in_features = linear_shape(self.config, name)
-        part = name.split(".")[-2:][0]
-        bias = {"attn": self.config.attention_bias, "mlp": self.config.mlp_bias}.get(part, False)
-        bias_vector = self._vector(f"{module}.bias", out_features) if bias else None
-        if quantized is None or _is_skipped(module, quantized.modules_to_not_convert):
+        bias_vector = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
+        if quantized is None or not is_ternary(self.config, name):
             return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias_vector)
         input_norm = None
         if quantized.use_rms_norm:
@@ -292,13 +304,3 @@ class HfCheckpoint(Checkpoint):
             if scale <= 0 or not np.isfinite(np.float32(1.0) / scale):
                 raise self.tensors.fail(name, f"expected a scale above zero, got {scale}")
         return scale
-
-
-def _is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
-    """transformers' rule: a pattern names a module and all below it from the start, or ends its name; `*` is a glob."""
-    for pattern in patterns:
-        if module.endswith(pattern) or module == pattern or module.startswith(pattern.rstrip(".") + "."):
-            return True
-        if "*" in pattern and (fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")):
-            return True
-    return False

@@ -16,9 +16,9 @@ from .. import quantization
 from ..api import find_model
 from ..config import ModelConfig
 from ..errors import BitNetRefError, ConfigError, FormatError, TokenizerError
-from ..formats.checkpoint import linear_name, norms_of_layer
+from ..formats.checkpoint import hf_module, linear_name, norms_of_layer
 from ..formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
-from ..formats.hf_folder import CheckpointTensors, HfCheckpoint, hf_module
+from ..formats.hf_folder import CheckpointTensors, HfCheckpoint
 from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
 from ..json_file import read_json_object
 from ..weights import DenseWeight, LinearWeight, TernaryWeight

@@ -61,7 +61,7 @@ def test_a_killed_process_leaves_the_old_file_and_the_next_writer_sweeps(tmp_pat
     write_and_be_killed("atomic_path", path)
     assert path.read_bytes() == b"old"
     assert len(os.listdir(tmp_path)) == 2
-    other = tmp_path / ".file1.bin.00000000.tmp"  # another file's
+    other = tmp_path / ".00000000.tmp.file1.bin"  # another file's
     other.write_bytes(b"x")
     with atomic_path(path) as temporary:
         temporary.write_bytes(b"new")
