@@ -164,29 +164,43 @@ def read_weights(
     total = 1 + len(linear_names(config)) + len(norm_sizes(config)) + (not config.tie_word_embeddings)
     counter = iter(range(1, total + 1))
 
-    def done(part: Any) -> Any:
+    def done() -> None:
         if progress is not None:
             progress(next(counter), total)
-        return part
 
-    def linear(name: str) -> LinearWeight:
-        weight = checkpoint.linear(name)
-        return done(weight if prepare is None else prepare(weight))
-
-    def layer(index: int) -> LayerWeights:
-        parts: dict[str, Any] = {"attn_sub_norm": None, "ffn_sub_norm": None}
-        for name in norms_of_layer(config, index):
-            parts[name.rpartition(".")[2]] = done(checkpoint.norm(name))
-        for short in config.linear_shapes():
-            parts[short] = linear(linear_name(index, short))
-        return LayerWeights(**parts)
-
-    embedding = done(checkpoint.embedding())
-    layers = tuple(layer(index) for index in range(config.num_hidden_layers))
-    final_norm = done(checkpoint.norm("final_norm"))
-    head = checkpoint.tied_head(embedding) if config.tie_word_embeddings else linear("lm_head")
+    embedding = checkpoint.embedding()
+    done()
+    layers = tuple(read_layer(checkpoint, index, prepare, done) for index in range(config.num_hidden_layers))
+    final_norm = checkpoint.norm("final_norm")
+    done()
+    head = read_head(checkpoint, embedding, prepare)
+    if not config.tie_word_embeddings:
+        done()
     checkpoint.finish()
     return ModelWeights(embedding, layers, final_norm, head)
+
+
+def read_layer(
+    checkpoint: Checkpoint, index: int, prepare: Prepare | None = None, done: Callable[[], None] = lambda: None
+) -> LayerWeights:
+    """One block. done: called after each norm and each linear."""
+    of_layer: dict[str, Any] = {"attn_sub_norm": None, "ffn_sub_norm": None}
+    for name in norms_of_layer(checkpoint.config, index):
+        of_layer[name.rpartition(".")[2]] = checkpoint.norm(name)
+        done()
+    for short in checkpoint.config.linear_shapes():
+        weight = checkpoint.linear(linear_name(index, short))
+        of_layer[short] = weight if prepare is None else prepare(weight)
+        done()
+    return LayerWeights(**of_layer)
+
+
+def read_head(checkpoint: Checkpoint, embedding: DenseWeight, prepare: Prepare | None = None) -> LinearWeight:
+    """The head; with tied embeddings the embedding itself, the same object."""
+    if checkpoint.config.tie_word_embeddings:
+        return checkpoint.tied_head(embedding)
+    head = checkpoint.linear("lm_head")
+    return head if prepare is None else prepare(head)
 
 
 def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32]]]:

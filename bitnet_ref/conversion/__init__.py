@@ -1,0 +1,11 @@
+"""From one file format to another, with proof: `convert(source, destination, to)`.
+
+What was written is read again before it gets its name, and compared with the source: every ternary plane bit for bit,
+every scale, every other tensor, the tokenizer, and the logits of a few tokens. A conversion that cannot prove itself
+leaves nothing behind.
+"""
+
+from .convert import TARGETS, Target, convert
+from .proof import Proof, prove
+
+__all__ = ["TARGETS", "Proof", "Target", "convert", "prove"]
