@@ -1,21 +1,29 @@
 """Text to token ids and back: one class, whatever file the vocabulary comes in.
 
-`load_tokenizer(folder)` reads a checkpoint folder as the hub has it. Importing this package imports neither
+`load_tokenizer(folder)` reads a checkpoint folder as the hub has it; `load_tokenizer_files` takes the same files as
+bytes, from wherever they came. Importing this package imports neither
 `tokenizers`, `sentencepiece` nor `jinja2`: each is imported when a folder, or a chat, needs it.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Mapping
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .files import MAX_VOCABULARY_BYTES, read_file
+from .files import MAX_VOCABULARY_BYTES, TokenizerFiles
 from .settings import TokenizerSettings, read_settings
 from .streaming import StreamDecoder
 
-__all__ = ["StreamDecoder", "Tokenizer", "TokenizerSettings", "load_tokenizer", "read_settings"]
+__all__ = [
+    "StreamDecoder",
+    "Tokenizer",
+    "TokenizerSettings",
+    "load_tokenizer",
+    "load_tokenizer_files",
+    "read_settings",
+]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -28,16 +36,29 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     Raises TokenizerError: neither file is there, a file is not what its format says, the files contradict each
     other, or the library that reads the format is not installed.
     """
-    root = Path(os.fspath(folder))
-    json_path, model_path = root / "tokenizer.json", root / "tokenizer.model"
-    if not root.is_dir():
-        raise TokenizerError("is not a folder; give the folder that holds the tokenizer's files", path=root)
-    if json_path.exists():
+    files = TokenizerFiles(folder)
+    if not files.root.is_dir():
+        raise TokenizerError("is not a folder; give the folder that holds the tokenizer's files", path=files.root)
+    return _load(files)
+
+
+def load_tokenizer_files(files: Mapping[str, bytes], *, path: str | os.PathLike[str] = "") -> Tokenizer:
+    """`load_tokenizer` of files that are in no folder: name -> content. `path`: where they came from, for messages.
+
+    Raises TokenizerError as `load_tokenizer` does.
+    """
+    return _load(TokenizerFiles(path, dict(files)))
+
+
+def _load(files: TokenizerFiles) -> Tokenizer:
+    if "tokenizer.json" in files:
         from .hf_tokenizer import HfTokenizer
 
-        return HfTokenizer(read_file(json_path, MAX_VOCABULARY_BYTES), read_settings(root), path=json_path)
-    if model_path.exists():
+        data = files.read("tokenizer.json", MAX_VOCABULARY_BYTES)
+        return HfTokenizer(data, read_settings(files), path=files.path("tokenizer.json"))
+    if "tokenizer.model" in files:
         from .sentencepiece_tokenizer import SentencePieceTokenizer
 
-        return SentencePieceTokenizer(read_file(model_path, MAX_VOCABULARY_BYTES), read_settings(root), path=model_path)
-    raise TokenizerError("no tokenizer here: looked for tokenizer.json and tokenizer.model", path=root)
+        data = files.read("tokenizer.model", MAX_VOCABULARY_BYTES)
+        return SentencePieceTokenizer(data, read_settings(files), path=files.path("tokenizer.model"))
+    raise TokenizerError("no tokenizer here: looked for tokenizer.json and tokenizer.model", path=files.root)

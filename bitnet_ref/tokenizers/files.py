@@ -25,9 +25,37 @@ def parse_json_object(data: bytes, path: str | os.PathLike[str]) -> dict[str, An
     return json_file.parse_json_object(data, TokenizerError, path)
 
 
-def read_json_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file, or an empty one when there is no such file."""
-    return parse_json_object(read_file(path, limit), path) if path.exists() else {}
+class TokenizerFiles:
+    """A checkpoint's small files by name: a folder's, or bytes that came out of another file (a GGUF's metadata)."""
+
+    def __init__(self, root: str | os.PathLike[str], contents: Mapping[str, bytes] | None = None) -> None:
+        """root: the folder; or, with `contents`, what messages call the place where those came from."""
+        self.root = Path(os.fspath(root))
+        self._contents = contents
+
+    def path(self, name: str) -> Path:
+        """Where the file is, for messages."""
+        return self.root / name
+
+    def __contains__(self, name: str) -> bool:
+        return self.path(name).exists() if self._contents is None else name in self._contents
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes of a file of at most `limit` bytes. Raises TokenizerError for anything else."""
+        if self._contents is None:
+            return read_file(self.path(name), limit)
+        data = self._contents[name]
+        if not isinstance(data, bytes):
+            raise TokenizerError(f"expected bytes, got {type(data).__name__}", path=self.path(name))
+        if len(data) > limit:
+            raise TokenizerError(
+                f"has more than {limit} bytes, and at most that many are accepted", path=self.path(name)
+            )
+        return data
+
+    def json_object(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file, or an empty one when there is no such file."""
+        return parse_json_object(self.read(name, MAX_CONFIG_BYTES), self.path(name)) if name in self else {}
 
 
 _NAMES = {str: "a string", bool: "true or false", int: "an integer", dict: "an object", list: "a list"}

@@ -1,4 +1,4 @@
-"""The parts of a SentencePiece model file that decoding needs, read straight from its protobuf wire format.
+"""The parts of a SentencePiece model file that decoding and GGUF need, read straight from its protobuf wire format.
 
 Not a protobuf library: it reads the few fields named below, walks over all others, and trusts no length. It runs before
 the C++ library sees the file, so that a damaged file is reported with the byte where the damage is.
@@ -11,12 +11,13 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
+UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 MAX_PIECES = 1_000_000
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -28,12 +29,16 @@ NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 @dataclass
 class SentencePieceModel:
-    """What the file says: piece texts, their types, and how spaces are treated."""
+    """What the file says: piece texts, their scores and types, and how spaces are treated."""
 
     pieces: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
+    model_type: int = UNIGRAM
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
+    escape_whitespaces: bool = True
+    charsmap: bytes = b""  # the normalizer's precompiled_charsmap
 
     def piece_bytes(self, n: int) -> bytes:
         """The bytes that piece `n` stands for: a byte piece's byte, else its text with real spaces."""
@@ -54,13 +59,17 @@ def read_model(data: bytes, path: str | os.PathLike[str] | None) -> SentencePiec
         if number == 1:
             _read_piece(model, data, start, end, path)
         elif number == 2:
-            _read_trainer(data, start, end, path)
+            _read_trainer(model, data, start, end, path)
         elif number == 3:
-            for inner, inner_wire, _, flag in _fields(data, start, end, path):
-                if inner == 3 and inner_wire == _VARINT:
+            for inner, inner_wire, where, flag in _fields(data, start, end, path):
+                if inner == 2 and inner_wire == _BYTES:
+                    model.charsmap = data[where : where + flag]
+                elif inner == 3 and inner_wire == _VARINT:
                     model.add_dummy_prefix = bool(flag)
                 elif inner == 4 and inner_wire == _VARINT:
                     model.remove_extra_whitespaces = bool(flag)
+                elif inner == 5 and inner_wire == _VARINT:
+                    model.escape_whitespaces = bool(flag)
         else:
             for inner, _, where, length in _fields(data, start, end, path):
                 if inner == 2 and length:  # a denormalizer's precompiled_charsmap
@@ -77,7 +86,7 @@ def read_model(data: bytes, path: str | os.PathLike[str] | None) -> SentencePiec
 def _read_piece(
     model: SentencePieceModel, data: bytes, start: int, end: int, path: str | os.PathLike[str] | None
 ) -> None:
-    text, kind, n = "", NORMAL, len(model.pieces)
+    text, score, kind, n = "", 0.0, NORMAL, len(model.pieces)
     if n == MAX_PIECES:
         raise TokenizerError(f"has more than {MAX_PIECES} pieces", path=path, offset=start)
     for number, wire, where, value in _fields(data, start, end, path):
@@ -88,8 +97,12 @@ def _read_piece(
                 raise TokenizerError(
                     "a piece is not UTF-8", path=path, offset=where + error.start, field=f"pieces[{n}]"
                 ) from error
-        elif number == 2 and wire == _FIXED32 and not math.isfinite(struct.unpack("<f", struct.pack("<I", value))[0]):
-            raise TokenizerError("a piece's score is not finite", path=path, offset=where, field=f"pieces[{n}].score")
+        elif number == 2 and wire == _FIXED32:
+            score = struct.unpack("<f", struct.pack("<I", value))[0]
+            if not math.isfinite(score):
+                raise TokenizerError(
+                    "a piece's score is not finite", path=path, offset=where, field=f"pieces[{n}].score"
+                )
         elif number == 3 and wire == _VARINT:
             kind = value
     if not text:
@@ -104,12 +117,17 @@ def _read_piece(
             field=f"pieces[{n}]",
         )
     model.pieces.append(text)
+    model.scores.append(score)
     model.types.append(kind)
 
 
-def _read_trainer(data: bytes, start: int, end: int, path: str | os.PathLike[str] | None) -> None:
+def _read_trainer(
+    model: SentencePieceModel, data: bytes, start: int, end: int, path: str | os.PathLike[str] | None
+) -> None:
     for number, wire, where, value in _fields(data, start, end, path):
-        if number == 24 and wire == _VARINT and value:
+        if number == 3 and wire == _VARINT:
+            model.model_type = value
+        elif number == 24 and wire == _VARINT and value:
             raise TokenizerError("treat_whitespace_as_suffix is not supported", path=path, offset=where)
 
 
@@ -149,3 +167,39 @@ def _varint(data: bytes, pos: int, end: int, path: str | os.PathLike[str] | None
         if byte < 0x80:
             return value, pos
     raise TokenizerError("not a SentencePiece model: an integer of more than 10 bytes", path=path, offset=first)
+
+
+def write_model(model: SentencePieceModel, specials: Mapping[str, int]) -> bytes:
+    """The ModelProto of a model. specials: "unk", "bos", "eos" and "pad" -> id, as far as there are such pieces.
+
+    Fields that this reader does not know (training options, self-test) are not there; encoding needs none of them.
+    """
+    pieces = b"".join(
+        _message(1, _message(1, text.encode("utf-8")) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+        for text, score, kind in zip(model.pieces, model.scores, model.types, strict=True)
+    )
+    trainer = _number(3, model.model_type) + _number(4, len(model.pieces)) + _number(35, int(BYTE in model.types))
+    for n, name in enumerate(("unk", "bos", "eos", "pad")):
+        number = specials.get(name, -1)
+        trainer += _number(40 + n, number)
+        if number >= 0:
+            trainer += _message(45 + n, model.pieces[number].encode("utf-8"))
+    normalizer = _message(1, b"custom" if model.charsmap else b"identity") + _message(2, model.charsmap)
+    normalizer += _number(3, model.add_dummy_prefix) + _number(4, model.remove_extra_whitespaces)
+    return pieces + _message(2, trainer) + _message(3, normalizer + _number(5, model.escape_whitespaces))
+
+
+def _message(number: int, payload: bytes) -> bytes:
+    return _encoded(number << 3 | _BYTES) + _encoded(len(payload)) + payload
+
+
+def _number(number: int, value: int) -> bytes:
+    return _encoded(number << 3 | _VARINT) + _encoded(value & (1 << 64) - 1)
+
+
+def _encoded(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])

@@ -14,10 +14,9 @@ from typing import Any
 from ..errors import TokenizerError
 from .files import (
     MAX_CONFIG_BYTES,
+    TokenizerFiles,
     check_unicode,
     optional,
-    read_file,
-    read_json_object,
     token_id,
     typed,
 )
@@ -58,11 +57,12 @@ class TokenizerSettings:
     path: str | None = field(default=None, compare=False)  # the folder, for messages
 
 
-def read_settings(folder: Path) -> TokenizerSettings:
-    """Read every side file that `folder` holds. Raises TokenizerError naming the file and the field that is wrong."""
-    config_path = folder / "tokenizer_config.json"
-    map_path = folder / "special_tokens_map.json"
-    config, special_map = read_json_object(config_path), read_json_object(map_path)
+def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
+    """Read every side file that is there. Raises TokenizerError naming the file and the field that is wrong."""
+    files = folder if isinstance(folder, TokenizerFiles) else TokenizerFiles(folder)
+    config_path = files.path("tokenizer_config.json")
+    map_path = files.path("special_tokens_map.json")
+    config, special_map = files.json_object("tokenizer_config.json"), files.json_object("special_tokens_map.json")
 
     added: dict[str, AddedToken] = {}
     named: dict[str, str | None] = {}
@@ -74,8 +74,8 @@ def read_settings(folder: Path) -> TokenizerSettings:
     for table, path in ((special_map, map_path), (config, config_path)):
         for token in _more_specials(table, path):
             added.setdefault(token.content, token)
-    for content, number in read_json_object(folder / "added_tokens.json").items():
-        number = token_id(number, path=folder / "added_tokens.json", field=content)
+    for content, number in files.json_object("added_tokens.json").items():
+        number = token_id(number, path=files.path("added_tokens.json"), field=content)
         special = added[content].special if content in added else False
         added[content] = AddedToken(content, number, special=special)
     # Last, because it alone carries the ids and all the flags.
@@ -90,7 +90,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
         special = token.special or (earlier is not None and earlier.special)
         added[token.content] = replace(token, special=special)
 
-    ids = _Ids(folder)
+    ids = _Ids(files)
     return TokenizerSettings(
         **named,
         add_bos=optional(config, "add_bos_token", bool, path=config_path),
@@ -100,8 +100,8 @@ def read_settings(folder: Path) -> TokenizerSettings:
         pad_id=ids.first("pad_token_id"),
         eos_ids=ids.all("eos_token_id"),
         added_tokens=tuple(added.values()),
-        chat_template=_chat_template(folder, config, config_path),
-        path=str(folder),
+        chat_template=_chat_template(files, config, config_path),
+        path=str(files.root),
     )
 
 
@@ -158,8 +158,9 @@ def _added_tokens_decoder(config: Mapping[str, Any], path: Path) -> list[AddedTo
 class _Ids:
     """Token ids of generation_config.json and config.json; the first of the two wins where only one can."""
 
-    def __init__(self, folder: Path) -> None:
-        self._files = [(p, read_json_object(p)) for p in (folder / "generation_config.json", folder / "config.json")]
+    def __init__(self, files: TokenizerFiles) -> None:
+        names = ("generation_config.json", "config.json")
+        self._files = [(files.path(name), files.json_object(name)) for name in names]
 
     def all(self, key: str) -> tuple[int, ...]:
         found: list[int] = []
@@ -176,13 +177,13 @@ class _Ids:
         return next(iter(self.all(key)), None)
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any], config_path: Path) -> str | None:
+def _chat_template(files: TokenizerFiles, config: Mapping[str, Any], config_path: Path) -> str | None:
     """The template in chat_template.jinja, else in tokenizer_config.json (a string, or a list: take "default")."""
-    jinja_path = folder / "chat_template.jinja"
-    if jinja_path.exists():
+    if "chat_template.jinja" in files:
         try:
-            return read_file(jinja_path, MAX_CONFIG_BYTES).decode("utf-8")
+            return files.read("chat_template.jinja", MAX_CONFIG_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
+            jinja_path = files.path("chat_template.jinja")
             raise TokenizerError("not UTF-8 text", path=jinja_path, offset=error.start) from error
     value = config.get("chat_template")
     if isinstance(value, list):

@@ -1,0 +1,192 @@
+"""A GGUF vocabulary of the model "gpt2" (byte-level BPE) <-> tokenizer.json.
+
+How a text is cut before merging is not in the GGUF, only a name for it, `tokenizer.ggml.pre`; the patterns here are
+those of the tokenizer.json files that bear the names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .files import parse_json_object
+from .gguf_keys import CONTROL, NORMAL, PREFIX, UNUSED, USER_DEFINED, Vocabulary
+from .hf_tokenizer import HfTokenizer
+
+log = logging.getLogger(__name__)
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS = (r"\p{N}", _GPT2)
+
+# pre -> (patterns, one after another; ignore_merges: a whole piece that is a token is taken as it is; BOS by default).
+# The first name of those that mean the same is the one written.
+_PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
+    "llama-bpe": ((_LLAMA3,), True, True),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon_e", "falcon-h1"), ((_LLAMA3,), True, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), ((_LLAMA3,), False, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((_QWEN2,), False, False)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((_GPT2,), False, False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
+    "default": (_DEFAULT, False, False),
+}
+_LLAMA3_SIZE = 128256  # of Llama 3's vocabulary, which BitNet 2B-4T uses; its published GGUF has no `pre`
+
+
+def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int]) -> tuple[bytes, bool]:
+    """(tokenizer.json, whether BOS is added when the file does not say). named: ids of special tokens, which are
+    control tokens when the file has no token types."""
+    patterns, ignore_merges, add_bos = _PRE[_pre(vocabulary)]
+    tokens, types = vocabulary.tokens, vocabulary.types
+    if vocabulary.numbers("token_type", int, None) is None:
+        special = set(named)
+        types = [CONTROL if n in special else NORMAL for n in range(len(tokens))]
+    added = [n for n, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED)]
+    known = [n for n, kind in enumerate(types) if kind not in (CONTROL, USER_DEFINED, UNUSED)]
+    if added != list(range(len(known), len(known) + len(added))):
+        # The library numbers a token that is not in the vocabulary after the last one, whatever the file says.
+        known = [n for n, kind in enumerate(types) if kind != UNUSED]
+    vocab = {tokens[n]: n for n in known}
+    table = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added_token(n, tokens[n], types[n] == CONTROL) for n in added],
+        "normalizer": None,
+        "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": ignore_merges,
+            "vocab": vocab,
+            "merges": _merges(vocabulary, vocab),
+        },
+    }
+    return json.dumps(table, ensure_ascii=False).encode("utf-8"), add_bos
+
+
+def _pre(vocabulary: Vocabulary) -> str:
+    name = vocabulary.text("pre")
+    if name is None and len(vocabulary.tokens) == _LLAMA3_SIZE:
+        log.warning("%spre is missing; taking llama-bpe, whose vocabulary has these %d tokens", PREFIX, _LLAMA3_SIZE)
+        return "llama-bpe"
+    if name not in _PRE:
+        got = "it is missing" if name is None else f"got {name[:40]!r}"
+        raise TokenizerError(f"expected one of {', '.join(_PRE)}: {got}", field=PREFIX + "pre")
+    return name
+
+
+def _merges(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[list[str]]:
+    lines = vocabulary.strings("merges")
+    if lines is None:
+        raise TokenizerError("is missing, and a gpt2 vocabulary needs it", field=PREFIX + "merges")
+    merges = []
+    for n, line in enumerate(lines):
+        left, space, right = line.partition(" ")
+        for part in (left, right, left + right):
+            if not (left and space and right) or part not in vocab:
+                what = f"{part[:40]!r} is not in the vocabulary" if left and space and right else "expected two tokens"
+                raise TokenizerError(f"{line[:80]!r}: {what}", field=f"{PREFIX}merges[{n}]")
+        merges.append([left, right])
+    return merges
+
+
+def _added_token(n: int, content: str, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": n, "content": content, **flags, "special": special}
+
+
+def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[str, Any]:
+    if patterns == (_GPT2,):
+        return _byte_level(add_prefix_space, True)
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    return {"type": "Sequence", "pretokenizers": [*steps, _byte_level(add_prefix_space, False)]}
+
+
+def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:
+    """The metadata of a byte-level tokenizer.json; a hole in its ids becomes an unused [PADn], as llama.cpp has it."""
+    assert isinstance(tokenizer, HfTokenizer)
+    path = tokenizer.path or "tokenizer.json"
+    table = parse_json_object(data, path)
+    model, decoder = table["model"], table.get("decoder") or {}
+    if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel" or table.get("normalizer") is not None:
+        raise TokenizerError(
+            "GGUF holds byte-level BPE without a normalizer, and this tokenizer.json is another kind; if it was made "
+            "from a SentencePiece model, give that tokenizer.model",
+            path=path,
+            field="model",
+        )
+    pre, prefix = _pre_of(table.get("pre_tokenizer"), bool(model.get("ignore_merges")), path)
+    added = tokenizer._tokenizer.get_added_tokens_decoder()
+    tokens, types = [], []
+    for n in range(tokenizer.vocab_size):
+        token = tokenizer._token(n)
+        tokens.append(f"[PAD{n}]" if token is None else token)
+        kind = USER_DEFINED if n in added else UNUSED if token is None else NORMAL
+        types.append(CONTROL if tokenizer._is_special(n) else kind)
+    merges = [line if isinstance(line, str) else " ".join(line) for line in model["merges"]]
+    for n, line in enumerate(merges):
+        if line.count(" ") != 1:  # a token with a space in it, which is none of the byte alphabet
+            raise TokenizerError(f"{line[:80]!r} cannot be written into a GGUF", path=path, field=f"model.merges[{n}]")
+    return {
+        PREFIX + "model": "gpt2",
+        PREFIX + "pre": pre,
+        PREFIX + "tokens": tokens,
+        PREFIX + "token_type": np.array(types, dtype=np.int32),
+        PREFIX + "merges": merges,
+        PREFIX + "add_space_prefix": prefix,
+    }
+
+
+def _pre_of(pre_tokenizer: Any, ignore_merges: bool, path: Any) -> tuple[str, bool]:
+    """The name that llama.cpp has for a pre-tokenizer, and whether it puts a space before the text."""
+    inner = pre_tokenizer or {}
+    steps = inner["pretokenizers"] if inner.get("type") == "Sequence" else [inner]
+    last = steps[-1] if steps else {}
+    patterns = []
+    for step in steps[:-1]:
+        pattern = step.get("pattern", {}).get("Regex") if step.get("type") == "Split" else None
+        plain = step.get("behavior") == "Isolated" and not step.get("invert")
+        patterns.append(pattern if plain else None)
+    if last.get("use_regex", True):
+        patterns.append(_GPT2)
+    if last.get("type") == "ByteLevel":
+        for name, (known, ignores, _) in _PRE.items():
+            if list(known) == patterns and ignores == ignore_merges:
+                return name, bool(last.get("add_prefix_space"))
+    raise TokenizerError(
+        f"GGUF has no name for this pre-tokenizer (with ignore_merges {str(ignore_merges).lower()}); it knows "
+        f"{', '.join(_PRE)}",
+        path=path,
+        field="pre_tokenizer",
+    )

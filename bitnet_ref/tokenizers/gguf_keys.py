@@ -1,0 +1,132 @@
+"""The `tokenizer.ggml.*` keys of a GGUF, read with their types, lengths and ranges checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import TokenizerError
+from .files import MAX_TOKEN_ID, check_unicode
+from .hf_decoders import BYTE_TOKEN
+from .sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+
+__all__ = ["BYTE", "CONTROL", "NORMAL", "PREFIX", "UNKNOWN", "UNUSED", "USER_DEFINED", "Vocabulary"]
+
+PREFIX = "tokenizer.ggml."
+MODELS = ("llama", "gpt2")
+
+
+class Vocabulary:
+    """model ("llama" or "gpt2"), tokens, types (one for each token); further keys by method.
+
+    A GGUF's token types are those of SentencePiece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.model = self.text("model")
+        if self.model is None:
+            raise TokenizerError("there is no tokenizer in this GGUF", field=PREFIX + "model")
+        if self.model not in MODELS:
+            raise TokenizerError(
+                f"expected one of {', '.join(MODELS)}, got {self.model[:40]!r}", field=PREFIX + "model"
+            )
+        self.tokens = self.strings("tokens") or []
+        if not 0 < len(self.tokens) <= MAX_TOKEN_ID:
+            raise TokenizerError(
+                f"expected 1 to {MAX_TOKEN_ID} tokens, got {len(self.tokens)}", field=PREFIX + "tokens"
+            )
+        self.types = self._types()
+        self._check_tokens()
+
+    def _get(self, key: str) -> Any:
+        return self._metadata.get(PREFIX + key)
+
+    def text(self, key: str) -> str | None:
+        value = self._get(key)
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(f"expected a string, got {type(value).__name__}", field=PREFIX + key)
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        value = self._get(key)
+        if value is not None and not isinstance(value, (bool, np.bool_)):
+            raise TokenizerError(f"expected true or false, got {value!r:.40}", field=PREFIX + key)
+        return None if value is None else bool(value)
+
+    def token_id(self, key: str) -> int | None:
+        """An id that must be in the vocabulary; None when the key is absent."""
+        value = self._get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TokenizerError(f"expected a token id, got {value!r:.40}", field=PREFIX + key)
+        if not 0 <= value < len(self.tokens):
+            raise TokenizerError(f"token {value} is not in the vocabulary of {len(self.tokens)}", field=PREFIX + key)
+        return int(value)
+
+    def strings(self, key: str) -> list[str] | None:
+        value = self._get(key)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)):
+            raise TokenizerError(f"expected an array of strings, got {type(value).__name__}", field=PREFIX + key)
+        for n, item in enumerate(value):
+            if not isinstance(item, str):
+                raise TokenizerError(f"expected a string, got {type(item).__name__}", field=f"{PREFIX}{key}[{n}]")
+            check_unicode(item, field=f"{PREFIX}{key}[{n}]")
+        return list(value)
+
+    def numbers(self, key: str, kind: type[int] | type[float], length: int | None) -> list[Any] | None:
+        """An array of integers, or of floating-point numbers: one declared as the other is damage, not a choice."""
+        value = self._get(key)
+        if value is None:
+            return None
+        good = np.integer if kind is int else np.floating
+        if isinstance(value, np.ndarray):
+            fits = value.ndim == 1 and np.issubdtype(value.dtype, good)
+            got = f"{value.dtype} of shape {value.shape}"
+            value = value.tolist() if fits else value
+        else:
+            listed = isinstance(value, (list, tuple))
+            wrong = [v for v in value if isinstance(v, bool) or not isinstance(v, (kind, good))] if listed else []
+            fits = listed and not wrong
+            got = f"{type(wrong[0]).__name__} values" if wrong else f"{value!r:.40}"
+        if not fits:
+            what = "integers" if kind is int else "floating-point numbers"
+            raise TokenizerError(f"expected an array of {what}, got {got}", field=PREFIX + key)
+        if length is not None and len(value) != length:
+            raise TokenizerError(f"expected {length} values, one for each token, got {len(value)}", field=PREFIX + key)
+        if kind is float:
+            for n, item in enumerate(value):
+                if not math.isfinite(item):
+                    raise TokenizerError(f"{item} is not finite", field=f"{PREFIX}{key}[{n}]")
+        return list(map(kind, value))
+
+    def _types(self) -> list[int]:
+        types = self.numbers("token_type", int, len(self.tokens))
+        if types is None:
+            if self.model == "llama":
+                raise TokenizerError("is missing, and a llama vocabulary needs it", field=PREFIX + "token_type")
+            return [NORMAL] * len(self.tokens)
+        for n, kind in enumerate(types):
+            if not NORMAL <= kind <= BYTE:
+                raise TokenizerError(f"{kind} is no token type 1..6", field=f"{PREFIX}token_type[{n}]")
+        return types
+
+    def _check_tokens(self) -> None:
+        first: dict[str, int] = {}
+        for n, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            where = f"{PREFIX}tokens[{n}]"
+            if not token:
+                raise TokenizerError("a token is empty", field=where)
+            if first.setdefault(token, n) != n and not (kind == UNUSED and self.model == "gpt2"):
+                raise TokenizerError(f"{token[:40]!r} is token {first[token]} already", field=where)
+            has_form = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            if kind == BYTE or (self.model == "llama" and has_form):
+                match = BYTE_TOKEN.fullmatch(token)
+                if match is None or match[1] != match[1].upper():
+                    raise TokenizerError(f"{token[:40]!r} is no byte token <0x00> to <0xFF>", field=where)

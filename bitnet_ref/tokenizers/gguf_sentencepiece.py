@@ -1,0 +1,101 @@
+"""A GGUF vocabulary of the model "llama" <-> a SentencePiece model.
+
+llama.cpp merges by score, as SentencePiece's BPE does; a GGUF does not carry the algorithm, so a Unigram model cannot
+be stored as one. Added tokens, which are no pieces of the model, stand in the same list, with the score -1000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .gguf_keys import BYTE, CONTROL, PREFIX, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+from .sentencepiece_model import BPE, SentencePieceModel, read_model, write_model
+from .sentencepiece_tokenizer import SentencePieceTokenizer
+
+ADDED_SCORE = -1000.0  # what llama.cpp's converter gives to added tokens, and to the padding behind them
+
+
+def model_from_vocabulary(vocabulary: Vocabulary, specials: Mapping[str, int]) -> tuple[bytes, list[int]]:
+    """(ModelProto, ids of the added tokens). Added tokens at the end are left out of the model."""
+    tokens, types = vocabulary.tokens, list(vocabulary.types)
+    scores = vocabulary.numbers("scores", float, len(tokens))
+    if scores is None:
+        raise TokenizerError("is missing, and a llama vocabulary needs it", field=PREFIX + "scores")
+    if len(tokens) > 1_000_000:
+        raise TokenizerError("a llama vocabulary has at most 1000000 tokens", field=PREFIX + "tokens")
+    added = [n for n, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED) and scores[n] == ADDED_SCORE]
+    size, is_added = len(tokens), set(added)
+    while size and (size - 1 in is_added or (types[size - 1] == UNUSED and scores[size - 1] == ADDED_SCORE)):
+        size -= 1
+    if size in (0, len(tokens)) or max(added, default=-1) < size:
+        size = len(tokens)  # nothing was added: the padding stays, so that every id has its token
+    unknown = [n for n in range(size) if types[n] == UNKNOWN]
+    if not unknown and "unk" in specials and specials["unk"] < size:
+        unknown = [specials["unk"]]
+        types[unknown[0]] = UNKNOWN
+    if len(unknown) != 1:
+        raise TokenizerError(
+            f"a llama vocabulary has one token of type 2 (unknown), this one has {len(unknown)}",
+            field=PREFIX + "token_type",
+        )
+    n_bytes = sum(kind == BYTE for kind in types[:size])
+    if n_bytes not in (0, 256):
+        raise TokenizerError(f"expected 256 byte tokens or none, got {n_bytes}", field=PREFIX + "token_type")
+    charsmap = vocabulary.numbers("precompiled_charsmap", int, None) or []
+    if any(not 0 <= byte < 256 for byte in charsmap):
+        raise TokenizerError("expected bytes", field=PREFIX + "precompiled_charsmap")
+    prefix = vocabulary.flag("add_space_prefix")
+    model = SentencePieceModel(
+        pieces=tokens[:size],
+        scores=scores[:size],
+        types=types[:size],
+        model_type=BPE,
+        add_dummy_prefix=True if prefix is None else prefix,
+        remove_extra_whitespaces=bool(vocabulary.flag("remove_extra_whitespaces")),
+        charsmap=bytes(charsmap),
+    )
+    named = {name: n for name, n in specials.items() if name != "unk" and n < size and types[n] == CONTROL}
+    return write_model(model, {**named, "unk": unknown[0]}), added
+
+
+def vocabulary_from_model(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The metadata of a SentencePiece tokenizer's vocabulary: pieces, then added tokens, holes filled with [PADn]."""
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    model = read_model(tokenizer._model_bytes, tokenizer.path)
+    if model.model_type != BPE or not model.escape_whitespaces:
+        raise TokenizerError(
+            "a GGUF's llama vocabulary is a BPE model whose spaces are written as \\u2581, and this is another kind",
+            path=tokenizer.path,
+            field="trainer_spec.model_type",
+        )
+    tokens, scores, types = list(model.pieces), list(model.scores), list(model.types)
+    for token in tokenizer._settings.added_tokens:
+        n = tokenizer.token_to_id(token.content)
+        if n is not None and n < len(tokens) and types[n] not in (CONTROL, UNKNOWN, BYTE, USER_DEFINED):
+            types[n], scores[n] = CONTROL if token.special else USER_DEFINED, ADDED_SCORE
+    pads = 0
+    for n in range(len(tokens), tokenizer.vocab_size):
+        added = tokenizer._added.get(n)
+        if added is None:
+            pads += 1
+        tokens.append(f"[PAD{pads}]" if added is None else added)
+        scores.append(ADDED_SCORE)
+        types.append(UNUSED if added is None else CONTROL if tokenizer._is_special(n) else USER_DEFINED)
+    out: dict[str, Any] = {
+        PREFIX + "model": "llama",
+        PREFIX + "pre": "default",
+        PREFIX + "tokens": tokens,
+        PREFIX + "scores": np.array(scores, dtype=np.float32),
+        PREFIX + "token_type": np.array(types, dtype=np.int32),
+        PREFIX + "add_space_prefix": model.add_dummy_prefix,
+        PREFIX + "remove_extra_whitespaces": model.remove_extra_whitespaces,
+    }
+    if model.charsmap:
+        out[PREFIX + "precompiled_charsmap"] = np.frombuffer(model.charsmap, dtype=np.uint8)
+    out[PREFIX + "unknown_token_id"] = types.index(UNKNOWN)
+    return out

@@ -1,0 +1,142 @@
+"""The tokenizer in a GGUF's metadata <-> the Hugging Face files that the loaders here read.
+
+`tokenizer.ggml.model` "llama" is a SentencePiece BPE model, "gpt2" a byte-level BPE whose pre-tokenizer has a name.
+Both come out as files, so that one reader, with its checks, serves folders and GGUFs alike.
+
+What GGUF cannot say, and what is taken: whether text after a special token gets a space in front (llama.cpp: yes, in a
+"llama" vocabulary; here: no, as in transformers with `legacy: false`); what added tokens eat around them (nothing).
+Source: llama.cpp, convert_hf_to_gguf.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import TokenizerError
+from . import load_tokenizer_files
+from .base import Tokenizer
+from .gguf_bpe import bpe_from_json, json_from_bpe
+from .gguf_keys import CONTROL, PREFIX, Vocabulary
+from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
+from .settings import TokenizerSettings
+
+log = logging.getLogger(__name__)
+
+_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the key's
+_STOPS = ("eos", "eot", "eom")  # llama.cpp ends a generation at each of them
+_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+
+
+def tokenizer_files_from_gguf(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """GGUF metadata -> {file name: bytes}, for `load_tokenizer_files`.
+
+    metadata: str, bool, int, float, lists of them, or NumPy arrays. Gives tokenizer.model or tokenizer.json,
+    tokenizer_config.json, generation_config.json (all stop tokens), and chat_template.jinja when there is a template.
+
+    Raises TokenizerError naming the key: missing, of the wrong type or length, a token twice, a byte token that is no
+    byte, a merge outside the vocabulary, an id out of range, a model or pre-tokenizer that is not known.
+    """
+    vocabulary = Vocabulary(metadata)
+    ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
+    stops = [vocabulary.token_id(f"{name}_token_id") for name in _STOPS]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if vocabulary.model == "llama":
+        data, added = model_from_vocabulary(vocabulary, {name: n for name, n in ids.items() if n is not None})
+        files = {"tokenizer.model": data}
+        config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+        add_bos = True
+        if added:
+            config["added_tokens_decoder"] = {
+                str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] == CONTROL} for n in added
+            }
+    else:
+        data, add_bos = json_from_bpe(vocabulary, [n for n in (*ids.values(), *stops) if n is not None])
+        files = {"tokenizer.json": data}
+    said = vocabulary.flag("add_bos_token")
+    config |= {
+        "add_bos_token": add_bos if said is None else said,
+        "add_eos_token": bool(vocabulary.flag("add_eos_token")),
+    }
+    config |= {f"{name}_token": vocabulary.tokens[n] for name, n in ids.items() if n is not None}
+    files[_CONFIG] = _json(config)
+    generation: dict[str, Any] = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
+    ends = list(dict.fromkeys(n for n in stops if n is not None))
+    if ends:
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    files[_GENERATION] = _json(generation)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise TokenizerError(f"expected a string, got {type(template).__name__}", field="tokenizer.chat_template")
+        try:
+            files[_TEMPLATE] = template.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TokenizerError("has no UTF-8 form", field="tokenizer.chat_template") from error
+    return files
+
+
+def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """{file name: bytes} -> GGUF metadata, in the order in which llama.cpp's converter writes it.
+
+    Values: str; bool; int (write as uint32); lists of str; float32, int32 and uint8 arrays. Of tokenizer.model and
+    tokenizer.json the former is taken, as llama.cpp does.
+
+    Raises TokenizerError: files that do not load, and what GGUF has no way to say (a Unigram model, a normalizer, an
+    unnamed pre-tokenizer, more than three stop tokens).
+    """
+    files = dict(files)
+    if "tokenizer.model" in files:
+        files.pop("tokenizer.json", None)
+    tokenizer = load_tokenizer_files(files)
+    if "tokenizer.model" in files:
+        out = vocabulary_from_model(tokenizer)
+    else:
+        out = bpe_from_json(tokenizer, files["tokenizer.json"])
+    out |= _special_tokens(tokenizer, tokenizer._settings)
+    _log_what_is_lost(tokenizer._settings)
+    if tokenizer._settings.chat_template is not None:
+        out["tokenizer.chat_template"] = tokenizer._settings.chat_template
+    return out
+
+
+def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[str, Any]:
+    if len(tokenizer.eos_ids) > len(_STOPS):
+        raise TokenizerError(
+            f"GGUF names {len(_STOPS)} stop tokens, and this tokenizer has {len(tokenizer.eos_ids)}: "
+            f"{list(tokenizer.eos_ids)[:20]}",
+            path=settings.path,
+            field="eos_token_id",
+        )
+    unk = None if settings.unk_token is None else tokenizer.token_to_id(settings.unk_token)
+    out: dict[str, Any] = {}
+    for key, number in (("bos", tokenizer.bos_id), *zip(_STOPS, tokenizer.eos_ids, strict=False)):
+        if number is not None:
+            out[f"{PREFIX}{key}_token_id"] = number
+    for key, number in (("unknown", unk), ("padding", tokenizer.pad_id)):
+        if number is not None and number < tokenizer.vocab_size:
+            out.setdefault(f"{PREFIX}{key}_token_id", number)
+    around = tokenizer.encode("")
+    out[PREFIX + "add_bos_token"] = tokenizer.bos_id is not None and around[:1] == [tokenizer.bos_id]
+    out[PREFIX + "add_eos_token"] = bool(tokenizer.eos_ids) and around[-1:] == [tokenizer.eos_ids[0]]
+    if len(around) != out[PREFIX + "add_bos_token"] + out[PREFIX + "add_eos_token"]:
+        raise TokenizerError(
+            f"GGUF can say that BOS and EOS stand around a text, and this tokenizer puts the tokens {around} there",
+            path=settings.path,
+            field="post_processor",
+        )
+    return out
+
+
+def _log_what_is_lost(settings: TokenizerSettings) -> None:
+    if settings.legacy:
+        log.warning("GGUF cannot say `legacy: true` (a space in front of text after a special token); it is left out")
+    greedy = [token.content for token in settings.added_tokens if token.lstrip or token.rstrip or token.single_word]
+    if greedy:
+        log.warning("GGUF cannot say that %s take in the spaces around them; that is left out", greedy[:8])
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, indent=1).encode("utf-8")

@@ -1,0 +1,373 @@
+"""tokenizers.gguf_vocab: metadata to files and back, the same ids and texts after it, and bad metadata."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+import bitnet_ref.errors
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
+from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
+from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, read_model, write_model
+
+STORYTELLER = Path(bitnet_ref.errors.__file__).parent / "assets" / "storyteller"
+FILES = {path.name: path.read_bytes() for path in STORYTELLER.iterdir() if "token" in path.name}
+BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+G = "tokenizer.ggml."
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (  # as Llama 3's tokenizer.json has it
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+QWEN2 = (  # as Qwen2's has it
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+PRES = {"gpt-2": None, "llama-bpe": LLAMA3, "smaug-bpe": LLAMA3, "qwen2": QWEN2}
+
+
+def byte_level(pre: str) -> dict[str, bytes]:
+    """A small byte-level BPE, trained here, with that pre-tokenizer."""
+    tokenizer = LibraryTokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=PRES[pre] is None)
+    split = [] if PRES[pre] is None else [pre_tokenizers.Split(Regex(PRES[pre]), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = ["It's 12345 o'clock, said the lion; I'LL go.\n\n\t x = y+1\r\n", "naïve café 日本語 😀  the the the"] * 3
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (BOS, EOS, EOT)])
+    tokenizer.add_tokens([AddedToken("plain added", special=False, normalized=False)])
+    config = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOT, "add_bos_token": True}
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[Tokenizer, Tokenizer]]:
+    """name -> (the tokenizer, the same after a journey through GGUF metadata)."""
+    kinds = {"storyteller": FILES} | {pre: byte_level(pre) for pre in PRES}
+    return {
+        name: (
+            load_tokenizer_files(files),
+            load_tokenizer_files(tokenizer_files_from_gguf(gguf_from_tokenizer_files(files))),
+        )
+        for name, files in kinds.items()
+    }
+
+
+def check_same(before: Tokenizer, after: Tokenizer, text: str) -> None:
+    ids = before.encode(text)
+    assert after.encode(text) == ids
+    assert after.decode(ids, skip_special_tokens=False) == before.decode(ids, skip_special_tokens=False)
+
+
+KINDS = ["storyteller", *PRES]
+PARTS = [
+    *("Once", " upon", "time", " ", "  ", "\n", "\r\n", "\t", "12345", "'s", "'LL", "é", "日本", "😀", "\0"),
+    *("<s>", "</s>", "<unk>", BOS, EOS, EOT, "plain added", "<0x41>", "\u2581", "x=y+1;", "the lion", "İ", "\u0301"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_they_say_of_themselves(pairs: dict[str, tuple[Tokenizer, Tokenizer]], kind: str) -> None:
+    before, after = pairs[kind]
+    for name in ("vocab_size", "bos_id", "pad_id", "eos_ids", "chat_template"):
+        assert getattr(after, name) == getattr(before, name)
+    for token in range(before.vocab_size):
+        assert after.id_to_token(token) == before.id_to_token(token)
+        assert after.is_special(token) == before.is_special(token)
+        assert after.token_bytes(token) == before.token_bytes(token)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_ids_and_texts(pairs: dict[str, tuple[Tokenizer, Tokenizer]], kind: str) -> None:
+    before, after = pairs[kind]
+    dice = random.Random(7)
+    for _ in range(600):
+        check_same(before, after, "".join(dice.choices(PARTS, k=dice.randrange(12))))
+    for _ in range(300):
+        ids = [dice.randrange(before.vocab_size) for _ in range(dice.randrange(20))]
+        assert after.decode(ids) == before.decode(ids)
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.text())
+def test_the_same_ids_of_any_text(pairs: dict[str, tuple[Tokenizer, Tokenizer]], text: str) -> None:
+    for before, after in pairs.values():
+        check_same(before, after, text)
+
+
+def test_storyteller_as_llama_cpp_writes_it() -> None:
+    out = gguf_from_tokenizer_files(FILES)
+    tokens = out[G + "tokens"]
+    assert (out[G + "model"], out[G + "pre"], len(tokens)) == ("llama", "default", 4096)
+    assert tokens[:4] == ["<unk>", "<s>", "</s>", "\n"]
+    assert out[G + "token_type"][:5].tolist() == [2, 3, 3, 4, 6]
+    assert (out[G + "token_type"].dtype, out[G + "scores"].dtype) == (np.int32, np.float32)
+    assert out[G + "scores"][tokens.index("he")] == -1
+    ids = {key: value for key, value in out.items() if key.endswith("_id")}
+    assert ids == {G + "unknown_token_id": 0, G + "bos_token_id": 1, G + "eos_token_id": 2}
+    assert (out[G + "add_bos_token"], out[G + "add_eos_token"], out[G + "add_space_prefix"]) == (True, False, True)
+    before, after = (read_model(data, None) for data in (FILES["tokenizer.model"], model_of(out)))
+    assert before == after
+
+
+def model_of(metadata: dict[str, Any]) -> bytes:
+    return tokenizer_files_from_gguf(metadata)["tokenizer.model"]
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_the_name_of_the_pre_tokenizer(pre: str) -> None:
+    out = gguf_from_tokenizer_files(byte_level(pre))
+    assert out[G + "pre"] == pre
+    assert all(line.count(" ") == 1 for line in out[G + "merges"])
+    assert (out[G + "bos_token_id"], out[G + "eos_token_id"]) == tuple(map(out[G + "tokens"].index, (BOS, EOS)))
+    before = json.loads(byte_level(pre)["tokenizer.json"])
+    after = json.loads(tokenizer_files_from_gguf(out)["tokenizer.json"])
+    assert after["model"] == before["model"]
+    assert after["added_tokens"] == before["added_tokens"]
+
+
+@pytest.mark.parametrize("pre", ["default", "smollm", "llama3", "falcon3", "stablelm2"])
+def test_other_names(pre: str) -> None:
+    out = gguf_from_tokenizer_files(byte_level("gpt-2")) | {G + "pre": pre}
+    tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(out))
+    text = "It's 1234567 o'clock -- the +1 lion.\n\n x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    again = gguf_from_tokenizer_files(tokenizer_files_from_gguf(out))[G + "pre"]
+    assert again == {"llama3": "llama-bpe", "falcon3": "llama-bpe", "stablelm2": "qwen2"}.get(pre, pre)
+
+
+def test_defaults_of_llama_cpp() -> None:
+    """BOS is added when the file does not say so, by "llama" vocabularies and by Llama 3's pre-tokenizer alone."""
+    for files, expected in ((FILES, True), (byte_level("llama-bpe"), True), (byte_level("gpt-2"), False)):
+        out = gguf_from_tokenizer_files(files)
+        del out[G + "add_bos_token"], out[G + "add_eos_token"]
+        tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(out))
+        assert tokenizer.encode("") == [tokenizer.bos_id] * expected
+
+
+def test_several_stops_a_template_and_added_tokens() -> None:
+    """Added tokens behind the model's pieces, with a hole: what llama.cpp pads is left out again."""
+    config = json.loads(FILES["tokenizer_config.json"]) | {
+        "pad_token": "<pad>",
+        "added_tokens_decoder": {
+            "4096": {"content": "<|end|>", "special": True},
+            "4098": {"content": "two words", "special": False},
+            "4099": {"content": "<pad>", "special": True},
+        },
+    }
+    files = FILES | {
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": b'{"eos_token_id": [4096, 2]}',
+        "chat_template.jinja": "{{ messages[0]['content'] }}é".encode(),
+    }
+    out = gguf_from_tokenizer_files(files)
+    assert (out[G + "eos_token_id"], out[G + "eot_token_id"], out[G + "padding_token_id"]) == (4096, 2, 4099)
+    assert out[G + "tokens"][4096:] == ["<|end|>", "[PAD1]", "two words", "<pad>"]
+    assert out[G + "token_type"][4096:].tolist() == [3, 5, 4, 3]
+    back = tokenizer_files_from_gguf(out)
+    assert json.loads(back["generation_config.json"])["eos_token_id"] == [4096, 2]
+    assert back["chat_template.jinja"] == files["chat_template.jinja"]
+    before, after = load_tokenizer_files(files), load_tokenizer_files(back)
+    assert (after.vocab_size, after.eos_ids, after.pad_id) == (4100, (4096, 2), 4099)
+    for text in ("a two words<|end|> b<pad>", "two  words", "<|end|>"):
+        check_same(before, after, text)
+    assert after.apply_chat_template([{"role": "user", "content": "x"}]) == "xé"
+    with pytest.raises(TokenizerError, match="4097 is not in the vocabulary"):
+        after.id_to_token(4097)
+
+
+def test_tokens_numbered_where_the_library_would_not() -> None:
+    """Special tokens first, and a hole: they must be in the vocabulary, or the library gives them other ids."""
+    out = gguf_from_tokenizer_files(byte_level("llama-bpe"))
+    tokens, types = out[G + "tokens"], out[G + "token_type"].tolist()
+    out[G + "tokens"] = ["<first>", "[PAD1]", "[PAD1]", *tokens]
+    out[G + "token_type"] = [3, 5, 5, *types]
+    for key in ("bos", "eos", "eot", "padding"):
+        if f"{G}{key}_token_id" in out:
+            out[f"{G}{key}_token_id"] += 3
+    tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(out))
+    assert tokenizer.encode("<first>" + EOT, add_special_tokens=False) == [0, 3 + tokens.index(EOT)]
+    assert tokenizer.vocab_size == 3 + len(tokens)
+
+
+def test_llama_3s_vocabulary_without_a_pre_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+    """As in the published GGUF of BitNet 2B-4T."""
+    out = gguf_from_tokenizer_files(byte_level("llama-bpe"))
+    del out[G + "pre"]
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.pre: expected one of llama-bpe, .*it is missing"):
+        tokenizer_files_from_gguf(out)
+    more = 128256 - len(out[G + "tokens"])
+    out[G + "tokens"] = out[G + "tokens"] + [f"<|reserved_{n}|>" for n in range(more)]
+    out[G + "token_type"] = np.append(out[G + "token_type"], np.full(more, 3, dtype=np.int32))
+    with caplog.at_level(logging.WARNING):
+        files = tokenizer_files_from_gguf(out)
+    assert "taking llama-bpe" in caplog.text
+    assert json.loads(files["tokenizer.json"])["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] == LLAMA3
+
+
+def test_python_lists_serve_as_well_as_arrays() -> None:
+    out = gguf_from_tokenizer_files(FILES)
+    plain = out | {key: out[key].tolist() for key in (G + "scores", G + "token_type")}
+    wide = out | {
+        G + "scores": out[G + "scores"].astype(np.float64),
+        G + "token_type": out[G + "token_type"].astype("u4"),
+    }
+    assert tokenizer_files_from_gguf(plain) == tokenizer_files_from_gguf(wide) == tokenizer_files_from_gguf(out)
+
+
+LLAMA = gguf_from_tokenizer_files(FILES)
+GPT = gguf_from_tokenizer_files(byte_level("gpt-2"))
+
+
+def changed(values: Any, n: int, value: Any) -> list[Any]:
+    out = list(values)
+    out[n] = value
+    return out
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value", "message"),
+    [
+        (LLAMA, "model", None, r"model: there is no tokenizer"),
+        (LLAMA, "model", "t5", r"model: expected one of llama, gpt2, got 't5'"),
+        (LLAMA, "model", 3, "model: expected a string, got int"),
+        (LLAMA, "tokens", None, "tokens: expected 1 to"),
+        (LLAMA, "tokens", np.zeros(3), "tokens: expected an array of strings, got ndarray"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 9, b"x"), r"tokens\[9\]: expected a string, got bytes"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 9, ""), r"tokens\[9\]: a token is empty"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 300, "<s>"), r"tokens\[300\]: '<s>' is token 1 already"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 300, "\ud800"), r"tokens\[300\]: .*lone surrogate"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 9, "<0x-1>"), r"tokens\[9\]: '<0x-1>' is no byte token"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 300, "<0xZZ>"), r"tokens\[300\]: '<0xZZ>' is no byte token"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 9, "<0xfz>"), "is no byte token"),
+        (LLAMA, "tokens", changed(LLAMA[G + "tokens"], 9, "nine"), "'nine' is no byte token"),
+        (LLAMA, "tokens", LLAMA[G + "tokens"][:-1], "token_type: expected 4095 values, one for each token, got 4096"),
+        (LLAMA, "scores", None, "scores: is missing"),
+        (LLAMA, "scores", LLAMA[G + "scores"][:-1], "scores: expected 4096 values, one for each token, got 4095"),
+        (
+            LLAMA,
+            "scores",
+            np.zeros(4096, dtype=np.uint8),
+            "scores: expected an array of floating-point numbers, got uint8",
+        ),
+        (LLAMA, "scores", [0] * 4096, "scores: expected an array of floating-point numbers, got int values"),
+        (LLAMA, "scores", np.zeros((64, 64), dtype=np.float32), r"got float32 of shape \(64, 64\)"),
+        (LLAMA, "scores", changed(LLAMA[G + "scores"].tolist(), 7, float("nan")), r"scores\[7\]: nan is not finite"),
+        (LLAMA, "scores", 5.0, "scores: expected an array of floating-point numbers, got 5.0"),
+        (LLAMA, "token_type", None, "token_type: is missing"),
+        (LLAMA, "token_type", LLAMA[G + "scores"], "token_type: expected an array of integers, got float32"),
+        (LLAMA, "token_type", changed(LLAMA[G + "token_type"].tolist(), 5, 7), r"token_type\[5\]: 7 is no token type"),
+        (
+            LLAMA,
+            "token_type",
+            changed(LLAMA[G + "token_type"].tolist(), 5, 1),
+            "expected 256 byte tokens or none, got 255",
+        ),
+        (LLAMA, "token_type", changed(LLAMA[G + "token_type"].tolist(), 5, 2), "has 2"),
+        (LLAMA, "bos_token_id", 4096, "bos_token_id: token 4096 is not in the vocabulary of 4096"),
+        (LLAMA, "eos_token_id", -1, "eos_token_id: token -1 is not in"),
+        (LLAMA, "eot_token_id", 2**32 - 1, "eot_token_id: token 4294967295 is not in"),
+        (LLAMA, "padding_token_id", "0", "padding_token_id: expected a token id, got '0'"),
+        (LLAMA, "unknown_token_id", True, "unknown_token_id: expected a token id, got True"),
+        (LLAMA, "add_bos_token", 1, "add_bos_token: expected true or false, got 1"),
+        (LLAMA, "add_space_prefix", "no", "add_space_prefix: expected true or false"),
+        (LLAMA, "precompiled_charsmap", [300], "precompiled_charsmap: expected bytes"),
+        (GPT, "pre", "gpt-9", "pre: expected one of .*: got 'gpt-9'"),
+        (GPT, "pre", None, "pre: expected one of .*: it is missing"),
+        (GPT, "merges", None, "merges: is missing"),
+        (
+            GPT,
+            "merges",
+            changed(GPT[G + "merges"], 3, "t zzzz"),
+            r"merges\[3\]: 't zzzz': 'zzzz' is not in the vocabulary",
+        ),
+        (GPT, "merges", changed(GPT[G + "merges"], 3, "! !"), r"merges\[3\]: '! !': '!!' is not in the vocabulary"),
+        (GPT, "merges", changed(GPT[G + "merges"], 3, "the"), r"merges\[3\]: 'the': expected two tokens"),
+        (GPT, "merges", changed(GPT[G + "merges"], 3, " the"), r"merges\[3\]: ' the': expected two tokens"),
+        (GPT, "merges", changed(GPT[G + "merges"], 3, 5), r"merges\[3\]: expected a string, got int"),
+    ],
+)
+def test_metadata_that_must_not_be_believed(base: dict[str, Any], key: str, value: Any, message: str) -> None:
+    metadata = copy.copy(base)
+    if value is None:
+        metadata.pop(G + key)
+    else:
+        metadata[G + key] = value
+    with pytest.raises(TokenizerError, match=message) as caught:
+        tokenizer_files_from_gguf(metadata)
+    assert caught.value.field is not None
+    assert caught.value.field.startswith(G)
+
+
+def test_a_template_that_is_no_text() -> None:
+    for value in (5, "\ud800"):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.chat_template"):
+            tokenizer_files_from_gguf(LLAMA | {"tokenizer.chat_template": value})
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_value_under_any_key_is_read_or_refused(data: st.DataObject) -> None:
+    metadata = dict(data.draw(st.sampled_from([LLAMA, GPT])))
+    key = data.draw(st.sampled_from(sorted(metadata)))
+    numbers = st.integers(-3, 2**40) | st.floats() | st.booleans()
+    value = numbers | st.text(max_size=5) | st.lists(numbers | st.text(max_size=3), max_size=5)
+    metadata[key] = data.draw(value)
+    try:
+        load_tokenizer_files(tokenizer_files_from_gguf(metadata)).encode("Once upon a time")
+    except TokenizerError:
+        return
+
+
+def test_what_gguf_cannot_say(llama_json: dict[str, Any]) -> None:
+    unigram = read_model(FILES["tokenizer.model"], None)
+    unigram.model_type = UNIGRAM
+    files = FILES | {"tokenizer.model": write_model(unigram, {"unk": 0, "bos": 1, "eos": 2})}
+    with pytest.raises(TokenizerError, match="is a BPE model"):
+        gguf_from_tokenizer_files(files)
+    with pytest.raises(TokenizerError, match=r"give that tokenizer\.model"):
+        gguf_from_tokenizer_files({"tokenizer.json": json.dumps(llama_json).encode()})
+    table = json.loads(byte_level("qwen2")["tokenizer.json"])
+    table["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\S+"
+    with pytest.raises(TokenizerError, match="no name for this pre-tokenizer"):
+        gguf_from_tokenizer_files({"tokenizer.json": json.dumps(table).encode()})
+    stops = FILES | {"generation_config.json": b'{"eos_token_id": [5, 6, 7, 8]}'}
+    with pytest.raises(TokenizerError, match="names 3 stop tokens, and this tokenizer has 5"):
+        gguf_from_tokenizer_files(stops)
+
+
+# -- files that lie in no folder ---------------------------------------------------------------------------------------
+
+
+def test_files_in_no_folder_are_as_good_as_a_folder() -> None:
+    ours, theirs = load_tokenizer_files(FILES), load_tokenizer(STORYTELLER)
+    assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (theirs.vocab_size, theirs.bos_id, theirs.eos_ids)
+    assert ours.encode("Once upon a time") == theirs.encode("Once upon a time")
+
+
+def test_their_errors_say_where_they_came_from() -> None:
+    with pytest.raises(TokenizerError, match=r"^m\.gguf: no tokenizer here"):
+        load_tokenizer_files({}, path="m.gguf")
+    with pytest.raises(TokenizerError, match=r"^m\.gguf.tokenizer_config\.json, bos_token: expected a string"):
+        load_tokenizer_files(FILES | {"tokenizer_config.json": b'{"bos_token": 5}'}, path="m.gguf")
+    with pytest.raises(TokenizerError, match="expected bytes, got str"):
+        load_tokenizer_files(FILES | {"tokenizer_config.json": "{}"})
+    with pytest.raises(TokenizerError, match="has more than"):
+        load_tokenizer_files(FILES | {"chat_template.jinja": b" " * (5 << 20)})
