@@ -1,7 +1,8 @@
-"""The blocks of ggml's tensor types, to and from NumPy: F32, F16, BF16, Q8_0, Q4_0, Q6_K and the ternary TQ1_0, TQ2_0.
+"""The blocks of ggml's tensor types, to and from NumPy: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TQ1_0, TQ2_0.
 
 A row is cut into blocks; each block has its own float16 scale d and small integers q, and stands for d * q. Here are
-the types that BitNet files have: other quantisations of dense models are not read.
+the types that BitNet files have (Q4_K and Q6_K in llama.cpp's TQ1_0 and TQ2_0 files, for the embedding and the head);
+other quantisations of dense models are not read.
 
 Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 """
@@ -54,6 +55,23 @@ def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     return (scales[:, :, None] * q.astype(np.float32)).reshape(n, 256)
 
 
+def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles, low ones first; d s q - dmin m
+
+    Of 32 values each; the first four scales and minima are the low 6 bits of bytes 0-3 and 4-7, the last four have
+    their low nibbles in bytes 8-11 and their high 2 bits on top of bytes 0-7.
+    """
+    n = len(blocks)
+    first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    low6, high2 = np.uint8(63), np.uint8(6)
+    scales = np.concatenate([first & low6, third & _MASK_4 | first >> high2 << np.uint8(4)], axis=1)
+    minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
+    d = (_half(blocks[:, :2]) * scales.astype(np.float32)).reshape(n, 8, 1)
+    least = (_half(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
+    q = (blocks[:, 16:].reshape(n, 4, 1, 32) >> _SHIFTS_4[:, None] & _MASK_4).reshape(n, 8, 32)
+    return (d * q.astype(np.float32) - least).reshape(n, 256)
+
+
 def _tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """64 bytes | d: two halves of 32 bytes; bits 0-1 are the first 32 values of the half's 128, bits 2-3 the next"""
     return (blocks[:, :64].reshape(-1, 2, 1, 32) >> _SHIFTS_2[:, None] & _MASK_2).reshape(-1, 256)
@@ -92,6 +110,7 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "BF16": lambda blocks: blocks.view(ml_dtypes.bfloat16).astype(np.float32),
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q4_K": _q4_k,
     "Q6_K": _q6_k,
     **{kind: _ternary_values(kind) for kind in _TERNARY_CODES},
 }

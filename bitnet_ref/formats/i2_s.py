@@ -5,7 +5,7 @@ the n/4 bytes depends on the build of bitnet.cpp that wrote the file, and nothin
 
     x86         blocks of 128 consecutive weights in 32 bytes: weight j at byte j % 32, shift 6 - 2 (j // 32)
     arm         blocks of  64 consecutive weights in 16 bytes: weight j at byte j % 16, shift 6 - 2 (j // 16)
-    interleave  four rows: byte (row // 4) * K + column, shift 6 - 2 (row % 4)
+    interleaved four rows: byte (row // 4) * K + column, shift 6 - 2 (row % 4)
 
 The first two run over the matrix as one line, so a block may reach into the next row. The codes are the same bits in
 every layout, so code 3, which never occurs, tells a damaged file but not the layout. `LayoutEvidence` looks for
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..errors import FormatError, ShapeError
 from ..quantization import first_invalid_code
 
-LAYOUTS = ("x86", "arm", "interleave")
+LAYOUTS = ("x86", "arm", "interleaved")
 TAIL_BYTES = 32
 _BLOCK_BYTES = {"x86": 32, "arm": 16}
 _SHIFTS = np.array([6, 4, 2, 0], dtype=np.uint8)
@@ -34,7 +34,7 @@ def _check_shape(op: str, shape: tuple[int, int], layout: str) -> None:
     if layout not in LAYOUTS:
         raise FormatError(f"expected an I2_S layout of {', '.join(LAYOUTS)}, got {layout!r}")
     n, k = shape
-    if layout == "interleave":
+    if layout == "interleaved":
         fits, expected = n > 0 and k > 0 and n % 4 == 0, "a multiple of 4 rows"
     else:
         values = 4 * _BLOCK_BYTES[layout]
@@ -64,7 +64,7 @@ def pack_i2_s(
     if w_t.dtype != np.int8 or w_t.min() < -1 or w_t.max() > 1:
         raise ShapeError("pack_i2_s", expected="int8 of -1, 0, +1", got=f"{w_t.dtype} {w_t.min()}..{w_t.max()}")
     codes = (w_t + np.int8(1)).view(np.uint8)
-    if layout == "interleave":
+    if layout == "interleaved":
         fields = codes.reshape(len(codes) // 4, 4, -1)  # (row groups, 4, K)
     else:
         fields = codes.reshape(-1, 4, _BLOCK_BYTES[layout])  # (blocks, 4, bytes)
@@ -85,7 +85,7 @@ def unpack_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str = "x
     codes = raw[:-TAIL_BYTES]
     if (at := first_invalid_code(codes.reshape(-1, 1))) is not None:
         raise FormatError(f"holds the invalid ternary code 3 in byte {at[0]} (0x{codes[at[0]]:02x})")
-    fields = codes.reshape(n // 4, 1, k) if layout == "interleave" else codes.reshape(-1, 1, _BLOCK_BYTES[layout])
+    fields = codes.reshape(n // 4, 1, k) if layout == "interleaved" else codes.reshape(-1, 1, _BLOCK_BYTES[layout])
     return ((fields >> _SHIFTS[:, None] & np.uint8(3)).view(np.int8) - np.int8(1)).reshape(n, k)
 
 

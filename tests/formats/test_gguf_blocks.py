@@ -19,7 +19,7 @@ from bitnet_ref.formats.gguf_blocks import (
     ternary_from_blocks,
 )
 
-SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
+SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
 
 
 def random_blocks(kind, n, seed):
@@ -31,7 +31,9 @@ def random_blocks(kind, n, seed):
         halves = generator.integers(0, 2**16, n, dtype=np.uint16)
         halves[(halves & 0x7C00) == 0x7C00] = 0x3C01
         raw[:, SCALE_AT[kind] : SCALE_AT[kind] + 2] = halves[:, None].view(np.uint8)
-    if kind == "F32":
+    if kind == "Q4_K":
+        raw[:, 3] &= 0xBF  # its second float16
+    elif kind == "F32":
         raw[:, 3] &= 0xBF
     elif kind in ("F16", "BF16"):
         raw[:, 1] &= 0xBF
@@ -160,8 +162,8 @@ def test_what_does_not_fit():
         quantize(np.zeros((4, 16), np.float32), "Q8_0")
     with pytest.raises(ShapeError, match="expected 66 bytes"):
         dequantize(np.zeros(65, np.uint8), "TQ2_0", (1, 256))
-    with pytest.raises(FormatError, match="Q4_K are not read"):
-        dequantize(np.zeros(144, np.uint8), "Q4_K", (1, 256))
+    with pytest.raises(FormatError, match="Q5_K are not read"):
+        dequantize(np.zeros(176, np.uint8), "Q5_K", (1, 256))
     with pytest.raises(FormatError, match="not written as Q4_0"):
         quantize(np.zeros((1, 32), np.float32), "Q4_0")
     with pytest.raises(NumericsError, match="F16 can hold"):

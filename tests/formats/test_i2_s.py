@@ -21,7 +21,7 @@ from bitnet_ref.formats.i2_s import (
 
 def place(n_in, row, column, layout):
     """(byte, shift) of one weight, from the definition, in scalars."""
-    if layout == "interleave":
+    if layout == "interleaved":
         return row // 4 * n_in + column, 6 - 2 * (row % 4)
     block, width = (128, 32) if layout == "x86" else (64, 16)
     at = row * n_in + column
@@ -91,10 +91,10 @@ def test_shapes():
     with pytest.raises(ShapeError, match="multiple of 64 weights"):
         unpack_i2_s(np.zeros(40, np.uint8), (1, 32), "arm")
     with pytest.raises(ShapeError, match="multiple of 4 rows"):
-        pack_i2_s(random_ternary(rng(4), 2, 64), 1.0, "interleave")
+        pack_i2_s(random_ternary(rng(4), 2, 64), 1.0, "interleaved")
     with pytest.raises(ShapeError, match="expected 64 bytes"):
         unpack_i2_s(np.zeros(65, np.uint8), (1, 128))
-    with pytest.raises(FormatError, match="x86, arm, interleave"):
+    with pytest.raises(FormatError, match="x86, arm, interleaved"):
         pack_i2_s(random_ternary(rng(4), 1, 128), 1.0, "neon")
     with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
         pack_i2_s(np.full((1, 128), 2, np.int8), 1.0)
