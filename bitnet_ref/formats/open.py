@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import FormatError
 from .checkpoint import Checkpoint, ReadOptions
 
-READABLE = "a Hugging Face folder or a .safetensors file"
+READABLE = "a Hugging Face folder, a .safetensors file or a .gguf file"
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
@@ -17,4 +17,8 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         from .hf_folder import HfCheckpoint
 
         return HfCheckpoint(path, options)
+    if path.suffix == ".gguf":
+        from .gguf_model import GgufCheckpoint
+
+        return GgufCheckpoint(path, options)
     raise FormatError(f"expected {READABLE}; no other format can be read yet", path=path)

@@ -1,6 +1,6 @@
 """A fuzzing campaign in a process of its own: mutate files of a good checkpoint, load, compute, report the outcome.
 
-    python tests/fuzz/campaign.py config 0 100        # kinds: config, weights, index, tokenizer; seeds 0 to 99
+    python tests/fuzz/campaign.py config 0 100        # kinds: config, weights, index, tokenizer, gguf; 100 seeds
 
 Prints one JSON line for each seed before it runs and one after, so that a crash names its seed. Whatever a mutated
 file is, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors; no
@@ -28,6 +28,10 @@ from helpers import BITNET, TINY, tiny_tensors, write_checkpoint, write_shards
 
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError, TokenizerError
+from bitnet_ref.formats.gguf import GgufFile, Typed
+from bitnet_ref.formats.gguf_export import write_gguf_model
+from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
+from bitnet_ref.formats.open import open_checkpoint
 
 SPARE_BYTES = 256 << 20
 TOKENS = [1, 3, 2, 5]
@@ -181,12 +185,99 @@ def mutate_checkpoint(kind: str, dice: random.Random, folder: Path) -> None:
     (folder / file).write_bytes(mutate(dice, (folder / file).read_bytes()))
 
 
-def use_checkpoint(folder: Path, backend: str) -> None:
-    m = bitnet_ref.load(folder, backend=backend, threads=1)
+def use_checkpoint(path: Path, backend: str) -> None:
+    m = bitnet_ref.load(path, backend=backend, threads=1)
     tokens = [token % m.config.vocab_size for token in TOKENS][: m.config.context_length]
     logits = m.logits(tokens)
     assert logits.shape == (len(tokens), m.config.vocab_size)
     assert np.isfinite(logits).all()
+
+
+GGUF_FILE = "model.gguf"
+GGUF_KINDS = ("i2_s", "tq1_0", "tq2_0", "f16", "f32", "q8_0")
+HOSTILE_TYPED: list[Typed] = [
+    *(Typed("uint32", n) for n in (0, 1, 2, 3, 7, 255, 2**20, 2**31, 2**32 - 1)),
+    *(Typed("uint64", n) for n in (0, 4, 2**40, 2**63, 2**64 - 1)),
+    *(Typed("int32", n) for n in (-1, -(2**31), 5)),
+    *(Typed("float32", x) for x in (0.0, -1.0, 1e-38, 1e30, float("nan"), float("inf"), 0.5)),
+    *(
+        Typed("string", x)
+        for x in ("", "llama", "bitnet", "bitnet-25", "bitnet-b1.58", "yarn", "linear", "\0", "x" * 999)
+    ),
+    *(Typed("bool", True), Typed("[uint32]", []), Typed("[uint32]", [1, 2]), Typed("[float32]", [1.0])),
+    *(Typed("[string]", ["a", "<|eot_id|>"]), Typed("[string]", ["x"] * 50), Typed("[bool]", [True])),
+]
+
+
+def write_gguf_base(folder: Path, dice: random.Random) -> None:
+    kind = dice.choice(GGUF_KINDS)
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    dense = kind in ("f16", "f32", "q8_0") and dice.randrange(2) == 0
+    scaling = dice.choice([None, {"type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}]) if dense else None
+    config = {**(TINY if dense else BITNET), **wide, "rope_scaling": scaling}
+    source = write_checkpoint(folder / "source", config, tiny_tensors(config))
+    with open_checkpoint(source) as checkpoint:
+        write_gguf_model(checkpoint, folder / GGUF_FILE, kind)
+    shutil.rmtree(source)
+
+
+def change_gguf(dice: random.Random, path: Path) -> None:
+    """Well-formed, but other: metadata replaced or dropped, tensors renamed, reshaped, retyped, dropped or cut."""
+    with GgufFile(path) as file:
+        typed = dict(file.typed)
+        tensors = [[t.name, t.shape, t.type.name, file.read_raw(t.name)] for t in file.tensors.values()]
+    for _ in range(dice.choice([1, 1, 1, 2, 4])):
+        action, chosen = dice.randrange(9), dice.choice(tensors)
+        key = dice.choice(list(typed))
+        if action == 0:
+            del typed[key]
+        elif action <= 3:
+            arch = typed.get("general.architecture", Typed("string", "llama")).value
+            more = ("rope.scaling.type", "rope.scaling.factor", "attention.key_length", "attention.sliding_window")
+            extra = [f"{arch}.{name}" for name in more]
+            extra += ["tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"]
+            typed[dice.choice([key, key, *extra])] = dice.choice(HOSTILE_TYPED)
+        elif action == 4:
+            chosen[0] = dice.choice(
+                ["x", "output.weight", "rope_freqs.weight", "blk.0.attn_q.scale", "blk.0.attn_q.bias"]
+            )
+        elif action == 5:
+            chosen[1] = dice.choice([chosen[1][::-1], (*chosen[1], 1), (chosen[3].size // 4,), (1, 256), (4, 64)])
+        elif action == 6:
+            chosen[2] = dice.choice(
+                ["F32", "F16", "BF16", "I2_S", "TQ1_0", "TQ2_0", "TL1", "TL2/MXFP4", "Q8_0", "I8", "Q4_K"]
+            )
+        elif action == 7 and len(tensors) > 1:
+            tensors.remove(chosen)
+        else:
+            at = dice.randrange(chosen[3].size)
+            chosen[3] = chosen[3].copy()
+            chosen[3][at] = dice.randrange(256)
+            if dice.randrange(3) == 0:
+                chosen[3][-64:] = dice.randrange(256)
+    if typed.get("general.alignment") is not None:
+        del typed["general.alignment"]  # not by this way: the writer refuses a wrong one
+    written = [TensorToWrite(n, shape, kind, lambda d=d: d, d.size) for n, shape, kind, d in tensors]
+    write_gguf(path, typed, written)
+
+
+def mutate_gguf(dice: random.Random, folder: Path) -> None:
+    write_gguf_base(folder, dice)
+    path = folder / GGUF_FILE
+    action = dice.randrange(8)
+    if action <= 3:
+        change_gguf(dice, path)
+    data = path.read_bytes()
+    if action == 4:  # in the header, mostly
+        path.write_bytes(flip_bytes(dice, data, within=dice.choice([24, 700, 2000])))
+    elif action == 5:
+        path.write_bytes(dice.choice([truncate, insert_bytes, cut_out])(dice, data[:2500]) + data[2500:])
+    elif action == 6:  # a hostile number in place of any eight bytes of the header
+        at = dice.randrange(1500)
+        wrong = dice.choice([0, 1, 2**31, 2**32, 2**61, 2**63, 2**64 - 1, len(data)]).to_bytes(8, "little")
+        path.write_bytes(data[:at] + wrong[: dice.choice([1, 4, 8])] + data[at + dice.choice([1, 4, 8]) :])
+    elif action == 7:
+        path.write_bytes(truncate(dice, data) if dice.randrange(2) else flip_bytes(dice, data))
 
 
 def mutate_tokenizer(dice: random.Random, folder: Path) -> None:
@@ -234,6 +325,8 @@ def run(kind: str, first: int, last: int) -> None:
             folder = Path(name)
             if kind == "tokenizer":
                 mutate_tokenizer(dice, folder)
+            elif kind == "gguf":
+                mutate_gguf(dice, folder)
             else:
                 mutate_checkpoint(kind, dice, folder)
             size = sum(path.stat().st_size for path in folder.iterdir())
@@ -243,7 +336,8 @@ def run(kind: str, first: int, last: int) -> None:
                 found = outcome(lambda folder=folder: use_tokenizer(folder), folder)
             else:
                 backend = backends[seed % len(backends)]
-                found = outcome(lambda folder=folder, backend=backend: use_checkpoint(folder, backend), folder)
+                path = folder / GGUF_FILE if kind == "gguf" else folder
+                found = outcome(lambda path=path, backend=backend: use_checkpoint(path, backend), folder)
             taken = tracemalloc.get_traced_memory()[1] - before
             assert taken < size + SPARE_BYTES, f"seed {seed}: {taken} bytes allocated for files of {size}"
         print(json.dumps({"seed": seed, "outcome": found}), flush=True)

@@ -1,0 +1,377 @@
+"""formats.gguf: equal to the gguf package on good files, copies equal to the byte, one clear error for each bad one."""
+
+import math
+import struct
+import time
+
+import gguf
+import numpy as np
+import pytest
+from helpers import rng
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitnet_ref.errors import FormatError
+from bitnet_ref.formats.ggml_types import TYPES
+from bitnet_ref.formats.gguf import GgufFile, Typed
+from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
+
+NO_TYPE_OF_ITS_OWN = {36, 37, 38, 39}  # the ids that the dialects use differently
+
+
+def text(value):
+    data = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def u32(value):
+    return struct.pack("<I", value)
+
+
+def u64(value):
+    return struct.pack("<Q", value)
+
+
+def array(code, count, data=b""):
+    return u32(9) + u32(code) + u64(count) + data
+
+
+def info(name="x", dims=(8,), kind=0, offset=0):
+    return text(name) + u32(len(dims)) + b"".join(u64(n) for n in dims) + u32(kind) + u64(offset)
+
+
+def raw_gguf(values=(), infos=(), data=b"", counts=None, version=3, magic=b"GGUF", alignment=32):
+    """A file of (key, type and value bytes) pairs and tensor infos, right or wrong."""
+    n_tensors, n_values = counts or (len(infos), len(values))
+    header = magic + u32(version) + u64(n_tensors) + u64(n_values)
+    header += b"".join(text(key) + value for key, value in values) + b"".join(infos)
+    return header + bytes(-len(header) % alignment) + data if data else header
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def small_file():
+    """Every value type, and three tensors."""
+    values = [("general.architecture", u32(8) + text("bitnet")), ("general.alignment", u32(4) + u32(16))]
+    values += [("a.flag", u32(7) + b"\1"), ("a.f64", u32(12) + struct.pack("<d", -2.5))]
+    values += [("a.words", array(8, 3, text("one") + text("") + text("drüi"))), ("a.i16", array(3, 2, b"\xff\xff\2\0"))]
+    values += [("a.flags", array(7, 3, b"\0\1\1"))]
+    infos = [info("m.weight", (4, 2), 1, 0), info("v", (3,), 0, 16), info("q", (32, 2), 8, 32)]
+    data = bytes(range(16)) + np.arange(3, dtype="<f4").tobytes() + bytes(4) + bytes(range(68))
+    return raw_gguf(values, infos, data, alignment=16)
+
+
+# -- good files --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_file_says(tmp_path):
+    with GgufFile(write(tmp_path / "x.gguf", small_file())) as file:
+        assert (file.version, file.alignment) == (3, 16)
+        assert file.metadata["general.architecture"] == "bitnet"
+        assert file.metadata["a.flag"] is True
+        assert file.metadata["a.f64"] == -2.5
+        assert file.metadata["a.words"] == ["one", "", "drüi"]
+        assert file.metadata["a.i16"].tolist() == [-1, 2]
+        assert file.typed["a.flags"].type == "[bool]"
+        assert file.typed["a.i16"].type == "[int16]"
+        assert list(file.tensors) == ["m.weight", "v", "q"]
+        tensor = file.tensors["m.weight"]
+        assert (tensor.shape, tensor.type.name, tensor.nbytes) == ((2, 4), "F16", 16)
+        assert file.read("m.weight").tobytes() == bytes(range(16))
+        assert file.read("v").tolist() == [0.0, 1.0, 2.0]
+        assert file.read_raw("q", 34, 3).tolist() == [34, 35, 36]
+        with pytest.raises(FormatError, match="got Q8_0"):
+            file.read("q")
+
+
+def test_the_types_are_the_packages():
+    for kind, (values, size) in gguf.GGML_QUANT_SIZES.items():
+        if kind.value == 15 or kind.value in NO_TYPE_OF_ITS_OWN:  # Q8_K: the package counts its 32 sums a byte short
+            continue
+        mine = TYPES[kind.value]
+        assert (mine.name, mine.block_values, mine.block_bytes) == (kind.name, values, size)
+    assert set(TYPES) == {kind.value for kind in gguf.GGML_QUANT_SIZES} | NO_TYPE_OF_ITS_OWN
+
+
+def test_a_file_of_the_package(tmp_path):
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("a.u32", 7)
+    writer.add_int8("a.i8", -7)
+    writer.add_float32("a.f32", 0.1)
+    writer.add_bool("a.bool", False)
+    writer.add_uint64("a.u64", 2**64 - 1)
+    writer.add_token_list(["<s>", "a\u2581b", "\U0001f600"])
+    writer.add_token_scores([0.0, -1.5, 3.0])
+    writer.add_token_types([3, 1, 1])
+    matrix = rng(1).standard_normal((3, 64)).astype(np.float32)
+    writer.add_tensor("m", matrix)
+    packed = gguf.quantize(matrix, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("q", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("v", matrix[0].astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GgufFile(path) as file:
+        assert file.metadata["a.u32"] == 7
+        assert file.metadata["a.i8"] == -7
+        assert file.metadata["a.f32"] == np.float32(0.1)
+        assert file.metadata["a.bool"] is False
+        assert file.metadata["a.u64"] == 2**64 - 1
+        assert file.metadata["tokenizer.ggml.tokens"] == ["<s>", "a\u2581b", "\U0001f600"]
+        assert file.metadata["tokenizer.ggml.scores"].tolist() == [0.0, -1.5, 3.0]
+        assert file.metadata["tokenizer.ggml.token_type"].dtype == np.int32
+        np.testing.assert_array_equal(file.read("m"), matrix)
+        assert file.tensors["q"].shape == (3, 64)
+        assert file.read_raw("q").tobytes() == packed.tobytes()
+        np.testing.assert_array_equal(file.read("v"), matrix[0].astype(np.float16))
+        write_gguf(tmp_path / "again.gguf", file.typed, copies_of(file))
+    assert (tmp_path / "again.gguf").read_bytes() == path.read_bytes()
+
+
+def copies_of(file):
+    return [
+        TensorToWrite(t.name, t.shape, t.type.name, lambda name=t.name: file.read_raw(name), t.nbytes)
+        for t in file.tensors.values()
+    ]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_both_versions_and_the_copy_of_a_copy(version, tmp_path):
+    content = bytearray(small_file())
+    content[4] = version
+    with GgufFile(write(tmp_path / "a.gguf", bytes(content))) as file:
+        write_gguf(tmp_path / "b.gguf", file.typed, copies_of(file))
+    with GgufFile(tmp_path / "b.gguf") as file:
+        write_gguf(tmp_path / "c.gguf", file.typed, copies_of(file))
+    again = (tmp_path / "b.gguf").read_bytes()
+    assert again[: len(content)] == small_file()
+    assert again[len(content) :].strip(b"\0") == b""
+    assert again == (tmp_path / "c.gguf").read_bytes()
+
+
+SCALARS = st.one_of(
+    st.builds(Typed, st.just("uint8"), st.integers(0, 255)),
+    st.builds(Typed, st.just("int8"), st.integers(-128, 127)),
+    st.builds(Typed, st.just("int32"), st.integers(-(2**31), 2**31 - 1)),
+    st.builds(Typed, st.just("uint64"), st.integers(0, 2**64 - 1)),
+    st.builds(Typed, st.just("int64"), st.integers(-(2**63), 2**63 - 1)),
+    st.builds(Typed, st.just("float64"), st.floats(allow_nan=False)),
+    st.builds(Typed, st.just("float32"), st.floats(width=32, allow_nan=False)),
+    st.builds(Typed, st.just("bool"), st.booleans()),
+    st.builds(Typed, st.just("string"), st.text(max_size=20)),
+    st.builds(Typed, st.just("[string]"), st.lists(st.text(max_size=5), max_size=5)),
+    st.builds(Typed, st.just("[float32]"), st.lists(st.floats(width=32, allow_nan=False), max_size=5)),
+    st.builds(Typed, st.just("[int32]"), st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)),
+    st.builds(Typed, st.just("[bool]"), st.lists(st.booleans(), max_size=5)),
+)
+
+
+@given(
+    values=st.dictionaries(
+        st.text(min_size=1, max_size=12).filter(lambda k: k != "general.alignment"), SCALARS, max_size=6
+    ),
+    shapes=st.lists(st.lists(st.integers(1, 4), max_size=4), max_size=4),
+    alignment=st.sampled_from([None, 8, 32, 64]),
+)
+def test_there_and_back(values, shapes, alignment, tmp_path_factory):
+    if alignment:
+        values["general.alignment"] = Typed("uint32", alignment)
+    arrays = {f"t{i}": rng(i).standard_normal(shape).astype(np.float32) for i, shape in enumerate(shapes)}
+    path = tmp_path_factory.mktemp("gguf") / "x.gguf"
+    write_gguf(
+        path,
+        values,
+        [TensorToWrite(n, a.shape, "F32", lambda a=a: a.reshape(-1).view(np.uint8)) for n, a in arrays.items()],
+    )
+    with GgufFile(path) as file:
+        assert list(file.typed) == list(values)
+        for key, typed in values.items():
+            assert file.typed[key].type == typed.type
+            got = file.metadata[key]
+            assert (got.tolist() if isinstance(got, np.ndarray) else got) == typed.value
+        for name, expected in arrays.items():
+            np.testing.assert_array_equal(file.read(name), expected)
+            assert file.read(name).shape == expected.shape
+
+
+def test_a_large_vocabulary_is_read_fast(tmp_path):
+    words = [f"word{i}é" for i in range(128_256)]
+    merges = [f"wo rd{i}" for i in range(280_147)]
+    path = tmp_path / "x.gguf"
+    write_gguf(path, {"tokens": Typed("[string]", words), "merges": Typed("[string]", merges)}, [])
+    start = time.perf_counter()
+    with GgufFile(path) as file:
+        taken = time.perf_counter() - start
+        assert file.metadata["tokens"] == words
+        assert file.metadata["merges"] == merges
+    assert taken < 3.0  # 0.2 s on an idle core; a quadratic parse would take minutes
+
+
+def test_writing_refuses_what_the_file_could_not_hold(tmp_path):
+    path = tmp_path / "x.gguf"
+    for typed in (Typed("uint8", 256), Typed("string", 3), Typed("[int8]", ["x"]), Typed("tuple", 1)):
+        with pytest.raises(FormatError, match="cannot be written"):
+            write_gguf(path, {"k": typed}, [])
+    with pytest.raises(FormatError, match="power of two"):
+        write_gguf(path, {"general.alignment": Typed("uint32", 24)}, [])
+    with pytest.raises(FormatError, match="expected 8 bytes to write"):
+        write_gguf(path, {}, [TensorToWrite("x", (2,), "F32", lambda: np.zeros(7, np.uint8))])
+    assert list(tmp_path.iterdir()) == []  # nothing half-written stays
+
+
+# -- bad files ---------------------------------------------------------------------------------------------------------
+
+F8 = bytes(32)  # the data of one F32 [8]
+STRING = u32(8) + text("v")
+BAD = {
+    # content: (bytes, part of the message, field)
+    "empty": (b"", "needs bytes up to 4", "magic"),
+    "three bytes": (b"GGU", "the file has 3", "magic"),
+    "another magic": (raw_gguf(magic=b"GGML"), "b'GGML'", "magic"),
+    "version 0": (raw_gguf(version=0), "got 0", "version"),
+    "version 1": (raw_gguf(version=1), "convert it again", "version"),
+    "version 4": (raw_gguf(version=4), "got 4", "version"),
+    "big-endian": (raw_gguf(version=3 << 24), "big-endian", "version"),
+    "2^63 tensors": (raw_gguf(counts=(2**63, 0)), "says 9223372036854775808", "tensor count"),
+    "2^64 - 1 values": (raw_gguf(counts=(0, 2**64 - 1)), "18446744073709551615", "metadata count"),
+    "more tensors than the file has bytes": (
+        raw_gguf(infos=[info()], data=F8, counts=(9, 0)),
+        "too few",
+        "tensor count",
+    ),
+    "an array of 2^63 in 45 bytes": (
+        raw_gguf([("a", array(0, 2**63))]),
+        "says 9223372036854775808",
+        "a",
+    ),
+    "an array of 2^61 float64": (raw_gguf([("a", array(12, 2**61, bytes(64)))]), "too few", "a"),
+    "an array of 2^63 strings": (raw_gguf([("a", array(8, 2**63, bytes(64)))]), "too few", "a"),
+    "an array of arrays": (raw_gguf([("a", array(9, 1, array(0, 1, b"\0")))]), "array of arrays", "a"),
+    "an array of type 13": (raw_gguf([("a", array(13, 1, b"\0"))]), "element type", "a"),
+    "a value of type 13": (raw_gguf([("a", u32(13) + bytes(8))]), "value type", "a"),
+    "a bool of 2": (raw_gguf([("a", u32(7) + b"\2")]), "bool of 0 or 1", "a"),
+    "bools of 2": (raw_gguf([("a", array(7, 2, b"\1\2"))]), "got 2 at index 1", "a"),
+    "a string of 2^64 - 1": (raw_gguf([("a", u32(8) + u64(2**64 - 1) + bytes(32))]), "too few", "a"),
+    "a string past the end": (raw_gguf([("a", u32(8) + u64(5) + b"four")]), "too few", "a"),
+    "a string past the end in an array": (
+        raw_gguf([("a", array(8, 2, text("ok") + u64(2**62)))]),
+        "needs bytes up to",
+        "a[1]",
+    ),
+    "a key of 2^63": (raw_gguf(counts=(0, 1)) + u64(2**63) + bytes(16), "at most 65535", "metadata key 0"),
+    "an empty key": (raw_gguf([("", STRING)]), "empty", "metadata key 0"),
+    "a key twice": (raw_gguf([("a", STRING), ("a", STRING)]), "occurs twice", "metadata key 1"),
+    "a key that is not UTF-8": (raw_gguf([(b"\xff", STRING)]), "not UTF-8", "metadata key 0"),
+    "a string that is not UTF-8": (raw_gguf([("a", u32(8) + text(b"a\xff"))]), "not UTF-8", "a"),
+    "strings that are not UTF-8": (raw_gguf([("a", array(8, 1, text(b"\xc3")))]), "not UTF-8", "a[0]"),
+    "alignment 0": (raw_gguf([("general.alignment", u32(4) + u32(0))]), "power of two", "general.alignment"),
+    "alignment 24": (raw_gguf([("general.alignment", u32(4) + u32(24))]), "uint32 24", "general.alignment"),
+    "alignment as text": (raw_gguf([("general.alignment", STRING)]), "string 'v'", "general.alignment"),
+    "alignment as u64": (raw_gguf([("general.alignment", u32(10) + u64(32))]), "uint64 32", "general.alignment"),
+    "alignment 2^31": (
+        raw_gguf([("general.alignment", u32(4) + u32(2**31))], [info()], F8),
+        "of the data, which has 0",
+        "x",
+    ),
+    "a tensor twice": (raw_gguf(infos=[info(), info(offset=32)], data=F8 * 2), "occurred before", "x"),
+    "a tensor without name": (raw_gguf(infos=[info("")], data=F8), "plain name", "tensor 0, name"),
+    "a name with ../": (raw_gguf(infos=[info("../x")], data=F8), "plain name", "tensor 0, name"),
+    "an absolute name": (raw_gguf(infos=[info("/x")], data=F8), "plain name", "tensor 0, name"),
+    "a name with NUL": (raw_gguf(infos=[info("a\0b")], data=F8), "plain name", "tensor 0, name"),
+    "a name of 65 bytes": (raw_gguf(infos=[info("x" * 65)], data=F8), "at most 64", "tensor 0, name"),
+    "a name that is not UTF-8": (raw_gguf(infos=[info(b"\xe9")], data=F8), "not UTF-8", "tensor 0, name"),
+    "rank 5": (raw_gguf(infos=[info(dims=(1,) * 5)], data=F8), "at most 4", "x"),
+    "rank 2^32 - 1": (raw_gguf(infos=[text("x") + u32(2**32 - 1) + bytes(64)]), "4294967295", "x"),
+    "a product that wraps to 0": (raw_gguf(infos=[info(dims=(2**32, 2**32))], data=F8), "4294967296", "x"),
+    "a product that wraps to 8": (raw_gguf(infos=[info(dims=(8, 2**61 + 1))], data=F8), "an array can have", "x"),
+    "dimension 0": (raw_gguf(infos=[info(dims=(8, 0))], data=F8), "[0, 8]", "x"),
+    "dimension 2^63": (raw_gguf(infos=[info(dims=(2**63,))], data=F8), "9223372036854775808", "x"),
+    "tensor type 4": (raw_gguf(infos=[info(kind=4)], data=F8), "type 4 is not known", "x"),
+    "tensor type 2^31": (raw_gguf(infos=[info(kind=2**31)], data=F8), "type 2147483648", "x"),
+    "half a block": (raw_gguf(infos=[info(dims=(128,), kind=35)], data=F8 * 4), "multiple of 256", "x"),
+    "blocks across rows": (raw_gguf(infos=[info(dims=(8, 4), kind=8)], data=F8 * 4), "multiple of 32", "x"),
+    "an unaligned offset": (raw_gguf(infos=[info(offset=4)], data=F8 * 2), "multiple of the alignment", "x"),
+    "an offset past the end": (raw_gguf(infos=[info(offset=32)], data=F8), "bytes 32 to 64", "x"),
+    "an offset of 2^64 - 32": (raw_gguf(infos=[info(offset=2**64 - 32)], data=F8), "which has 32", "x"),
+    "a size past the end": (raw_gguf(infos=[info(dims=(9,))], data=F8), "bytes 0 to 36", "x"),
+    "no data": (raw_gguf(infos=[info()]), "which has", "x"),
+    "one byte short": (raw_gguf(infos=[info()], data=F8[:-1]), "which has 31", "x"),
+    "overlapping": (raw_gguf(infos=[info("a"), info("b", (16,), 0, 0)], data=F8 * 3), "overlaps", None),
+    "overlapping by a part": (raw_gguf(infos=[info("a", (16,)), info("b", offset=32)], data=F8 * 3), "overlaps", "a"),
+    "nothing left for a type of unknown size": (
+        raw_gguf(infos=[info("a", kind=38, offset=32)], data=F8),
+        "bytes 32 to 32",
+        "a",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(case, tmp_path):
+    content, message, field = BAD[case]
+    path = write(tmp_path / "x.gguf", content)
+    with pytest.raises(FormatError) as caught:
+        GgufFile(path)
+    assert message in caught.value.message, caught.value
+    assert caught.value.path == str(path)
+    assert field is None or caught.value.field == field, caught.value
+    assert caught.value.offset is not None
+    assert 0 <= caught.value.offset <= max(len(content), 1)
+
+
+def test_the_hostile_array_is_the_45_bytes_one():
+    assert len(BAD["an array of 2^63 in 45 bytes"][0]) <= 50
+
+
+def test_truncated_at_every_byte(tmp_path):
+    content = small_file()
+    path = tmp_path / "x.gguf"
+    for length in range(len(content)):
+        write(path, content[:length])
+        with pytest.raises(FormatError):
+            GgufFile(path)
+    GgufFile(write(path, content)).close()
+
+
+def test_every_byte_of_the_header_changed(tmp_path):
+    """Whatever the change: a file that reads, or a FormatError."""
+    content = small_file()
+    path = tmp_path / "x.gguf"
+    refused = 0
+    for at in range(len(content) - 100):
+        for value in (0, 0x7F, 0xFF, content[at] ^ 1):
+            write(path, content[:at] + bytes([value]) + content[at + 1 :])
+            try:
+                with GgufFile(path) as file:
+                    for name, tensor in file.tensors.items():
+                        assert file.read_raw(name).size == tensor.nbytes <= len(content)
+            except FormatError:
+                refused += 1
+    assert refused > len(content)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
+    path = write(tmp_path / "x.gguf", raw_gguf(infos=[info()], data=F8))
+    with GgufFile(path) as file:
+        write(path, raw_gguf(infos=[info()], data=F8[:-5]))
+        with pytest.raises(FormatError, match="the file ends after 27 of 32 bytes"):
+            file.read("x")
+
+
+def test_no_file_and_a_folder(tmp_path):
+    for path in (tmp_path / "none.gguf", tmp_path):
+        with pytest.raises(FormatError):
+            GgufFile(path)
+
+
+def test_a_type_of_unknown_size_reaches_to_the_next_tensor(tmp_path):
+    infos = [info("late", (8,), 0, 96), info("tl1", (16, 16), 38, 0), info("tl2", (16,), 39, 128)]
+    with GgufFile(write(tmp_path / "x.gguf", raw_gguf(infos=infos, data=bytes(200)))) as file:
+        assert file.tensors["tl1"].nbytes == 96
+        assert file.tensors["tl2"].nbytes == 200 - 128
+        assert math.prod(file.tensors["tl1"].shape) == 256

@@ -1,0 +1,177 @@
+"""formats.gguf_blocks: bit for bit what the gguf package computes, there and back."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from helpers import random_ternary, rng
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitnet_ref.errors import FormatError, NumericsError, ShapeError
+from bitnet_ref.formats.ggml_types import BY_NAME
+from bitnet_ref.formats.gguf_blocks import (
+    DEQUANTIZABLE,
+    blocks_from_ternary,
+    dequantize,
+    quantize,
+    scale_in_blocks,
+    ternary_from_blocks,
+)
+
+SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
+
+
+def random_blocks(kind, n, seed):
+    """Blocks of any bytes, with scales that are finite: any float16 in turn."""
+    size = BY_NAME[kind].block_bytes
+    generator = rng(seed)
+    raw = generator.integers(0, 256, (n, size), dtype=np.uint8)
+    if kind in SCALE_AT:
+        halves = generator.integers(0, 2**16, n, dtype=np.uint16)
+        halves[(halves & 0x7C00) == 0x7C00] = 0x3C01
+        raw[:, SCALE_AT[kind] : SCALE_AT[kind] + 2] = halves[:, None].view(np.uint8)
+    if kind == "Q4_K":
+        raw[:, 3] &= 0xBF  # its second float16
+    elif kind == "F32":
+        raw[:, 3] &= 0xBF
+    elif kind in ("F16", "BF16"):
+        raw[:, 1] &= 0xBF
+    return raw
+
+
+def assert_same_bits(kind, n, seed):
+    raw = random_blocks(kind, n, seed)
+    expected = gguf.dequantize(raw, GGMLQuantizationType[kind])
+    got = dequantize(raw.reshape(-1), kind, (n, BY_NAME[kind].block_values))
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got.view(np.uint32).reshape(-1), expected.view(np.uint32).reshape(-1))
+
+
+@pytest.mark.parametrize("kind", DEQUANTIZABLE)
+def test_every_bit_of_the_package(kind):
+    assert_same_bits(kind, 200, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DEQUANTIZABLE)
+def test_every_bit_of_the_package_in_ten_thousand_blocks(kind):
+    assert_same_bits(kind, 10_000, seed=2)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_quantising_as_the_package(kind):
+    values = rng(3).standard_normal((60, 256)).astype(np.float32)
+    values[3, :64] = 0
+    values[4] *= 1e-6
+    values[5, 0] = values[5, 1:].max() * 2  # steps of which some lie half way
+    values[6] = np.rint(values[6] * 8) / 2
+    values[6, ::32] = 127
+    expected = np.asarray(gguf.quantize(values, GGMLQuantizationType[kind]))
+    assert quantize(values, kind).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
+def test_ternary_blocks_as_the_package_quantises_them(kind):
+    w_t = random_ternary(rng(4), 33, 512)
+    w_t[5, 256:] = 0
+    scale = np.float32(0.0371)
+    raw = blocks_from_ternary(w_t, scale, kind)
+    assert raw.tobytes() == gguf.quantize(w_t * scale, GGMLQuantizationType[kind]).tobytes()
+    again, found = ternary_from_blocks(raw, kind, w_t.shape)
+    np.testing.assert_array_equal(again, w_t)
+    assert found == scale_in_blocks(scale) == np.float32(np.float16(scale))
+    assert found != scale  # float16 does not hold it, and the blocks say so
+
+
+@given(
+    kind=st.sampled_from(["TQ1_0", "TQ2_0"]),
+    rows=st.integers(1, 5),
+    blocks=st.integers(1, 3),
+    scale=st.floats(2**-14, 60000, width=16),
+    seed=st.integers(0, 10**6),
+)
+def test_ternary_there_and_back(kind, rows, blocks, scale, seed):
+    w_t = random_ternary(rng(seed), rows, 256 * blocks)
+    w_t[0, :256] *= seed % 2
+    raw = blocks_from_ternary(w_t, scale, kind)
+    again, found = ternary_from_blocks(raw, kind, w_t.shape)
+    np.testing.assert_array_equal(again, w_t)
+    assert again.dtype == np.int8
+    assert found == scale or not w_t.any()
+    np.testing.assert_array_equal(dequantize(raw, kind, w_t.shape), w_t * np.float32(scale))
+
+
+@given(rows=st.integers(1, 4), blocks=st.integers(1, 4), seed=st.integers(0, 10**6))
+def test_q8_0_is_near(rows, blocks, seed):
+    values = rng(seed).standard_normal((rows, 32 * blocks)).astype(np.float32)
+    again = dequantize(quantize(values, "Q8_0"), "Q8_0", values.shape)
+    assert np.abs(again - values).max() <= np.abs(values).max() / 127
+
+
+def test_more_blocks_than_are_done_at_a_time():
+    w_t = random_ternary(rng(5), 40, 256 * 256)
+    raw = blocks_from_ternary(w_t, 0.5, "TQ1_0")
+    np.testing.assert_array_equal(ternary_from_blocks(raw, "TQ1_0", w_t.shape)[0], w_t)
+    np.testing.assert_array_equal(dequantize(raw, "TQ1_0", w_t.shape), w_t * np.float32(0.5))
+
+
+def set_scale(raw, kind, block, value):
+    blocks = raw.reshape(-1, BY_NAME[kind].block_bytes)
+    blocks[block, -2:] = np.array([value], dtype=np.float16).view(np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
+def test_scales_of_blocks(kind):
+    w_t = random_ternary(rng(6), 3, 512)
+    raw = blocks_from_ternary(w_t, 0.25, kind)
+    for bad in (np.nan, np.inf, -0.25):
+        broken = raw.copy()
+        set_scale(broken, kind, 4, bad)
+        with pytest.raises(FormatError, match="block 4 has the scale"):
+            ternary_from_blocks(broken, kind, w_t.shape)
+    other = raw.copy()
+    set_scale(other, kind, 1, 0.5)
+    assert ternary_from_blocks(other, kind, w_t.shape) is None  # two scales: not one ternary matrix
+    zero = raw.copy()
+    set_scale(zero, kind, 1, 0)
+    found, scale = ternary_from_blocks(zero, kind, w_t.shape)  # d = 0 says that the block is zero, whatever its codes
+    assert scale == 0.25
+    assert not found[0, 256:].any()
+    np.testing.assert_array_equal(found * scale, dequantize(zero, kind, w_t.shape))
+
+
+@pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
+def test_a_matrix_of_zeros_has_a_scale_above_zero(kind):
+    found, scale = ternary_from_blocks(blocks_from_ternary(np.zeros((2, 256), np.int8), 0.5, kind), kind, (2, 256))
+    assert not found.any()
+    assert scale > 0
+
+
+def test_code_3():
+    raw = blocks_from_ternary(random_ternary(rng(7), 2, 512), 1.0, "TQ2_0")
+    raw[2 * 66 + 5] |= 0xC0
+    with pytest.raises(FormatError, match="block 2 holds the invalid ternary code 3"):
+        ternary_from_blocks(raw, "TQ2_0", (2, 512))
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ShapeError, match="multiple of 256"):
+        blocks_from_ternary(random_ternary(rng(8), 4, 128), 1.0, "TQ2_0")
+    with pytest.raises(ShapeError, match="multiple of 32"):
+        quantize(np.zeros((4, 16), np.float32), "Q8_0")
+    with pytest.raises(ShapeError, match="expected 66 bytes"):
+        dequantize(np.zeros(65, np.uint8), "TQ2_0", (1, 256))
+    with pytest.raises(FormatError, match="Q5_K are not read"):
+        dequantize(np.zeros(176, np.uint8), "Q5_K", (1, 256))
+    with pytest.raises(FormatError, match="not written as Q4_0"):
+        quantize(np.zeros((1, 32), np.float32), "Q4_0")
+    with pytest.raises(NumericsError, match="F16 can hold"):
+        quantize(np.array([[70000.0]], np.float32), "F16")
+    with pytest.raises(NumericsError, match="Q8_0 can hold"):
+        quantize(np.full((1, 32), np.nan, np.float32), "Q8_0")
+    for scale in (1e-9, 1e6, np.nan, -1.0):
+        with pytest.raises(NumericsError, match="in float16"):
+            blocks_from_ternary(np.ones((1, 256), np.int8), scale, "TQ1_0")
+    with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
+        blocks_from_ternary(np.full((1, 256), 2, np.int8), 1.0, "TQ1_0")

@@ -1,0 +1,511 @@
+"""Models in GGUF files: the golden files of bitnet.cpp's and llama.cpp's quantisers, both ways to the byte."""
+
+import numpy as np
+import pytest
+from helpers import BITNET, DATA, GOLDEN, TINY, golden, model, rng, tiny_tensors, write_checkpoint
+from safetensors.numpy import load_file
+
+import bitnet_ref
+from bitnet_ref.api import ASSETS
+from bitnet_ref.errors import ConfigError, FormatError, NumericsError
+from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights
+from bitnet_ref.formats.gguf import GgufFile, Typed
+from bitnet_ref.formats.gguf_config import llama3_divisors, shortest
+from bitnet_ref.formats.gguf_export import KINDS, write_gguf_model
+from bitnet_ref.formats.gguf_model import GgufCheckpoint, permute_rows, unpermute_rows
+from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
+from bitnet_ref.formats.i2_s import LAYOUTS, pack_i2_s
+from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.weights import DenseWeight, TernaryWeight
+
+GGUF = DATA / "gguf"
+GOLDEN_KINDS = ("f16", "i2_s", "tq1_0", "tq2_0")
+TOLERANCE = 2e-4  # see test_golden.py
+TOKENS = [1, 3, 2, 5, 39, 7]
+NO_VOCABULARY = {"tokenizer.ggml.model": Typed("string", "no_vocab")}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+
+
+def export(folder, path, kind, **options):
+    with open_checkpoint(folder) as checkpoint:
+        write_gguf_model(checkpoint, path, kind, **options)
+    return path
+
+
+def evidence_of(path, **options):
+    with GgufCheckpoint(path, ReadOptions(**options)) as checkpoint:
+        read_weights(checkpoint)
+        return checkpoint.evidence
+
+
+def changed(path, source, values=(), drop=(), tensors=None):
+    """A copy of a GGUF with other metadata, without some keys or tensors, with other or more tensors."""
+    tensors = dict(tensors or {})
+    with GgufFile(source) as file:
+        typed = {k: v for k, v in (file.typed | dict(values)).items() if k not in drop}
+        kept = [
+            TensorToWrite(t.name, t.shape, t.type.name, lambda n=t.name: file.read_raw(n), t.nbytes)
+            for t in file.tensors.values()
+            if t.name not in drop and t.name not in tensors
+        ]
+        more = [
+            TensorToWrite(n, shape, kind, lambda d=data: d, data.size) for n, (shape, kind, data) in tensors.items()
+        ]
+        write_gguf(path, typed, kept + more)
+    return path
+
+
+def f32(*values):
+    return (len(values),), "F32", np.array(values, dtype=np.float32).view(np.uint8)
+
+
+# -- the golden files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GOLDEN_KINDS)
+def test_golden_logits(kind, backend_name):
+    expected = load_file(GGUF / f"golden-{kind}.safetensors")
+    logits = model(GGUF / f"{kind}.gguf", backend_name).logits(expected["tokens"])
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
+
+
+def test_dequantised_floats_are_the_ternary_model():
+    tokens = load_file(GGUF / "golden-f16.safetensors")["tokens"]
+    i2_s = model(GGUF / "i2_s.gguf").logits(tokens)
+    np.testing.assert_array_equal(model(GGUF / "f16.gguf").logits(tokens), i2_s)
+
+
+@pytest.mark.parametrize("kind", GOLDEN_KINDS)
+def test_written_to_the_byte(kind, tmp_path):
+    """From the Hugging Face checkpoint, what bitnet.cpp's and llama.cpp's own tools wrote from it."""
+    written = export(GOLDEN / "bitnet-packed-offline", tmp_path / "x.gguf", kind, tokenizer=NO_VOCABULARY)
+    assert written.read_bytes() == (GGUF / f"{kind}.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("kind", GOLDEN_KINDS)
+def test_from_gguf_to_gguf(kind, tmp_path):
+    for source in GOLDEN_KINDS:
+        written = export(GGUF / f"{source}.gguf", tmp_path / f"{source}.gguf", kind, tokenizer=NO_VOCABULARY)
+        assert written.read_bytes() == (GGUF / f"{kind}.gguf").read_bytes()
+
+
+def test_what_is_said():
+    with GgufCheckpoint(GGUF / "i2_s.gguf") as checkpoint:
+        assert checkpoint.kind == "gguf-i2_s"
+        assert checkpoint.metadata["tokenizer.ggml.model"] == "no_vocab"
+        dialect, layout = checkpoint.evidence
+        assert "bitnet.cpp" in dialect
+        assert "x86 assumed" in layout
+    assert any("only -s, 0 and +s" in words for words in evidence_of(GGUF / "f16.gguf"))
+    assert evidence_of(GGUF / "tq2_0.gguf") == []
+
+
+def test_the_configuration():
+    config = model(GGUF / "tq1_0.gguf").config
+    expected = model(GOLDEN / "bitnet-packed-offline").config
+    assert config.bos_token_id is None  # the file has no such key
+    for field in ("activation", "sub_norms", "norm_eps", "rope", "quantization", "head_dim", "tie_word_embeddings"):
+        assert getattr(config, field) == getattr(expected, field), field
+
+
+# -- every family, there and back --------------------------------------------------------------------------------------
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES = {
+    "llama": {**TINY, **WIDE},
+    "llama head_dim": {**TINY, **WIDE, "head_dim": 32},
+    "llama tied": {**TINY, **WIDE, "tie_word_embeddings": True},
+    "llama ternary": {**TINY, **WIDE, "quantization_config": ONLINE},
+    "llama3 rope": {
+        **TINY,
+        **WIDE,
+        "head_dim": 64,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192},
+    },
+    "yarn": {**TINY, **WIDE, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "yarn, own factor": {
+        **TINY,
+        **WIDE,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5, "beta_fast": 20.0},
+    },
+    "linear": {**TINY, **WIDE, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral": {**TINY, **WIDE, "model_type": "mistral", "sliding_window": 3},
+    "1bitLLM": {**TINY, **WIDE, "weight_bits": 1, "input_bits": 8, "tie_word_embeddings": True},
+    "bitnet": {**BITNET, **WIDE},
+}
+
+
+def write_family(folder, config):
+    tensors = tiny_tensors(config)
+    if "weight_bits" in config:
+        for i in range(config["num_hidden_layers"]):
+            for name, size in (("self_attn.inner_attn_ln", 256), ("mlp.ffn_layernorm", 512)):
+                tensors[f"model.layers.{i}.{name}.weight"] = (1 + rng(i).random(size)).astype(np.float32)
+    return write_checkpoint(folder, config, tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    """f32 loses nothing: the same configuration, the same weights to the bit, q and k in our order again."""
+    folder = write_family(tmp_path / "hf", FAMILIES[family])
+    path = export(folder, tmp_path / "x.gguf", "f32", dense_type="F32")
+    with open_checkpoint(folder) as a, open_checkpoint(path) as b:
+        for field in ("rope", "head_dim", "sliding_window", "norm_eps", "activation", "bos_token_id", "eos_token_ids"):
+            assert getattr(a.config, field) == getattr(b.config, field), field
+        assert (a.config.quantization is None) == (b.config.quantization is None)
+        for (name, one), (other_name, other) in zip(parts(a), parts(b), strict=True):
+            assert name == other_name
+            if isinstance(one, TernaryWeight):
+                np.testing.assert_array_equal(one.packed, other.packed, err_msg=name)
+                assert one.w_dequant_scale == other.w_dequant_scale
+            else:
+                one, other = (getattr(w, "array", w).astype(np.float32) for w in (one, other))
+                np.testing.assert_array_equal(one, other, err_msg=name)
+    np.testing.assert_array_equal(
+        bitnet_ref.load(folder, backend="numpy").logits(TOKENS), bitnet_ref.load(path, backend="numpy").logits(TOKENS)
+    )
+
+
+def test_biases(tmp_path):
+    path = export(GOLDEN / "llama-bf16-biases", tmp_path / "x.gguf", "f32", dense_type="F32")
+    tokens = golden("llama-bf16-biases")["tokens"]
+    expected = model(GOLDEN / "llama-bf16-biases").logits(tokens)
+    np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(tokens), expected)
+
+
+@pytest.mark.parametrize("kind", ["i2_s", "tq1_0", "tq2_0", "f32"])
+def test_the_storyteller(kind, tmp_path):
+    path = export(ASSETS / "storyteller", tmp_path / "x.gguf", kind, dense_type="F32")
+    with open_checkpoint(ASSETS / "storyteller") as a, open_checkpoint(path) as b:
+        assert a.config == b.config
+        for (_, one), (_, other) in zip(parts(a), parts(b), strict=True):
+            if isinstance(one, TernaryWeight):
+                np.testing.assert_array_equal(one.packed, other.packed)
+                rounded = np.float16(one.w_dequant_scale) if kind.startswith("tq") else one.w_dequant_scale
+                assert other.w_dequant_scale == rounded
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_dense_kinds_are_near(kind, tmp_path):
+    folder = write_family(tmp_path / "hf", FAMILIES["llama"])
+    path = export(folder, tmp_path / "x.gguf", kind, dense_type=kind)
+    expected = bitnet_ref.load(folder, backend="numpy").logits(TOKENS)
+    got = bitnet_ref.load(path, backend="numpy").logits(TOKENS)
+    assert np.abs(got - expected).max() < (0.2 if kind == "q8_0" else 1e-3)
+
+
+def test_permutation_by_hand():
+    """llama.cpp's converter: reshape (heads, 2, d/2), swap, so that the pairs of RoPE become neighbours."""
+    rows = np.arange(8)[:, None]  # two heads of 4: pairs (0, 2), (1, 3) and (4, 6), (5, 7)
+    assert permute_rows(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    np.testing.assert_array_equal(unpermute_rows(permute_rows(rows, 2), 2), rows)
+
+
+def test_shortest():
+    assert shortest(float(np.float32(1e-5))) == 1e-5
+    assert shortest(float(np.float32(0.1))) == 0.1
+    assert shortest(500000.0) == 500000.0
+    assert shortest(0.1) == 0.1
+    assert shortest(1e300) == 1e300
+
+
+# -- what the file does not say ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_of_a_trained_model_is_found(layout, tmp_path):
+    source = export(ASSETS / "storyteller", tmp_path / "x86.gguf", "i2_s", dense_type="F32")
+    path = changed(tmp_path / "x.gguf", source, tensors=in_layout(source, layout))
+    assert any(f"layout: {layout}, by the weights" in words for words in evidence_of(path))
+    expected = model("storyteller").logits(TOKENS)
+    np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_can_be_forced(layout, tmp_path):
+    source = GGUF / "i2_s.gguf"  # random weights, which do not show it
+    path = changed(tmp_path / "x.gguf", source, tensors=in_layout(source, layout))
+    assert any("as it was asked for" in words for words in evidence_of(path, i2_s_layout=layout))
+    with GgufCheckpoint(path, ReadOptions(i2_s_layout=layout)) as a, GgufCheckpoint(source) as b:
+        for (_, one), (_, other) in zip(parts(a), parts(b), strict=True):
+            if isinstance(one, TernaryWeight):
+                np.testing.assert_array_equal(one.packed, other.packed)
+    with pytest.raises(ConfigError, match="x86, arm, interleaved"):
+        GgufCheckpoint(path, ReadOptions(i2_s_layout="neon"))
+
+
+def in_layout(source, layout):
+    """The I2_S tensors of a file in another layout."""
+    out = {}
+    with GgufCheckpoint(source) as checkpoint:
+        for tensor in checkpoint._linears():
+            w_t, scale = checkpoint._i2_s(tensor, tensor.shape)
+            out[tensor.name] = (tensor.shape, "I2_S", pack_i2_s(w_t, float(scale), layout))
+    return out
+
+
+def test_masters_are_quantised_by_absmean(tmp_path):
+    folder = write_family(tmp_path / "hf", FAMILIES["1bitLLM"])
+    path = export(folder, tmp_path / "x.gguf", "f32")
+    masters = {}
+    with GgufFile(path) as file:
+        for name, tensor in file.tensors.items():
+            if "attn_v" in name:
+                values = rng(7).standard_normal(tensor.shape).astype(np.float32)
+                masters[name] = (tensor.shape, "F32", values.reshape(-1).view(np.uint8))
+    said = evidence_of(changed(tmp_path / "y.gguf", path, tensors=masters))
+    assert any("master weights, quantised by absmean" in words for words in said)
+    assert any("only -s, 0 and +s" in words for words in said)
+
+
+def test_a_dense_llama_in_ternary_blocks_stays_dense(tmp_path):
+    """Blocks of different scales: what llama.cpp makes of a dense model that is asked to be TQ2_0."""
+    folder = write_family(tmp_path / "hf", FAMILIES["llama"])
+    path = export(folder, tmp_path / "x.gguf", "f32")
+    name, shape = "blk.0.attn_q.weight", (256, 256)
+    raw = rng(3).integers(0, 128, (256, 66), dtype=np.uint8) & 0b01_01_01_01
+    raw[:, 64:] = (rng(4).random((256, 1)) + 0.5).astype(np.float16).view(np.uint8)
+    with GgufFile(path) as file:  # the first linear of the file decides, so the others go and come after it
+        blocks = [n for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) == 2]
+        others = {n: (file.tensors[n].shape, "F32", file.read_raw(n)) for n in blocks if n != name}
+    path = changed(tmp_path / "y.gguf", path, tensors={name: (shape, "TQ2_0", raw.reshape(-1)), **others})
+    with GgufCheckpoint(path) as checkpoint:
+        assert checkpoint.config.quantization is None
+        assert "whose blocks have different scales" in checkpoint.evidence[0]
+        assert isinstance(checkpoint.linear("blocks.0.attn.q_proj"), DenseWeight)
+    assert np.isfinite(bitnet_ref.load(path, backend="numpy").logits(TOKENS)).all()
+
+
+def test_a_bitnet_of_blocks_with_different_scales_is_refused(tmp_path):
+    with GgufFile(GGUF / "tq2_0.gguf") as file:
+        raw = file.read_raw("blk.1.ffn_up.weight")
+        shape = file.tensors["blk.1.ffn_up.weight"].shape
+    raw[64:66] = np.array([0.5], np.float16).view(np.uint8)
+    path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", tensors={"blk.1.ffn_up.weight": (shape, "TQ2_0", raw)})
+    with pytest.raises(FormatError, match="blocks have different scales") as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert caught.value.field == "blk.1.ffn_up.weight"
+
+
+def test_a_scale_apart(tmp_path):
+    """Older converters of llama.cpp write the matrix as -1, 0, +1 and its scale in a tensor of its own."""
+    with GgufCheckpoint(GGUF / "f16.gguf") as checkpoint:
+        weight = checkpoint.linear("blocks.0.mlp.up_proj")
+    plain = np.ascontiguousarray(weight.ternary(), dtype=np.float32).reshape(-1).view(np.uint8)
+    apart = {"blk.0.ffn_up.weight": (weight.shape, "F32", plain), "blk.0.ffn_up.scale": f32(weight.w_dequant_scale)}
+    path = changed(tmp_path / "x.gguf", GGUF / "f16.gguf", tensors=apart)
+    expected = model(GGUF / "f16.gguf").logits(TOKENS)
+    np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
+
+
+def test_ends_of_turn(tmp_path):
+    tokens = [f"t{i}" for i in range(512)]
+    tokens[509] = "<|eot_id|>"
+    values = {
+        "tokenizer.ggml.tokens": Typed("[string]", tokens),
+        "tokenizer.ggml.eos_token_id": Typed("uint32", 2),
+    }
+    path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", values)
+    with GgufCheckpoint(path) as checkpoint:
+        assert checkpoint.config.eos_token_ids == (2, 509)
+    values["tokenizer.ggml.eot_token_id"] = Typed("uint32", 7)
+    values["tokenizer.ggml.bos_token_id"] = Typed("uint32", 1)
+    with GgufCheckpoint(changed(path, GGUF / "tq2_0.gguf", values)) as checkpoint:
+        assert checkpoint.config.eos_token_ids == (2, 7)
+        assert checkpoint.config.bos_token_id == 1
+
+
+# -- TL1 and TL2 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tl1", "tl2"])
+def test_lookup_table_types(kind, tmp_path):
+    pytest.importorskip("bitnet_ref.formats.tl", reason="the TL codecs are not here")
+    config = {
+        **BITNET,
+        "hidden_size": 1536,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+    }
+    folder = write_checkpoint(tmp_path / "hf", config)
+    path = export(folder, tmp_path / "x.gguf", kind, dense_type="F32")
+    said = evidence_of(path)
+    assert "dialect: bitnet.cpp" in said[0]
+    assert any(f"{kind.upper()} tiles of [1536, 1536]" in words for words in said)
+    expected = bitnet_ref.load(folder, backend="numpy").logits(TOKENS)
+    np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
+
+
+def test_mxfp4_is_refused(tmp_path):
+    name = "blk.0.ffn_up.weight"
+    path = changed(
+        tmp_path / "x.gguf", GGUF / "tq2_0.gguf", tensors={name: ((768, 256), "TL2/MXFP4", np.zeros(32, np.uint8))}
+    )
+    with pytest.raises(FormatError, match="is MXFP4, which is not supported"):
+        GgufCheckpoint(path)
+
+
+# -- bad models --------------------------------------------------------------------------------------------------------
+
+ARCH = "bitnet-b1.58"
+BAD_METADATA = {
+    "no architecture": ({}, ["general.architecture"], "got None", "general.architecture"),
+    "another architecture": ({"general.architecture": Typed("string", "gemma3")}, [], "gemma3", "general.architecture"),
+    "a number for it": ({"general.architecture": Typed("uint32", 3)}, [], "got 3", "general.architecture"),
+    "no block_count": ({}, [f"{ARCH}.block_count"], "absent", f"{ARCH}.block_count"),
+    "2^32 - 1 blocks": ({f"{ARCH}.block_count": Typed("uint32", 2**32 - 1)}, [], "24 tensors", f"{ARCH}.block_count"),
+    "a block too many": ({f"{ARCH}.block_count": Typed("uint32", 3)}, [], "says 3 blocks", f"{ARCH}.block_count"),
+    "text": ({f"{ARCH}.context_length": Typed("string", "x")}, [], "got 'x'", f"{ARCH}.context_length"),
+    "per layer": (
+        {f"{ARCH}.attention.head_count": Typed("[uint32]", [4, 4])},
+        [],
+        "whole number",
+        f"{ARCH}.attention.head_count",
+    ),
+    "no eps": ({}, [f"{ARCH}.attention.layer_norm_rms_epsilon"], "absent", f"{ARCH}.attention.layer_norm_rms_epsilon"),
+    "NaN": ({f"{ARCH}.rope.freq_base": Typed("float32", float("nan"))}, [], "nan", f"{ARCH}.rope.freq_base"),
+    "another width": ({f"{ARCH}.embedding_length": Typed("uint32", 128)}, [], "says 128", f"{ARCH}.embedding_length"),
+    "another vocabulary": ({f"{ARCH}.vocab_size": Typed("uint32", 500)}, [], "512 rows", f"{ARCH}.vocab_size"),
+    "partial rotary": (
+        {f"{ARCH}.rope.dimension_count": Typed("uint32", 32)},
+        [],
+        "not supported",
+        f"{ARCH}.rope.dimension_count",
+    ),
+    "heads that do not divide": ({f"{ARCH}.attention.head_count_kv": Typed("uint32", 3)}, [], "divisor", None),
+    "eos past the vocabulary": ({"tokenizer.ggml.eos_token_id": Typed("uint32", 512)}, [], "512", "eos_token_id"),
+    "an unknown scaling": (
+        {
+            f"{ARCH}.rope.scaling.type": Typed("string", "longrope"),
+            f"{ARCH}.rope.scaling.factor": Typed("float32", 2.0),
+        },
+        [],
+        "longrope",
+        f"{ARCH}.rope.scaling.type",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_METADATA)
+def test_bad_metadata(case, tmp_path):
+    values, drop, message, field = BAD_METADATA[case]
+    path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", values, drop)
+    with pytest.raises(ConfigError) as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert message in caught.value.message, caught.value
+    assert caught.value.path == str(path)
+    assert field is None or caught.value.field == field
+
+
+def test_bad_tensors(tmp_path):
+    source, path = GGUF / "tq2_0.gguf", tmp_path / "x.gguf"
+    cases = [
+        (
+            "the tensor is missing",
+            "blk.1.ffn_norm.weight",
+            {"drop": ["blk.1.ffn_norm.weight"], "tensors": {"y": f32(1)}},
+        ),
+        ("no part of a bitnet-b1.58", "extra", {"tensors": {"extra": f32(1.0)}}),
+        (
+            "expected shape [256], got [255]",
+            "output_norm.weight",
+            {"tensors": {"output_norm.weight": f32(*range(255))}},
+        ),
+        ("got shape [1, 2]", "output_norm.weight", {"tensors": {"output_norm.weight": ((1, 2), *f32(1, 2)[1:])}}),
+        (
+            "holds nan at index [3]",
+            "output_norm.weight",
+            {"tensors": {"output_norm.weight": f32(0, 0, 0, *[np.nan] * 253)}},
+        ),
+    ]
+    for message, field, change in cases:
+        with pytest.raises(FormatError) as caught:
+            bitnet_ref.load(changed(path, source, **change), backend="numpy")
+        assert message in caught.value.message, caught.value
+        assert caught.value.field == field
+        assert caught.value.path == str(path)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_bad_i2_s(scale, tmp_path):
+    name = "blk.1.attn_v.weight"
+    with GgufFile(GGUF / "i2_s.gguf") as file:
+        raw, shape = file.read_raw(name), file.tensors[name].shape
+    raw[-32:-28] = np.array([scale], np.float32).view(np.uint8)
+    path = changed(tmp_path / "x.gguf", GGUF / "i2_s.gguf", tensors={name: (shape, "I2_S", raw)})
+    with pytest.raises(FormatError, match="scale above zero"):
+        bitnet_ref.load(path, backend="numpy")
+    raw[9] |= 0x0C
+    path = changed(path, GGUF / "i2_s.gguf", tensors={name: (shape, "I2_S", raw)})
+    with pytest.raises(FormatError, match=r"code 3 in byte 9") as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert caught.value.field == name
+
+
+def test_rope_divisors_that_are_not_llama_3s(tmp_path):
+    folder = write_family(tmp_path / "hf", FAMILIES["llama3 rope"])
+    path = export(folder, tmp_path / "x.gguf", "f32")
+    with GgufCheckpoint(path) as checkpoint:
+        divisors = llama3_divisors(checkpoint.config.rope, 64)
+        assert divisors[0] == 1
+        assert divisors[-1] == 8
+    with pytest.raises(FormatError, match="not those of Llama 3"):
+        GgufCheckpoint(changed(tmp_path / "y.gguf", path, tensors={"rope_freqs.weight": f32(*range(1, 33))}))
+
+
+def test_what_cannot_be_written(tmp_path):
+    path = tmp_path / "x.gguf"
+    dense = write_family(tmp_path / "dense", FAMILIES["llama"])
+    for kind in ("i2_s", "tq1_0", "tq2_0", "tl1"):
+        with pytest.raises(FormatError, match="this model is dense"):
+            export(dense, path, kind)
+    narrow = write_checkpoint(tmp_path / "narrow", BITNET)
+    with pytest.raises(FormatError, match="blocks of 256 inputs"):
+        export(narrow, path, "tq2_0")
+    with pytest.raises(FormatError, match="tq1_0, tq2_0, tl1, tl2, got 'gguf'"):
+        export(narrow, path, "gguf")
+    with pytest.raises(FormatError, match="multiple of 32"):
+        export(narrow, path, "f16", dense_type="Q8_0")
+    dynamic = {**FAMILIES["llama"], "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    with pytest.raises(ConfigError, match="dynamic"):
+        export(write_family(tmp_path / "dynamic", dynamic), path, "f16")
+    with pytest.raises(ConfigError, match="norm inside a linear"):
+        export(GOLDEN / "llama-packed-rmsnorm", path, "f16")
+    huge = tiny_tensors(TINY, np.float32)
+    huge["model.embed_tokens.weight"][3, 3] = 1e6
+    with pytest.raises(NumericsError, match="F16 can hold"):
+        export(write_checkpoint(tmp_path / "huge", TINY, huge), path, "f16")
+    assert not path.exists()
+    assert "q8_0" in KINDS
+
+
+def test_tl_of_a_shape_without_tiles_is_refused(tmp_path):
+    pytest.importorskip("bitnet_ref.formats.tl", reason="the TL codecs are not here")
+    with pytest.raises(FormatError, match="no tl2 tile sizes"):
+        export(write_checkpoint(tmp_path / "hf", {**BITNET, **WIDE}), tmp_path / "x.gguf", "tl2")
+
+
+# -- llama.cpp itself --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "llama ternary", "1bitLLM", "llama3 rope", "yarn", "linear"])
+@pytest.mark.parametrize("kind", ["f32", "tq1_0", "tq2_0"])
+def test_llama_cpp_reads_what_we_write(family, kind, tmp_path):
+    """llama.cpp keeps keys and values in float16 and quantises activations in blocks of 256, not per token."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    config = FAMILIES[family]
+    ternary = "quantization_config" in config or "weight_bits" in config
+    if not ternary and kind != "f32":
+        pytest.skip("a dense model")
+    path = export(write_family(tmp_path / "hf", config), tmp_path / "x.gguf", kind, dense_type="F32")
+    llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+    tokens = list(range(1, 30))
+    llama.eval(tokens)
+    theirs = np.array(llama.scores[: len(tokens)])
+    ours = bitnet_ref.load(path, backend="numpy").logits(tokens)
+    assert np.abs(theirs - ours).max() < (0.1 if ternary else 0.004) * ours.std()

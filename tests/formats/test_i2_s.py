@@ -1,0 +1,151 @@
+"""formats.i2_s: three layouts by their definition, bytes of bitnet.cpp's own quantiser, and finding the layout."""
+
+import numpy as np
+import pytest
+from helpers import DATA, model, random_ternary, rng
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitnet_ref.errors import FormatError, ShapeError
+from bitnet_ref.formats.gguf import GgufFile
+from bitnet_ref.formats.i2_s import (
+    LAYOUTS,
+    LayoutEvidence,
+    StaleTail,
+    i2_s_scale,
+    pack_i2_s,
+    same_for_all,
+    unpack_i2_s,
+)
+
+
+def place(n_in, row, column, layout):
+    """(byte, shift) of one weight, from the definition, in scalars."""
+    if layout == "interleaved":
+        return row // 4 * n_in + column, 6 - 2 * (row % 4)
+    block, width = (128, 32) if layout == "x86" else (64, 16)
+    at = row * n_in + column
+    return at // block * width + at % block % width, 6 - 2 * (at % block // width)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(4, 128), (8, 64), (12, 96), (128, 1)])
+def test_the_definition(layout, shape):
+    if layout == "x86" and shape[0] * shape[1] % 128:
+        pytest.skip("not a whole number of blocks")
+    w_t = random_ternary(rng(1), *shape)
+    raw = pack_i2_s(w_t, 0.375, layout)
+    assert raw.size == w_t.size // 4 + 32
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            byte, shift = place(shape[1], row, column, layout)
+            assert (int(raw[byte]) >> shift & 3) - 1 == w_t[row, column]
+    assert raw[-32:].tobytes() == np.float32(0.375).tobytes() + bytes(28)
+    assert i2_s_scale(raw) == np.float32(0.375)
+
+
+@given(layout=st.sampled_from(LAYOUTS), n=st.integers(1, 9), k=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_there_and_back(layout, n, k, seed):
+    w_t = random_ternary(rng(seed), 4 * n, 32 * k)
+    np.testing.assert_array_equal(unpack_i2_s(pack_i2_s(w_t, 1.0, layout), w_t.shape, layout), w_t)
+
+
+def test_equal_to_the_file_of_bitnet_cpp():
+    """Codes, scale, and the 28 bytes after it, which are what its buffer held before."""
+    tail = StaleTail()
+    with GgufFile(DATA / "gguf" / "i2_s.gguf") as file:
+        matrices = [tensor for tensor in file.tensors.values() if tensor.type.name == "I2_S"]
+        leftovers = 0
+        for tensor in matrices:
+            raw = file.read_raw(tensor.name)
+            w_t = unpack_i2_s(raw, tensor.shape)
+            assert set(np.unique(w_t)) == {-1, 0, 1}
+            assert tail.apply(pack_i2_s(w_t, i2_s_scale(raw))).tobytes() == raw.tobytes()
+            assert pack_i2_s(w_t, i2_s_scale(raw), tail=raw[-32:].tobytes()).tobytes() == raw.tobytes()
+            leftovers += bool(raw[-28:].any())
+    assert len(matrices) == 14
+    assert leftovers > 0
+
+
+# -- bad data ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_code_3(layout):
+    w_t = random_ternary(rng(2), 8, 128)
+    raw = pack_i2_s(w_t, 1.0, layout)
+    raw[77] = 0b00_11_00_00
+    with pytest.raises(FormatError, match=r"code 3 in byte 77 \(0x30\)"):
+        unpack_i2_s(raw, w_t.shape, layout)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_scales(scale):
+    with pytest.raises(FormatError, match="scale above zero"):
+        i2_s_scale(pack_i2_s(random_ternary(rng(3), 4, 32), scale))
+
+
+def test_shapes():
+    with pytest.raises(ShapeError, match="multiple of 128 weights"):
+        pack_i2_s(random_ternary(rng(4), 3, 64), 1.0)
+    with pytest.raises(ShapeError, match="multiple of 64 weights"):
+        unpack_i2_s(np.zeros(40, np.uint8), (1, 32), "arm")
+    with pytest.raises(ShapeError, match="multiple of 4 rows"):
+        pack_i2_s(random_ternary(rng(4), 2, 64), 1.0, "interleaved")
+    with pytest.raises(ShapeError, match="expected 64 bytes"):
+        unpack_i2_s(np.zeros(65, np.uint8), (1, 128))
+    with pytest.raises(FormatError, match="x86, arm, interleaved"):
+        pack_i2_s(random_ternary(rng(4), 1, 128), 1.0, "neon")
+    with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
+        pack_i2_s(np.full((1, 128), 2, np.int8), 1.0)
+
+
+# -- which layout ------------------------------------------------------------------------------------------------------
+
+
+def gather(layers, layout):
+    evidence = LayoutEvidence()
+    for layer in layers:
+        shares = {}
+        for name, weight in layer.linears():
+            w_t = weight.ternary()
+            shares[name] = evidence.densities(pack_i2_s(w_t, 1.0, layout), w_t.shape)
+        columns = {name: {k: v[0] for k, v in both.items()} for name, both in shares.items()}
+        rows = {name: {k: v[1] for k, v in both.items()} for name, both in shares.items()}
+        evidence.add(columns["q_proj"], same_for_all(layer.attn_norm))
+        evidence.add(columns["o_proj"], same_for_all(layer.attn_sub_norm))
+        evidence.add(columns["down_proj"], rows["up_proj"])
+    return evidence
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trained_model_shows_its_layout(layout):
+    verdict = gather(model("storyteller").weights.layers[:2], layout).judge()
+    assert verdict.decided
+    assert verdict.layout == layout
+    assert layout in verdict.words
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_weights_do_not_show_it(layout):
+    evidence = LayoutEvidence()
+    for seed in range(20):
+        w_t = random_ternary(rng(seed), 128, 256)
+        shares = evidence.densities(pack_i2_s(w_t, 1.0, layout), w_t.shape)
+        evidence.add({k: v[0] for k, v in shares.items()}, same_for_all(rng(seed, 1).standard_normal(256)))
+    verdict = evidence.judge()
+    assert (verdict.layout, verdict.decided) == ("x86", False)
+    assert "do not tell" in verdict.words
+
+
+def test_a_shape_that_one_layout_cannot_have_rules_it_out():
+    w_t = random_ternary(rng(5), 3, 64)  # 192 weights: no multiple of 128, and no fours of rows
+    evidence = LayoutEvidence()
+    shares = evidence.densities(pack_i2_s(w_t, 1.0, "arm"), w_t.shape)
+    assert list(shares) == ["arm"]
+    evidence.add({k: v[0] for k, v in shares.items()}, same_for_all(np.ones(64)))
+    assert evidence.judge()[:2] == ("arm", True)
+
+
+def test_nothing_to_compare():
+    assert LayoutEvidence().judge()[:2] == ("x86", False)
