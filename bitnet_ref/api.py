@@ -61,7 +61,7 @@ def load(
     """Load a model, ready to compute.
 
     model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
-        its shards), or a .safetensors file in such a folder.
+        its shards), a .safetensors file in such a folder, or a .gguf file.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
@@ -74,19 +74,17 @@ def load(
     chosen = choose_backend(backend, dtype=dtype, threads=threads)
     with open_checkpoint(path, ReadOptions(allow_unquantized)) as checkpoint:
         weights = read_weights(checkpoint, progress, chosen.prepare)
-    return Model(checkpoint.config, weights, chosen, path if path.is_dir() else path.parent)
+    return Model(checkpoint.config, weights, chosen, path)
 
 
 class Model:
     """A loaded model. Holds no state between calls; any number of threads may use it."""
 
-    def __init__(
-        self, config: ModelConfig, weights: ModelWeights, backend: Backend, folder: Path | None = None
-    ) -> None:
-        self.config, self.weights, self.backend, self.folder = config, weights, backend, folder
+    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend, path: Path | None = None) -> None:
+        self.config, self.weights, self.backend, self.path = config, weights, backend, path
 
     def __repr__(self) -> str:
-        where = self.folder.name if self.folder is not None else "in memory"
+        where = self.path.name if self.path is not None else "in memory"
         cfg = self.config
         return (
             f"<bitnet_ref.Model {where}: {cfg.model_type}, {cfg.num_hidden_layers} layers of {cfg.hidden_size}, "
@@ -95,12 +93,15 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model's folder. Raises TokenizerError when there is none."""
-        from .tokenizers import load_tokenizer
+        """The tokenizer in the model's folder or file. Raises TokenizerError when there is none."""
+        from .tokenizers import load_tokenizer, load_tokenizer_files
 
-        if self.folder is None:
-            raise TokenizerError("this model was not loaded from a folder, so it has no tokenizer")
-        return load_tokenizer(self.folder)
+        if self.path is None:
+            raise TokenizerError("this model was not loaded from a file, so it has no tokenizer")
+        if self.path.is_dir():
+            return load_tokenizer(self.path)
+        with open_checkpoint(self.path) as checkpoint:
+            return load_tokenizer_files(checkpoint.tokenizer_files(), path=self.path)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray:
         """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype

@@ -147,7 +147,7 @@ def check_backend(
     """One backend on the model that `exact` is, a NumPy one: its accumulators against the exact product of its own
     int8 inputs, its logits against `truth`."""
     try:
-        subject = load(exact.folder or "storyteller", backend=name, threads=threads)
+        subject = load(exact.path or "storyteller", backend=name, threads=threads)
         logits = subject.logits(tokens)
         matrices, accumulators, unequal = _compare_accumulators(subject, exact, tokens)
     except Exception as error:  # an old extension beside new Python files, a broken driver: that is what doctor is for

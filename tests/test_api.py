@@ -31,7 +31,7 @@ def test_public_names():
 def test_the_shipped_model_is_the_default():
     assert shipped_models() == ["storyteller"]
     m = bitnet_ref.load()
-    assert m.folder.name == "storyteller"
+    assert m.path.name == "storyteller"
     assert "storyteller" in repr(m)
     assert m.backend.name in repr(m)
 
@@ -46,7 +46,7 @@ def test_a_file_of_that_name_goes_first(tmp_path, monkeypatch):
 def test_paths_as_strings_and_path_objects(tmp_path, as_type):
     folder = write_checkpoint(tmp_path, BITNET)
     assert bitnet_ref.load(as_type(folder), backend="numpy").config.hidden_size == 16
-    assert bitnet_ref.load(as_type(folder / "model.safetensors"), backend="numpy").folder == folder
+    assert bitnet_ref.load(as_type(folder / "model.safetensors"), backend="numpy").path == folder / "model.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -529,7 +529,7 @@ def test_doctor_notices_wrong_accumulators():
     scale = model.weights.layers[2].up_proj.w_dequant_scale
     layers = list(model.weights.layers)
     layers[2] = replace(layers[2], up_proj=TernaryWeight.from_ternary(w_t, scale))
-    exact = bitnet_ref.Model(model.config, replace(model.weights, layers=tuple(layers)), model.backend, model.folder)
+    exact = bitnet_ref.Model(model.config, replace(model.weights, layers=tuple(layers)), model.backend, model.path)
     tokens = [1, 3797, 537]
     check = check_backend("numpy", exact, tokens, model.logits(tokens), 1e-4, threads=1)
     assert not check.passed

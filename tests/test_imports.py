@@ -16,20 +16,19 @@ ROWS = [
     {"config", "threads", "kernels", "json_file", "memory"},
     {"quantization", "layers", "kv_cache"},
     {"weights"},
-    {"formats", "tokenizers"},
+    {"tokenizers"},
+    {"formats"},
     {"backends"},
     {"model"},
     {"tracing"},
     {"generation"},
     {"api"},
     {"__init__"},  # the public names, and __version__
-    {"doctor", "inspection", "benchmark"},
+    {"doctor", "inspection", "benchmark", "conversion"},
     {"cli"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ROWS) for name in names}
-# Files that the row of their package does not describe.
-BELOW_THEIR_ROW = {"formats": {"tokenizers"}}
 
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

@@ -194,7 +194,7 @@ def ready(
     name = model or "storyteller"
     with LoadingBar(f"loading {name}") as bar:
         loaded = load(name, backend=chosen.name, threads=threads, progress=bar)
-    return Model(loaded.config, loaded.weights, chosen, loaded.folder)  # every kernel set reads the same layout
+    return Model(loaded.config, loaded.weights, chosen, loaded.path)  # every kernel set reads the same layout
 
 
 def shortened(synthetic: str | None, layers: int | None) -> str:

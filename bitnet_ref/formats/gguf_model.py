@@ -369,6 +369,11 @@ class GgufCheckpoint(Checkpoint):
             self._said.add(words)
             self.evidence.append(words)
 
+    def tokenizer_files(self) -> dict[str, bytes]:
+        from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
+
+        return tokenizer_files_from_gguf(self.metadata) if "tokenizer.ggml.tokens" in self.metadata else {}
+
     def finish(self) -> None:
         left = [name for name in self.file.tensors if name not in self._taken]
         if left:

@@ -5,6 +5,7 @@ Every tensor is checked as it is read: there, of the right shape and dtype, fini
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..config import ModelConfig
 from ..errors import FormatError, TokenizerError
-from ..json_file import read_bounded, read_json_object
+from ..json_file import parse_json_object, read_bounded, read_json_object
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryWeight
 from .checkpoint import (
     Checkpoint,
@@ -247,7 +248,16 @@ class HfCheckpoint(Checkpoint):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         found = [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
-        return {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES) for path in found}
+        files = {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES) for path in found}
+        if "tokenizer.json" not in files and "tokenizer.model" not in files:
+            return {}
+        name = "generation_config.json"
+        said = parse_json_object(files.get(name, b"{}"), TokenizerError, self.folder / name)
+        ids = {"bos_token_id": self.config.bos_token_id, "eos_token_id": list(self.config.eos_token_ids) or None}
+        missing = {key: value for key, value in ids.items() if value is not None and said.get(key) is None}
+        if missing:  # config.json has them, and does not travel
+            files[name] = json.dumps(said | missing, indent=2).encode() + b"\n"
+        return files
 
     def linear(self, name: str) -> LinearWeight:
         module, quantized = hf_module(name), self.config.quantization
