@@ -5,7 +5,8 @@ every scale, every other tensor, the tokenizer, and the logits of a few tokens. 
 leaves nothing behind.
 """
 
-from .convert import TARGETS, Target, convert
+from .convert import convert
 from .proof import Proof, prove
+from .targets import TARGETS, Target
 
 __all__ = ["TARGETS", "Proof", "Target", "convert", "prove"]

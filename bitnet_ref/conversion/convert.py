@@ -1,47 +1,21 @@
-"""The targets of a conversion, and the conversion: write under a temporary name, prove, rename."""
+"""The conversion: write under a temporary name, prove, rename."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..api import find_model
 from ..errors import ConfigError, FormatError
 from ..formats.atomic import atomic_folder, atomic_path
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
+from ..formats.checkpoint import Progress, ReadOptions
 from ..formats.open import open_checkpoint
 from .proof import Proof, prove
+from .targets import TARGETS, Target
 
 Phase = Callable[[str], Progress]  # "writing", "comparing", "computing" -> that phase's progress
-
-
-@dataclass(frozen=True)
-class Target:
-    """One of the formats that can be written.   suffix: of the file; None: it is a folder"""
-
-    name: str
-    suffix: str | None
-    says: str
-    write: Callable[[Checkpoint, Path, Progress | None], None]
-
-
-def _hf(kind: str) -> Callable[[Checkpoint, Path, Progress | None], None]:
-    def write(checkpoint: Checkpoint, path: Path, progress: Progress | None) -> None:
-        from ..formats.hf_writer import write_hf
-
-        write_hf(checkpoint, path, kind, progress)
-
-    return write
-
-
-_TARGETS = (
-    Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
-    Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
-)
-TARGETS = {target.name: target for target in _TARGETS}
 
 
 def convert(
@@ -50,6 +24,7 @@ def convert(
     to: str,
     *,
     options: ReadOptions | None = None,
+    tl_tiles: str | os.PathLike[str] | None = None,
     verify: bool = True,
     overwrite: bool = False,
     phase: Phase | None = None,
@@ -58,6 +33,8 @@ def convert(
 
     One tensor is in memory at a time. Nothing is at `destination` until the whole of it is, proven: an interrupt, an
     error or a failed proof leaves what was there. The bytes depend on the model alone.
+    options: what the user knows better about the source.
+    tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
     verify: prove it; the Proof is returned, and if it says that the two differ, FormatError is raised.
     overwrite: replace a file that is there. A folder is never replaced.
 
@@ -66,14 +43,15 @@ def convert(
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
     target, path = TARGETS[to], Path(destination)
+    as_written = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
     _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
         temporary = stack.enter_context(atomic_folder(path) if target.suffix is None else atomic_path(path))
-        target.write(checkpoint, temporary, phase("writing") if phase else None)
+        target.write(checkpoint, temporary, as_written, phase("writing") if phase else None)
         if verify:
-            with open_checkpoint(temporary) as written:
+            with open_checkpoint(temporary, as_written) as written:
                 proof = prove(checkpoint, written, phase)
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)

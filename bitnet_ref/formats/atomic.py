@@ -19,16 +19,23 @@ try:
 except ImportError:  # Windows: nothing is locked, so nothing is known to be left over
     flock = None  # type: ignore[assignment]
 
+_being_written: set[Path] = set()  # temporary files of this process
+
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary file beside `path`, to be written by the caller; on a clean exit synced and renamed to `path`.
 
-    Raises FileNotFoundError if the caller wrote nothing to it.
+    Raises FileNotFoundError if the caller wrote nothing to it. A path that is such a temporary name already is given
+    back as it is: who asked for it syncs and renames it.
     """
     path = Path(path)
+    if path in _being_written:
+        yield path
+        return
     sweep(path)
     temporary, lock = _locked(path, _new_file)
+    _being_written.add(temporary)
     try:
         yield temporary
         if temporary.stat().st_size == 0:
@@ -37,6 +44,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
         _sync(path.parent)  # the new name too must survive a power cut
     finally:
+        _being_written.discard(temporary)
         temporary.unlink(missing_ok=True)
         os.close(lock)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, ShapeError
 from ..weights import DenseWeight, LinearWeight, TernaryLinear
-from .checkpoint import Checkpoint, linear_name, linear_names, linear_shape, norm_sizes
+from .checkpoint import Checkpoint, Progress, linear_name, linear_names, linear_shape, norm_sizes
 from .gguf import Typed
 from .gguf_blocks import blocks_from_ternary, quantize
 from .gguf_config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
@@ -48,6 +48,7 @@ def write_gguf_model(
     tokenizer: Mapping[str, Typed] | None = None,
     dense_type: str = "F16",
     tl_tiles: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write a model that any reader has opened. Streams: one matrix is in memory at a time.
 
@@ -72,7 +73,7 @@ def write_gguf_model(
     if kind in BLOCK_KINDS:
         tensors.sort(key=_llama_cpp_order)
     try:
-        write_gguf(path, metadata, tensors)
+        write_gguf(path, metadata, tensors, progress)
     except ShapeError as error:  # an embedding whose rows are no whole number of Q8_0 blocks
         raise FormatError(str(error), path=path) from None
 

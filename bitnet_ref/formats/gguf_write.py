@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import FormatError
 from .atomic import atomic_path
+from .checkpoint import Progress
 from .ggml_types import BY_NAME
 from .gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
 
@@ -33,10 +34,12 @@ def write_gguf(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Typed],
     tensors: Iterable[TensorToWrite],
+    progress: Progress | None = None,
 ) -> None:
     """Write a GGUF of version 3, tensor after tensor: no more than one of them is in memory, and equal input gives
     equal bytes. `path` is the old file or the new one, no third (see `atomic`).
 
+    progress: called with (tensors written, tensors in all).
     Tensors are aligned to the metadata's general.alignment, or 32 bytes when it has none.
     """
     tensors = list(tensors)
@@ -57,7 +60,7 @@ def write_gguf(
     header += bytes(-len(header) % alignment)
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(header)
-        for tensor, size in zip(tensors, sizes, strict=True):
+        for done, (tensor, size) in enumerate(zip(tensors, sizes, strict=True), 1):
             data = tensor.produce()
             if data.size != size or data.dtype != np.uint8:
                 raise FormatError(
@@ -65,6 +68,8 @@ def write_gguf(
                 )
             file.write(np.ascontiguousarray(data).data)
             file.write(bytes(-size % alignment))
+            if progress is not None:
+                progress(done, len(tensors))
 
 
 def _packed_string(text: str) -> bytes:

@@ -100,3 +100,12 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
     path.mkdir()
     with pytest.raises(FileExistsError), atomic_folder(path):
         pass
+
+
+def test_a_temporary_name_is_not_wrapped_again(tmp_path):
+    path = tmp_path / "file.bin"
+    with atomic_path(path) as temporary, atomic_path(temporary) as same:
+        assert same == temporary
+        same.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file.bin"]
