@@ -44,10 +44,15 @@ _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
 _LLAMA3_SIZE = 128256  # of Llama 3's vocabulary, which BitNet 2B-4T uses; its published GGUF has no `pre`
 
 
-def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int]) -> tuple[bytes, bool]:
-    """(tokenizer.json, whether BOS is added when the file does not say). named: ids of special tokens, which are
-    control tokens when the file has no token types."""
-    patterns, ignore_merges, add_bos = _PRE[_pre(vocabulary)]
+def adds_bos(vocabulary: Vocabulary) -> bool:
+    """Whether llama.cpp puts BOS before a text when the file does not say."""
+    return vocabulary.model == "llama" or _PRE[_pre(vocabulary)][2]
+
+
+def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int], bos: int | None, eos: int | None) -> bytes:
+    """tokenizer.json. named: ids of special tokens, which are control tokens when the file has no token types.
+    bos, eos: what is put around a text."""
+    patterns, ignore_merges, _ = _PRE[_pre(vocabulary)]
     tokens, types = vocabulary.tokens, vocabulary.types
     if vocabulary.numbers("token_type", int, None) is None:
         special = set(named)
@@ -65,7 +70,7 @@ def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int]) -> tuple[bytes, 
         "added_tokens": [_added_token(n, tokens[n], types[n] == CONTROL) for n in added],
         "normalizer": None,
         "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
-        "post_processor": None,
+        "post_processor": _post_processor(tokens, bos, eos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -80,7 +85,7 @@ def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int]) -> tuple[bytes, 
             "merges": _merges(vocabulary, vocab),
         },
     }
-    return json.dumps(table, ensure_ascii=False).encode("utf-8"), add_bos
+    return json.dumps(table, ensure_ascii=False).encode("utf-8")
 
 
 def _pre(vocabulary: Vocabulary) -> str:
@@ -131,6 +136,27 @@ def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[st
         for pattern in patterns
     ]
     return {"type": "Sequence", "pretokenizers": [*steps, _byte_level(add_prefix_space, False)]}
+
+
+def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any] | None:
+    """BOS and EOS as other readers of the file look for them; ours goes by tokenizer_config.json."""
+    if bos is None and eos is None:
+        return None
+
+    def single(letter: str, kind: int) -> list[dict[str, Any]]:
+        before, after = (
+            [] if n is None else [{"SpecialToken": {"id": tokens[n], "type_id": kind}}] for n in (bos, eos)
+        )
+        return [*before, {"Sequence": {"id": letter, "type_id": kind}}, *after]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": single("A", 0),
+        "pair": single("A", 0) + single("B", 1),
+        "special_tokens": {
+            tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in (bos, eos) if n is not None
+        },
+    }
 
 
 def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import TokenizerError
 from . import load_tokenizer_files
 from .base import Tokenizer
-from .gguf_bpe import bpe_from_json, json_from_bpe
+from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
 from .gguf_keys import CONTROL, PREFIX, Vocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
 from .settings import TokenizerSettings
@@ -43,23 +43,22 @@ def tokenizer_files_from_gguf(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
     stops = [vocabulary.token_id(f"{name}_token_id") for name in _STOPS]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    said = vocabulary.flag("add_bos_token")
+    add_bos = adds_bos(vocabulary) if said is None else said
+    add_eos = bool(vocabulary.flag("add_eos_token"))
     if vocabulary.model == "llama":
         data, added = model_from_vocabulary(vocabulary, {name: n for name, n in ids.items() if n is not None})
         files = {"tokenizer.model": data}
         config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-        add_bos = True
         if added:
             config["added_tokens_decoder"] = {
                 str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] == CONTROL} for n in added
             }
     else:
-        data, add_bos = json_from_bpe(vocabulary, [n for n in (*ids.values(), *stops) if n is not None])
-        files = {"tokenizer.json": data}
-    said = vocabulary.flag("add_bos_token")
-    config |= {
-        "add_bos_token": add_bos if said is None else said,
-        "add_eos_token": bool(vocabulary.flag("add_eos_token")),
-    }
+        around = ids["bos"] if add_bos else None, ids["eos"] if add_eos else None
+        named = [n for n in (*ids.values(), *stops) if n is not None]
+        files = {"tokenizer.json": json_from_bpe(vocabulary, named, *around)}
+    config |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
     config |= {f"{name}_token": vocabulary.tokens[n] for name, n in ids.items() if n is not None}
     files[_CONFIG] = _json(config)
     generation: dict[str, Any] = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
