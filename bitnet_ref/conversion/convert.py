@@ -12,6 +12,7 @@ from ..api import find_model
 from ..errors import ConfigError, FormatError
 from ..formats.atomic import atomic_folder, atomic_path
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
+from ..formats.native import SUFFIX as NATIVE_SUFFIX
 from ..formats.open import open_checkpoint
 from .proof import Proof, prove
 
@@ -37,9 +38,20 @@ def _hf(kind: str) -> Callable[[Checkpoint, Path, Progress | None], None]:
     return write
 
 
+def _native(storage: str) -> Callable[[Checkpoint, Path, Progress | None], None]:
+    def write(checkpoint: Checkpoint, path: Path, progress: Progress | None) -> None:
+        from ..formats.native_writer import write_native
+
+        write_native(checkpoint, path, storage=storage, progress=progress)
+
+    return write
+
+
 _TARGETS = (
     Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
     Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
+    Target("native", NATIVE_SUFFIX, "one file with everything, ternary planes of 2 bits", _native("2bit")),
+    Target("native-base3", NATIVE_SUFFIX, "the same, planes of 1.6 bits: smaller, slower to read", _native("base3")),
 )
 TARGETS = {target.name: target for target in _TARGETS}
 

@@ -2,8 +2,8 @@
 
     byte j of row n  =  c[5j] + 3 c[5j+1] + 9 c[5j+2] + 27 c[5j+3] + 81 c[5j+4]        c = w_t + 1, in 0..2
 
-3^5 = 243, so bytes 243 to 255 never occur. log2(3) = 1.585 bits is the least a ternary weight can take; this is 1% above
-it, and 20% below two bits. A row whose length is no multiple of 5 ends in code 1, a zero weight.
+3^5 = 243, so bytes 243 to 255 never occur. log2(3) = 1.585 bits is the least a ternary weight can take; this is 1%
+above it, and 20% below two bits. A row whose length is no multiple of 5 ends in code 1, a zero weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pack_base3(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.uint8]
     """Two bits -> base 3.   packed (N, ceil(K/4)), as `quantization.pack_ternary` makes it -> (N, ceil(K/5)) uint8
 
     >>> from bitnet_ref.quantization import pack_ternary
-    >>> pack_base3(pack_ternary(np.array([[-1, 0, 1, 1, -1, 1]], dtype=np.int8)), 6).tolist()  # 0 + 3 + 18 + 54 + 0, ...
+    >>> pack_base3(pack_ternary(np.array([[-1, 0, 1, 1, -1, 1]], dtype=np.int8)), 6).tolist()  # 0 + 3 + 18 + 54 + 0
     [[75, 122]]
     """
     columns = -(-in_features // TRITS_PER_BYTE)
