@@ -56,23 +56,25 @@ def load(
     threads: int | None = None,
     dtype: str = "float32",
     allow_unquantized: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Load a model, ready to compute.
 
     model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
-        its shards), a .safetensors file in such a folder, or a .gguf file.
+        its shards), a .safetensors file in such a folder, a native file (.bitnet.safetensors), or a .gguf file.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
+    verify: also compare a native file's content with the hash it carries: the file is read twice.
     progress: called with (parts done, parts in all) while the weights are read.
 
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads)
-    with open_checkpoint(path, ReadOptions(allow_unquantized)) as checkpoint:
+    with open_checkpoint(path, ReadOptions(allow_unquantized, verify=verify)) as checkpoint:
         weights = read_weights(checkpoint, progress, chosen.prepare)
     return Model(checkpoint.config, weights, chosen, path)
 

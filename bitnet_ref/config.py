@@ -207,6 +207,41 @@ class ModelConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, RopeConfig | QuantizationConfig):
-                value = {f.name: getattr(value, f.name) for f in fields(value)}
-            out[field.name] = list(value) if isinstance(value, tuple) else value
+                value = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+            out[field.name] = _plain(value)
         return out
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> ModelConfig:
+        """What `to_dict` gave, or its JSON, back. Raises ConfigError: a key too many or too few, or a bad value.
+
+        No default stands in for an absent key: absent keys are how a config comes to describe another model.
+        """
+        values = _exact_fields(cls, raw, "")
+        values["rope"] = RopeConfig(**_exact_fields(RopeConfig, values["rope"], "rope."))
+        if values["quantization"] is not None:
+            inner = _exact_fields(QuantizationConfig, values["quantization"], "quantization.")
+            skipped = inner["modules_to_not_convert"]
+            names = isinstance(skipped, list) and all(isinstance(name, str) and name for name in skipped)
+            _require(names, "quantization.modules_to_not_convert", "a list of names", skipped)
+            values["quantization"] = QuantizationConfig(**inner | {"modules_to_not_convert": tuple(skipped)})
+        _require(isinstance(values["model_type"], str), "model_type", "a string", values["model_type"])
+        _require(isinstance(values["eos_token_ids"], list), "eos_token_ids", "a list", values["eos_token_ids"])
+        return cls(**values | {"eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _exact_fields(kind: type[Any], raw: Any, prefix: str) -> dict[str, Any]:
+    """`raw`, which must be an object with the dataclass's fields as its keys, no more and no fewer."""
+    _require(isinstance(raw, dict), prefix.rstrip(".") or "config", "an object", raw)
+    expected = [field.name for field in fields(kind)]
+    for name in expected:
+        if name not in raw:
+            raise ConfigError("is required and absent", field=prefix + name)
+    for name in raw:
+        if name not in expected:
+            raise ConfigError(f"is no field of {kind.__name__}", field=f"{prefix}{name}"[:100])
+    return dict(raw)

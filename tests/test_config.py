@@ -173,3 +173,50 @@ def test_to_dict_is_json():
     assert back["rope"]["factor"] == 2.5
     assert back["quantization"]["modules_to_not_convert"] == ["lm_head"]
     assert set(back) == set(GOOD.to_dict())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GOOD,
+        replace(GOOD, rope=DYNAMIC, sliding_window=7, bos_token_id=1, eos_token_ids=(2, 5)),
+        replace(GOOD, quantization=QuantizationConfig("autobitlinear", "online", ("lm_head", "a*"), True, 1e-5)),
+    ],
+)
+def test_from_dict_is_the_inverse_of_to_dict(config):
+    back = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert back == config
+    assert hash(back) == hash(config)  # tuples, not lists
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda raw: raw.pop("sub_norms"), "sub_norms"),
+        (lambda raw: raw.update(more=1), "more"),
+        (lambda raw: raw["rope"].pop("theta"), "rope.theta"),
+        (lambda raw: raw["rope"].update(more=1), "rope.more"),
+        (lambda raw: raw.update(rope=None), "rope"),
+        (lambda raw: raw.update(quantization=[]), "quantization"),
+        (lambda raw: raw["quantization"].pop("use_rms_norm"), "quantization.use_rms_norm"),
+        (lambda raw: raw["quantization"].update(modules_to_not_convert="lm_head"), "modules_to_not_convert"),
+        (lambda raw: raw["quantization"].update(modules_to_not_convert=[1]), "modules_to_not_convert"),
+        (lambda raw: raw.update(model_type=None), "model_type"),
+        (lambda raw: raw.update(eos_token_ids=2), "eos_token_ids"),
+        (lambda raw: raw.update(eos_token_ids=[10**6]), "eos_token_id"),
+        (lambda raw: raw.update(activation=[]), "hidden_act"),
+        (lambda raw: raw.update(head_dim=3), "head_dim"),
+    ],
+)
+def test_from_dict_is_strict(change, field):
+    raw = replace(GOOD, quantization=QuantizationConfig()).to_dict()
+    change(raw)
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(raw)
+    assert field in caught.value.field
+
+
+@pytest.mark.parametrize("raw", [None, [], "x", {}])
+def test_from_dict_of_anything_else(raw):
+    with pytest.raises(ConfigError):
+        ModelConfig.from_dict(raw)

@@ -15,7 +15,20 @@ if TYPE_CHECKING:
     from ..conversion import Proof
 
 # Of conversion.TARGETS, which --help should not import; a test holds the two equal.
-TARGET_NAMES = (*("hf-packed", "hf-bf16", "gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2", "gguf-f16"),)
+TARGET_NAMES = (
+    *(
+        "hf-packed",
+        "hf-bf16",
+        "gguf-i2_s",
+        "gguf-tq1_0",
+        "gguf-tq2_0",
+        "gguf-tl1",
+        "gguf-tl2",
+        "gguf-f16",
+        "native",
+        "native-base3",
+    ),
+)
 INI = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 

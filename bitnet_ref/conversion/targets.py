@@ -11,6 +11,7 @@ import numpy as np
 
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
 from ..formats.gguf import Typed
+from ..formats.native import SUFFIX as NATIVE_SUFFIX
 
 Write = Callable[[Checkpoint, Path, ReadOptions, Progress | None], None]
 
@@ -44,6 +45,15 @@ def _gguf(kind: str) -> Write:
     return write
 
 
+def _native(storage: str) -> Write:
+    def write(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+        from ..formats.native_writer import write_native
+
+        write_native(checkpoint, path, storage=storage, progress=progress)
+
+    return write
+
+
 _TARGETS = (
     Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
     Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
@@ -53,6 +63,8 @@ _TARGETS = (
     Target("gguf-tl1", ".gguf", "bitnet.cpp's look-up tables for Arm", _gguf("tl1")),
     Target("gguf-tl2", ".gguf", "bitnet.cpp's look-up tables for x86", _gguf("tl2")),
     Target("gguf-f16", ".gguf", "matrices as float16 numbers", _gguf("f16")),
+    Target("native", NATIVE_SUFFIX, "one file with everything, ternary planes of 2 bits", _native("2bit")),
+    Target("native-base3", NATIVE_SUFFIX, "the same, planes of 1.6 bits: smaller, slower to read", _native("base3")),
 )
 TARGETS = {target.name: target for target in _TARGETS}
 

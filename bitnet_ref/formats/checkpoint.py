@@ -30,11 +30,13 @@ class ReadOptions:
     allow_unquantized: a bitnet config without quantization_config is taken as a dense model.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file tells.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
+    verify: compare the content hash that a native file carries with its content, which means to read it twice.
     """
 
     allow_unquantized: bool = False
     i2_s_layout: str | None = None
     tl_tiles: Path | None = None
+    verify: bool = False
 
 
 class Checkpoint(ABC):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class CheckpointTensors:
     def __init__(self, path: Path) -> None:
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}
+        self._single: SafetensorsFile | None = None  # also of a file without tensors
         self.taken: set[str] = set()
         try:
             self._open(path)
@@ -86,6 +88,15 @@ class CheckpointTensors:
 
     def path_of(self, name: str) -> Path:
         return self._files[name].path
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of a checkpoint that is one file."""
+        return self._single.metadata if self._single is not None else {}
+
+    def blocks(self, name: str, size: int) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order, at most `size` at a time: each is overwritten by the next."""
+        return self._files[name].blocks(name, size)
 
     def fail(self, name: str, message: str) -> FormatError:
         """The error to raise about a tensor: it names the file, and the tensor's place there when it has one."""
@@ -131,6 +142,7 @@ class CheckpointTensors:
                 raise FormatError(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}", path=path)
         for shard in shards:
             file = self._stack.enter_context(SafetensorsFile(shard))
+            self._single = file if len(shards) == 1 else None
             for name in file.tensors:
                 if placed is not None and placed.get(name) != shard.name:
                     said = f"in {placed[name]}" if name in placed else "nowhere"

@@ -7,12 +7,16 @@ from pathlib import Path
 from ..errors import FormatError
 from .checkpoint import Checkpoint, ReadOptions
 
-READABLE = "a Hugging Face folder, a .safetensors file or a .gguf file"
+READABLE = "a Hugging Face folder, a .safetensors, .bitnet.safetensors or .gguf file"
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """A folder or a file -> its reader, by its suffix. Raises FormatError or ConfigError."""
     options = options or ReadOptions()
+    if path.name.endswith(".bitnet.safetensors") and not path.is_dir():
+        from .native import NativeCheckpoint
+
+        return NativeCheckpoint(path, options)
     if path.is_dir() or path.suffix == ".safetensors":
         from .hf_folder import HfCheckpoint
 

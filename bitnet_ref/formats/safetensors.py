@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,15 @@ class SafetensorsFile:
             raise OutOfMemory(f"{self.path}: no memory for the {info.nbytes} bytes of {name}") from problem
         self._read_into(array.reshape(-1).view(np.uint8).data, info.offset, name)
         return array
+
+    def blocks(self, name: str, size: int) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order, at most `size` at a time: each block is overwritten by the next."""
+        info = self.tensors[name]
+        buffer = memoryview(bytearray(min(size, info.nbytes)))
+        for start in range(0, info.nbytes, size):
+            block = buffer[: info.nbytes - start]
+            self._read_into(block, info.offset + start, name)
+            yield block
 
     def _read_into(self, target: memoryview, offset: int, field: str) -> None:
         done = 0
@@ -200,6 +209,7 @@ class SafetensorsWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+        self._header = header
         self._places: dict[str, tuple[int, str, tuple[int, ...]]] = {}
         end = 0
         for name in sorted(layout, key=lambda name: (-DTYPES[layout[name][0]].itemsize, name)):
@@ -207,8 +217,7 @@ class SafetensorsWriter:
             begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
             self._places[name] = begin, dtype, tuple(shape)
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
+        text = self._header_text()
         self._start = 8 + len(text)
         self._left = set(layout)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
@@ -233,6 +242,19 @@ class SafetensorsWriter:
         for at in range(0, flat.size, _WRITE_BLOCK):
             self._write_all(flat[at : at + _WRITE_BLOCK])
         self._left.discard(name)
+
+    def set_metadata(self, key: str, value: str) -> None:
+        """Change an entry of the metadata to a value as long as the old one: what is known only at the end."""
+        self._header["__metadata__"][key] = value
+        text = self._header_text()
+        if len(text) != self._start - 8:
+            raise ShapeError(f"set metadata {key}", expected="a value as long as the old one", got=repr(value))
+        self._file.seek(8)
+        self._write_all(text)
+
+    def _header_text(self) -> bytes:
+        text = json.dumps(self._header, separators=(",", ":"), ensure_ascii=False).encode()
+        return text + b" " * (-len(text) % 8)
 
     def _write_all(self, data: Any) -> None:
         view = memoryview(data)

@@ -1,6 +1,6 @@
 """A fuzzing campaign in a process of its own: mutate files of a good checkpoint, load, compute, report the outcome.
 
-    python tests/fuzz/campaign.py config 0 100        # kinds: config, weights, index, tokenizer, gguf; 100 seeds
+    python tests/fuzz/campaign.py config 0 100        # kinds: config, weights, index, tokenizer, gguf, native
 
 Prints one JSON line for each seed before it runs and one after, so that a crash names its seed. Whatever a mutated
 file is, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors; no
@@ -185,6 +185,31 @@ def mutate_checkpoint(kind: str, dice: random.Random, folder: Path) -> None:
     (folder / file).write_bytes(mutate(dice, (folder / file).read_bytes()))
 
 
+def mutate_native(dice: random.Random, folder: Path) -> Path:
+    """A native file of one of the base checkpoints, mutated: as safetensors, or in the JSON of its config."""
+    from bitnet_ref.formats.native_writer import write_native
+    from bitnet_ref.formats.open import open_checkpoint
+
+    path = folder / "model.bitnet.safetensors"
+    write_base(folder, dice, sharded=False)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    with open_checkpoint(folder) as checkpoint:
+        write_native(checkpoint, path, storage=dice.choice(["2bit", "base3"]))
+    data = path.read_bytes()
+    if dice.randrange(3):
+        path.write_bytes(mutate_safetensors(dice, data))
+        return path
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    metadata = header["__metadata__"]
+    key = dice.choice(["config", "config", "config", "format_version", "format", "content_hash"])
+    mutate = mutate_json if key == "config" else dice.choice([flip_bytes, truncate, insert_bytes])
+    metadata[key] = mutate(dice, metadata[key].encode()).decode("latin-1")
+    text = dump(dice, header)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return path
+
+
 def use_checkpoint(path: Path, backend: str) -> None:
     m = bitnet_ref.load(path, backend=backend, threads=1)
     tokens = [token % m.config.vocab_size for token in TOKENS][: m.config.context_length]
@@ -323,10 +348,14 @@ def run(kind: str, first: int, last: int) -> None:
         dice = random.Random(f"{kind} {seed}")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
+            model = folder
             if kind == "tokenizer":
                 mutate_tokenizer(dice, folder)
             elif kind == "gguf":
                 mutate_gguf(dice, folder)
+                model = folder / GGUF_FILE
+            elif kind == "native":
+                model = mutate_native(dice, folder)
             else:
                 mutate_checkpoint(kind, dice, folder)
             size = sum(path.stat().st_size for path in folder.iterdir())
@@ -336,8 +365,7 @@ def run(kind: str, first: int, last: int) -> None:
                 found = outcome(lambda folder=folder: use_tokenizer(folder), folder)
             else:
                 backend = backends[seed % len(backends)]
-                path = folder / GGUF_FILE if kind == "gguf" else folder
-                found = outcome(lambda path=path, backend=backend: use_checkpoint(path, backend), folder)
+                found = outcome(lambda model=model, backend=backend: use_checkpoint(model, backend), folder)
             taken = tracemalloc.get_traced_memory()[1] - before
             assert taken < size + SPARE_BYTES, f"seed {seed}: {taken} bytes allocated for files of {size}"
         print(json.dumps({"seed": seed, "outcome": found}), flush=True)
