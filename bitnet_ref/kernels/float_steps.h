@@ -345,6 +345,8 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
     else STEP(dense_rows_of)(1, w, rows, K, x, M, y, y_stride);
 }
 
+#include "head_screen.h"
+
 #undef STEP_INLINE
 #undef STEP
 #undef STEP_BYTES
