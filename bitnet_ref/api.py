@@ -64,7 +64,8 @@ def load(
     model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
         its shards), or a .safetensors file in such a folder.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
-    threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
+    threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
+        process may use, cut to its cgroup's limit.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
     head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
         certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
@@ -169,7 +170,8 @@ class Model:
 
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""
-        return self.backend.lm_head(hidden, self.weights.lm_head)
+        with self.backend.running():
+            return self.backend.lm_head(hidden, self.weights.lm_head)
 
     def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
         """token_ids as an int64 array, non-empty, within the vocabulary and the context."""

@@ -30,7 +30,17 @@ from .weights import TernaryWeight
 
 __all__ = ["BackendCheck", "BackendState", "Diagnosis", "examine", "self_check"]
 
-REQUIRED = ("numpy", "ml_dtypes", "safetensors", "sentencepiece", "tokenizers", "jinja2", "click", "rich")
+REQUIRED = (
+    "numpy",
+    "ml_dtypes",
+    "safetensors",
+    "sentencepiece",
+    "tokenizers",
+    "jinja2",
+    "click",
+    "rich",
+    "threadpoolctl",
+)
 OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
 _OTHER_DISTRIBUTIONS = {"cupy": ("cupy-cuda12x", "cupy-cuda13x")}
 CHECK_PROMPT = "Once upon a time, the little"

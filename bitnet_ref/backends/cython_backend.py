@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
@@ -143,6 +144,9 @@ class CythonBackend(Backend):
         facts = np.empty((n_out, 3), dtype=np.float32)
         _cpu.screen_pack(_bits(w.array), rows_q, facts, self.threads, self._set)
         return ScreenedHead(w.array, rows_q=rows_q, facts=facts)
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the kernels take their count with each call, and no BLAS runs beside them
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 

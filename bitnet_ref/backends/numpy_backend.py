@@ -8,6 +8,7 @@ the composition under the numerical contract.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from .. import layers, quantization
 from ..config import RopeConfig
 from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
-from ..threads import resolve_threads
+from ..threads import blas_threads, resolve_threads
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates
 
@@ -71,6 +72,10 @@ class Backend:
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
         """All of a model, each linear prepared, when it has been read: what a backend adds to it as a whole."""
         return w
+
+    def running(self) -> AbstractContextManager[None]:
+        """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
+        return blas_threads(self.threads)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,6 +53,9 @@ class ProfiledBackend(Backend):
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
         return self.inner.prepare_model(w)
+
+    def running(self) -> AbstractContextManager[None]:
+        return self.inner.running()
 
     @property
     def total_s(self) -> float:

@@ -58,7 +58,7 @@ class WholeNumbers(click.ParamType):
 
 def machine_options(function: AnyFunction) -> AnyFunction:
     """--threads and --simd"""
-    threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all there are]")
+    threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
     simd = click.option("--simd", metavar="SET", help="Kernel set of the cython backend (scalar, avx2, avx512, ...).")
     return threads(simd(function))
 

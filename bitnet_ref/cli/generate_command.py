@@ -38,7 +38,7 @@ def model_options(function: AnyFunction) -> AnyFunction:
         (
             click.option("--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
-            click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all there are]"),
+            click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]"),
             click.option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
             click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
             click.option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),

@@ -62,7 +62,8 @@ def checked_forward(
     recorder: Recorder | None = None,
 ) -> NDArray:
     """`forward`, through the recorder if there is one. NaN or Inf raises NumericsError naming the first bad tensor."""
-    with np.errstate(all="ignore"):  # what NumPy would warn about ends in the logits, and is then reported by name
+    # What NumPy would warn about ends in the logits, and is then reported by name.
+    with np.errstate(all="ignore"), be.running():
         try:
             logits = forward(recorder or be, w, cfg, batch, cache)
             if np.isfinite(logits).all():
@@ -79,7 +80,7 @@ def checked_candidates(
 
     A logit that is not a candidate is finite too: its bounds are.
     """
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), be.running():
         try:
             x = final_hidden(be, w, cfg, batch, cache)
             found = be.head_candidates(x, w.lm_head, k)
