@@ -346,10 +346,12 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
               int threads, Py_ssize_t kernels):
     """q (M, H, d), one layer's keys and values (slots, capacity, G, d) -> z (M, H, d). window 0: no limit.
 
-    (token, kv head) pairs over threads. Each goes through all of its keys in one order.
+    (token, kv head) pairs over threads. Each goes through all of its keys in one order. Few pairs that leave some threads
+    idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads, whose results are the
+    same alone. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
     """
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], capacity = keys.shape[1]
-    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0
+    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count
     if (M != slots.shape[0] or M != positions.shape[0] or keys.shape[3] != d or R * G != H or values.shape[3] != d
             or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], capacity, G, keys.shape[3]}")
@@ -365,18 +367,27 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
+    whole = M * G
+    if whole < 8 * team:
+        whole -= whole % team
+        parts = min(<Py_ssize_t> team, R)
+    piece = (R + parts - 1) // parts  # query heads of a part
+    parts = (R + piece - 1) // piece
     with nogil, parallel(num_threads=team):
         workspace = <double *> aligned_scratch(chosen.attend_workspace(R, d, longest) * sizeof(double))
-        for item in prange(M * G, schedule="dynamic"):  # a prompt's later tokens have more keys
-            m = item // G
-            g = item % G
+        for item in prange(whole + (M * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
+            g = item if item < whole else whole + (item - whole) // parts
+            head = 0 if item < whole else (item - whole) % parts * piece
+            count = R if item < whole else min(piece, R - head)
+            m = g // G
+            g = g % G
             n_keys = positions[m] + 1
             start = 0
             if window and window < n_keys:
                 start = n_keys - window
                 n_keys = window
-            chosen.attend(&q[m, g * R, 0], R, d, &keys[slots[m], start, g, 0], &values[slots[m], start, g, 0], n_keys,
-                          G * d, scale, workspace, &z[m, g * R, 0])
+            chosen.attend(&q[m, g * R + head, 0], count, d, &keys[slots[m], start, g, 0],
+                          &values[slots[m], start, g, 0], n_keys, G * d, scale, workspace, &z[m, g * R + head, 0])
         free(workspace)
 
 
