@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, choose_backend
+from .backends import Backend, HeadCandidates, ScreenedHead, choose_backend
 from .config import ModelConfig
 from .errors import FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
 from .formats.open import open_checkpoint
 from .kv_cache import KVCache, TokenBatch
-from .tracing import checked_forward, record
+from .tracing import checked_candidates, checked_forward, record
 from .tracing.record import NamesFilter
 from .weights import ModelWeights
 
@@ -55,6 +55,7 @@ def load(
     backend: str = "auto",
     threads: int | None = None,
     dtype: str = "float32",
+    head: str = "auto",
     allow_unquantized: bool = False,
     verify: bool = False,
     progress: Progress | None = None,
@@ -64,8 +65,12 @@ def load(
     model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
         its shards), a .safetensors file in such a folder, a native file (.bitnet.safetensors), or a .gguf file.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
-    threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
+    threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
+        process may use, cut to its cgroup's limit.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
+    head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
+        certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
+        held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
     progress: called with (parts done, parts in all) while the weights are read.
@@ -73,10 +78,10 @@ def load(
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
-    chosen = choose_backend(backend, dtype=dtype, threads=threads)
+    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
     with open_checkpoint(path, ReadOptions(allow_unquantized, verify=verify)) as checkpoint:
         weights = read_weights(checkpoint, progress, chosen.prepare)
-    return Model(checkpoint.config, weights, chosen, path)
+    return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path)
 
 
 class Model:
@@ -90,8 +95,13 @@ class Model:
         cfg = self.config
         return (
             f"<bitnet_ref.Model {where}: {cfg.model_type}, {cfg.num_hidden_layers} layers of {cfg.hidden_size}, "
-            f"vocab {cfg.vocab_size}, backend {self.backend.name}>"
+            f"vocab {cfg.vocab_size}, backend {self.backend.name}{', screened head' * (self.head == 'screened')}>"
         )
+
+    @property
+    def head(self) -> str:
+        """How greedy and top-k tokens are found: "screened" (by certain bounds on most logits) or "exact" (all)."""
+        return "screened" if isinstance(self.weights.lm_head, ScreenedHead) else "exact"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -148,6 +158,18 @@ class Model:
     def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
         """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""
         return checked_forward(self.backend, self.weights, self.config, batch, cache)
+
+    def candidates(self, batch: TokenBatch, cache: KVCache, k: int | None) -> tuple[NDArray, list[HeadCandidates]]:
+        """`forward`, but only the logits that a choice among the k largest needs (None: all), and what the head saw.
+
+        -> final hidden (wanted, D), [HeadCandidates of each wanted token].  Checked like `forward`.
+        """
+        return checked_candidates(self.backend, self.weights, self.config, batch, cache, k)
+
+    def head_logits(self, hidden: NDArray) -> NDArray:
+        """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""
+        with self.backend.running():
+            return self.backend.lm_head(hidden, self.weights.lm_head)
 
     def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
         """token_ids as an int64 array, non-empty, within the vocabulary and the context."""

@@ -30,7 +30,17 @@ from .weights import TernaryWeight
 
 __all__ = ["BackendCheck", "BackendState", "Diagnosis", "examine", "self_check"]
 
-REQUIRED = ("numpy", "ml_dtypes", "safetensors", "sentencepiece", "tokenizers", "jinja2", "click", "rich")
+REQUIRED = (
+    "numpy",
+    "ml_dtypes",
+    "safetensors",
+    "sentencepiece",
+    "tokenizers",
+    "jinja2",
+    "click",
+    "rich",
+    "threadpoolctl",
+)
 OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
 _OTHER_DISTRIBUTIONS = {"cupy": ("cupy-cuda12x", "cupy-cuda13x")}
 CHECK_PROMPT = "Once upon a time, the little"
@@ -221,7 +231,10 @@ def _compiled_kernel() -> str:
     except BackendError as error:  # BITNET_REF_SIMD asks for another
         return str(error)
     others = [f"{name}: {lacks}" for name, lacks in cython_backend.simd_variants().items() if lacks is not None]
-    return f"{chosen} kernels" + (f" (not here: {', '.join(others)})" if others else "")
+    from .backends.screened_head import SMALLEST_SCREENED_BYTES
+
+    head = f"; heads from {SMALLEST_SCREENED_BYTES >> 20} MiB on are screened"
+    return f"{chosen} kernels{head}" + (f" (not here: {', '.join(others)})" if others else "")
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 def forward(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
     """Logits of the wanted tokens of `batch`; the cache gains the keys and values of all of them.   -> (wanted, V)"""
+    return be.lm_head(final_hidden(be, w, cfg, batch, cache), w.lm_head)
+
+
+def final_hidden(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
+    """All of the above but the head: what the head sees of the wanted tokens.   -> (wanted, D)"""
     x = be.embed(w.embedding, batch.tokens)  # (N,) -> (N, D)
     rope = be.rope_tables(batch.positions, cfg.rope, cfg.head_dim)  # cos, sin: (N, d/2) each
     for index, layer in enumerate(w.layers):
@@ -29,8 +34,7 @@ def forward(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, c
         x = x + feed_forward(be, x, layer, cfg)  # (N, D)
     if batch.wanted is not None:
         x = x[batch.wanted]  # (wanted, D)
-    x = be.rms_norm(x, w.final_norm, cfg.norm_eps)
-    return be.lm_head(x, w.lm_head)  # (wanted, V)
+    return be.rms_norm(x, w.final_norm, cfg.norm_eps)
 
 
 def attention_block(

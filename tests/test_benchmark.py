@@ -241,7 +241,7 @@ def test_the_shell_offers_every_shape():
 
 def test_profile_forwards_every_operation():
     public = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    assert public == {*OPS, "prepare"}
+    assert public == {*OPS, "prepare", "prepare_model", "running"}
     assert all(name in vars(ProfiledBackend) for name in public)
 
 
@@ -255,7 +255,7 @@ def test_profile_counts():
     ops = {op.op: op for op in found.ops}
     assert ops["linears gate_proj up_proj"].calls == 4 * 2
     assert ops["linears gate_proj up_proj"].nbytes == 4 * 2 * 2 * (24 * 16 // 4)
-    assert (ops["lm_head"].calls, ops["lm_head"].nbytes) == (4, 4 * 40 * 16 * 2)
+    assert (ops["head_candidates"].calls, ops["head_candidates"].nbytes) == (4, 4 * 40 * 16 * 2)
     assert ops["rms_norm"].gb_per_s is None
     assert found.outside_s >= 0
     assert [op.total_s for op in found.ops] == sorted((op.total_s for op in found.ops), reverse=True)

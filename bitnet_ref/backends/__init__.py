@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..errors import BackendUnavailable
-from .numpy_backend import Backend
+from .candidates import HeadCandidates
+from .numpy_backend import HEADS, Backend
+from .screened_head import ScreenedHead
 
-__all__ = ["Backend", "available_backends", "choose_backend"]
+__all__ = ["HEADS", "NAMES", "Backend", "HeadCandidates", "ScreenedHead", "available_backends", "choose_backend"]
 
 NAMES = ("numpy", "cython", "cupy")
 
@@ -27,8 +29,12 @@ def _why_not(name: str) -> str | None:
     return None
 
 
-def choose_backend(name: str = "auto", *, dtype: str = "float32", threads: int | None = None) -> Backend:
+def choose_backend(
+    name: str = "auto", *, dtype: str = "float32", threads: int | None = None, head: str = "auto"
+) -> Backend:
     """The backend of that name, ready to use. "auto" takes the fastest that can run here and has the dtype.
+
+    head: "exact", "screened" (cython) or "auto"; see `CythonBackend.prepare_model`.
 
     Raises BackendUnavailable when a named backend cannot run here.
     """
@@ -41,5 +47,5 @@ def choose_backend(name: str = "auto", *, dtype: str = "float32", threads: int |
     if name == "cython":
         from .cython_backend import CythonBackend
 
-        return CythonBackend(dtype, threads)
-    return Backend(dtype, threads)
+        return CythonBackend(dtype, threads, head=head)
+    return Backend(dtype, threads, head=head)

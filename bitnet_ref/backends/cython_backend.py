@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,12 +21,17 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
-from ..weights import DenseWeight, InputNorm, LinearWeight, TernaryLinear, TernaryWeight
+from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from .candidates import HeadCandidates
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
+from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
 # A thread that waits for work should sleep. libgomp lets it spin for some milliseconds by default, which on a machine
 # with anything else to do takes the processor from the thread that is waited for: 30 times slower, measured. It reads
 # this when it is loaded; a setting of the user's own stands.
+# A bounded spin was tried: 2 threads, regions of 150 us with 25 us of Python between them, on two cores with six other
+# processes. What a region costs beyond its work, median of 25, by GOMP_SPINCOUNT: 0: 155 us, 200: 157, 1000: 166, 2000:
+# 175, 4000: 197 (once each: 10,000: 1.1 ms, 100,000: 3.3 ms). None helps there; an idle machine has not been measured.
 _mine = "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ
 if _mine:
     os.environ["GOMP_SPINCOUNT"] = "0"
@@ -104,18 +110,49 @@ class CythonBackend(Backend):
     name = "cython"
     dtypes = ("float32",)
 
-    def __init__(self, dtype: str = "float32", threads: int | None = None, simd: str | None = None) -> None:
-        super().__init__(dtype, threads)
+    def __init__(
+        self, dtype: str = "float32", threads: int | None = None, simd: str | None = None, *, head: str = "auto"
+    ) -> None:
+        super().__init__(dtype, threads, head=head)
         self.simd = choose_simd(simd)
         self._set = list(simd_variants()).index(self.simd)
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
+        # Huge pages: NumPy itself asks for them (MADV_HUGEPAGE) for arrays of 4 MB and more, the large panels and the
+        # screen of the head. A decoding step of 12 layers of 2B-4T, minima of 30 x 4: 51.3 ms with that, 54.7 without
+        # (NUMPY_MADVISE_HUGEPAGE=0), 54.5 with every panel in one arena of huge pages: nothing more to gain here.
         if not isinstance(w, TernaryWeight):
             return w
         n_out, n_in = w.shape
         panels = np.empty((-(-n_out // _cpu.panel_rows), -(-n_in // _cpu.block_k) * _cpu.block_bytes), dtype=np.uint8)
         _cpu.pack_panels(w.packed, panels, self.threads)
         return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm)
+
+    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+        """Gives the head a screen (`ScreenedHead`), half as large as its bfloat16 rows, unless it is exact or small.
+
+        A head that is ternary, has a bias or is float16 has none: its product is not one of the kernels' own.
+        """
+        head = w.lm_head
+        fits = type(head) is DenseWeight and head.bias is None and _kernels_take(head.array) and head.array.size > 0
+        if self.head == "exact" or not fits:
+            return w
+        assert isinstance(head, DenseWeight)
+        if self.head == "auto" and head.array.nbytes < SMALLEST_SCREENED_BYTES:
+            return w
+        screened = self._screened(head)
+        return replace(w, lm_head=screened, embedding=screened if w.tied else w.embedding)
+
+    def _screened(self, w: DenseWeight) -> ScreenedHead:
+        """The same rows with their screen."""
+        n_out, n_in = w.shape
+        rows_q = np.empty((n_out, -(-n_in // 64) * 64), dtype=np.int8)
+        facts = np.empty((n_out, 3), dtype=np.float32)
+        _cpu.screen_pack(_bits(w.array), rows_q, facts, self.threads, self._set)
+        return ScreenedHead(w.array, rows_q=rows_q, facts=facts)
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the kernels take their count with each call, and no BLAS runs beside them
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +196,7 @@ class CythonBackend(Backend):
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         array = w.array
-        if array.dtype not in (np.float32, ml_dtypes.bfloat16) or not array.flags.c_contiguous:
+        if not _kernels_take(array):
             return super().dense_matmul(x, w)  # float16: NumPy widens it a block at a time
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=array)
         y = np.empty((len(x), len(array)), dtype=np.float32)
@@ -200,7 +237,32 @@ class CythonBackend(Backend):
         _cpu.attention(_floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set)
         return z
 
+    def head_candidates(
+        self, x: NDArray, w: LinearWeight, k: int | None, also: Sequence[int] = ()
+    ) -> list[HeadCandidates]:
+        if not isinstance(w, ScreenedHead) or k is None or k > MOST_CANDIDATES * len(w.array):
+            return super().head_candidates(x, w, k, also)
+        require("head_candidates", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, D), w (V, D)", x=x, w=w.array)
+        lower, upper = self._head_bounds(x, w)
+        found = []
+        for i in range(len(x)):
+            ids = surviving_rows(lower[i], upper[i], k, also)
+            if len(ids) > MOST_CANDIDATES * len(w.array):
+                found += super().head_candidates(x[i : i + 1], w, None)
+                continue
+            logits = np.empty(len(ids), dtype=np.float32)
+            _cpu.dense_rows(_floats(x[i]), _bits(w.array), ids, logits, self.threads, self._set)
+            found.append(HeadCandidates(ids, logits, len(w.array), (lower[i], upper[i])))
+        return found
+
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _head_bounds(self, x: NDArray, w: ScreenedHead) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """x (N, D) -> lower and upper (N, V), with every logit that `lm_head` computes between them"""
+        lower, upper = (np.empty((len(x), len(w.array)), dtype=np.float32) for _ in range(2))
+        if (row := _cpu.screen_rows(_floats(x), w.rows_q, w.facts, lower, upper, self.threads, self._set)) >= 0:
+            raise NumericsError(f"head_candidates: token {row} holds NaN or Inf")
+        return lower, upper
 
     def _bit_linears(self, x: NDArray, ws: list[PanelWeight]) -> tuple[NDArray, ...]:
         """BitLinears of the same x, which is quantised once, in one call."""
@@ -224,6 +286,16 @@ class CythonBackend(Backend):
 
 def _not_finite(row: int) -> NumericsError:
     return NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+
+
+def _kernels_take(w: NDArray) -> bool:
+    """Whether the dense kernels compute from this matrix as it is."""
+    return w.dtype in (np.float32, ml_dtypes.bfloat16) and w.flags.c_contiguous
+
+
+def _bits(w: NDArray) -> NDArray:
+    """float32 as it is, bfloat16 as the uint16 that Cython can take"""
+    return w if w.dtype == np.float32 else w.view(np.uint16)
 
 
 def _floats(x: NDArray) -> NDArray[np.float32]:

@@ -8,16 +8,20 @@ the composition under the numerical contract.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers, quantization
 from ..config import RopeConfig
-from ..errors import ShapeError
+from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
-from ..threads import resolve_threads
-from ..weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight
+from ..threads import blas_threads, resolve_threads
+from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from .candidates import HeadCandidates
+
+HEADS = ("auto", "exact", "screened")
 
 
 def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
@@ -50,15 +54,28 @@ class Backend:
     name = "numpy"
     dtypes: tuple[str, ...] = ("float32", "float64")
 
-    def __init__(self, dtype: str = "float32", threads: int | None = None) -> None:
+    def __init__(self, dtype: str = "float32", threads: int | None = None, *, head: str = "auto") -> None:
         if dtype not in self.dtypes:
             raise ShapeError(f"backend {self.name}", expected=f"dtype {' or '.join(self.dtypes)}", got=repr(dtype))
         self.dtype = np.dtype(dtype)
         self.threads = resolve_threads(threads)
+        if head not in HEADS:
+            raise BackendUnavailable(f"head: expected one of {', '.join(HEADS)}, got {head!r}")
+        if head == "screened" and type(self).prepare_model is Backend.prepare_model:
+            raise BackendUnavailable(f"backend {self.name!r} computes the whole head; head='screened' is for 'cython'")
+        self.head = head
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         """A linear's weight in the layout this backend computes from; called once for each, as the file is read."""
         return w
+
+    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+        """All of a model, each linear prepared, when it has been read: what a backend adds to it as a whole."""
+        return w
+
+    def running(self) -> AbstractContextManager[None]:
+        """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
+        return blas_threads(self.threads)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
@@ -158,3 +175,16 @@ class Backend:
     def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)
+
+    def head_candidates(
+        self, x: NDArray, w: LinearWeight, k: int | None, also: Sequence[int] = ()
+    ) -> list[HeadCandidates]:
+        """x (N, D) -> for each token the logits that a choice among its k largest needs, and those of the ids `also`.
+
+        k None needs all of them. Here they are all logits; a backend that can tell faster which ones matter returns
+        those, and the same bits for them. A rule that moves some logits before it takes the k largest asks for
+        k + (how many it moves), and for those ids in `also`.
+        """
+        logits = self.lm_head(x, w)
+        ids = np.arange(logits.shape[1])
+        return [HeadCandidates(ids, row, len(ids)) for row in logits]

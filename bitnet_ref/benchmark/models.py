@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
+from ..backends import HeadCandidates, ScreenedHead
 from ..config import ModelConfig
 from ..errors import GenerationError
 from ..generation.generate import PREFILL_CHUNK
-from ..generation.sampling import log_probability
+from ..generation.params import SamplingParams
+from ..generation.sampling import choose, choose_among, log_probability
 from ..kv_cache import KVCache, TokenBatch
 from ..memory import peak_memory_bytes
 from ..weights import ModelWeights, TernaryLinear
@@ -29,6 +31,7 @@ from .timing import Timing, seconds
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
+GREEDY = SamplingParams()
 STEPS_BETWEEN_READS = 4  # of decoding: the read empties the caches, which a small model lives in
 NO_SPEED = "the backend differs from the NumPy reference: no speed is reported"
 
@@ -41,7 +44,7 @@ class StepBytes:
 
     ternary: int  # planes, with their padding, and biases
     dense: int  # linears of a model, or part of one, that is not quantised
-    head: int
+    head: int  # all of it, or its screen and the rows that this leaves
     cache: int  # keys and values that the token sees
     other: int  # norms, and one row of the embedding
 
@@ -50,10 +53,12 @@ class StepBytes:
         return self.ternary + self.dense + self.head + self.cache + self.other
 
 
-def bytes_of_step(config: ModelConfig, weights: ModelWeights, position: float, float_bytes: int = 4) -> StepBytes:
+def bytes_of_step(
+    config: ModelConfig, weights: ModelWeights, position: float, float_bytes: int = 4, head_rows: float = 1
+) -> StepBytes:
     """Bytes read to decode the token at `position` (a mean of several may be given): weights, head, cache.
 
-    float_bytes: of one value of the cache.
+    float_bytes: of one value of the cache. head_rows: logits computed for a token, where the head is screened.
     """
     ternary = dense = 0
     norms = weights.final_norm.nbytes
@@ -69,7 +74,10 @@ def bytes_of_step(config: ModelConfig, weights: ModelWeights, position: float, f
     seen = min(position + 1, config.sliding_window or np.inf)
     cache = round(2 * config.num_hidden_layers * config.kv_size * float_bytes * seen)
     row = weights.embedding.array[:1].nbytes
-    return StepBytes(ternary, dense, weights.lm_head.nbytes, cache, norms + row)
+    head = weights.lm_head.nbytes
+    if isinstance(weights.lm_head, ScreenedHead):
+        head = weights.lm_head.screen_nbytes + round(head_rows * row)
+    return StepBytes(ternary, dense, head, cache, norms + row)
 
 
 @dataclass(frozen=True)
@@ -100,12 +108,14 @@ class ModelBench:
     step_bytes: StepBytes  # at the mean position of the decoded tokens
     last_level_cache_bytes: int
     read_how: str
+    head: str  # "exact", or "screened": the greedy token is found by bounds on the other logits
     read_bytes: int
     read: Timing | None = None
     prompt: Timing | None = None  # the whole prompt
     decode: Timing | None = None  # one token, through `Model.forward`
     decode_s: float | None = None  # all new tokens
-    choose: Timing | None = None  # the likeliest token of the logits and its log probability, as generation takes them
+    choose: Timing | None = None  # the likeliest token and, where all logits are known, its log probability
+    head_rows: float | None = None  # logits computed for a token, on average
     peak_memory_bytes: int | None = None  # less the buffer that the plain read goes through
     profiles: dict[str, Profile] = field(default_factory=dict)  # "prompt", "decode", when asked for
 
@@ -205,6 +215,7 @@ def measure_model(
         "step_bytes": bytes_of_step(model.config, model.weights, mean_position, model.backend.dtype.itemsize),
         "last_level_cache_bytes": last_level_cache_bytes(),
         "read_how": reader.how,
+        "head": model.head,
         "read_bytes": reader.nbytes,
     }
     if not check.equal:
@@ -212,24 +223,28 @@ def measure_model(
 
     cache = model.new_cache(slots=1, capacity=prompt_tokens + new_tokens)
     reader.read()  # the first pass finds cold tables
-    reads, prompts, decodes, chooses = [], [], [], []
+    reads, prompts, decodes, chooses, head_rows = [], [], [], [], []
     for _ in range(PROMPT_REPEATS):
         reads.append(seconds(reader.read))
         start = time.perf_counter()
-        logits = prefill(model, prompt, cache)
+        found = prefill(model, prompt, cache)
         prompts.append(time.perf_counter() - start)
         steps.done()
     for step in range(new_tokens):
         if step % STEPS_BETWEEN_READS == 0:
             reads.append(seconds(reader.read))
         start = time.perf_counter()
-        token = int(np.argmax(logits))
-        log_probability(logits, token)
+        token = likeliest(found)
+        if found.complete:
+            log_probability(found.logits, token)
         chosen = time.perf_counter()
-        logits = decode(model, token, prompt_tokens + step, cache)
+        found = decode(model, token, prompt_tokens + step, cache)
+        head_rows.append(len(found.ids))
         decodes.append(time.perf_counter() - chosen)
         chooses.append(chosen - start)
         steps.done()
+    size = model.backend.dtype.itemsize
+    facts["step_bytes"] = bytes_of_step(model.config, model.weights, mean_position, size, mean(head_rows))
     # A higher peak than before was reached with the buffer in place; the same peak was the model's own.
     after = peak_memory_bytes()
     return ModelBench(
@@ -239,23 +254,33 @@ def measure_model(
         decode=Timing.of(decodes),
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
+        head_rows=mean(head_rows),
         peak_memory_bytes=max(before, after - reader.nbytes),
         profiles=profile_model(model, prompt, new_tokens, steps) if profile else {},
     )
 
 
-def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> NDArray:
-    """The prompt through the model in generation's steps of some hundred tokens.   -> logits of the last (V,)"""
+def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> HeadCandidates:
+    """The prompt through the model in generation's steps of some hundred tokens.   -> what may follow the last"""
     for start in range(0, len(prompt), PREFILL_CHUNK):
         piece = prompt[start : start + PREFILL_CHUNK]
         last = [0] if start + len(piece) == len(prompt) else []
-        logits = model.forward(TokenBatch.of([(0, start, piece)], logits_of_last=last), cache)
-    return logits[0]
+        _, found = model.candidates(TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, 1)
+    return found[0]
 
 
-def decode(model: Model, token: int, position: int, cache: KVCache) -> NDArray:
-    """One more token of slot 0.   -> logits (V,)"""
-    return model.forward(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache)[0]
+def decode(model: Model, token: int, position: int, cache: KVCache) -> HeadCandidates:
+    """One more token of slot 0, as greedy generation takes it.   -> what may follow it"""
+    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, 1)[1][0]
+
+
+def likeliest(found: HeadCandidates) -> int:
+    """The greedy token, chosen as generation chooses it."""
+    if found.complete:
+        return choose(found.logits, GREEDY, 0.0)
+    token = choose_among(found, GREEDY, 0.0)
+    assert token is not None
+    return token
 
 
 def profile_model(
@@ -266,17 +291,17 @@ def profile_model(
     cache = model.new_cache(slots=1, capacity=len(prompt) + new_tokens)
     watched = _watched(model)
     start = time.perf_counter()
-    logits = prefill(watched, prompt, cache)
-    found = {"prompt": _profile(watched, len(prompt), time.perf_counter() - start)}
+    found = prefill(watched, prompt, cache)
+    profiles = {"prompt": _profile(watched, len(prompt), time.perf_counter() - start)}
     steps.done()
     watched, total = _watched(model), 0.0
     for step in range(new_tokens):
-        token = int(np.argmax(logits))
+        token = likeliest(found)
         start = time.perf_counter()
-        logits = decode(watched, token, len(prompt) + step, cache)
+        found = decode(watched, token, len(prompt) + step, cache)
         total += time.perf_counter() - start
         steps.done()
-    return {**found, "decode": _profile(watched, new_tokens, total)}
+    return {**profiles, "decode": _profile(watched, new_tokens, total)}
 
 
 def _watched(model: Model) -> Model:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..backends import Backend
+from ..backends import Backend, ScreenedHead
 from ..weights import LinearWeight, ModelWeights
 
 OPS = (
     *("embed", "rms_norm", "rope_tables", "rope", "quantize_activations", "ternary_matmul", "dequantize"),
     *("dense_matmul", "attention_scores", "softmax", "attention_values", "gated", "linear", "linears"),
-    *("attention", "lm_head"),
+    *("attention", "lm_head", "head_candidates"),
 )
+_OF_ONE_WEIGHT = ("linear", "lm_head", "head_candidates", "dense_matmul")
 
 
 @dataclass
@@ -49,6 +51,12 @@ class ProfiledBackend(Backend):
     def prepare(self, w: LinearWeight) -> LinearWeight:
         return self.inner.prepare(w)
 
+    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+        return self.inner.prepare_model(w)
+
+    def running(self) -> AbstractContextManager[None]:
+        return self.inner.running()
+
     @property
     def total_s(self) -> float:
         """Time in all operations."""
@@ -59,11 +67,14 @@ class ProfiledBackend(Backend):
 
     def add(self, op: str, weights: tuple[LinearWeight, ...], taken_s: float) -> None:
         """One call of `op`, over these weights."""
-        name = " ".join([op, *(self._names.get(id(w), "?") for w in weights if op != "lm_head")])
+        name = " ".join(
+            [op, *(self._names.get(id(w), "?") for w in weights if not op.startswith(("lm_head", "head_")))]
+        )
         entry = self.ops.setdefault(name, OpTime(name))
         entry.calls += 1
         entry.total_s += taken_s
-        entry.nbytes += sum(w.nbytes for w in weights)
+        screened = op == "head_candidates"
+        entry.nbytes += sum(w.screen_nbytes if screened and isinstance(w, ScreenedHead) else w.nbytes for w in weights)
 
 
 def _forwarding(op: str) -> Callable[..., Any]:
@@ -71,7 +82,7 @@ def _forwarding(op: str) -> Callable[..., Any]:
         start = time.perf_counter()
         result = getattr(self.inner, op)(*args)
         taken = time.perf_counter() - start
-        weights = args[1] if op == "linears" else (args[1],) if op in ("linear", "lm_head", "dense_matmul") else ()
+        weights = args[1] if op == "linears" else (args[1],) if op in _OF_ONE_WEIGHT else ()
         self.add(op, tuple(weights), taken)
         return result
 

@@ -120,7 +120,8 @@ def synthetic_model(
     head = embedding if config.tie_word_embeddings else backend.prepare(_random_table(rng, config))
     if progress is not None:
         progress(total, total)
-    return Model(config, ModelWeights(embedding, blocks, _ones(config.hidden_size), head), backend)
+    weights = ModelWeights(embedding, blocks, _ones(config.hidden_size), head)
+    return Model(config, backend.prepare_model(weights), backend)
 
 
 def _ones(size: int) -> NDArray[np.float32]:

@@ -108,7 +108,20 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     reference_error = float(np.abs(logits(Backend("float32", threads=1), plain) - exact).max())
     floor = FLOOR_IN_EPSILONS * float(np.finfo(np.float32).eps) * float(np.abs(exact).max())
     error = float(np.abs(logits(model.backend, weights) - exact).max())
-    return check + Check(logits_error=error, logits_allowed=2 * reference_error + floor)
+    return (
+        check
+        + check_candidates(Model(first, weights, model.backend), batch)
+        + Check(logits_error=error, logits_allowed=2 * reference_error + floor)
+    )
+
+
+def check_candidates(subject: Model, batch: TokenBatch) -> Check:
+    """The likeliest token of each position, found as greedy generation finds it, and its logit, against all logits."""
+    all_logits = subject.forward(batch, subject.new_cache(1, len(batch)))
+    _, found = subject.candidates(batch, subject.new_cache(1, len(batch)), 1)
+    mine = np.array([(candidates.ids[i := candidates.logits.argmax()], candidates.logits[i]) for candidates in found])
+    theirs = np.stack([all_logits.argmax(axis=1), all_logits.max(axis=1)], axis=1)
+    return Check(floats=mine.size, unequal_floats=_unequal(mine, theirs.astype(mine.dtype)))
 
 
 def plain_weights(w: ModelWeights) -> ModelWeights:

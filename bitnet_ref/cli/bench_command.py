@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..backends import NAMES
+from ..backends import HEADS, NAMES
 from .shell import (
     DIFFERS,
     AnyFunction,
@@ -58,7 +58,7 @@ class WholeNumbers(click.ParamType):
 
 def machine_options(function: AnyFunction) -> AnyFunction:
     """--threads and --simd"""
-    threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all there are]")
+    threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
     simd = click.option("--simd", metavar="SET", help="Kernel set of the cython backend (scalar, avx2, avx512, ...).")
     return threads(simd(function))
 
@@ -141,6 +141,7 @@ def draw_kernels(found: KernelBench, out: Console) -> None:
 @click.option("--prompt", type=click.IntRange(min=1), default=64, show_default=True, help="Prompt tokens.")
 @click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded tokens.")
 @click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
+@click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate.")
 @click.option("--profile", is_flag=True, help="Run once more and show the time of each operation.")
 @machine_options
 @common_options
@@ -151,6 +152,7 @@ def model(
     prompt: int,
     new: int,
     backend: str,
+    head: str,
     profile: bool,
     threads: int | None,
     simd: str | None,
@@ -163,7 +165,7 @@ def model(
     if layers is not None and synthetic is None:
         raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
     refuse_simd(simd, backend)
-    subject = ready(model, synthetic, layers, backend, threads, simd)
+    subject = ready(model, synthetic, layers, backend, threads, simd, head)
     with LoadingBar("measuring") as bar:
         found = measure_model(subject, prompt, new, profile=profile, progress=bar)
     name = f"{synthetic}, random weights" if synthetic else str(model or "storyteller")
@@ -177,15 +179,16 @@ def ready(
     backend: str,
     threads: int | None,
     simd: str | None,
+    head: str = "auto",
 ) -> Model:
     """The model to measure, on the backend and kernel set asked for."""
     from ..api import Model, load
     from ..backends import choose_backend
     from ..backends.cython_backend import CythonBackend
 
-    chosen = choose_backend("cython" if simd else backend, threads=threads)
+    chosen = choose_backend("cython" if simd else backend, threads=threads, head=head)
     if simd:
-        chosen = CythonBackend("float32", threads, simd)
+        chosen = CythonBackend("float32", threads, simd, head=head)
     if synthetic is not None:
         from ..benchmark import SHAPES, synthetic_model
 
@@ -193,7 +196,7 @@ def ready(
             return synthetic_model(SHAPES[synthetic], chosen, progress=bar, layers=layers)
     name = model or "storyteller"
     with LoadingBar(f"loading {name}") as bar:
-        loaded = load(name, backend=chosen.name, threads=threads, progress=bar)
+        loaded = load(name, backend=chosen.name, threads=threads, head=head, progress=bar)
     return Model(loaded.config, loaded.weights, chosen, loaded.path)  # every kernel set reads the same layout
 
 
@@ -231,7 +234,11 @@ def draw_model(found: ModelBench, name: str, shortness: str, out: Console) -> No
         f"{found.decode_tokens_per_s:.2f} tok/s best, {found.decode_tokens_per_s_median:.2f} median "
         f"({found.new_tokens} tokens, {in_time(decode.best_s)} and {in_time(decode.median_s)} each)",
     )
-    table.add_row("choosing", f"{in_time(found.choose.median_s)} more a token: the likeliest and its log probability")
+    what = "the likeliest and its log probability" if found.head == "exact" else "the likeliest"
+    table.add_row("choosing", f"{in_time(found.choose.median_s)} more a token: {what}")
+    if found.head == "screened":
+        rows = f"{found.head_rows:,.0f} of {cfg['vocab_size']:,} logits computed a token"
+        table.add_row("head", f"screened: {rows}, certain bounds on the others")
     pieces = {"ternary": parts.ternary, "dense": parts.dense, "head": parts.head, "cache": parts.cache}
     pieces["other"] = parts.other
     words = ", ".join(f"{part} {size_in_words(size)}" for part, size in pieces.items() if size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..backends import NAMES
+from ..backends import HEADS, NAMES
 from ..errors import GenerationError, TokenizerError
 from ..memory import peak_memory_bytes
 from .shell import (
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..generation import GenerationStats, StreamChunk, TokenStream
 
-LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "allow_unquantized")
+HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
+LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "head", "allow_unquantized")
 
 
 def model_options(function: AnyFunction) -> AnyFunction:
@@ -37,8 +38,9 @@ def model_options(function: AnyFunction) -> AnyFunction:
         (
             click.option("--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
-            click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all there are]"),
+            click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]"),
             click.option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
+            click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
             click.option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
         )
     ):
@@ -126,16 +128,16 @@ class Reply:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    chunks: list[StreamChunk] = field(default_factory=list)
 
     def follow(self, stream: TokenStream, on_chunk: Callable[[StreamChunk], None] | None = None) -> None:
         try:
             for chunk in stream:
                 self.text += chunk.text
                 self.token_ids.append(chunk.token_id)
-                self.logprobs.append(chunk.logprob)
+                self.chunks.append(chunk)
                 self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
                 if on_chunk is not None:
                     on_chunk(chunk)
@@ -150,7 +152,11 @@ class Reply:
             name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")
         }
         return {
-            **asdict(self),
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "logprobs": [chunk.logprob for chunk in self.chunks],
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
             "prompt_token_ids": prompt_token_ids,
             "stats": {**times, "peak_memory_bytes": peak_memory_bytes()},
         }

@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends import HeadCandidates
 from ..errors import GenerationError, TokenizerError
 from ..kv_cache import TokenBatch, TokenIds
+from .logprobs import Logprobs, lazy_field
 from .params import DEFAULT_MAX_TOKENS, SamplingParams
-from .sampling import choose_token, log_probability
+from .sampling import candidates_needed, choose, choose_among
 from .streaming import TextStream
 
 if TYPE_CHECKING:
@@ -26,9 +28,14 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 512  # prompt tokens computed at a time: bounds the memory of a long prompt
 
 
+@lazy_field("logprob")
 @dataclass(frozen=True)
 class StreamChunk:
-    """One new token. `text` is what became certain with it: often a word, sometimes nothing."""
+    """One new token. `text` is what became certain with it: often a word, sometimes nothing.
+
+    `logprob` is the natural logarithm of the token's probability in the model's own distribution. With a screened head
+    it is computed when it is first read, for all tokens so far.
+    """
 
     text: str
     token_id: int
@@ -47,6 +54,8 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0  # from the first new token to the last
     decode_tokens: int = 0  # new tokens that took a step of their own: all but each row's first
+    screened_tokens: int = 0  # new tokens that were chosen among a few logits, by certain bounds on all others
+    head_rows: int = 0  # logits computed to choose all tokens; the whole vocabulary for each that is not screened
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -57,12 +66,13 @@ class GenerationStats:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
+@lazy_field("logprobs")
 @dataclass(frozen=True)
 class Generation:
     """What became of one prompt. `text` and `token_ids` are the continuation, without the prompt.
 
     `token_ids` holds the end token if there was one; `text` holds no end token and no stop string. `logprobs` are the
-    natural logarithms of the chosen tokens' probabilities in the model's own distribution.
+    natural logarithms of the chosen tokens' probabilities in the model's own distribution (see `StreamChunk`).
     """
 
     text: str
@@ -78,9 +88,11 @@ class _Row:
     """One prompt on its way."""
 
     def __init__(
-        self, slot: int, prompt: NDArray[np.int64], max_tokens: int, text: TextStream, seed: int | None
+        self, model: Model, slot: int, prompt: NDArray[np.int64], max_tokens: int, text: TextStream, seed: int | None
     ) -> None:
         self.slot, self.prompt, self.max_tokens, self.text = slot, prompt, max_tokens, text
+        self.head = model.head_logits
+        self.logprobs = Logprobs(self.head)
         self.rng = np.random.default_rng(seed)
         self.chunks: list[StreamChunk] = []
 
@@ -93,9 +105,25 @@ class _Row:
         """(slot, position, [token]) of the newest token, which the model has not seen yet."""
         return self.slot, len(self.prompt) + len(self.chunks) - 1, [self.chunks[-1].token_id]
 
-    def accept(self, logits: NDArray, params: SamplingParams, end_tokens: frozenset[int]) -> StreamChunk:
-        """Choose a token from its logits (V,) and decide whether it is the last."""
-        token = choose_token(logits, params, self.rng)
+    def accept(
+        self,
+        hidden: NDArray,
+        found: HeadCandidates,
+        params: SamplingParams,
+        end_tokens: frozenset[int],
+        stats: GenerationStats,
+    ) -> StreamChunk:
+        """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
+        uniform = self.rng.random() if params.temperature > 0 else 0.0
+        logits = found.logits if found.complete else None
+        token = choose_among(found, params, uniform) if logits is None else choose(logits, params, uniform)
+        stats.head_rows += len(found.ids)
+        if token is None:  # the bounds leave it open
+            logits = self.head(hidden[None])[0]
+            stats.head_rows += len(logits)
+            token = choose(logits, params, uniform)
+        stats.generated_tokens += 1
+        stats.screened_tokens += logits is None
         text = self.text.push(token)
         finish: str | None = None
         why: str | int | None = None
@@ -109,7 +137,7 @@ class _Row:
             text += self.text.flush()
             if self.text.stopped_by is not None and why is None:  # the flush completed a stop string
                 finish, why = "stop", self.text.stopped_by
-        self.chunks.append(StreamChunk(text, token, log_probability(logits, token), finish, why))
+        self.chunks.append(StreamChunk(text, token, self.logprobs.add(token, hidden, logits), finish, why))
         return self.chunks[-1]
 
     def result(self, stats: GenerationStats) -> Generation:
@@ -119,7 +147,7 @@ class _Row:
             text="".join(chunk.text for chunk in self.chunks),
             token_ids=[chunk.token_id for chunk in self.chunks],
             finish_reason=last.finish_reason,
-            logprobs=[chunk.logprob for chunk in self.chunks],
+            logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),
             prompt_token_ids=self.prompt.tolist(),
             stats=stats,
             stop_reason=last.stop_reason,
@@ -196,7 +224,7 @@ def _rows(model: Model, prompts: Sequence[Any], params: SamplingParams) -> list[
                 f"prompt {slot} has {len(ids)} tokens and {wanted} more are asked for, but the model's context is "
                 f"{model.config.context_length}; lower max_tokens to {max(room, 0)} or shorten the prompt"
             )
-        rows.append(_Row(slot, ids, wanted, TextStream(tokenizer, params.stop), params.seed))
+        rows.append(_Row(model, slot, ids, wanted, TextStream(tokenizer, params.stop), params.seed))
     return rows
 
 
@@ -207,20 +235,20 @@ def _run(
     end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else _end_tokens(model))
     cache = model.new_cache(len(rows), capacity=max(len(row.prompt) + row.max_tokens for row in rows))
     stats.prompt_tokens = sum(len(row.prompt) for row in rows)
+    k = candidates_needed(params, model.config.vocab_size)
     for parts, complete in _prefill_steps(rows):
         started = time.perf_counter()
-        logits = model.forward(TokenBatch.of(parts, logits_of_last=complete), cache)
+        hidden, found = model.candidates(TokenBatch.of(parts, logits_of_last=complete), cache, k)
         stats.prefill_s += time.perf_counter() - started
-        for index, row_logits in zip(complete, logits, strict=True):
-            stats.generated_tokens += 1
-            yield rows[parts[index][0]].accept(row_logits, params, end_tokens)
+        for index, x, candidates in zip(complete, hidden, found, strict=True):
+            yield rows[parts[index][0]].accept(x, candidates, params, end_tokens, stats)
     while active := [row for row in rows if not row.finished]:
         started = time.perf_counter()
-        logits = model.forward(TokenBatch.of([row.next_input for row in active], range(len(active))), cache)
-        chunks = [row.accept(row_logits, params, end_tokens) for row, row_logits in zip(active, logits, strict=True)]
+        batch = TokenBatch.of([row.next_input for row in active], range(len(active)))
+        steps = zip(active, *model.candidates(batch, cache, k), strict=True)
+        chunks = [row.accept(x, candidates, params, end_tokens, stats) for row, x, candidates in steps]
         stats.decode_s += time.perf_counter() - started
         stats.decode_tokens += len(chunks)
-        stats.generated_tokens += len(chunks)
         yield from chunks
 
 

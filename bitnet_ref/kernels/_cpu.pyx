@@ -9,7 +9,7 @@ import os
 
 from cython.parallel cimport parallel, prange
 from libc.math cimport NAN
-from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
 from libc.stdlib cimport abort, free, malloc
 from libc.string cimport memset
 
@@ -31,6 +31,10 @@ cdef extern from "kernels.h" nogil:
         void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *,
                        float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
+        void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
+        int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
+        void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
+                            const double *, float *, float *, size_t) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
@@ -342,10 +346,12 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
               int threads, Py_ssize_t kernels):
     """q (M, H, d), one layer's keys and values (slots, capacity, G, d) -> z (M, H, d). window 0: no limit.
 
-    (token, kv head) pairs over threads. Each goes through all of its keys in one order.
+    (token, kv head) pairs over threads. Each goes through all of its keys in one order. Few pairs that leave some threads
+    idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads, whose results are the
+    same alone. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
     """
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], capacity = keys.shape[1]
-    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0
+    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count
     if (M != slots.shape[0] or M != positions.shape[0] or keys.shape[3] != d or R * G != H or values.shape[3] != d
             or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], capacity, G, keys.shape[3]}")
@@ -361,18 +367,27 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
+    whole = M * G
+    if whole < 8 * team:
+        whole -= whole % team
+        parts = min(<Py_ssize_t> team, R)
+    piece = (R + parts - 1) // parts  # query heads of a part
+    parts = (R + piece - 1) // piece
     with nogil, parallel(num_threads=team):
         workspace = <double *> aligned_scratch(chosen.attend_workspace(R, d, longest) * sizeof(double))
-        for item in prange(M * G, schedule="dynamic"):  # a prompt's later tokens have more keys
-            m = item // G
-            g = item % G
+        for item in prange(whole + (M * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
+            g = item if item < whole else whole + (item - whole) // parts
+            head = 0 if item < whole else (item - whole) % parts * piece
+            count = R if item < whole else min(piece, R - head)
+            m = g // G
+            g = g % G
             n_keys = positions[m] + 1
             start = 0
             if window and window < n_keys:
                 start = n_keys - window
                 n_keys = window
-            chosen.attend(&q[m, g * R, 0], R, d, &keys[slots[m], start, g, 0], &values[slots[m], start, g, 0], n_keys,
-                          G * d, scale, workspace, &z[m, g * R, 0])
+            chosen.attend(&q[m, g * R + head, 0], count, d, &keys[slots[m], start, g, 0],
+                          &values[slots[m], start, g, 0], n_keys, G * d, scale, workspace, &z[m, g * R + head, 0])
         free(workspace)
 
 
@@ -398,3 +413,84 @@ cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssi
     for block in prange(n_blocks, nogil=True, num_threads=team, schedule="static"):
         chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
                           &x[0, 0], M, &y[0, block * 16], N)
+
+
+# -- the screened head: head_screen.h ----------------------------------------------------------------------------------
+
+
+cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
+    """The rows of a float32 matrix, or of a bfloat16 one given as uint16"""
+    cdef const float[:, ::1] wide
+    cdef const uint16_t[:, ::1] half
+    if w.dtype.itemsize == 4:
+        wide = w
+        N[0], K[0], kind[0] = wide.shape[0], wide.shape[1], 0
+        return &wide[0, 0]
+    half = w
+    N[0], K[0], kind[0] = half.shape[0], half.shape[1], 1
+    return &half[0, 0]
+
+
+def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_t kernels):
+    """w (N, K) float32, or bfloat16 given as uint16 -> q (N, wide) int8 and facts (N, 3)"""
+    cdef Py_ssize_t N, K, n, wide = q.shape[1]
+    cdef int kind
+    cdef const char *rows = <const char *> _matrix(w, &N, &K, &kind)
+    if q.shape[0] != N or facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or K >= 1 << 22:
+        raise ValueError(f"screen_pack: w {N, K}, q {q.shape[0], wide}, facts {facts.shape[0], facts.shape[1]}")
+    cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
+    cdef int team = threads_for(N * size, DENSE_BYTES_A_THREAD, threads)
+    for n in prange(N, nogil=True, num_threads=team, schedule="static"):
+        KERNEL_SETS[kernels].screen_pack(kind, rows + n * size, K, wide, &q[n, 0], &facts[n, 0])
+
+
+def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::1] facts, float[:, ::1] lower,
+                float[:, ::1] upper, int threads, Py_ssize_t kernels):
+    """x (M, K), what screen_pack made -> lower and upper (M, N): between them lies the logit that dense_matmul computes.
+
+    Returns -1, or the first row of x that holds NaN or Inf.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], N = q.shape[0], wide = q.shape[1], m, block, bad = -1
+    cdef Py_ssize_t n_blocks = (N + 63) // 64
+    if (facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or lower.shape[0] != M
+            or lower.shape[1] != N or upper.shape[0] != M or upper.shape[1] != N):
+        raise ValueError(f"screen_rows: x {M, K}, q {N, wide}, lower {lower.shape[0], lower.shape[1]}")
+    if M == 0 or N == 0:
+        return -1
+    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    cdef int16_t *tokens = <int16_t *> malloc(M * wide * sizeof(int16_t))
+    cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
+    if tokens == NULL or token_facts == NULL:
+        free(tokens)
+        free(token_facts)
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    cdef int team = threads_for(N * wide * M, DENSE_BYTES_A_THREAD, threads)
+    with nogil:
+        for m in range(M):
+            if bad < 0 and not chosen.screen_token(&x[m, 0], K, wide, tokens + m * wide, token_facts + 3 * m):
+                bad = m
+        if bad < 0:
+            for block in prange(n_blocks, num_threads=team, schedule="static"):
+                chosen.screen_rows(&q[block * 64, 0], min(<Py_ssize_t> 64, N - block * 64), K, wide, &facts[block * 64, 0],
+                                   tokens, M, token_facts, &lower[0, block * 64], &upper[0, block * 64], N)
+        free(tokens)
+        free(token_facts)
+    return bad
+
+
+def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int threads, Py_ssize_t kernels):
+    """y[i] = w[rows[i]] . x, the bits that dense_matmul gives; w (N, K) float32, or bfloat16 given as uint16"""
+    cdef Py_ssize_t N, K, i, n = rows.shape[0]
+    cdef int kind
+    cdef const char *first = <const char *> _matrix(w, &N, &K, &kind)
+    if x.shape[0] != K or y.shape[0] != n:
+        raise ValueError(f"dense_rows: x {x.shape[0]}, w {N, K}, {n} rows, y {y.shape[0]}")
+    for i in range(n):
+        if rows[i] < 0 or rows[i] >= N:
+            raise ValueError(f"dense_rows: row {rows[i]} of {N}")
+    if n == 0:
+        return
+    cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
+    cdef int team = threads_for(n * size, DENSE_BYTES_A_THREAD, threads)
+    for i in prange(n, nogil=True, num_threads=team, schedule="static"):
+        KERNEL_SETS[kernels].dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1)

@@ -10,6 +10,7 @@
  * Dense rows are summed in float32, in 32 lanes and then by halves: one fixed order on every machine.
  */
 
+enum { STEP(VALUE_KEYS) = 32 }; /* of 512 bytes each in most models: half of L1 */
 enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4, STEP(DENSE_VECTORS) = 32 / (STEP_BYTES / 4) };
 typedef double STEP(f64v) __attribute__((vector_size(STEP_BYTES)));
 typedef int64_t STEP(i64v) __attribute__((vector_size(STEP_BYTES)));
@@ -190,56 +191,62 @@ STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
         scores[r * n_keys] = (float)(total * scale);                                                                   \
     }
 #define ONE_HEAD(DO) DO(0)
-#define FOUR_HEADS(DO) DO(0) DO(1) DO(2) DO(3)
+#define TWO_HEADS(DO) DO(0) DO(1)
+#define FOUR_HEADS(DO) TWO_HEADS(DO) DO(2) DO(3)
 SCORES(1, ONE_HEAD)
+SCORES(2, TWO_HEADS)
 SCORES(4, FOUR_HEADS)
 
-/* z[r * d + j ..] = sum over s of pattern[s * R + r] * value[s][j ..], two vectors of HEADS heads at a time */
+/* z[r * d + j ..] = sum over s of pattern[s * R + r] * value[s][j ..], two vectors of HEADS heads at a time. The keys are
+ * taken in blocks whose values stay in L1 for all j, the sums waiting in `sums` (HEADS * d): every sum still runs through
+ * the keys in one order. Going through all keys for each j instead touched a line of each row, far apart, again and again. */
 #define VALUES(HEADS, EACH)                                                                                            \
     STEP_INLINE void STEP(values_##HEADS)(const double *pattern, size_t R, const float *values, size_t n_keys,         \
-                                          size_t d, size_t stride, float *z) {                                         \
+                                          size_t d, size_t stride, double *sums, float *z) {                           \
         const STEP(f64v) zero = {0};                                                                                   \
-        size_t j = 0;                                                                                                  \
-        for (; j + 2 * STEP(DOUBLES) <= d; j += 2 * STEP(DOUBLES)) {                                                   \
-            EACH(VALUES_ZERO)                                                                                          \
-            for (size_t s = 0; s < n_keys; s++) {                                                                      \
-                const STEP(f64v) v0 = STEP(wide)(values + s * stride + j),                                             \
-                                 v1 = STEP(wide)(values + s * stride + j + STEP(DOUBLES));                             \
-                EACH(VALUES_ADD)                                                                                       \
+        memset(sums, 0, HEADS * d * sizeof(double));                                                                   \
+        for (size_t start = 0; start < n_keys; start += STEP(VALUE_KEYS)) {                                            \
+            const size_t end = n_keys - start < STEP(VALUE_KEYS) ? n_keys : start + STEP(VALUE_KEYS);                  \
+            size_t j = 0;                                                                                              \
+            for (; j + 2 * STEP(DOUBLES) <= d; j += 2 * STEP(DOUBLES)) {                                               \
+                EACH(VALUES_LOAD)                                                                                      \
+                for (size_t s = start; s < end; s++) {                                                                 \
+                    __builtin_prefetch(values + (s + STEP(VALUE_KEYS)) * stride + j);                                  \
+                    const STEP(f64v) v0 = STEP(wide)(values + s * stride + j),                                         \
+                                     v1 = STEP(wide)(values + s * stride + j + STEP(DOUBLES));                         \
+                    EACH(VALUES_ADD)                                                                                   \
+                }                                                                                                      \
+                EACH(VALUES_STORE)                                                                                     \
             }                                                                                                          \
-            EACH(VALUES_STORE)                                                                                         \
+            for (; j < d; j++)                                                                                         \
+                for (size_t r = 0; r < HEADS; r++)                                                                     \
+                    for (size_t s = start; s < end; s++) sums[r * d + j] += pattern[s * R + r] * values[s * stride + j]; \
         }                                                                                                              \
-        for (; j < d; j++)                                                                                             \
-            for (size_t r = 0; r < HEADS; r++) {                                                                       \
-                double total = 0;                                                                                      \
-                for (size_t s = 0; s < n_keys; s++) total += pattern[s * R + r] * values[s * stride + j];              \
-                z[r * d + j] = (float)total;                                                                           \
-            }                                                                                                          \
+        for (size_t i = 0; i < HEADS * d; i++) z[i] = (float)sums[i];                                                  \
     }
-#define VALUES_ZERO(r) STEP(f64v) sum##r##0 = zero, sum##r##1 = zero;
+#define VALUES_LOAD(r)                                                                                                 \
+    STEP(f64v) sum##r##0 = STEP(load64)(sums + r * d + j), sum##r##1 = STEP(load64)(sums + r * d + j + STEP(DOUBLES));
 #define VALUES_ADD(r)                                                                                                  \
     {                                                                                                                  \
         const STEP(f64v) p = zero + pattern[s * R + r];                                                                \
         sum##r##0 = STEP_MULADD(p, v0, sum##r##0), sum##r##1 = STEP_MULADD(p, v1, sum##r##1);                          \
     }
 #define VALUES_STORE(r)                                                                                                \
-    {                                                                                                                  \
-        const STEP(f32h) low = __builtin_convertvector(sum##r##0, STEP(f32h)),                                         \
-                         high = __builtin_convertvector(sum##r##1, STEP(f32h));                                        \
-        memcpy(z + r * d + j, &low, sizeof low);                                                                       \
-        memcpy(z + r * d + j + STEP(DOUBLES), &high, sizeof high);                                                     \
-    }
+    memcpy(sums + r * d + j, &sum##r##0, sizeof sum##r##0);                                                            \
+    memcpy(sums + r * d + j + STEP(DOUBLES), &sum##r##1, sizeof sum##r##1);
 VALUES(1, ONE_HEAD)
+VALUES(2, TWO_HEADS)
 VALUES(4, FOUR_HEADS)
 #undef SCORES
 #undef SCORES_ZERO
 #undef SCORES_ADD
 #undef SCORES_STORE
 #undef VALUES
-#undef VALUES_ZERO
+#undef VALUES_LOAD
 #undef VALUES_ADD
 #undef VALUES_STORE
 #undef ONE_HEAD
+#undef TWO_HEADS
 #undef FOUR_HEADS
 
 /* scores (n) float32 -> softmax, each p rounded to float32, as doubles `step` apart. e (n) is workspace. */
@@ -268,27 +275,35 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *e, 
 
 /* doubles of workspace that `attend` needs */
 STEP_TARGET static size_t STEP(attend_workspace)(size_t R, size_t d, size_t n_keys) {
-    return R * d + n_keys + R * n_keys + (R * n_keys + 1) / 2;
+    return 2 * R * d + n_keys + R * n_keys + (R * n_keys + 1) / 2;
 }
 
-/* q (R, d) -> z (R, d); see layers.py: attention_scores, softmax, attention_values */
+/* q (R, d) -> z (R, d); see layers.py: attention_scores, softmax, attention_values. A head's result does not depend on
+ * which others are computed with it.
+ *
+ * Measured, 20 heads of 128 on 5 kv heads, 1 thread of a Cascade Lake Xeon (keys and values from memory): 500 keys 0.51 ms,
+ * 3000 keys 3.3. Without blocks of keys in `values`, 0.89 and 6.1; with them, the next block fetched all at once, 0.66 and
+ * 4.5; the next block fetched line by line beside the sums, as here, 0.51 and 3.4. */
 STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const float *keys, const float *values,
                                      size_t n_keys, size_t stride, double scale, double *workspace, float *z) {
-    double *wide_q = workspace, *e = wide_q + R * d, *pattern = e + n_keys;
+    double *wide_q = workspace, *sums = wide_q + R * d, *e = sums + R * d, *pattern = e + n_keys;
     float *scores = (float *)(pattern + R * n_keys);
     for (size_t i = 0; i < R * d; i++) wide_q[i] = q[i];
     for (size_t s = 0; s < n_keys; s++) {
-        if (s + 8 < n_keys) /* the keys of one head lie too far apart for the hardware to see what comes next */
-            for (size_t i = 0; i < d; i += 16) __builtin_prefetch(keys + (s + 8) * stride + i);
-        __builtin_prefetch(values + s * stride), __builtin_prefetch(values + s * stride + 16);
+        if (s + 16 < n_keys) /* the keys of one head lie too far apart for the hardware to see what comes next */
+            for (size_t i = 0; i < d; i += 16) __builtin_prefetch(keys + (s + 16) * stride + i);
+        if (s + STEP(VALUE_KEYS) >= n_keys) /* the first values */
+            for (size_t i = 0; i < d; i += 16) __builtin_prefetch(values + (s + STEP(VALUE_KEYS) - n_keys) * stride + i);
         size_t r = 0;
         for (; r + 4 <= R; r += 4) STEP(scores_4)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
-        for (; r < R; r++) STEP(scores_1)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
+        for (; r + 2 <= R; r += 2) STEP(scores_2)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
+        if (r < R) STEP(scores_1)(wide_q + r * d, d, keys + s * stride, n_keys, scale, scores + r * n_keys + s);
     }
     for (size_t r = 0; r < R; r++) STEP(softmax)(scores + r * n_keys, n_keys, e, pattern + r, R);
     size_t r = 0;
-    for (; r + 4 <= R; r += 4) STEP(values_4)(pattern + r, R, values, n_keys, d, stride, z + r * d);
-    for (; r < R; r++) STEP(values_1)(pattern + r, R, values, n_keys, d, stride, z + r * d);
+    for (; r + 4 <= R; r += 4) STEP(values_4)(pattern + r, R, values, n_keys, d, stride, sums, z + r * d);
+    for (; r + 2 <= R; r += 2) STEP(values_2)(pattern + r, R, values, n_keys, d, stride, sums, z + r * d);
+    if (r < R) STEP(values_1)(pattern + r, R, values, n_keys, d, stride, sums, z + r * d);
 }
 
 /* a vector of weights of a row, as float32: kind 0 float32, 1 bfloat16 */
@@ -344,6 +359,8 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
     if (kind == 0) STEP(dense_rows_of)(0, w, rows, K, x, M, y, y_stride);
     else STEP(dense_rows_of)(1, w, rows, K, x, M, y, y_stride);
 }
+
+#include "head_screen.h"
 
 #undef STEP_INLINE
 #undef STEP

@@ -42,11 +42,16 @@ typedef struct {
     size_t (*attend_workspace)(size_t, size_t, size_t);
     void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
+    void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
+    int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
+    void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
+                        float *, float *, size_t);
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_workspace_##suffix, attend_##suffix, dense_rows_##suffix
+        attend_workspace_##suffix, attend_##suffix, dense_rows_##suffix, screen_pack_##suffix,                         \
+        screen_token_##suffix, screen_rows_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers
-from ..backends import Backend
+from ..backends import Backend, HeadCandidates
 from ..config import ModelConfig, RopeConfig
 from ..errors import NumericsError
 from ..kv_cache import KVCache, TokenBatch, TokenIds
-from ..model import forward
+from ..model import final_hidden, forward
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
@@ -62,11 +62,30 @@ def checked_forward(
     recorder: Recorder | None = None,
 ) -> NDArray:
     """`forward`, through the recorder if there is one. NaN or Inf raises NumericsError naming the first bad tensor."""
-    with np.errstate(all="ignore"):  # what NumPy would warn about ends in the logits, and is then reported by name
+    # What NumPy would warn about ends in the logits, and is then reported by name.
+    with np.errstate(all="ignore"), be.running():
         try:
             logits = forward(recorder or be, w, cfg, batch, cache)
             if np.isfinite(logits).all():
                 return logits
+        except NumericsError:
+            pass
+        raise first_non_finite(be, w, cfg, batch, cache)
+
+
+def checked_candidates(
+    be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, k: int | None
+) -> tuple[NDArray, list[HeadCandidates]]:
+    """The forward pass with `head_candidates` in place of `lm_head`, checked alike.   -> final hidden (wanted, D), ...
+
+    A logit that is not a candidate is finite too: its bounds are.
+    """
+    with np.errstate(all="ignore"), be.running():
+        try:
+            x = final_hidden(be, w, cfg, batch, cache)
+            found = be.head_candidates(x, w.lm_head, k)
+            if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
+                return x, found
         except NumericsError:
             pass
         raise first_non_finite(be, w, cfg, batch, cache)

@@ -132,6 +132,45 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
     free(w), free(x), free(a), free(b);
 }
 
+/* Packing a head's rows and bounding its logits: every set gives the bits of the portable one, and the bounds hold */
+static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    const size_t size = kind == 0 ? 4 : 2, wide = (K + 63) / 64 * 64;
+    char *w = allocate(rows * K * size);
+    for (size_t i = 0; i < rows * K; i++) {
+        const float v = random_float();
+        memcpy(w + i * size, (const char *)&v + 4 - size, size);
+    }
+    float *x = random_floats(M * K), *facts = allocate(rows * 3 * sizeof *facts), *other = allocate(rows * 3 * sizeof *other);
+    int8_t *q = allocate(rows * wide), *p = allocate(rows * wide);
+    int16_t *X = allocate(M * wide * sizeof *X), *Y = allocate(M * wide * sizeof *Y);
+    double *x_facts = allocate(M * 3 * sizeof *x_facts), *y_facts = allocate(M * 3 * sizeof *y_facts);
+    float *ends[4], *y = allocate(M * rows * sizeof *y);
+    for (int i = 0; i < 4; i++) ends[i] = allocate(M * rows * sizeof(float));
+    for (size_t n = 0; n < rows; n++) {
+        set->screen_pack(kind, w + n * K * size, K, wide, q + n * wide, facts + 3 * n);
+        plain->screen_pack(kind, w + n * K * size, K, wide, p + n * wide, other + 3 * n);
+    }
+    must_equal(set, "screen_pack", q, p, rows * wide, rows, K, M);
+    must_equal(set, "screen_pack's facts", facts, other, rows * 3 * sizeof *facts, rows, K, M);
+    for (size_t m = 0; m < M; m++) {
+        if (!set->screen_token(x + m * K, K, wide, X + m * wide, x_facts + 3 * m)) fail(set, "screen_token", rows, K, M);
+        plain->screen_token(x + m * K, K, wide, Y + m * wide, y_facts + 3 * m);
+    }
+    must_equal(set, "screen_token", X, Y, M * wide * sizeof *X, rows, K, M);
+    set->screen_rows(q, rows, K, wide, facts, X, M, x_facts, ends[0], ends[1], rows);
+    plain->screen_rows(p, rows, K, wide, other, Y, M, x_facts, ends[2], ends[3], rows);
+    must_equal(set, "screen_rows, lower", ends[0], ends[2], M * rows * sizeof(float), rows, K, M);
+    must_equal(set, "screen_rows, upper", ends[1], ends[3], M * rows * sizeof(float), rows, K, M);
+    set->dense_rows(kind, w, rows, K, x, M, y, rows);
+    for (size_t i = 0; i < M * rows; i++)
+        if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound", rows, K, M);
+    x[K / 2] = INFINITY;
+    if (set->screen_token(x, K, wide, X, x_facts)) fail(set, "Inf is lost", rows, K, M);
+    free(w), free(x), free(facts), free(other), free(q), free(p), free(X), free(Y), free(x_facts), free(y_facts), free(y);
+    for (int i = 0; i < 4; i++) free(ends[i]);
+}
+
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 100;
     for (size_t i = 0; i < N_KERNEL_SETS; i++) {
@@ -145,6 +184,7 @@ int main(int argc, char **argv) {
             check_steps(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
             check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
+            check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
         }
         check_ternary(set, 1, 64, 27648, 1);
         check_ternary(set, 7, 63, 6912, 1);

@@ -1,0 +1,88 @@
+"""Log probabilities that are computed when read: the same values, and a field like any other."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+from helpers import rng
+
+import bitnet_ref
+from bitnet_ref.backends.cython_backend import why_unavailable
+from bitnet_ref.generation.logprobs import TOKENS_AT_A_TIME, Logprobs
+from bitnet_ref.generation.sampling import log_probability
+
+needs_kernels = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+
+class Head:
+    """A head that counts the tokens it computed."""
+
+    def __init__(self):
+        self.w, self.tokens = rng(1).standard_normal((50, 8)).astype(np.float32), []
+
+    def __call__(self, x):
+        self.tokens.append(len(x))
+        return np.stack([self.w @ row for row in x])
+
+
+def test_computed_together_when_first_read_and_once():
+    head = Head()
+    logprobs, hidden = Logprobs(head), rng(2).standard_normal((TOKENS_AT_A_TIME + 3, 8)).astype(np.float32)
+    later = [logprobs.add(i, x, None) for i, x in enumerate(hidden[:-1])]
+    assert head.tokens == []
+    assert later[1]() == log_probability(head.w @ hidden[1], 1)
+    assert head.tokens == [TOKENS_AT_A_TIME]
+    later.append(logprobs.add(len(later), hidden[-1], None))
+    expected = [log_probability(head.w @ x, i) for i, x in enumerate(hidden)]
+    assert [each() for each in later] == expected
+    assert [each() for each in reversed(later)] == expected[::-1]
+    assert head.tokens == [TOKENS_AT_A_TIME, 3]
+
+
+def test_known_logits_are_used_at_once():
+    head = Head()
+    logits = rng(3).standard_normal(50).astype(np.float32)
+    assert Logprobs(head).add(7, np.zeros(8, np.float32), logits) == log_probability(logits, 7)
+    assert head.tokens == []
+
+
+@pytest.fixture(scope="module")
+def pair():
+    models = [bitnet_ref.load(backend="cython", threads=2, head=head) for head in ("exact", "screened")]
+    return [m.generate("Alice", max_tokens=6) for m in models]
+
+
+@needs_kernels
+def test_a_lazy_generation_is_like_any_other(pair):
+    eager, lazy = pair
+    lazy = dataclasses.replace(lazy, stats=eager.stats)
+    assert lazy == eager
+    assert repr(lazy) == repr(eager)
+    assert json.dumps(dataclasses.asdict(lazy)) == json.dumps(dataclasses.asdict(eager))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lazy.logprobs = []
+
+
+@needs_kernels
+def test_copies_and_pickles_hold_the_values():
+    def fresh():
+        return bitnet_ref.load(backend="cython", head="screened").generate("Alice", max_tokens=3)
+
+    expected = fresh().logprobs
+    assert pickle.loads(pickle.dumps(fresh())).logprobs == expected
+    assert copy.deepcopy(fresh()).logprobs == expected
+    assert copy.copy(fresh()).logprobs == expected
+
+
+@needs_kernels
+def test_chunks_of_a_stream_know_theirs_at_any_time(pair):
+    m = bitnet_ref.load(backend="cython", head="screened")
+    during = [chunk.logprob for chunk in m.stream("Alice", max_tokens=6)]
+    after = [chunk.logprob for chunk in list(m.stream("Alice", max_tokens=6))]
+    assert during == after == pair[0].logprobs
+    chunk = next(iter(m.stream("Alice", max_tokens=1)))
+    assert pickle.loads(pickle.dumps(chunk)) == chunk
+    assert "logprob=-" in repr(chunk)
