@@ -56,6 +56,8 @@ def load(
     threads: int | None = None,
     dtype: str = "float32",
     allow_unquantized: bool = False,
+    i2_s_layout: str | None = None,
+    tl_tiles: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Load a model, ready to compute.
@@ -66,13 +68,16 @@ def load(
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
+    i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
+    tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     progress: called with (parts done, parts in all) while the weights are read.
 
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads)
-    with open_checkpoint(path, ReadOptions(allow_unquantized)) as checkpoint:
+    options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles))
+    with open_checkpoint(path, options) as checkpoint:
         weights = read_weights(checkpoint, progress, chosen.prepare)
     return Model(checkpoint.config, weights, chosen, path)
 
