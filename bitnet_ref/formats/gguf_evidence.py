@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..config import ModelConfig, QuantizationConfig
 from ..errors import ConfigError, FormatError
-from .checkpoint import hf_module, linear_name, linear_shape, norm_sizes
+from .checkpoint import hf_module, linear_name, linear_shape, norms_of_layer
 from .gguf import GgufFile, GgufTensor
 from .gguf_blocks import DEQUANTIZABLE, dequantize, ternary_from_blocks
 from .gguf_config import BITNET_ARCHITECTURES
@@ -162,7 +162,7 @@ def _compare_layouts(
         columns[short] = {layout: pair[0] for layout, pair in both.items()}
         rows[short] = {layout: pair[1] for layout, pair in both.items()}
         before = f"blocks.{index}.{_NORM_BEFORE[short]}"
-        if before in norm_sizes(config) and f"{gguf_name(before)}.weight" in file.tensors:
+        if before in norms_of_layer(config, index) and f"{gguf_name(before)}.weight" in file.tensors:
             found.add(columns[short], same_for_all(norm(before)))
     for short in ("gate_proj", "up_proj"):  # neuron j is row j there and column j of down_proj
         if short in rows and "down_proj" in columns:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..errors import FormatError, ShapeError
 from ..weights import DenseWeight, LinearWeight, TernaryWeight
-from .checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes
+from .checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size
 from .gguf import PLAIN_DTYPES, GgufFile, GgufTensor
 from .gguf_blocks import DEQUANTIZABLE, dequantize, ternary_from_blocks
 from .gguf_config import ROPE_FREQS, read_gguf_config, tensor_shape
@@ -106,7 +106,7 @@ class GgufCheckpoint(Checkpoint):
         return DenseWeight(self._floats(self._tensor("token_embd.weight", shape)))
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        return self._vector(f"{gguf_name(name)}.weight", norm_sizes(self.config)[name])
+        return self._vector(f"{gguf_name(name)}.weight", norm_size(self.config, name))
 
     def linear(self, name: str) -> LinearWeight:
         ours, theirs = linear_shape(self.config, name), gguf_name(name)
