@@ -15,7 +15,7 @@ from .backends import Backend, HeadCandidates, ScreenedHead, choose_backend
 from .config import ModelConfig
 from .errors import FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
-from .formats.open import open_checkpoint
+from .formats.open import open_checkpoint, read_tokenizer_files
 from .kv_cache import KVCache, TokenBatch
 from .tracing import checked_candidates, checked_forward, record
 from .tracing.record import NamesFilter
@@ -58,6 +58,8 @@ def load(
     head: str = "auto",
     allow_unquantized: bool = False,
     verify: bool = False,
+    i2_s_layout: str | None = None,
+    tl_tiles: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Load a model, ready to compute.
@@ -73,13 +75,16 @@ def load(
         held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
+    i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
+    tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     progress: called with (parts done, parts in all) while the weights are read.
 
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
-    with open_checkpoint(path, ReadOptions(allow_unquantized, verify=verify)) as checkpoint:
+    options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
+    with open_checkpoint(path, options) as checkpoint:
         weights = read_weights(checkpoint, progress, chosen.prepare)
     return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path)
 
@@ -112,8 +117,7 @@ class Model:
             raise TokenizerError("this model was not loaded from a file, so it has no tokenizer")
         if self.path.is_dir():
             return load_tokenizer(self.path)
-        with open_checkpoint(self.path) as checkpoint:
-            return load_tokenizer_files(checkpoint.tokenizer_files(), path=self.path)
+        return load_tokenizer_files(read_tokenizer_files(self.path), path=self.path)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray:
         """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype

@@ -158,12 +158,21 @@ def norm_sizes(config: ModelConfig) -> dict[str, int]:
     return {name: size for sizes in blocks for name, size in sizes.items()} | {"final_norm": config.hidden_size}
 
 
+def norm_size(config: ModelConfig, name: str) -> int:
+    """Length of one norm's weight, by its name."""
+    if name == "final_norm":
+        return config.hidden_size
+    return norms_of_layer(config, int(name.split(".")[1]))[name]
+
+
 def read_weights(
     checkpoint: Checkpoint, progress: Progress | None = None, prepare: Prepare | None = None
 ) -> ModelWeights:
     """All of a checkpoint. Each linear goes through `prepare` as soon as it is read: it is never held twice."""
     config = checkpoint.config
-    total = 1 + len(linear_names(config)) + len(norm_sizes(config)) + (not config.tie_word_embeddings)
+    # Counted, not listed: a config may claim billions of layers, and the first missing tensor says so.
+    of_layer = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
+    total = 2 + config.num_hidden_layers * of_layer + (not config.tie_word_embeddings)
     counter = iter(range(1, total + 1))
 
     def done() -> None:

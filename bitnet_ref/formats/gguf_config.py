@@ -82,8 +82,8 @@ def shortest(value: float) -> float:
     return float(str(single)) if float(single) == value else float(value)
 
 
-def read_gguf_config(file: GgufFile, ternary: bool) -> ModelConfig:
-    """The configuration. `ternary`: whether the linears are; the architecture llama has both kinds.
+def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) -> ModelConfig:
+    """The configuration, but for `quantization`, which the tensors tell and the metadata do not.
 
     Raises ConfigError naming the key, FormatError when the tensors contradict the metadata.
     """
@@ -130,7 +130,7 @@ def read_gguf_config(file: GgufFile, ternary: bool) -> ModelConfig:
             mlp_bias=_biases(file, ("ffn_gate", "ffn_up", "ffn_down")),
             sliding_window=window,
             rope=_rope(keys, context, head_dim),
-            quantization=QuantizationConfig("autobitlinear", "offline") if bitnet or ternary else None,
+            quantization=quantization,
             bos_token_id=_token_id(file, "bos"),
             eos_token_ids=_eos_ids(file),
         )

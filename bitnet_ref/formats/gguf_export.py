@@ -20,11 +20,20 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, ShapeError
 from ..weights import DenseWeight, LinearWeight, TernaryLinear
-from .checkpoint import Checkpoint, Progress, linear_name, linear_names, linear_shape, norm_sizes
+from .checkpoint import (
+    Checkpoint,
+    Progress,
+    has_bias,
+    is_ternary,
+    linear_name,
+    linear_names,
+    linear_shape,
+    norm_sizes,
+)
 from .gguf import Typed
 from .gguf_blocks import blocks_from_ternary, quantize
 from .gguf_config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
-from .gguf_model import gguf_name, permute_rows
+from .gguf_names import gguf_name, permute_rows
 from .gguf_write import TensorToWrite, write_gguf
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 
@@ -107,6 +116,11 @@ class _Tensors:
             raise ConfigError("GGUF has no place for a norm inside a linear", field="use_rms_norm")
         for name in linear_names(self.config):
             n, k = linear_shape(self.config, name)
+            if not is_ternary(self.config, name):
+                if quantized is not None and not self.permuted:
+                    arch = architecture(self.config)
+                    raise FormatError(f"is dense; in the architecture {arch} every linear is ternary", field=name)
+                continue
             if self.kind in BLOCK_KINDS and k % 256:
                 raise FormatError(
                     f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use i2_s or f16", field=name
@@ -154,8 +168,10 @@ class _Tensors:
     def _linear(self, name: str) -> Iterator[TensorToWrite]:
         shape, theirs = linear_shape(self.config, name), gguf_name(name)
         heads = self._heads(name)
-        type_name = {"tl2": "TL2/MXFP4"}.get(self.kind, self.kind.upper())
-        if self.kind in TL_KINDS:
+        ternary = is_ternary(self.config, name)
+        dense_type = self.kind if self.kind in DENSE_KINDS else self.dense_type
+        type_name = {"tl2": "TL2/MXFP4"}.get(self.kind, self.kind.upper()) if ternary else dense_type.upper()
+        if ternary and self.kind in TL_KINDS:
             from .tl import tl_nbytes
 
             size = tl_nbytes(cast(Literal["tl1", "tl2"], self.kind), *shape)
@@ -163,8 +179,7 @@ class _Tensors:
             yield TensorToWrite(f"{theirs}.weight_scale", (1,), "F32", lambda: quantize(self._scale(name), "F32"))
         else:
             yield TensorToWrite(f"{theirs}.weight", shape, type_name, lambda: self._packed(name, heads))
-        part = name.split(".")[-2]
-        if {"attn": self.config.attention_bias, "mlp": self.config.mlp_bias}[part]:
+        if has_bias(self.config, name):
             yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name, heads))
 
     def _bias(self, name: str, heads: int) -> NDArray:
@@ -178,10 +193,8 @@ class _Tensors:
     def _packed(self, name: str, heads: int) -> NDArray[np.uint8]:
         weight = self.checkpoint.linear(name)
         if isinstance(weight, DenseWeight):
-            if self.kind not in DENSE_KINDS:
-                raise FormatError(f"is dense, and {self.kind} holds ternary matrices; use f16", field=name)
             array = permute_rows(weight.array, heads) if heads else weight.array
-            return quantize(array, self.kind.upper())
+            return quantize(array, (self.kind if self.kind in DENSE_KINDS else self.dense_type).upper())
         w_t, scale = _ternary_of(weight)
         w_t = np.ascontiguousarray(permute_rows(w_t, heads)) if heads else w_t
         if self.kind == "i2_s":

@@ -28,7 +28,7 @@ from .checkpoint import (
     hf_module,
     is_ternary,
     linear_shape,
-    norm_sizes,
+    norm_size,
     read_weights,
 )
 from .hf_config import read_hf_config
@@ -230,7 +230,7 @@ class HfCheckpoint(Checkpoint):
     def norm(self, name: str) -> NDArray[np.float32]:
         names = hf_norm_names(name)
         found = next((theirs for theirs in names if theirs in self.tensors), names[0])
-        return self._vector(found, norm_sizes(self.config)[name])
+        return self._vector(found, norm_size(self.config, name))
 
     def master(self, name: str) -> NDArray | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):

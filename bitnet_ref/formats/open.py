@@ -26,3 +26,15 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
 
         return GgufCheckpoint(path, options)
     raise FormatError(f"expected {READABLE}; no other format can be read yet", path=path)
+
+
+def read_tokenizer_files(path: Path) -> dict[str, bytes]:
+    """`Checkpoint.tokenizer_files` of a folder or a file, without looking at its tensors."""
+    if path.suffix == ".gguf":
+        from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
+        from .gguf import GgufFile
+
+        with GgufFile(path) as file:
+            return tokenizer_files_from_gguf(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else {}
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.tokenizer_files()

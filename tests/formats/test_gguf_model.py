@@ -12,10 +12,12 @@ from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights
 from bitnet_ref.formats.gguf import GgufFile, Typed
 from bitnet_ref.formats.gguf_config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf_export import KINDS, write_gguf_model
-from bitnet_ref.formats.gguf_model import GgufCheckpoint, permute_rows, unpermute_rows
+from bitnet_ref.formats.gguf_model import GgufCheckpoint
+from bitnet_ref.formats.gguf_names import block_linears, permute_rows, unpermute_rows
 from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
 from bitnet_ref.formats.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.quantization import quantize_weights
 from bitnet_ref.weights import DenseWeight, TernaryWeight
 
 GGUF = DATA / "gguf"
@@ -241,24 +243,64 @@ def in_layout(source, layout):
     """The I2_S tensors of a file in another layout."""
     out = {}
     with GgufCheckpoint(source) as checkpoint:
-        for tensor in checkpoint._linears():
+        for tensor in block_linears(checkpoint.file):
             w_t, scale = checkpoint._i2_s(tensor, tensor.shape)
             out[tensor.name] = (tensor.shape, "I2_S", pack_i2_s(w_t, float(scale), layout))
     return out
 
 
+def with_masters(path, source, wanted=lambda name: True):
+    """A copy whose chosen linears hold floats of many values."""
+    masters = {}
+    with GgufCheckpoint(source) as checkpoint:
+        for tensor in block_linears(checkpoint.file):
+            if wanted(tensor.name):
+                values = rng(len(masters)).standard_normal(tensor.shape).astype(np.float32)
+                masters[tensor.name] = (tensor.shape, "F32", values.reshape(-1).view(np.uint8))
+    return changed(path, source, tensors=masters)
+
+
 def test_masters_are_quantised_by_absmean(tmp_path):
     folder = write_family(tmp_path / "hf", FAMILIES["1bitLLM"])
-    path = export(folder, tmp_path / "x.gguf", "f32")
-    masters = {}
-    with GgufFile(path) as file:
-        for name, tensor in file.tensors.items():
-            if "attn_v" in name:
-                values = rng(7).standard_normal(tensor.shape).astype(np.float32)
-                masters[name] = (tensor.shape, "F32", values.reshape(-1).view(np.uint8))
-    said = evidence_of(changed(tmp_path / "y.gguf", path, tensors=masters))
-    assert any("master weights, quantised by absmean" in words for words in said)
-    assert any("only -s, 0 and +s" in words for words in said)
+    path = with_masters(tmp_path / "y.gguf", export(folder, tmp_path / "x.gguf", "f32"))
+    with GgufCheckpoint(path) as checkpoint:
+        assert any("master weights, quantised by absmean" in words for words in checkpoint.evidence)
+        assert checkpoint.config.quantization.scale_convention == "absmean"
+        weight, master = (read("blocks.0.attn.v_proj") for read in (checkpoint.linear, checkpoint.master))
+        w_t, scale = quantize_weights(master)
+        np.testing.assert_array_equal(weight.ternary(), w_t)
+        assert weight.w_dequant_scale == scale
+
+
+def test_masters_among_ternary_matrices_are_refused(tmp_path):
+    """In a BitNet's architecture; nothing says which of the two the others are."""
+    path = with_masters(tmp_path / "x.gguf", GGUF / "i2_s.gguf", lambda name: name == "blk.1.ffn_up.weight")
+    with pytest.raises(FormatError, match="F32 and not ternary") as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert caught.value.field == "blk.1.ffn_up.weight"
+
+
+def test_a_float_matrix_that_is_ternary_only_where_it_begins(tmp_path):
+    with GgufFile(GGUF / "f16.gguf") as file:
+        w = file.read("blk.1.ffn_up.weight").astype(np.float32)
+    w[-1, -1] = 0.7
+    other = {"blk.1.ffn_up.weight": (w.shape, "F32", w.reshape(-1).view(np.uint8))}
+    with pytest.raises(FormatError, match="where it begins"):
+        bitnet_ref.load(changed(tmp_path / "x.gguf", GGUF / "f16.gguf", tensors=other), backend="numpy")
+
+
+@pytest.mark.parametrize("kind", ["f32", "i2_s"])
+def test_dense_modules_of_a_ternary_llama(kind, tmp_path):
+    """modules_to_not_convert: F32 among ternary matrices, and dense when it is read again."""
+    skips = {"quantization_config": {**ONLINE, "modules_to_not_convert": ["lm_head", "model.layers.1.mlp", "o_proj"]}}
+    folder = write_family(tmp_path / "hf", {**FAMILIES["llama"], **skips})
+    path = export(folder, tmp_path / "x.gguf", kind, dense_type="F32")
+    with GgufCheckpoint(path) as checkpoint:
+        assert isinstance(checkpoint.linear("blocks.1.mlp.up_proj"), DenseWeight)
+        assert isinstance(checkpoint.linear("blocks.0.mlp.up_proj"), TernaryWeight)
+        assert any("dense among ternary" in words for words in checkpoint.evidence)
+    expected = bitnet_ref.load(folder, backend="numpy").logits(TOKENS)
+    np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
 
 
 def test_a_dense_llama_in_ternary_blocks_stays_dense(tmp_path):
@@ -268,13 +310,10 @@ def test_a_dense_llama_in_ternary_blocks_stays_dense(tmp_path):
     name, shape = "blk.0.attn_q.weight", (256, 256)
     raw = rng(3).integers(0, 128, (256, 66), dtype=np.uint8) & 0b01_01_01_01
     raw[:, 64:] = (rng(4).random((256, 1)) + 0.5).astype(np.float16).view(np.uint8)
-    with GgufFile(path) as file:  # the first linear of the file decides, so the others go and come after it
-        blocks = [n for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) == 2]
-        others = {n: (file.tensors[n].shape, "F32", file.read_raw(n)) for n in blocks if n != name}
-    path = changed(tmp_path / "y.gguf", path, tensors={name: (shape, "TQ2_0", raw.reshape(-1)), **others})
+    path = changed(tmp_path / "y.gguf", path, tensors={name: (shape, "TQ2_0", raw.reshape(-1))})
     with GgufCheckpoint(path) as checkpoint:
         assert checkpoint.config.quantization is None
-        assert "whose blocks have different scales" in checkpoint.evidence[0]
+        assert "blocks have different scales" in checkpoint.evidence[0]
         assert isinstance(checkpoint.linear("blocks.0.attn.q_proj"), DenseWeight)
     assert np.isfinite(bitnet_ref.load(path, backend="numpy").logits(TOKENS)).all()
 
@@ -285,7 +324,7 @@ def test_a_bitnet_of_blocks_with_different_scales_is_refused(tmp_path):
         shape = file.tensors["blk.1.ffn_up.weight"].shape
     raw[64:66] = np.array([0.5], np.float16).view(np.uint8)
     path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", tensors={"blk.1.ffn_up.weight": (shape, "TQ2_0", raw)})
-    with pytest.raises(FormatError, match="blocks have different scales") as caught:
+    with pytest.raises(FormatError, match="TQ2_0 and not ternary") as caught:
         bitnet_ref.load(path, backend="numpy")
     assert caught.value.field == "blk.1.ffn_up.weight"
 

@@ -382,3 +382,10 @@ def test_a_link_out_of_a_hub_cache(tmp_path):
     shard.unlink()
     shard.symlink_to(outside)
     check_error(snapshot, "link out of the folder", "weight_map", snapshot / INDEX_FILE)
+
+
+def test_a_config_of_a_trillion_layers(tmp_path):
+    """The first layer that is not there is the error; nothing is listed or counted up to the last."""
+    config = {**BITNET, "num_hidden_layers": 2**40}
+    folder = write_checkpoint(tmp_path, config, tiny_tensors(BITNET))
+    check_error(folder, "tensor is missing", "model.layers.2.input_layernorm.weight")
