@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import FormatError, OutOfMemory
+from ..errors import FormatError, OutOfMemory, ShapeError
 from ..json_file import parse_json_object
 from .atomic import atomic_path
 
@@ -86,6 +86,19 @@ class SafetensorsFile:
         except MemoryError as problem:
             raise OutOfMemory(f"{self.path}: no memory for the {info.nbytes} bytes of {name}") from problem
         self._read_into(array.reshape(-1).view(np.uint8).data, info.offset, name)
+        return array
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray:
+        """Rows start to stop of the tensor's first axis: of a large tensor, no more than is asked for."""
+        info = self.tensors[name]
+        rows = info.shape[0]
+        if not 0 <= start <= stop <= rows:
+            raise ShapeError(
+                "read_rows", expected=f"0 <= start <= stop <= {rows}, the rows of {name}", got=f"{start}, {stop}"
+            )
+        array = np.empty((stop - start, *info.shape[1:]), dtype=DTYPES[info.dtype])
+        if array.size:
+            self._read_into(array.reshape(-1).view(np.uint8).data, info.offset + start * (info.nbytes // rows), name)
         return array
 
     def _read_into(self, target: memoryview, offset: int, field: str) -> None:
