@@ -9,7 +9,7 @@ has reached must agree within the table's tolerance at every op; one that a flip
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -155,17 +155,14 @@ def compare(
     """
     tokens = getattr(reference, "token_ids", None) if tokens is None else tokens
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
-    candidate_ids = getattr(candidate, "token_ids", None)
     own_engine = getattr(candidate, "own_engine", True) if own_engine is None else own_engine
     engine_dtype = str(engine_dtype or getattr(candidate, "engine_dtype", None) or "float32")
     count = len(ids) if ids is not None else _token_count(reference)
     found = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers)
-    if ids is not None and candidate_ids is not None:
-        prompts = (getattr(reference, "prompt", None), getattr(candidate, "prompt", None))
-        found.problem = token_parity(ids.tolist(), list(candidate_ids), config, prompts)
-        if found.problem is not None:
-            return found
-    walk = _Walk(reference, candidate, config, ids, found, own_engine, engine_dtype)
+    found.problem = same_tokens(ids, candidate, config, getattr(reference, "prompt", None))
+    if found.problem is not None:
+        return found
+    walk = Walk(reference, candidate, config, ids, found, own_engine, engine_dtype)
     order = names.op_order(config)
     found.unknown = sorted(name for name in candidate if names.SYNONYMS.get(name, name) not in set(order))
     for name in order:
@@ -177,7 +174,17 @@ def compare(
     return found
 
 
-class _Walk:
+def same_tokens(
+    ids: NDArray[np.int64] | None, candidate: Tensors, config: ModelConfig, prompt: str | None = None
+) -> str | None:
+    """Token parity of a run with a candidate that carries its tokens: None, or what is wrong."""
+    theirs = getattr(candidate, "token_ids", None)
+    if ids is None or theirs is None:
+        return None
+    return token_parity(ids.tolist(), list(theirs), config, (prompt, getattr(candidate, "prompt", None)))
+
+
+class Walk:
     """The state of a walk through the ops: which tokens a flip has reached."""
 
     def __init__(
@@ -189,11 +196,16 @@ class _Walk:
         found: Comparison,
         own_engine: bool,
         engine_dtype: str,
+        is_ternary: Callable[[str], bool] | None = None,
     ) -> None:
+        self._is_ternary = is_ternary or self._recorded_as_ternary
+        self._any_int8 = any(name.endswith(names.INT8) for name in reference)
         self.reference, self.candidate, self.config, self.ids, self.found = reference, candidate, config, ids, found
         self.own_engine, self.engine_dtype = own_engine, engine_dtype
         self.names = {names.SYNONYMS.get(name, name): name for name in candidate}
         self.reached = np.zeros(found.tokens, dtype=bool)
+        self.depth: int | None = None  # of an op outside the walk
+        self.note = ""
 
     def step(self, name: str) -> None:
         if name.endswith("hook_attn_scores"):
@@ -208,9 +220,16 @@ class _Walk:
             source = names.linear_input(linear, self.config)
             if source in self.names and shape_of(self.candidate, self.names[source])[:1] == (self.found.tokens,):
                 x = np.asarray(self.candidate[self.names[source]], dtype=np.float32).reshape(self.found.tokens, -1)
+                self.note = "implied by the linear's input"
                 result = self._judge(name, {name: implied_int8(x)}, name)
+                self.note = ""
                 if result.status != OK:  # not the candidate's own tensor: of interest only for the flips it shows
                     self.found.ops.append(result)
+
+    def pair(self, name: str, mine: NDArray, theirs: NDArray, depth: int | None = None, note: str = "") -> OpResult:
+        """Judge one tensor that is at hand on both sides, outside the walk. depth: see `Tolerance.relative`."""
+        self.reference, self.depth, self.note = {name: mine}, depth, note
+        return self._judge(name, {name: theirs}, name)
 
     def _judge(self, name: str, candidate: Tensors, candidate_name: str) -> OpResult:
         kind = names.op_kind(name, self._is_ternary)
@@ -323,16 +342,16 @@ class _Walk:
         for source in sources:
             self.reached[source : source + window] = True
 
-    def _is_ternary(self, linear: str) -> bool:
-        known = [f"{linear}.{hook}" for hook in (names.INT8, names.ACC)]
-        if any(name in self.reference or name in self.candidate for name in known):
-            return True
+    def _recorded_as_ternary(self, linear: str) -> bool:
+        """By the reference's trace; by the config where that has no linear's int8 at all."""
+        if self._any_int8:
+            return f"{linear}.{names.INT8}" in self.reference
         return self.config.quantization is not None and linear != "lm_head"
 
     def _depth(self, name: str) -> int | None:
         """Layers computed before this op; None where the op was fed the reference's inputs."""
         if self.found.mode != "free-running":
-            return None
+            return self.depth
         layer = names.layer_of(name)
         return layer if layer is not None else 0 if name == "hook_embed" else self.config.num_hidden_layers
 
