@@ -23,7 +23,7 @@ ROWS = [
     {"generation"},
     {"api"},
     {"__init__"},  # the public names, and __version__
-    {"doctor", "inspection", "benchmark"},
+    {"doctor", "inspection", "benchmark", "crossval"},
     {"cli"},
     {"__main__"},
 ]

@@ -14,6 +14,7 @@ import click
 from .. import __version__
 from .bench_command import bench
 from .chat_command import chat
+from .crossval_command import crossval
 from .doctor_command import doctor
 from .generate_command import generate
 from .inspect_command import inspect
@@ -36,7 +37,7 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, inspect, bench, doctor, lab):  # the order of --help
+for command in (generate, chat, inspect, crossval, bench, doctor, lab):  # the order of --help
     cli.add_command(command)
 
 
