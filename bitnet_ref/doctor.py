@@ -26,6 +26,7 @@ from .api import Model, load, shipped_models
 from .backends import available_backends
 from .errors import BackendError
 from .threads import available_cpus, thread_choice
+from .tracing.tolerances import LOGITS_FLOOR
 from .weights import TernaryWeight
 
 __all__ = ["BackendCheck", "BackendState", "Diagnosis", "examine", "self_check"]
@@ -44,8 +45,6 @@ REQUIRED = (
 OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
 _OTHER_DISTRIBUTIONS = {"cupy": ("cupy-cuda12x", "cupy-cuda13x")}
 CHECK_PROMPT = "Once upon a time, the little"
-# Two float32 sums in different orders of a few hundred terms: below this an error is rounding, however it compares.
-LOGITS_FLOOR = 1e-4
 CPU_FEATURES = {
     "x86": ("sse2", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8"),
     "arm": ("neon", "dotprod", "i8mm", "sve"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,3 +163,21 @@ class ModelWeights:
 
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def plain_weights(w: ModelWeights) -> ModelWeights:
+    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
+    layers = []
+    for layer in w.layers:
+        linears: dict[str, Any] = {name: _plain(linear) for name, linear in layer.linears()}
+        layers.append(replace(layer, **linears))
+    return replace(w, layers=tuple(layers), lm_head=w.embedding if w.tied else _plain(w.lm_head))
+
+
+def _plain(w: LinearWeight) -> LinearWeight:
+    if isinstance(w, TernaryWeight | DenseWeight):
+        return w
+    assert isinstance(w, TernaryLinear)
+    return replace(
+        TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale)), bias=w.bias, input_norm=w.input_norm
+    )

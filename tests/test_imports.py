@@ -24,7 +24,7 @@ ROWS = [
     {"generation"},
     {"api"},
     {"__init__"},  # the public names, and __version__
-    {"doctor", "inspection", "benchmark", "conversion"},
+    {"doctor", "inspection", "benchmark", "conversion", "crossval"},
     {"cli"},
     {"__main__"},
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +12,10 @@ from ..api import Model
 from ..backends import Backend
 from ..errors import NumericsError
 from ..kv_cache import TokenBatch
-from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..tracing.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS
+from ..weights import LinearWeight, ModelWeights, TernaryLinear, TernaryWeight, plain_weights
 
 CHECKED_TOKENS = 4  # of a whole model
-# Logits: at most twice the float32 reference's own error (both against float64), plus some roundings of the largest,
-# for a reference that is exact by luck. The same rule as the contract's for any other float operation.
-FLOOR_IN_EPSILONS = 16
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
 
     exact = logits(Backend("float64", threads=1), plain)
     reference_error = float(np.abs(logits(Backend("float32", threads=1), plain) - exact).max())
-    floor = FLOOR_IN_EPSILONS * float(np.finfo(np.float32).eps) * float(np.abs(exact).max())
+    floor = MODEL_FLOOR_IN_EPSILONS * EPSILON * float(np.abs(exact).max())
     error = float(np.abs(logits(model.backend, weights) - exact).max())
     return (
         check
@@ -122,24 +119,6 @@ def check_candidates(subject: Model, batch: TokenBatch) -> Check:
     mine = np.array([(candidates.ids[i := candidates.logits.argmax()], candidates.logits[i]) for candidates in found])
     theirs = np.stack([all_logits.argmax(axis=1), all_logits.max(axis=1)], axis=1)
     return Check(floats=mine.size, unequal_floats=_unequal(mine, theirs.astype(mine.dtype)))
-
-
-def plain_weights(w: ModelWeights) -> ModelWeights:
-    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
-    layers = []
-    for layer in w.layers:
-        linears: dict[str, Any] = {name: _plain(linear) for name, linear in layer.linears()}
-        layers.append(replace(layer, **linears))
-    return replace(w, layers=tuple(layers), lm_head=w.embedding if w.tied else _plain(w.lm_head))
-
-
-def _plain(w: LinearWeight) -> LinearWeight:
-    if isinstance(w, TernaryWeight | DenseWeight):
-        return w
-    assert isinstance(w, TernaryLinear)
-    return replace(
-        TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale)), bias=w.bias, input_norm=w.input_norm
-    )
 
 
 def _unequal(got: NDArray, expected: NDArray) -> int:

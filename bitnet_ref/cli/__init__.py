@@ -15,6 +15,7 @@ from .. import __version__
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
+from .crossval_command import crossval
 from .doctor_command import doctor
 from .generate_command import generate
 from .inspect_command import inspect
@@ -37,7 +38,7 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, inspect, convert, bench, doctor, lab):  # the order of --help
+for command in (generate, chat, inspect, convert, crossval, bench, doctor, lab):  # the order of --help
     cli.add_command(command)
 
 

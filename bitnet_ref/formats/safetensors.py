@@ -102,6 +102,19 @@ class SafetensorsFile:
             self._read_into(block, info.offset + start, name)
             yield block
 
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray:
+        """Rows start to stop of the tensor's first axis: of a large tensor, no more than is asked for."""
+        info = self.tensors[name]
+        rows = info.shape[0]
+        if not 0 <= start <= stop <= rows:
+            raise ShapeError(
+                "read_rows", expected=f"0 <= start <= stop <= {rows}, the rows of {name}", got=f"{start}, {stop}"
+            )
+        array = np.empty((stop - start, *info.shape[1:]), dtype=DTYPES[info.dtype])
+        if array.size:
+            self._read_into(array.reshape(-1).view(np.uint8).data, info.offset + start * (info.nbytes // rows), name)
+        return array
+
     def _read_into(self, target: memoryview, offset: int, field: str) -> None:
         done = 0
         try:

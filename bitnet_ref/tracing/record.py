@@ -217,22 +217,25 @@ class Recorder(Backend):
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
-        n_heads, n_tokens, n_keys = q.shape[1], len(batch), int(batch.positions.max()) + 1
-        scores_all = np.full((n_heads, n_tokens, n_keys), -np.inf, dtype=self.dtype)
+        attn = f"{self._block}.attn"
+        self.keep(f"{attn}.hook_v", cache.values[layer, batch.slots, batch.positions])
+        if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
+            self._keep_pattern(q, cache, batch, layer, window)
+        z = self.inner.attention(q, cache, batch, layer, window)  # the backend's own, fused or not
+        self.keep(f"{attn}.hook_z", z)
+        return z
+
+    def _keep_pattern(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> None:
+        """Scores and pattern, which a fused attention never holds as a whole: by the primitives, token by token."""
+        scores_all = np.full((q.shape[1], len(batch), int(batch.positions.max()) + 1), -np.inf, dtype=self.dtype)
         pattern_all = np.zeros_like(scores_all)
-        z = np.empty_like(q)
-        self.keep(f"{self._block}.attn.hook_v", cache.values[layer, batch.slots, batch.positions])
         for i, (slot, position) in enumerate(zip(batch.slots, batch.positions, strict=True)):
-            keys, values = cache.visible(layer, slot, position, window)
+            keys, _ = cache.visible(layer, slot, position, window)
             scores = self.attention_scores(q[i], keys)
-            pattern = self.softmax(scores)
             seen = slice(position + 1 - len(keys), position + 1)
-            scores_all[:, i, seen], pattern_all[:, i, seen] = scores, pattern
-            z[i] = self.attention_values(pattern, values)
+            scores_all[:, i, seen], pattern_all[:, i, seen] = scores, self.softmax(scores)
         self.keep(f"{self._block}.attn.hook_attn_scores", scores_all)
         self.keep(f"{self._block}.attn.hook_pattern", pattern_all)
-        self.keep(f"{self._block}.attn.hook_z", z)
-        return z
 
 
 class _Watch(Recorder):

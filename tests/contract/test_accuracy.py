@@ -6,11 +6,8 @@ from helpers import GOLDEN, golden, model, rng
 
 from bitnet_ref.config import RopeConfig
 from bitnet_ref.kv_cache import KVCache, TokenBatch
+from bitnet_ref.tracing.tolerances import EPSILON, FLOOR_IN_EPSILONS
 from bitnet_ref.weights import DenseWeight
-
-# The reference may be exact by luck, or on a small case; then the bound is a few roundings of the largest value.
-FLOOR_IN_EPSILONS = 4
-EPSILON = float(np.finfo(np.float32).eps)
 
 
 def check(mine, plain, exact):

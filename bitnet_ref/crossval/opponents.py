@@ -1,0 +1,189 @@
+"""One opponent after another against the reference: our backends with every kernel set, and recorded traces.
+
+The reference is the NumPy backend on the weights of the model given. An opponent that cannot run here is in the result
+too, with the reason, and never counts as agreement.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..api import Model
+from ..backends import Backend, available_backends, choose_backend
+from ..errors import BackendError, NumericsError, TokenizerError
+from ..formats.atomic import atomic_path
+from ..tracing.compare import Comparison, compare
+from ..tracing.replay import judge_trace
+from ..tracing.report import Evidence, Section, evidence, html_report
+from ..tracing.teacher import teacher_forced
+from ..tracing.trace import Trace, record_to_file
+from ..weights import plain_weights
+
+PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
+_TOKENS = 24  # of a model that has no tokenizer
+
+
+@dataclass
+class Crossing:
+    """One opponent, and what each way of comparing it found."""
+
+    opponent: str
+    comparisons: list[Comparison] = field(default_factory=list)
+    unavailable: str | None = None  # why it could not run here
+    failed: str | None = None  # it ran, and broke
+    evidence: Evidence | None = None  # for the plots of the report
+
+    @property
+    def agrees(self) -> bool | None:
+        """None when it could not run: neither agreement nor difference."""
+        if self.unavailable is not None:
+            return None
+        return self.failed is None and bool(self.comparisons) and all(found.agrees for found in self.comparisons)
+
+    @property
+    def verdict(self) -> str:
+        """One line: of the comparison that differs, where one does."""
+        if self.unavailable is not None:
+            return f"not available: {self.unavailable}"
+        if self.failed is not None:
+            return f"FAILED: {self.failed}"
+        if not self.comparisons:
+            return "nothing was compared"
+        return next((found for found in self.comparisons if not found.agrees), self.comparisons[-1]).verdict
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "opponent": self.opponent,
+            "agrees": self.agrees,
+            "verdict": self.verdict,
+            "unavailable": self.unavailable,
+            "failed": self.failed,
+            "comparisons": [found.to_dict() for found in self.comparisons],
+        }
+
+
+def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
+    """The prompt's tokens; of a model without a tokenizer, ids spread over its vocabulary."""
+    try:
+        tokens = model.tokenizer.encode(PROMPT if prompt is None else prompt)
+    except TokenizerError:
+        if prompt is not None:
+            raise
+        step = max(1, model.config.vocab_size // _TOKENS)
+        tokens = [(7 + i * step) % model.config.vocab_size for i in range(_TOKENS)]
+    return tokens[: model.config.context_length]
+
+
+def prepared_model(model: Model, backend: Backend) -> Model:
+    """The same model on another backend, from the weights in memory."""
+    w = plain_weights(model.weights)
+    layers = []
+    for layer in w.layers:
+        linears: dict[str, Any] = {name: backend.prepare(linear) for name, linear in layer.linears()}
+        layers.append(replace(layer, **linears))
+    head = w.embedding if w.tied else backend.prepare(w.lm_head)
+    return Model(model.config, replace(w, layers=tuple(layers), lm_head=head), backend, model.path)
+
+
+def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | None = None) -> list[Crossing]:
+    """Every backend but the reference, and the compiled one with every kernel set, teacher-forced and free-running.
+
+    only: names as in the result ("cython", "cython avx2", "cupy"); None takes all there are.
+    """
+    threads = model.backend.threads
+    reference = prepared_model(model, Backend("float32", threads))
+    wanted = None if only is None else set(only)
+    out = []
+    with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
+        truth = Path(folder) / "reference.safetensors"
+        record_to_file(reference, tokens, truth)
+        with Trace(truth) as right:
+            for name, make, reason in _backends(threads):
+                if wanted is not None and name not in wanted:
+                    continue
+                if reason is not None:
+                    out.append(Crossing(name, unavailable=reason))
+                    continue
+                out.append(_cross_backend(name, make, reference, tokens, right, Path(folder)))
+    known = {crossing.opponent for crossing in out}
+    out += [Crossing(name, unavailable="no backend or kernel set has this name") for name in (wanted or set()) - known]
+    return out
+
+
+def _backends(threads: int) -> Iterable[tuple[str, Any, str | None]]:
+    """(name, how to make it, why it cannot run here) of every opponent among our backends."""
+    for name, reason in available_backends().items():
+        if name == "numpy":
+            continue
+        yield name, lambda name=name: choose_backend(name, threads=threads), reason
+        if name == "cython":
+            from ..backends.cython_backend import CythonBackend, simd_variants
+
+            for simd, lacks in simd_variants().items():
+                yield f"{name} {simd}", lambda simd=simd: CythonBackend(threads=threads, simd=simd), reason or lacks
+
+
+def _cross_backend(
+    name: str, make: Any, reference: Model, tokens: Sequence[int], right: Trace, folder: Path
+) -> Crossing:
+    crossing = Crossing(name)
+    path = folder / f"{name}.safetensors"
+    try:
+        candidate = prepared_model(reference, make())
+        crossing.comparisons.append(teacher_forced(reference, candidate, tokens))
+        record_to_file(candidate, tokens, path)
+        with Trace(path) as trace:
+            free = compare(right, trace, reference.config)
+            crossing.comparisons.append(free)
+            crossing.evidence = evidence(right, trace, free)
+    except (BackendError, NumericsError) as error:
+        crossing.failed = f"{type(error).__name__}: {error}"
+    finally:
+        path.unlink(missing_ok=True)
+    return crossing
+
+
+def cross_trace(model: Model, path: str | os.PathLike[str]) -> Crossing:
+    """A trace file against the reference: op by op on its own inputs, and as a whole beside the reference's run.
+
+    Raises FormatError for a file that is no trace.
+    """
+    reference = prepared_model(model, Backend("float32", model.backend.threads))
+    with Trace(path) as trace:
+        crossing = Crossing(trace.engine)
+        outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
+        if outside or len(trace.token_ids) > model.config.context_length:
+            what = (
+                f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the model's context"
+            )
+            crossing.failed = f"{what}: is this trace of another model?"
+            return crossing
+        own = judge_trace(reference, trace)
+        if own.ops:  # a trace of logits alone has no op that can be judged on its own
+            crossing.comparisons.append(own)
+        with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
+            truth = Path(folder) / "reference.safetensors"
+            record_to_file(reference, trace.token_ids, truth)
+            with Trace(truth) as right:
+                free = compare(right, trace, model.config)
+                crossing.comparisons.append(free)
+                crossing.evidence = evidence(right, trace, free)
+    return crossing
+
+
+def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
+    """One HTML file of all of it."""
+    sections = [Section(c.opponent, c.verdict, c.agrees, c.comparisons, c.evidence) for c in crossings]
+    about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
+    with atomic_path(path) as temporary:
+        temporary.write_text(html_report(title, sections, about), encoding="utf-8")

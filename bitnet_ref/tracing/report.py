@@ -1,0 +1,189 @@
+"""A comparison as one HTML file: no script, no network, plots as inline SVG.
+
+`evidence` picks what the plots need while the tensors are at hand: some logits of both sides, and a patch of the first
+tensor that differs beside the right one. `html_report` draws any number of comparisons under one title.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import names, svg
+from .compare import DIFFERS, FLIP, Comparison, OpResult
+from .metrics import rows_of, shape_of
+
+_LOGIT_POINTS = 1500
+_PATCH = (32, 48)  # rows and columns of a heat map
+
+
+@dataclass
+class Evidence:
+    """Values for the plots, small."""
+
+    logits: NDArray[np.float32] | None = None  # (points, 2): reference, candidate
+    name: str | None = None  # of the tensor below
+    reference: NDArray[np.float32] | None = None  # a patch around the largest error
+    candidate: NDArray[np.float32] | None = None
+    corner: tuple[int, int] = (0, 0)  # of the patch, in the tensor flattened to two axes
+
+
+@dataclass
+class Section:
+    """One opponent in the report."""
+
+    title: str
+    verdict: str
+    agrees: bool | None  # None: not available, so neither
+    comparisons: list[Comparison] = field(default_factory=list)
+    evidence: Evidence | None = None
+
+
+def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], found: Comparison) -> Evidence:
+    """What the plots of a comparison of these two runs show. Reads a few rows of at most two tensors."""
+    out = Evidence()
+    actual = {names.SYNONYMS.get(name, name): name for name in candidate}
+    op = next((op for op in found.ops if op.name == names.LOGITS), None)
+    if op is not None and shape_of(candidate, actual[names.LOGITS]) == shape_of(reference, names.LOGITS):
+        rows = slice(max(0, op.shape[0] - 8), op.shape[0])  # of the last tokens: those with the most behind them
+        pair = [rows_of(reference, names.LOGITS, rows), rows_of(candidate, actual[names.LOGITS], rows)]
+        step = max(1, pair[0].size // _LOGIT_POINTS)
+        out.logits = np.stack([side.astype(np.float32).reshape(-1)[::step] for side in pair], axis=-1)
+    bad = found.first_divergence
+    if bad is None or bad.worst is None or bad.name not in reference or bad.name not in actual:
+        return out
+    shape = shape_of(reference, bad.name)
+    if bad.shape != shape or not bad.n_values:
+        return out
+    mine: NDArray = np.asarray(reference[bad.name], dtype=np.float32)
+    theirs: NDArray = np.asarray(candidate[actual[bad.name]], dtype=np.float32).reshape(shape)
+    if len(shape) == 3 and bad.kind.startswith("attention") and bad.kind != "attention values":
+        mine, theirs, at = mine[bad.worst[0]], theirs[bad.worst[0]], bad.worst[1:]  # the head with the largest error
+    else:
+        mine, theirs = mine.reshape(shape[0], -1), theirs.reshape(shape[0], -1)
+        at = (bad.worst[0], int(np.ravel_multi_index(bad.worst[1:], shape[1:])) if len(shape) > 1 else 0)
+    top, left = (max(0, min(a - n // 2, size - n)) for a, n, size in zip(at, _PATCH, mine.shape, strict=True))
+    patch = slice(top, top + _PATCH[0]), slice(left, left + _PATCH[1])
+    out.name, out.corner, out.reference, out.candidate = bad.name, (top, left), mine[patch], theirs[patch]
+    return out
+
+
+def html_report(title: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
+    """The whole page. facts: what to say under the title (model, tokens, versions, machine)."""
+    rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in facts.items())
+    overview = "".join(
+        f'<tr><td><a href="#s{i}">{_e(s.title)}</a></td><td class="{_class(s.agrees)}">{_e(s.verdict)}</td></tr>'
+        for i, s in enumerate(sections)
+    )
+    body = "".join(_section(f"s{i}", section) for i, section in enumerate(sections))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{_e(title)}</h1><table>{rows}</table>"
+        f"<h2>Verdicts</h2><table>{overview}</table>{body}</body></html>\n"
+    )
+
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#1b1f24;background:#fff}
+table{border-collapse:collapse;margin:.6em 0}td,th{padding:.15em .8em .15em 0;text-align:left;vertical-align:top}
+th{font-weight:600;color:#57606a}td.n{text-align:right;font-variant-numeric:tabular-nums}
+.ok{color:#1a7f37}.bad{color:#cf222e;font-weight:600}.none,.flip{color:#9a6700}figure{margin:1em 0}
+figcaption{color:#57606a}svg{max-width:100%;height:auto}h2{border-bottom:1px solid #d0d7de;margin-top:2em}
+details{margin:.8em 0}.scroll{overflow-x:auto}
+"""
+
+
+def _section(anchor: str, s: Section) -> str:
+    parts = [f'<h2 id="{anchor}">{_e(s.title)}</h2><p class="{_class(s.agrees)}">{_e(s.verdict)}</p>']
+    for found in s.comparisons:
+        parts.append(f"<h3>{_e(found.mode.capitalize())}</h3><p>{_e(found.verdict)}</p>")
+        if not found.ops:
+            continue
+        points = [(i, op.relative_l2, _mark(op), op.name) for i, op in enumerate(found.ops)]
+        layers = [next((i for i, op in enumerate(found.ops) if op.layer == n), None) for n in range(found.layers)]
+        parts.append(
+            _figure(
+                svg.by_depth(points, [i for i in layers if i is not None]),
+                "Divergence by depth: relative L2 of each tensor, in the order of the computation; a line begins a "
+                "layer. A tensor that is equal lies on the bottom line.",
+            )
+        )
+        parts.append(
+            _figure(
+                svg.error_bars(_by_kind(found.ops)),
+                "By kind of op: smallest, median and largest relative L2 of the tensors that are not equal.",
+            )
+        )
+        parts.append(_flips(found))
+        parts.append(_table(found.ops))
+    if (seen := s.evidence) is not None:
+        if seen.logits is not None:
+            parts.append(
+                _figure(svg.scatter(seen.logits), "Logits of the last tokens: reference across, candidate up.")
+            )
+        if seen.name is not None and seen.reference is not None and seen.candidate is not None:
+            pair = svg.heat_maps(seen.reference, seen.candidate, seen.corner)
+            what = f"The first tensor that differs, {seen.name}: reference, candidate, and their difference."
+            parts.append(_figure(pair, what))
+    return "".join(parts)
+
+
+def _by_kind(ops: Sequence[OpResult]) -> list[tuple[str, int, int, list[float]]]:
+    """(kind, tensors, of them unequal, their relative L2 sorted)"""
+    kinds: dict[str, list[OpResult]] = {}
+    for op in ops:
+        kinds.setdefault(op.kind, []).append(op)
+    out = []
+    for kind, members in kinds.items():
+        errors = sorted(op.relative_l2 for op in members if not op.equal and math.isfinite(op.relative_l2))
+        out.append((kind, len(members), sum(not op.equal for op in members), errors))
+    return out
+
+
+def _flips(found: Comparison) -> str:
+    if not found.n_flips:
+        return ""
+    shown = "".join(f"<li>{_e(str(flip))}</li>" for flip in found.flips[:20])
+    return f"<details><summary>{found.n_flips} rounding flips, expected</summary><ol>{shown}</ol></details>"
+
+
+def _table(ops: Sequence[OpResult]) -> str:
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("tensor", "kind", "status", "differ", "of", "max abs", "rel. L2", "cosine", "scale ratio", "note")
+    )
+    rows = []
+    for op in ops:
+        figures = [f"{op.n_differ:,}", f"{op.n_values:,}", f"{op.max_abs:.3g}", f"{op.relative_l2:.2g}"]
+        figures += [f"{op.cosine:.7f}", f"{op.scale_ratio:.7f}"]
+        cells = "".join(f'<td class="n">{value}</td>' for value in figures)
+        rows.append(
+            f'<tr><td>{_e(op.name)}</td><td>{_e(op.kind)}</td><td class="{_mark(op)}">{_e(op.status)}</td>{cells}'
+            f"<td>{_e(op.note)}</td></tr>"
+        )
+    return (
+        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table><tr>{head}</tr>'
+        f"{''.join(rows)}</table></div></details>"
+    )
+
+
+def _figure(picture: str, caption: str) -> str:
+    return f"<figure>{picture}<figcaption>{_e(caption)}</figcaption></figure>"
+
+
+def _mark(op: OpResult) -> str:
+    return {DIFFERS: "bad", FLIP: "flip"}.get(op.status, "ok")
+
+
+def _class(agrees: bool | None) -> str:
+    return "none" if agrees is None else "ok" if agrees else "bad"
+
+
+def _e(text: Any) -> str:
+    return html.escape(str(text))
