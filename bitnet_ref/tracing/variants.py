@@ -8,6 +8,7 @@ names of `record`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,24 +83,42 @@ class Setting:
         """The NumPy backend with the replaced operations."""
         return type("ChangedBackend", (Backend,), dict(self.ops))("float32", threads=1)
 
-    def run(self, names_filter: NamesFilter = None) -> dict[str, NDArray]:
-        """One forward pass, recorded: {name: array} in the order of the computation."""
+    def run(self, names_filter: NamesFilter = None, until: str | None = None) -> dict[str, NDArray]:
+        """One forward pass, recorded: {name: array} in the order of the computation.
+
+        until: the pass ends when the tensor of that name has been computed.
+        """
         be = self.backend()
-        recorder = _Recorder(be, self.weights, self.config, names_filter, self.sees)
+        recorder = _Recorder(be, self.weights, self.config, names_filter, self.sees, until)
         cache = KVCache(self.config, slots=1, capacity=len(self.tokens), dtype=be.dtype.type)
-        with np.errstate(all="ignore"):  # a wrong change may overflow; the comparison then says so
+        with np.errstate(all="ignore"), suppress(_Enough):  # a wrong change may overflow; the comparison says so
             forward(recorder, self.weights, self.config, TokenBatch.of([(0, 0, self.tokens)]), cache)
         return recorder.seen
+
+
+class _Enough(Exception):
+    """The last tensor that was asked for is there."""
 
 
 class _Recorder(Recorder):
     """Records a pass in which a token may see others than it should; scores and pattern stand where they belong."""
 
     def __init__(
-        self, inner: Backend, w: ModelWeights, cfg: ModelConfig, names_filter: NamesFilter, sees: Sees
+        self,
+        inner: Backend,
+        w: ModelWeights,
+        cfg: ModelConfig,
+        names_filter: NamesFilter,
+        sees: Sees,
+        until: str | None,
     ) -> None:
         super().__init__(inner, w, cfg, names_filter)
-        self.sees = sees
+        self.sees, self.until = sees, until
+
+    def keep(self, name: str, array: NDArray) -> None:
+        super().keep(name, array)
+        if name == self.until:
+            raise _Enough
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         n = len(batch)

@@ -154,9 +154,15 @@ def generation_hypotheses(
         ends = frozenset(_end_ids(model)) - {right[-1]}
         return greedy(model, prompt, n, ends)
 
-    def ends_early() -> Ids | None:
-        return right[:n] if 0 < n < len(right) and right[:n] == other else None
-
+    if n < len(right) and right[:n] == other:  # all that it says is right
+        return [
+            TokenHypothesis(
+                "stops_early",
+                "the generation stops at a token that does not end it, or at a smaller limit",
+                "Compare the stop tokens, stop strings and max_tokens.",
+                lambda: right[:n],
+            )
+        ]
     what = "an end token"
     if right and (named := _name_of(model, right[-1])):
         what = f"the end token {named}"
@@ -166,12 +172,6 @@ def generation_hypotheses(
             f"{what} does not end the generation",
             "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001.",
             goes_on,
-        ),
-        TokenHypothesis(
-            "stops_early",
-            "the generation stops at a token that does not end it, or at a smaller limit",
-            "Compare the stop tokens, stop strings and max_tokens.",
-            ends_early,
         ),
         TokenHypothesis(
             "prefill_logits_of_the_previous_position",
