@@ -166,6 +166,9 @@ class _Part(Mapping[str, NDArray]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __len__(self) -> int:
         return len(self._names)
 

@@ -11,6 +11,7 @@ from bitnet_ref.tracing.compare import compare
 from bitnet_ref.tracing.diagnose import diagnose, diagnose_generation, diagnose_prompt
 from bitnet_ref.tracing.hypotheses import HYPOTHESES
 from bitnet_ref.tracing.hypotheses.prompts import greedy
+from bitnet_ref.tracing.trace import Trace, write_trace
 from bitnet_ref.tracing.variants import Setting
 
 TOKENS = [1, 17, 5, 23, 9, 32, 3, 3]
@@ -138,6 +139,29 @@ def test_a_sparse_trace_widens_the_search(load):
     candidate = made_by(load(), "activation_on_the_product")
     sparse = {name: array for name, array in candidate.items() if name.endswith("hook_resid_post")}
     assert confirmed(diagnosed(load(), sparse)) == {"activation_on_the_product"}
+
+
+@pytest.mark.parametrize("engine", ["bitnet_ref numpy", "my own port 0.1"])
+def test_a_trace_file_is_diagnosed(engine, load, tmp_path):
+    """From the file: another engine's, whose int8 scales and products may be rounded in another order, like our own."""
+    m, path = load(), tmp_path / "candidate.safetensors"
+    write_trace(path, made_by(m, "silu_for_relu2"), TOKENS, engine=engine)
+    with Trace(path) as trace:
+        found = diagnosed(m, trace)
+    assert confirmed(found) == {"silu_for_relu2"}
+    write_trace(path, m.run_with_cache([1, *TOKENS])[1], [1, *TOKENS], engine=engine)
+    with Trace(path) as trace:
+        assert compare(m.run_with_cache(TOKENS)[1], trace, m.config, TOKENS).problem
+        assert confirmed(diagnosed(m, trace)) == {"bos_twice"}
+
+
+def test_a_teacher_forced_run_is_judged_at_the_op_that_differs(load):
+    """What comes after it was computed from right inputs, so the whole of the changed run is nothing like it."""
+    m, name = load(), "blocks.0.mlp.hook_post"
+    right = m.run_with_cache(TOKENS)[1]
+    candidate = right | {name: made_by(m, "silu_for_relu2")[name]}
+    comparison = compare(right, candidate, m.config, TOKENS, mode="teacher-forced")
+    assert confirmed(diagnose(m, TOKENS, candidate, comparison)) == {"silu_for_relu2"}
 
 
 def test_an_unknown_mistake_is_not_explained_away(load):

@@ -87,7 +87,9 @@ def _(s: Setting) -> Setting | None:
     "BitNet blocks have two more norms: before o_proj and before down_proj.",
 )
 def _(s: Setting) -> Setting | None:
-    return s.map_layers(lambda w: replace(w, attn_sub_norm=None, ffn_sub_norm=None)) if s.config.sub_norms else None
+    if not s.config.sub_norms:
+        return None
+    return s.with_config(sub_norms=False).map_layers(lambda w: replace(w, attn_sub_norm=None, ffn_sub_norm=None))
 
 
 @hypothesis(
