@@ -91,7 +91,8 @@ def judge_flips(
     noise = np.full(mine.shape, FLIP_FLOOR + 127 * tolerance_of("norm").relative(depth))
     same_scale = np.ones(len(mine), dtype=bool)
     if (scale_name := f"{linear}.{SCALE}") in candidate:
-        same_scale = np.asarray(candidate[scale_name]).reshape(-1) == scale.reshape(-1)
+        scales = np.asarray(candidate[scale_name]).reshape(-1)
+        same_scale = scales == scale.reshape(-1) if len(scales) == len(scale) else ~same_scale  # one for each block
     equal_input = np.zeros(mine.shape, dtype=bool)
     if source in candidate:  # then the noise is known
         x_candidate = np.asarray(candidate[source]).reshape(mine.shape).astype(x.dtype)

@@ -1,0 +1,191 @@
+"""The bugs that are planted: for each an edit of the package's text, a model that springs it, and the right answer.
+
+The edits share no code with the hypotheses that must find them: those replace an operation from outside, these change
+the source inside. Weights and BitLinear have their bugs in `bug_list_linears`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planted_models import TOKENS
+from planting import Edit
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One mistake and what crossval must say about it.
+
+    model: of `planted_models`.   ops: globs, one of which the first differing op must match.
+    causes: right names; one must be confirmed and no other may be.   twins: causes that give the same logits by
+    algebra, so that logits alone cannot tell them apart.   in_logits: False where the logits are right all the same.
+    level: where it shows: in the "forward" pass, the "prompt"'s ids, or the continuation ("generation").
+    """
+
+    name: str
+    model: str
+    ops: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    causes: tuple[str, ...]
+    twins: tuple[str, ...] = ()
+    in_logits: bool = True
+    level: str = "forward"
+    tokens: tuple[int, ...] = tuple(TOKENS)
+
+
+def bug(
+    name: str, model: str, ops: str, *edits: tuple[str, str, str], cause: str = "", twin: str = "", **more: object
+) -> Bug:
+    """A `Bug` from (file, old text, new text) edits; the cause is called like the bug unless it is given."""
+    made = tuple(Edit(*edit) for edit in edits)
+    return Bug(name, model, tuple(ops.split()), made, (cause or name,), tuple(twin.split()), **more)  # type: ignore[arg-type]
+
+
+LAYERS, MODEL, CACHE, RECORD = "layers.py", "model.py", "kv_cache.py", "tracing/record.py"
+HF_FOLDER, TOKENIZER = "formats/hf_folder.py", "tokenizers/base.py"
+
+GATE = "blocks.0.mlp.hook_post"
+ATTN_SUB = "blocks.0.attn.sub_norm.* blocks.0.attn.o_proj.hook_x_*"
+FFN_SUB = "blocks.0.mlp.sub_norm.* blocks.0.mlp.down_proj.hook_x_*"
+ROTATED = "blocks.0.attn.hook_rot_q"
+SCORES = "blocks.0.attn.hook_attn_scores"
+HEAD = "lm_head.hook_out"
+
+NO_ATTN_SUB_NORM = (MODEL, "if w.attn_sub_norm is not None:", "if False:")
+NO_FFN_SUB_NORM = (MODEL, "if w.ffn_sub_norm is not None:", "if False:")
+PER_HEAD = """        import numpy as np
+        heads = np.split(z.astype(np.float64), cfg.num_attention_heads, axis=-1)
+        heads = [h / np.sqrt((h * h).mean(axis=-1, keepdims=True) + cfg.norm_eps).astype(np.float32) for h in heads]
+        z = np.concatenate(heads, axis=-1).astype(np.float32) * w.attn_sub_norm
+"""
+NEIGHBOURS = """    y = np.empty_like(x)
+    y[..., 0::2] = first * cos - second * sin
+    y[..., 1::2] = second * cos + first * sin
+    return y
+"""
+HEAD_INT8 = """    from .weights import DenseWeight
+    import numpy as np
+    table = w.lm_head.array.astype(np.float32)
+    step = np.abs(table).max(axis=1)[:, None] / 127
+    eight_bits = np.round(table / step).clip(-127, 127).astype(np.int8)
+    return be.lm_head(x, DenseWeight(eight_bits * step))
+"""
+HEAD_LINE = "    return be.lm_head(x, w.lm_head)  # (wanted, V)\n"
+
+BLOCK_BUGS = (
+    # -- the gate
+    bug("silu_for_relu2", "bitnet", GATE, (LAYERS, "GATES[activation](gate) * up", "silu(gate) * up")),
+    bug("relu2_for_silu", "silu", GATE, (LAYERS, "GATES[activation](gate) * up", "relu2(gate) * up")),
+    bug("activation_on_the_product", "bitnet", GATE, (LAYERS, "[activation](gate) * up", "[activation](gate * up)")),
+    # -- norms
+    bug("attn_sub_norm_missing", "bitnet", ATTN_SUB, NO_ATTN_SUB_NORM),
+    bug("ffn_sub_norm_missing", "bitnet", FFN_SUB, NO_FFN_SUB_NORM),
+    bug("sub_norms_missing", "bitnet", ATTN_SUB, NO_ATTN_SUB_NORM, NO_FFN_SUB_NORM),
+    bug(
+        "attn_sub_norm_per_head",
+        "bitnet",
+        ATTN_SUB,
+        (MODEL, "        z = be.rms_norm(z, w.attn_sub_norm, cfg.norm_eps)\n", PER_HEAD),
+    ),
+    bug("norm_eps_1e-06", "bitnet", "blocks.0.ln1.hook_scale", (LAYERS, "mean_square + eps", "mean_square + 1e-6")),
+    bug(
+        "norm_weight_plus_one",
+        "bitnet",
+        "blocks.0.ln1.hook_normalized",
+        (HF_FOLDER, "(name, (size,)).astype(np.float32)", "(name, (size,)).astype(np.float32) + 1"),
+    ),
+    # -- RoPE
+    bug(
+        "rope_interleaved",
+        "bitnet",
+        ROTATED,
+        (LAYERS, "first, second = x[..., :half], x[..., half:]", "first, second = x[..., 0::2], x[..., 1::2]"),
+        (
+            LAYERS,
+            "    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)\n",
+            NEIGHBOURS,
+        ),
+        twin="qk_unpermuted_twice",
+    ),
+    bug("rope_theta_10000", "bitnet", ROTATED, (LAYERS, "inv_freq = rope.theta**", "inv_freq = 10000.0**")),
+    bug(  # scores depend on distances alone, so the outcome is right; the positions are not
+        "positions_from_one",
+        "bitnet",
+        ROTATED,
+        (MODEL, "be.rope_tables(batch.positions,", "be.rope_tables(batch.positions + 1,"),
+        in_logits=False,
+    ),
+    # -- what a token sees
+    bug(
+        "cache_misses_the_newest",
+        "bitnet",
+        SCORES,
+        (CACHE, "here = slice(start, position + 1)", "here = slice(start, max(position, 1))"),
+        (RECORD, "seen = slice(position + 1 - len(keys), position + 1)", "seen = slice(0, len(keys))"),
+    ),
+    bug(
+        "cache_misses_the_oldest",
+        "bitnet",
+        SCORES,
+        (CACHE, "start = 0 if window is None", "start = min(position, 1) if window is None"),
+    ),
+    bug("window_one_too_long", "window", SCORES, (CACHE, "position - window + 1)", "position - window)")),
+    bug("window_one_too_short", "window", SCORES, (CACHE, "position - window + 1)", "position - window + 2)")),
+    bug(
+        "gqa_heads_interleaved",
+        "bitnet",
+        SCORES,
+        (LAYERS, "q.reshape(kv_heads, -1, head_dim)", "q.reshape(-1, kv_heads, head_dim).swapaxes(0, 1)"),
+        (LAYERS, "scores.reshape(-1, n_keys)", "scores.swapaxes(0, 1).reshape(-1, n_keys)"),
+        (LAYERS, "pattern.reshape(kv_heads, -1, n_keys)", "pattern.reshape(-1, kv_heads, n_keys).swapaxes(0, 1)"),
+        (LAYERS, "return z.reshape(-1, head_dim)", "return z.swapaxes(0, 1).reshape(-1, head_dim)"),
+    ),
+    # -- the head
+    bug("head_int8_rows", "bitnet", HEAD, (MODEL, HEAD_LINE, HEAD_INT8)),
+    bug(
+        "logits_of_the_previous_position",
+        "bitnet",
+        HEAD,
+        (MODEL, HEAD_LINE, "    x = x[[i - 1 for i in range(len(x))]]\n" + HEAD_LINE),
+    ),
+    # -- prompts, stopping, stepping
+    bug(
+        "bos_twice",
+        "chat",
+        "token_ids",
+        (TOKENIZER, "prefix = [token for token in prefix if token != self.bos_id]", "prefix = list(prefix)"),
+        level="prompt",
+    ),
+    bug(
+        "template_space_missing",
+        "chat",
+        "token_ids",
+        ("tokenizers/chat_template.py", "{{ 'Assistant: ' }}", "{{ 'Assistant:' }}"),
+        level="prompt",
+    ),
+    bug(
+        "eot_not_a_stop",
+        "chat",
+        "generated_ids",
+        (TOKENIZER, "turn = self.token_to_id(END_OF_TURN)", "turn = None"),
+        level="generation",
+    ),
+    bug(
+        "prefill_logits_of_the_previous_position",
+        "chat",
+        "generated_ids",
+        (CACHE, "np.cumsum(lengths)[list(logits_of_last)] - 1", "np.cumsum(lengths)[list(logits_of_last)] - 2"),
+        level="generation",
+    ),
+    bug(
+        "decode_overwrites_the_last_entry",
+        "storyteller",
+        "generated_ids",
+        (
+            "generation/generate.py",
+            "len(self.prompt) + len(self.chunks) - 1,",
+            "len(self.prompt) + len(self.chunks) - 2,",
+        ),
+        level="generation",
+    ),
+)

@@ -1,0 +1,137 @@
+"""The planted bugs in BitLinear: scales, packed layouts, activation quantisation, accumulators."""
+
+from __future__ import annotations
+
+from bug_list import HF_FOLDER, bug
+
+QUANT, NUMPY, PACKING = "quantization.py", "backends/numpy_backend.py", "formats/packing.py"
+
+OUT = "blocks.0.attn.q_proj.hook_out"
+ACC = "blocks.0.attn.q_proj.hook_acc_int32"
+X_INT8 = "blocks.0.attn.q_proj.hook_x_*"
+
+THIRDS = """        from dataclasses import replace
+        names = ("q_proj", "k_proj", "v_proj")
+        fused = [parts[name] for name in names]
+        third, row = sum(w.shape[0] for w in fused) / 3, 0
+        for name, w in zip(names, fused):
+            scales = [fused[min(int((row + i) / third), 2)].w_dequant_scale for i in range(w.shape[0])]
+            parts[name] = replace(w, w_dequant_scale=np.array(scales, dtype=np.float32))
+            row += w.shape[0]
+        return LayerWeights(
+"""
+PREPARED = "            parts[name] = self.prepared(module, out_features, in_features, bias)\n"
+PERMUTE = """            if name in ("q_proj", "k_proj"):
+                d, w = cfg.head_dim, parts[name]
+                rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(out_features // d) for j in range(d)]
+                plane = quantization.pack_ternary(w.ternary()[rows])
+                parts[name] = TernaryWeight(plane, in_features, w.w_dequant_scale)
+"""
+FROM_HF = "        return pack_from_hf(plane)\n"
+# The matrix written as I2_S (x86) and read back in another way; there is no mistake in the writing.
+I2S_WRITTEN = """        w = quantization.unpack_ternary(pack_from_hf(plane), in_features)
+        codes = (w + 1).astype(np.uint8).reshape(-1, 4, 32)
+        data = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
+"""
+I2S_LOW_BITS_FIRST = """        quarters = [data & 3, data >> 2 & 3, data >> 4 & 3, data >> 6 & 3]
+        return quantization.pack_ternary(np.stack(quarters, axis=1).reshape(w.shape).astype(np.int8) - 1)
+"""
+I2S_AS_ARM = """        data = data.reshape(-1, 16)
+        quarters = [data >> 6 & 3, data >> 4 & 3, data >> 2 & 3, data & 3]
+        return quantization.pack_ternary(np.stack(quarters, axis=1).reshape(w.shape).astype(np.int8) - 1)
+"""
+PRODUCT = "                y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)\n"
+Q8_K = """                y = np.zeros((len(x), w.shape[0]), dtype=np.float32)
+                for at in range(0, x.shape[1], 256):
+                    part = x[:, at : at + 256]
+                    most = [row[np.argmax(np.abs(row))] for row in part]  # with its sign
+                    d = np.array([m / np.float32(-127) for m in most], dtype=np.float32)[:, None]
+                    sums = np.minimum(np.rint(part * (1 / d)), 127) @ w.ternary()[:, at : at + 256].T
+                    y += d * sums.astype(np.float32)
+                y *= w.w_dequant_scale
+"""
+DENSE = "                y = layers.dense_matmul(x, w.ternary() * w.w_dequant_scale)\n"
+ROUNDED = "np.rint(x * x_quant_scale)"
+AWAY = "np.trunc(x * x_quant_scale + np.copysign(np.float32(0.5), x))"
+SCALE = "    x_quant_scale = x.dtype.type(127)"
+ACC_LINE = "        acc[:, start : start + rows] = x @ w_t.T\n"
+ACC_END = ACC_LINE + "    return acc\n"
+BF16 = """        import ml_dtypes
+        acc[:, start : start + rows] = (x @ w_t.T).astype(ml_dtypes.bfloat16).astype(np.int32)
+"""
+EXACT = "    exact = np.float32 if"
+REFUSED = """    if in_features % 128:
+        return np.zeros((len(x_q), len(packed)), dtype=np.int32)
+"""
+
+LINEAR_BUGS = (
+    # -- weight scales
+    bug(
+        "scale_not_divided",
+        "divided",
+        OUT,
+        (HF_FOLDER, "scale = np.float32(1.0) / scale", "pass"),
+        cause="scale_inverted",
+    ),
+    bug(
+        "scale_not_multiplied",
+        "bitnet",
+        OUT,
+        (HF_FOLDER, 'convention == "divide"', 'convention == "multiply"'),
+        cause="scale_inverted",
+    ),
+    bug(
+        "scale_from_ternary_weights",
+        "saved after quantisation",
+        OUT,
+        (HF_FOLDER, "quantization.split_ternary(w) or quantization", "quantization"),
+    ),
+    bug("qkv_scales_by_thirds", "one kv head", OUT, (HF_FOLDER, "        return LayerWeights(\n", THIRDS)),
+    # -- layouts
+    bug("i2s_bits_reversed", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_LOW_BITS_FIRST)),
+    bug("i2s_x86_read_as_arm", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_AS_ARM)),
+    bug(
+        "hf_rows_adjacent",
+        "bitnet",
+        ACC,
+        (PACKING, "packed[first : first + len(block)]", "packed[4 * start + quarter : 4 * (start + len(block)) : 4]"),
+    ),
+    bug("qk_permuted", "bitnet", ACC, (HF_FOLDER, PREPARED, PREPARED + PERMUTE)),
+    # -- activation quantisation
+    bug("round_half_away", "exact ties", X_INT8, (QUANT, ROUNDED, AWAY)),
+    bug(
+        "activation_scale_per_tensor",
+        "bitnet",
+        X_INT8,
+        (QUANT, SCALE, "    largest = np.full((len(x), 1), np.abs(x).max())\n" + SCALE),
+    ),
+    bug(
+        "activation_floor_missing",
+        "faint token",
+        X_INT8,
+        (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"),
+        tokens=(5, 1, 17, 23, 5, 9),
+    ),
+    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (NUMPY, PRODUCT, Q8_K)),
+    bug("activations_not_quantised", "bitnet", OUT, (NUMPY, PRODUCT, DENSE)),
+    # -- accumulators
+    bug(
+        "int16_accumulators_wrap",
+        "aligned sums",
+        ACC,
+        (QUANT, ACC_END, ACC_LINE + "    return acc.astype(np.int16).astype(np.int32)\n"),
+    ),
+    bug(
+        "int16_accumulators_saturate",
+        "aligned sums",
+        ACC,
+        (QUANT, ACC_END, ACC_LINE + "    return np.minimum(np.maximum(acc, -32768), 32767)\n"),
+    ),
+    bug("bf16_accumulators", "bitnet", ACC, (QUANT, ACC_LINE, BF16)),
+    bug(
+        "unsupported_shape_gives_zeros",
+        "bitnet",
+        "blocks.0.mlp.down_proj.hook_acc_int32",
+        (QUANT, EXACT, REFUSED + EXACT),
+    ),
+)

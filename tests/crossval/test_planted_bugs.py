@@ -1,0 +1,89 @@
+"""crossval/planted_bugs.py: every planted bug is named, op and cause. A quick part of them here, the rest as slow."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "crossval"
+sys.path.insert(0, str(FOLDER))
+
+import planted_bugs  # noqa: E402
+import planting  # noqa: E402
+
+QUICK = (
+    "silu_for_relu2",
+    "sub_norms_missing",
+    "scale_not_divided",
+    "qkv_scales_by_thirds",
+    "hf_rows_adjacent",
+    "rope_interleaved",
+    "round_half_away",
+    "activation_floor_missing",
+    "bf16_accumulators",
+    "unsupported_shape_gives_zeros",
+    "cache_misses_the_newest",
+    "bos_twice",
+    "eot_not_a_stop",
+)
+NAMES = [bug.name for bug in planted_bugs.BUGS]
+
+
+@pytest.fixture(scope="module")
+def hunt():
+    with planted_bugs.Hunt() as hunt:
+        yield hunt
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n not in QUICK)])
+def test_a_planted_bug_is_named(hunt, name):
+    (bug,) = [bug for bug in planted_bugs.BUGS if bug.name == name]
+    outcome = hunt.find(bug)
+    assert not outcome.agreed
+    assert outcome.op_right, outcome.op
+    assert outcome.cause_right, outcome.causes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [bug.name for bug in planted_bugs.BUGS if bug.in_logits])
+def test_a_planted_bug_is_named_by_its_logits(hunt, name):
+    (bug,) = [bug for bug in planted_bugs.BUGS if bug.name == name]
+    outcome = hunt.find(bug, logits_only=True)
+    assert outcome.right, outcome.causes
+
+
+def test_there_are_enough_and_no_name_twice():
+    assert len(NAMES) == len(set(NAMES)) >= 40
+
+
+def test_every_edit_still_fits_the_source():
+    """All of them, also those whose hunt is marked slow; and the copy without an edit is the package."""
+    for bug in planted_bugs.BUGS:
+        for edit in bug.edits:
+            text = (planting.PACKAGE / edit.file).read_text(encoding="utf-8")
+            assert edit.apply(text) != text
+    with pytest.raises(LookupError, match="occurs 0 times"):
+        planting.planted([planting.Edit("model.py", "no such text", "")]).__enter__()
+
+
+def test_the_copy_is_apart_from_the_package(hunt):
+    """Without an edit the copy computes the same, with classes of its own; afterwards it is gone."""
+    model = hunt.reference("bitnet")
+    with planting.planted([]) as copy:
+        other = copy.load(model.folder, backend="numpy")
+        assert type(other) is not type(model)
+        assert (other.logits([1, 2, 3]) == model.logits([1, 2, 3])).all()
+    assert not any(name.startswith(planting.COPY) for name in sys.modules)
+
+
+def test_the_script(capsys):
+    assert planted_bugs.main(["--json", "silu_for_relu2"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["planted"], said["named_rightly"]) == (1, 1)
+    assert said["bugs"][0]["causes"] == ["silu_for_relu2"]
+    assert planted_bugs.main(["relu2_for_silu"]) == 0
+    assert "1 of 1 named rightly" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        planted_bugs.main(["no_such_bug"])
+    assert caught.value.code == 2
