@@ -68,9 +68,12 @@ HEAD_INT8 = """    from .weights import DenseWeight
     table = w.lm_head.array.astype(np.float32)
     step = np.abs(table).max(axis=1)[:, None] / 127
     eight_bits = np.round(table / step).clip(-127, 127).astype(np.int8)
-    return be.lm_head(x, DenseWeight(eight_bits * step))
+    return be.lm_head(final_hidden(be, w, cfg, batch, cache), DenseWeight(eight_bits * step))
 """
-HEAD_LINE = "    return be.lm_head(x, w.lm_head)  # (wanted, V)\n"
+HEAD_LINE = "    return be.lm_head(final_hidden(be, w, cfg, batch, cache), w.lm_head)\n"
+HEAD_SHIFTED = """    x = final_hidden(be, w, cfg, batch, cache)
+    return be.lm_head(x[[i - 1 for i in range(len(x))]], w.lm_head)
+"""
 
 BLOCK_BUGS = (
     # -- the gate
@@ -146,7 +149,7 @@ BLOCK_BUGS = (
         "logits_of_the_previous_position",
         "bitnet",
         HEAD,
-        (MODEL, HEAD_LINE, "    x = x[[i - 1 for i in range(len(x))]]\n" + HEAD_LINE),
+        (MODEL, HEAD_LINE, HEAD_SHIFTED),
     ),
     # -- prompts, stopping, stepping
     bug(

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from bug_list import HF_FOLDER, bug
 
-QUANT, NUMPY, PACKING = "quantization.py", "backends/numpy_backend.py", "formats/packing.py"
+QUANT, NUMPY = "quantization.py", "backends/numpy_backend.py"
+PACKING, CHECKPOINT = "formats/packing.py", "formats/checkpoint.py"
 
 OUT = "blocks.0.attn.q_proj.hook_out"
 ACC = "blocks.0.attn.q_proj.hook_acc_int32"
 X_INT8 = "blocks.0.attn.q_proj.hook_x_*"
 
-THIRDS = """        from dataclasses import replace
-        names = ("q_proj", "k_proj", "v_proj")
-        fused = [parts[name] for name in names]
-        third, row = sum(w.shape[0] for w in fused) / 3, 0
-        for name, w in zip(names, fused):
-            scales = [fused[min(int((row + i) / third), 2)].w_dequant_scale for i in range(w.shape[0])]
-            parts[name] = replace(w, w_dequant_scale=np.array(scales, dtype=np.float32))
-            row += w.shape[0]
-        return LayerWeights(
+THIRDS = """    from dataclasses import replace
+    names = ("q_proj", "k_proj", "v_proj")
+    fused = [of_layer[name] for name in names]
+    third, row = sum(w.shape[0] for w in fused) / 3, 0
+    for name, w in zip(names, fused):
+        scales = [fused[min(int((row + i) / third), 2)].w_dequant_scale for i in range(w.shape[0])]
+        of_layer[name] = replace(w, w_dequant_scale=np.array(scales, dtype=np.float32))
+        row += w.shape[0]
+    return LayerWeights(**of_layer)
 """
-PREPARED = "            parts[name] = self.prepared(module, out_features, in_features, bias)\n"
-PERMUTE = """            if name in ("q_proj", "k_proj"):
-                d, w = cfg.head_dim, parts[name]
-                rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(out_features // d) for j in range(d)]
-                plane = quantization.pack_ternary(w.ternary()[rows])
-                parts[name] = TernaryWeight(plane, in_features, w.w_dequant_scale)
+READ = "        weight = checkpoint.linear(linear_name(index, short))\n"
+PERMUTE = """        if short in ("q_proj", "k_proj"):
+            d, n = checkpoint.config.head_dim, weight.shape[0]
+            rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(n // d) for j in range(d)]
+            weight = type(weight).from_ternary(weight.ternary()[rows], weight.w_dequant_scale)
 """
 FROM_HF = "        return pack_from_hf(plane)\n"
 # The matrix written as I2_S (x86) and read back in another way; there is no mistake in the writing.
@@ -77,7 +77,7 @@ LINEAR_BUGS = (
         "scale_not_multiplied",
         "bitnet",
         OUT,
-        (HF_FOLDER, 'convention == "divide"', 'convention == "multiply"'),
+        (HF_FOLDER, '_scale_convention == "divide"', '_scale_convention == "multiply"'),
         cause="scale_inverted",
     ),
     bug(
@@ -86,7 +86,7 @@ LINEAR_BUGS = (
         OUT,
         (HF_FOLDER, "quantization.split_ternary(w) or quantization", "quantization"),
     ),
-    bug("qkv_scales_by_thirds", "one kv head", OUT, (HF_FOLDER, "        return LayerWeights(\n", THIRDS)),
+    bug("qkv_scales_by_thirds", "one kv head", OUT, (CHECKPOINT, "    return LayerWeights(**of_layer)\n", THIRDS)),
     # -- layouts
     bug("i2s_bits_reversed", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_LOW_BITS_FIRST)),
     bug("i2s_x86_read_as_arm", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_AS_ARM)),
@@ -96,7 +96,7 @@ LINEAR_BUGS = (
         ACC,
         (PACKING, "packed[first : first + len(block)]", "packed[4 * start + quarter : 4 * (start + len(block)) : 4]"),
     ),
-    bug("qk_permuted", "bitnet", ACC, (HF_FOLDER, PREPARED, PREPARED + PERMUTE)),
+    bug("qk_permuted", "bitnet", ACC, (CHECKPOINT, READ, READ + PERMUTE)),
     # -- activation quantisation
     bug("round_half_away", "exact ties", X_INT8, (QUANT, ROUNDED, AWAY)),
     bug(

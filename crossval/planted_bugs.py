@@ -119,7 +119,7 @@ class Hunt:
 
 
 def _loaded(engine: ModuleType, model: bitnet_ref.Model) -> Any:
-    return engine.load(model.folder, backend="numpy", threads=1)
+    return engine.load(model.path, backend="numpy", threads=1)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -71,7 +71,7 @@ def test_the_copy_is_apart_from_the_package(hunt):
     """Without an edit the copy computes the same, with classes of its own; afterwards it is gone."""
     model = hunt.reference("bitnet")
     with planting.planted([]) as copy:
-        other = copy.load(model.folder, backend="numpy")
+        other = copy.load(model.path, backend="numpy")
         assert type(other) is not type(model)
         assert (other.logits([1, 2, 3]) == model.logits([1, 2, 3])).all()
     assert not any(name.startswith(planting.COPY) for name in sys.modules)
