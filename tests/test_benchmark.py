@@ -3,7 +3,9 @@
 import inspect
 import json
 import math
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import ml_dtypes
 import numpy as np
@@ -18,11 +20,12 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.benchmark import MemoryReader, ProfiledBackend, Timing
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
+from bitnet_ref.benchmark.peers import Peer, peer_config
 from bitnet_ref.benchmark.profile import OPS
 from bitnet_ref.benchmark.timing import take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_command, cli
-from bitnet_ref.errors import BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
+from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
 from bitnet_ref.quantization import first_invalid_code
 from bitnet_ref.tokenizers import load_tokenizer
 from bitnet_ref.weights import DenseWeight, TernaryWeight
@@ -410,3 +413,67 @@ def test_bench_tokenizer(monkeypatch):
 )
 def test_exit_codes(arguments, code):
     assert invoke(*arguments).exit_code == code
+
+
+# -- peers -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shell_knows_the_peers():
+    assert set(bench_command.PEER_NAMES) == set(benchmark.PEERS)
+
+
+def test_a_peer_is_asked_for_the_same_shape():
+    asked = peer_config(TINY)
+    assert (asked["hidden_size"], asked["num_key_value_heads"], asked["hidden_act"]) == (16, 2, "relu2")
+    assert asked["tie_word_embeddings"] is True
+    assert "sliding_window" not in asked
+    assert peer_config(replace(TINY, model_type="mistral", sliding_window=4))["sliding_window"] == 4
+    json.dumps(asked)
+
+
+@pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")
+def test_a_peer_that_is_not_installed_costs_one_line():
+    with pytest.raises(BackendUnavailable, match="pip install torch transformers"):
+        benchmark.measure_peer("transformers", TINY, 3, 2)
+    arguments = ["bench", "model", "--prompt", "3", "--new", "2", "--versus", "transformers"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0
+    assert "versus transformers" in done.output
+    assert "pip install torch transformers" in " ".join(done.output.split())
+    told = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
+    assert "pip install" in told["versus"]["transformers"]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None or find_spec("torch") is None, reason="needs transformers")
+def test_transformers_is_measured():
+    found = benchmark.measure_peer("transformers", TINY, 5, 3)
+    assert found.prompt_tokens_per_s > 0
+    assert found.decode.repetitions == 3
+    assert found.peak_memory_bytes > 0
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("raise SystemExit('too little memory')", "too little memory"),
+        ("print('no JSON')", "JSONDecodeError"),
+        ("", "IndexError"),
+    ],
+)
+def test_a_peer_that_fails_says_why(script, why, tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text(script)
+    monkeypatch.setitem(benchmark.PEERS, "broken", Peer(str(tmp_path / "peer.py"), "pip install it"))
+    with pytest.raises(BackendError, match=why):
+        benchmark.measure_peer("broken", TINY, 3, 2)
+
+
+def test_what_a_peer_prints_becomes_its_speeds(tmp_path, monkeypatch):
+    """The ratio of times that a script gives; a Python that is not there is named."""
+    times = {"version": "1", "weights": "w", "prompt_s": [2, 1], "decode_s": [0.5, 0.25, 1], "peak_memory_bytes": 7}
+    (tmp_path / "peer.py").write_text(f"print('loading'); print({json.dumps(times)!r})")
+    monkeypatch.setitem(benchmark.PEERS, "fixed", Peer(str(tmp_path / "peer.py"), "pip install it"))
+    found = benchmark.measure_peer("fixed", TINY, 10, 3, threads=2, python=sys.executable)
+    assert (found.prompt_tokens_per_s, found.decode_tokens_per_s, found.decode.median_s) == (10, 4, 0.5)
+    with pytest.raises(BackendError, match="no-such-python"):
+        benchmark.measure_peer("fixed", TINY, python="no-such-python")

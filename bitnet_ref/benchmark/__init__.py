@@ -8,11 +8,13 @@ memory, and reported as the best and the median and as a ratio to what the read 
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
+    peers.py      the same shape on other engines
 """
 
 from .bandwidth import MemoryReader
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
+from .peers import PEERS, PeerBench, measure_peer
 from .profile import OpTime, ProfiledBackend
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .timing import Timing
@@ -20,6 +22,7 @@ from .tokenizer import TokenizerBench, measure_tokenizer
 from .validate import Check, check_linear, check_model
 
 __all__ = [
+    "PEERS",
     "SHAPES",
     "Check",
     "KernelBench",
@@ -27,6 +30,7 @@ __all__ = [
     "MemoryReader",
     "ModelBench",
     "OpTime",
+    "PeerBench",
     "ProfiledBackend",
     "StepBytes",
     "Timing",
@@ -37,6 +41,7 @@ __all__ = [
     "check_model",
     "measure_kernels",
     "measure_model",
+    "measure_peer",
     "measure_tokenizer",
     "random_ternary_weight",
     "synthetic_model",

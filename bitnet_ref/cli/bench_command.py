@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..backends import HEADS, NAMES
+from ..errors import BackendError
 from .shell import (
     DIFFERS,
     AnyFunction,
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api import Model
-    from ..benchmark import Check, KernelBench, ModelBench, TokenizerBench
+    from ..benchmark import Check, KernelBench, ModelBench, PeerBench, TokenizerBench
     from ..benchmark.models import Profile
 
 SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
+PEER_NAMES = ("transformers",)  # the keys of `benchmark.PEERS`
 MOST_TOKENS = 1 << 20
 
 
@@ -141,6 +144,10 @@ def draw_kernels(found: KernelBench, out: Console) -> None:
 @click.option("--prompt", type=click.IntRange(min=1), default=64, show_default=True, help="Prompt tokens.")
 @click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded tokens.")
 @click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
+@click.option(
+    "--versus", type=click.Choice(PEER_NAMES), multiple=True, help="The same shape there. May be given again."
+)
+@click.option("--versus-python", metavar="PATH", help="The Python that has it.  [default: this one]")
 @click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate.")
 @click.option("--profile", is_flag=True, help="Run once more and show the time of each operation.")
 @machine_options
@@ -153,6 +160,8 @@ def model(
     new: int,
     backend: str,
     head: str,
+    versus: tuple[str, ...],
+    versus_python: str | None,
     profile: bool,
     threads: int | None,
     simd: str | None,
@@ -169,7 +178,51 @@ def model(
     with LoadingBar("measuring") as bar:
         found = measure_model(subject, prompt, new, profile=profile, progress=bar)
     name = f"{synthetic}, random weights" if synthetic else str(model or "storyteller")
-    report(found, lambda out: draw_model(found, name, shortened(synthetic, layers), out), model=synthetic or name)
+    peers = against(versus, subject, prompt, new, versus_python) if found.check.equal else {}
+
+    def draw(out: Console) -> None:
+        draw_model(found, name, shortened(synthetic, layers), out)
+        draw_peers(found, peers, out)
+
+    told = {peer: result if isinstance(result, str) else result.to_dict() for peer, result in peers.items()}
+    report(found, draw, model=synthetic or name, versus=told)
+
+
+def against(
+    versus: tuple[str, ...], subject: Model, prompt: int, new: int, python: str | None
+) -> dict[str, PeerBench | str]:
+    """Each peer's speeds on the model's shape, or the line that says why there are none."""
+    from ..benchmark import measure_peer
+
+    found: dict[str, PeerBench | str] = {}
+    for name in versus:
+        with LoadingBar(f"measuring {name}"):
+            try:
+                threads = subject.backend.threads
+                found[name] = measure_peer(
+                    name, subject.config, prompt, new, threads=threads, python=python or sys.executable
+                )
+            except BackendError as error:
+                found[name] = str(error)
+    return found
+
+
+def draw_peers(found: ModelBench, peers: dict[str, PeerBench | str], out: Console) -> None:
+    """One line each: its speeds, and ours over them."""
+    for name, peer in peers.items():
+        if isinstance(peer, str):
+            out.print(f"versus {name}: {peer}")
+        elif found.prompt_tokens_per_s is not None and found.decode_tokens_per_s is not None:
+            ratios = (
+                found.decode_tokens_per_s / peer.decode_tokens_per_s,
+                found.prompt_tokens_per_s / peer.prompt_tokens_per_s,
+            )
+            out.print(
+                f"versus {name} {peer.version}, {peer.weights}, {in_words(peer.threads)}: decode "
+                f"{peer.decode_tokens_per_s:.2f} tok/s best (here {ratios[0]:.2f} x), prompt "
+                f"{peer.prompt_tokens_per_s:.1f} ({ratios[1]:.2f} x), "
+                f"peak memory {size_in_words(peer.peak_memory_bytes)}"
+            )
 
 
 def ready(

@@ -8,6 +8,7 @@ batch invariance the logits are those that a whole head would have given in the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ class Logprobs:
 
     def __init__(self, head: Callable[[NDArray], NDArray]) -> None:
         self._head = head
+        self._lock = Lock()  # one thread may generate while another reads
         self._waiting: list[tuple[int, NDArray, int]] = []  # (index, hidden (D,), token)
         self._known: dict[int, float] = {}
         self._count = 0
@@ -32,18 +34,20 @@ class Logprobs:
         """Note a chosen token. -> its ln p where all of its logits are known, else the function that will find it"""
         if logits is not None:
             return log_probability(logits, token)
-        index, self._count = self._count, self._count + 1
-        self._waiting.append((index, hidden.copy(), token))
+        with self._lock:
+            index, self._count = self._count, self._count + 1
+            self._waiting.append((index, hidden.copy(), token))
         return lambda: self[index]
 
     def __getitem__(self, index: int) -> float:
-        while index not in self._known:
-            block = self._waiting[:TOKENS_AT_A_TIME]
-            logits = self._head(np.stack([hidden for _, hidden, _ in block]))
-            for (at, _, token), row in zip(block, logits, strict=True):
-                self._known[at] = log_probability(row, token)
-            self._waiting = [entry for entry in self._waiting if entry[0] not in self._known]
-        return self._known[index]
+        with self._lock:
+            while index not in self._known:
+                block = self._waiting[:TOKENS_AT_A_TIME]
+                logits = self._head(np.stack([hidden for _, hidden, _ in block]))
+                for (at, _, token), row in zip(block, logits, strict=True):
+                    self._known[at] = log_probability(row, token)
+                del self._waiting[: len(block)]
+            return self._known[index]
 
 
 def lazy_field(name: str) -> Callable[[type[T]], type[T]]:

@@ -1,0 +1,121 @@
+"""The same shape on another engine, on the same machine, in the same run: each in a process of its own.
+
+A peer is a script that takes the shape as JSON and prints its times as JSON, so a peer's libraries are never loaded
+here, and may live in another Python environment (`python`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelConfig
+from ..errors import BackendError, BackendUnavailable
+from .timing import Timing
+
+TIMEOUT_S = 1800.0
+PROMPT_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine that can be measured."""
+
+    script: str  # beside this file
+    pip: str  # what installs it
+
+
+PEERS = {"transformers": Peer("peer_transformers.py", "pip install torch transformers")}
+
+
+@dataclass(frozen=True)
+class PeerBench:
+    """One peer's speeds."""
+
+    name: str
+    version: str
+    weights: str  # in what form it keeps them
+    threads: int
+    prompt_tokens: int
+    new_tokens: int
+    prompt: Timing  # the whole prompt
+    decode: Timing  # one token
+    peak_memory_bytes: int
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """At the best time."""
+        return self.prompt_tokens / self.prompt.best_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of the best step."""
+        return 1 / self.decode.best_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        derived = ("prompt_tokens_per_s", "decode_tokens_per_s")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+def measure_peer(
+    name: str,
+    config: ModelConfig,
+    prompt_tokens: int = 64,
+    new_tokens: int = 16,
+    *,
+    threads: int = 1,
+    python: str = sys.executable,
+) -> PeerBench:
+    """Time a random model of that shape on a peer: its prompt, and decoding greedily, one token at a time.
+
+    Raises BackendUnavailable with the pip command when `python` does not have the peer, BackendError when it fails.
+    """
+    peer = PEERS[name]
+    asked = {
+        "config": peer_config(config),
+        "prompt": prompt_tokens,
+        "new": new_tokens,
+        "repeats": PROMPT_REPEATS,
+        "threads": threads,
+    }
+    command = [python, str(Path(__file__).parent / peer.script), json.dumps(asked)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise BackendError(f"{name} could not be measured: {type(error).__name__}: {error}") from error
+    if found is None:
+        lines = done.stderr.strip().splitlines()
+        why = lines[-1] if lines else "no message; too little memory?"
+        raise BackendError(f"{name} could not be measured: exit status {done.returncode}: {why}")
+    if "missing" in found:
+        raise BackendUnavailable(f"{name} is not installed for {python} ({found['missing']}): {peer.pip}")
+    return PeerBench(
+        name,
+        found["version"],
+        found["weights"],
+        threads,
+        prompt_tokens,
+        new_tokens,
+        Timing.of(found["prompt_s"]),
+        Timing.of(found["decode_s"]),
+        found["peak_memory_bytes"],
+    )
+
+
+def peer_config(config: ModelConfig) -> dict[str, Any]:
+    """The shape as a Hugging Face config has it."""
+    same = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    more = ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+    return {
+        **{name: getattr(config, name) for name in same + more},
+        "hidden_act": config.activation,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        **({"sliding_window": config.sliding_window} if config.model_type == "mistral" else {}),
+    }
