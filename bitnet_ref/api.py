@@ -61,7 +61,7 @@ def load(
     """Load a model, ready to compute.
 
     model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
-        its shards), a .safetensors file in such a folder, or a .gguf file.
+        its shards), a .safetensors file in such a folder, a .gguf file, or an .onnx file.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or all that the process may use.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.

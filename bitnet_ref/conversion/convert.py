@@ -37,9 +37,16 @@ def _hf(kind: str) -> Callable[[Checkpoint, Path, Progress | None], None]:
     return write
 
 
+def _onnx(checkpoint: Checkpoint, path: Path, progress: Progress | None) -> None:
+    from ..formats.onnx_export import write_onnx_folder
+
+    write_onnx_folder(checkpoint, path, progress)
+
+
 _TARGETS = (
     Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
     Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
+    Target("onnx", None, "a folder: model.onnx for onnxruntime, its data, the tokenizer", _onnx),
 )
 TARGETS = {target.name: target for target in _TARGETS}
 

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from ..errors import ShapeError
 from .atomic import atomic_path
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Progress
 from .onnx_graph import IR_VERSION, OPSET, DecoderGraph
-from .onnx_library import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, import_onnx
+from .onnx_library import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
 
 EXTERNAL_BYTES = 1024  # tensors of at least so many bytes go to the file beside, as in onnx's own converter
 _ALIGNMENT = 4096  # a page: onnxruntime maps what begins on one
-MAX_MODEL_BYTES = 2**31 - 1  # protobuf's limit
 
 
 class _Tensors:
@@ -53,7 +52,11 @@ class _Tensors:
 
 
 def export_onnx(
-    path: str | os.PathLike[str], checkpoint: Checkpoint, *, external_bytes: int | None = EXTERNAL_BYTES
+    path: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    *,
+    external_bytes: int | None = EXTERNAL_BYTES,
+    progress: Progress | None = None,
 ) -> list[Path]:
     """Write an open checkpoint as ONNX, one matrix at a time -> the files: `path`, and `<path>.data` with large ones
 
@@ -61,6 +64,7 @@ def export_onnx(
     (batch, kv_heads, past, head_dim) float32, which may be of length 0; outputs logits (batch, sequence, vocab) and
     present.N.key and .value, float32. Opset 18. Ternary matrices are stored in 2 bits a weight, others as they are.
 
+    progress: called with (parts done, parts in all).
     external_bytes: tensors of at least so many bytes go to the file beside; None keeps all in one file, below 1 GB.
 
     Both files are complete before either takes its name; the old model goes first, so that it never meets new data.
@@ -75,7 +79,7 @@ def export_onnx(
         data = None
         if external_bytes is not None:
             data = stack.enter_context(open(stack.enter_context(atomic_path(data_path)), "wb"))
-        graph = DecoderGraph(checkpoint, _Tensors(data, data_path.name, external_bytes or 0)).build()
+        graph = DecoderGraph(checkpoint, _Tensors(data, data_path.name, external_bytes or 0), progress).build()
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
         settings = {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: json.dumps(checkpoint.config.to_dict(), sort_keys=True)}
@@ -85,3 +89,10 @@ def export_onnx(
         if data is not None:
             path.unlink(missing_ok=True)
     return [path] if data is None else [path, data_path]
+
+
+def write_onnx_folder(checkpoint: Checkpoint, folder: Path, progress: Progress | None = None) -> None:
+    """model.onnx, its data and the tokenizer's files, in a folder that is there."""
+    export_onnx(folder / MODEL_FILE, checkpoint, progress=progress)
+    for name, data in checkpoint.tokenizer_files().items():
+        (folder / name).write_bytes(data)

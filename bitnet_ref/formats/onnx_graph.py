@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..layers import rope_frequencies
 from ..weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight
-from .checkpoint import Checkpoint, linear_name
-from .hf_folder import hf_module, hf_norm_names
+from .checkpoint import Checkpoint, Progress, hf_module, linear_name, linear_names, norm_sizes
+from .hf_folder import hf_norm_names
 from .onnx_library import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
 from .onnx_nodes import AddTensor, Graph
 
@@ -30,8 +30,9 @@ _FLOAT, _DOUBLE = np.float32, np.float64
 class DecoderGraph:
     """Builds the graph of one model, reading its checkpoint one matrix at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor) -> None:
+    def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
         self.source, self.cfg, self.g = checkpoint, checkpoint.config, Graph(add_tensor)
+        self._progress, self._done = progress, 0
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears
 
     def build(self) -> Any:
@@ -74,11 +75,18 @@ class DecoderGraph:
             g.nodes, "decoder", [make(*item) for item in inputs], [make(*item) for item in outputs], g.initializers
         )
 
+    def _tick(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            total = 1 + len(norm_sizes(self.cfg)) + len(linear_names(self.cfg)) + (not self.cfg.tie_word_embeddings)
+            self._progress(self._done, total)
+
     # -- once for all layers -------------------------------------------------------------------------------------------
 
     def table(self) -> tuple[str, np.dtype]:
         """The embedding (V, D), in the dtype of its file"""
         embedding = self.source.embedding()
+        self._tick()
         if self.cfg.tie_word_embeddings:
             self.source.tied_head(embedding)
         return self.g.weight("model.embed_tokens.weight", embedding.array), embedding.array.dtype
@@ -218,6 +226,7 @@ class DecoderGraph:
 
     def norm(self, x: str, name: str) -> str:
         """One of the model's own norms"""
+        self._tick()
         return self.rms_norm(x, hf_norm_names(name)[0], self.source.norm(name), self.cfg.norm_eps)
 
     def rms_norm(self, x: str, name: str, weight: NDArray, eps: float) -> str:
@@ -231,6 +240,7 @@ class DecoderGraph:
     def linear(self, x: str, name: str) -> str:
         """x W^T + bias.   (B, S, K) -> (B, S, out)"""
         w, name = self.source.linear(name), hf_module(name)
+        self._tick()
         if isinstance(w, DenseWeight):
             y = self.matmul(x, self.g.weight(f"{name}.weight", w.array), w.array.dtype)
             return self.biased(y, name, w)

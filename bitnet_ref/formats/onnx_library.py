@@ -11,6 +11,8 @@ from ..errors import BackendUnavailable
 
 FORMAT_KEY, CONFIG_KEY = "bitnet_ref.format", "bitnet_ref.config"  # metadata_props of our exports
 FORMAT_VERSION = "1"
+MODEL_FILE = "model.onnx"  # in a folder of its own
+MAX_MODEL_BYTES = 2**31 - 1  # protobuf's limit of one message
 PACKED_SUFFIX, SCALE_SUFFIX = ".weight_packed", ".weight_scale"  # of a ternary linear's two initialisers
 
 # TensorProto.DataType -> NumPy's dtype, of the types that take whole bytes
