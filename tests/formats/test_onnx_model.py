@@ -72,6 +72,9 @@ def test_convert_and_load_the_folder(tmp_path):
     m = bitnet_ref.load(tmp_path / "out", backend="numpy")
     expected = model("storyteller").generate("The rabbit ran", max_tokens=4, temperature=0.0).text
     assert m.generate("The rabbit ran", max_tokens=4, temperature=0.0).text == expected
+    assert bitnet_ref.load(tmp_path / "out" / "model.onnx").tokenizer.encode("The rabbit") == m.tokenizer.encode(
+        "The rabbit"
+    )
 
 
 @pytest.mark.parametrize("style", LINEAR_STYLES)
