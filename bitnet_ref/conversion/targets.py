@@ -54,6 +54,12 @@ def _native(storage: str) -> Write:
     return write
 
 
+def _onnx(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+    from ..formats.onnx_export import write_onnx_folder
+
+    write_onnx_folder(checkpoint, path, progress)
+
+
 _TARGETS = (
     Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
     Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
@@ -63,6 +69,7 @@ _TARGETS = (
     Target("gguf-tl1", ".gguf", "bitnet.cpp's look-up tables for Arm", _gguf("tl1")),
     Target("gguf-tl2", ".gguf", "bitnet.cpp's look-up tables for x86", _gguf("tl2")),
     Target("gguf-f16", ".gguf", "matrices as float16 numbers", _gguf("f16")),
+    Target("onnx", None, "a folder: model.onnx for onnxruntime, its data, the tokenizer", _onnx),
     Target("native", NATIVE_SUFFIX, "one file with everything, ternary planes of 2 bits", _native("2bit")),
     Target("native-base3", NATIVE_SUFFIX, "the same, planes of 1.6 bits: smaller, slower to read", _native("base3")),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import FormatError
 from .checkpoint import Checkpoint, ReadOptions
 
-READABLE = "a Hugging Face folder, a .safetensors, .bitnet.safetensors or .gguf file"
+READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
@@ -17,6 +17,8 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         from .native import NativeCheckpoint
 
         return NativeCheckpoint(path, options)
+    if path.is_dir() and (path / "model.onnx").is_file() and not any(path.glob("model.safetensors*")):
+        path = path / "model.onnx"
     if path.is_dir() or path.suffix == ".safetensors":
         from .hf_folder import HfCheckpoint
 
@@ -25,7 +27,11 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         from .gguf_model import GgufCheckpoint
 
         return GgufCheckpoint(path, options)
-    raise FormatError(f"expected {READABLE}; no other format can be read yet", path=path)
+    if path.suffix == ".onnx":
+        from .onnx_model import OnnxCheckpoint
+
+        return OnnxCheckpoint(path, options)
+    raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:

@@ -1,6 +1,6 @@
 """A fuzzing campaign in a process of its own: mutate files of a good checkpoint, load, compute, report the outcome.
 
-    python tests/fuzz/campaign.py config 0 100        # kinds: config, weights, index, tokenizer, gguf, native
+    python tests/fuzz/campaign.py config 0 100        # a kind, the first seed, the end; kinds: see COUNTS in test_fuzz.py
 
 Prints one JSON line for each seed before it runs and one after, so that a crash names its seed. Whatever a mutated
 file is, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors; no
@@ -210,6 +210,77 @@ def mutate_native(dice: random.Random, folder: Path) -> Path:
     return path
 
 
+ONNX_FILE = "model.onnx"
+
+
+def mutate_onnx(dice: random.Random, folder: Path) -> None:
+    """An export of ours, or a decoder as another exporter names it; its bytes, its message or its data changed."""
+    import onnx
+    from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder
+
+    from bitnet_ref.formats.onnx_export import export_onnx
+    from bitnet_ref.formats.open import open_checkpoint
+
+    path = folder / ONNX_FILE
+    if dice.randrange(2):
+        write_base(folder, dice, sharded=False)
+        with open_checkpoint(folder) as checkpoint:
+            export_onnx(path, checkpoint, external_bytes=dice.choice([256, None]))
+    else:
+        config, styles = dice.choice([(TINY, LINEAR_STYLES), (BITNET, QUANTIZED_STYLES)])
+        m = bitnet_ref.load(write_checkpoint(folder, config), backend="numpy")
+        path.write_bytes(decoder(m.weights, dice.choice(styles), config).SerializeToString())
+    (folder / "model.safetensors").unlink()
+    action = dice.randrange(5)
+    if action == 0:
+        some_bytes = dice.choice([flip_bytes, truncate, insert_bytes, cut_out])
+        path.write_bytes(some_bytes(dice, path.read_bytes()))
+    elif action == 1 and (data := folder / "model.onnx.data").exists():
+        data.write_bytes(dice.choice([flip_bytes, truncate, insert_bytes, cut_out])(dice, data.read_bytes()))
+    elif action == 2:
+        (folder / "config.json").write_bytes(mutate_json(dice, (folder / "config.json").read_bytes()))
+    else:
+        model = onnx.load(path, load_external_data=False)
+        for _ in range(dice.choice([1, 1, 2, 4])):
+            change_message(dice, model)
+        path.write_bytes(model.SerializeToString())
+
+
+def change_message(dice: random.Random, model: Any) -> None:
+    """One change to a ModelProto: of a tensor, a node, or the metadata."""
+    graph = model.graph
+    tensor, node = dice.choice(graph.initializer), dice.choice(graph.node)
+    number = dice.choice([0, 1, 2, 3, -1, 7, 16, 40, 2**31, 2**62, -(2**63)])
+    action = dice.randrange(10)
+    if action == 0 and tensor.dims:
+        tensor.dims[dice.randrange(len(tensor.dims))] = number
+    elif action == 1:
+        tensor.dims[:] = [dice.choice([0, 1, 2, 16, 2**20, 2**40, 2**62]) for _ in range(dice.randrange(10))]
+    elif action == 2:
+        tensor.data_type = dice.randrange(28)
+    elif action == 3 and tensor.raw_data:
+        tensor.raw_data = dice.choice([flip_bytes, truncate, insert_bytes])(dice, tensor.raw_data)
+    elif action == 4 and tensor.external_data:
+        texts = ["", "0", "-1", "1e3", "9" * 40, "../x", "/etc/passwd", ONNX_FILE, ".", "\0", "٣", str(number)]
+        dice.choice(tensor.external_data).value = dice.choice(texts)
+    elif action == 5:
+        tensor.name = dice.choice([dice.choice(graph.initializer).name, "", "x", "model.norm.weight", "\0" * 9])
+    elif action == 6 and node.input:
+        node.input[dice.randrange(len(node.input))] = dice.choice(["", "x", tensor.name, *node.output])
+    elif action == 7 and node.attribute:
+        attribute = dice.choice(node.attribute)
+        attribute.i = number
+        attribute.ints[:] = [number] * dice.randrange(4)
+        attribute.type = dice.choice([attribute.type, 0, 1, 2, 3, 7])
+    elif action == 8 and len(model.metadata_props) == 2:
+        text = mutate_json(dice, model.metadata_props[1].value.encode())
+        model.metadata_props[dice.choice([0, 1, 1, 1])].value = text.decode("utf-8", "replace")
+    else:
+        node.op_type = dice.choice(
+            ["MatMul", "Gemm", "Add", "MatMulNBits", "DequantizeLinear", "Transpose", "Cast", ""]
+        )
+
+
 def use_checkpoint(path: Path, backend: str) -> None:
     m = bitnet_ref.load(path, backend=backend, threads=1)
     tokens = [token % m.config.vocab_size for token in TOKENS][: m.config.context_length]
@@ -354,6 +425,9 @@ def run(kind: str, first: int, last: int) -> None:
             elif kind == "gguf":
                 mutate_gguf(dice, folder)
                 model = folder / GGUF_FILE
+            elif kind == "onnx":
+                mutate_onnx(dice, folder)
+                model = folder / ONNX_FILE
             elif kind == "native":
                 model = mutate_native(dice, folder)
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
-COUNTS = {"config": 110, "weights": 130, "index": 60, "tokenizer": 60, "gguf": 120, "native": 100}
+COUNTS = {"config": 110, "weights": 130, "index": 60, "tokenizer": 60, "gguf": 120, "native": 100, "onnx": 60}
 OURS = {"FormatError", "ConfigError", "NumericsError", "TokenizerError", "GenerationError", "OutOfMemory"}
 
 

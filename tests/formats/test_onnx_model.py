@@ -1,0 +1,355 @@
+"""Reading .onnx: our own exports bit for bit, other exporters' names and quantisers, and files that lie."""
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, golden, model, rng, tiny_tensors, write_checkpoint
+from onnx import TensorProto, helper, numpy_helper
+from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder, nbits, write
+
+import bitnet_ref
+from bitnet_ref.conversion import convert
+from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.formats.onnx_constants import Constants
+from bitnet_ref.formats.onnx_export import export_onnx
+from bitnet_ref.formats.onnx_file import OnnxFile
+from bitnet_ref.formats.open import open_checkpoint
+
+TOKENS = [1, 3, 2, 5]
+BIASED = {**TINY, "attention_bias": True}
+
+
+def hf(folder, config):
+    tensors = tiny_tensors(config, np.float32)
+    if config.get("attention_bias"):
+        for name in [name for name in tensors if ".self_attn." in name]:
+            size = len(tensors[name])
+            tensors[name.replace(".weight", ".bias")] = rng(size).standard_normal(size).astype(np.float32)
+    return write_checkpoint(folder, config, tensors)
+
+
+def export(source, path, **options):
+    with open_checkpoint(source) as checkpoint:
+        return export_onnx(path, checkpoint, **options)
+
+
+# -- what can be read --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_our_own_exports_come_back_bit_for_bit(case, tmp_path):
+    export(GOLDEN / case, tmp_path / "m.onnx")
+    expected, found = model(GOLDEN / case), bitnet_ref.load(tmp_path / "m.onnx", backend="numpy")
+    assert found.config == expected.config
+    assert found.weights.tied == expected.weights.tied
+    for (name, a), (_, b) in zip(expected.weights.linears(), found.weights.linears(), strict=True):
+        assert type(a) is type(b), name
+        if hasattr(a, "packed"):
+            np.testing.assert_array_equal(b.packed, a.packed, err_msg=name)
+            assert b.w_dequant_scale == a.w_dequant_scale
+        else:
+            assert b.array.dtype == a.array.dtype
+            np.testing.assert_array_equal(b.array, a.array, err_msg=name)
+    tokens = golden(case)["tokens"]
+    np.testing.assert_array_equal(found.logits(tokens), expected.logits(tokens))
+
+
+@pytest.mark.parametrize("external_bytes", [0, None])
+def test_wherever_the_tensors_are(external_bytes, tmp_path):
+    case = "bitnet-packed-offline"
+    export(GOLDEN / case, tmp_path / "m.onnx", external_bytes=external_bytes)
+    logits = bitnet_ref.load(tmp_path / "m.onnx", backend="numpy").logits(TOKENS)
+    np.testing.assert_array_equal(logits, model(GOLDEN / case).logits(TOKENS))
+
+
+def test_convert_and_load_the_folder(tmp_path):
+    """With its tokenizer; convert's own proof compares every tensor and the logits."""
+    proof = convert("storyteller", tmp_path / "out", "onnx")
+    assert proof.exact
+    m = bitnet_ref.load(tmp_path / "out", backend="numpy")
+    expected = model("storyteller").generate("The rabbit ran", max_tokens=4, temperature=0.0).text
+    assert m.generate("The rabbit ran", max_tokens=4, temperature=0.0).text == expected
+    assert bitnet_ref.load(tmp_path / "out" / "model.onnx").tokenizer.encode("The rabbit") == m.tokenizer.encode(
+        "The rabbit"
+    )
+
+
+@pytest.mark.parametrize("style", LINEAR_STYLES)
+@pytest.mark.parametrize("config", [TINY, BIASED], ids=["plain", "biases"])
+def test_names_of_other_exporters(style, config, tmp_path):
+    m = model(hf(tmp_path / "hf", config))
+    found = bitnet_ref.load(write(tmp_path / "onnx", decoder(m.weights, style, config), config), backend="numpy")
+    np.testing.assert_array_equal(found.logits(TOKENS), m.logits(TOKENS))
+
+
+@pytest.mark.parametrize("style", QUANTIZED_STYLES)
+def test_ternary_planes_are_recovered(style, tmp_path):
+    """From what a dequantiser gives: scales and planes as they were."""
+    m = model(hf(tmp_path / "hf", BITNET))
+    path = write(tmp_path / "onnx", decoder(m.weights, style, BITNET), BITNET)
+    found = bitnet_ref.load(path, backend="numpy")
+    np.testing.assert_array_equal(found.logits(TOKENS), m.logits(TOKENS))
+    for (_, a), (_, b) in zip(m.weights.linears(), found.weights.linears(), strict=True):
+        assert a is m.weights.embedding or (a.w_dequant_scale == b.w_dequant_scale)
+
+
+def test_our_dense_graph_by_its_names_alone(tmp_path):
+    """Without our metadata, an export of ours reads as anybody's."""
+    case = "llama-bf16-biases"
+    export(GOLDEN / case, tmp_path / "m.onnx")
+    proto = onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    del proto.metadata_props[:]
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    (tmp_path / "config.json").write_bytes((GOLDEN / case / "config.json").read_bytes())
+    logits = bitnet_ref.load(tmp_path / "m.onnx", backend="numpy").logits(TOKENS)
+    np.testing.assert_array_equal(logits, model(GOLDEN / case).logits(TOKENS))
+
+
+def test_norms_that_an_exporter_merged(tmp_path):
+    """dynamo keeps one initialiser of several equal ones: which norm it is, only the node tells."""
+    m = model(hf(tmp_path / "hf", TINY))
+    proto = decoder(m.weights, "dynamo", TINY)
+    norms = [t for t in proto.graph.initializer if t.name.endswith("post_attention_layernorm.weight")]
+    for tensor in norms:
+        node = helper.make_node("Mul", ["val_77" + tensor.name[13], "x"], ["y" + tensor.name], name="node_mul")
+        scopes = str(["", "model", tensor.name.removesuffix(".weight"), "mul_4"])
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+        proto.graph.node.append(node)
+        tensor.name = node.input[0]
+    found = bitnet_ref.load(write(tmp_path / "onnx", proto, TINY), backend="numpy")
+    np.testing.assert_array_equal(found.logits(TOKENS), m.logits(TOKENS))
+
+
+def run_onnx(node, tensors, x=None, opset=21):
+    """One node by onnxruntime: the outside oracle of the dequantisers."""
+    inputs = [] if x is None else [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    graph = helper.make_graph([node], "g", inputs, outputs, tensors)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {} if x is None else {"x": x})[0]
+
+
+def constants(folder, node, tensors):
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(
+        [node], "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], tensors
+    )
+    (folder / "one.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    return Constants(OnnxFile(folder / "one.onnx"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("k", [32, 40])
+def test_matmul_n_bits_as_onnxruntime_dequantises_it(bits, zeros, k, tmp_path):
+    n, block, generator = 8, 16, rng(bits, k)
+    blocks = -(-k // block)
+    codes = generator.integers(0, 2**bits, (n, k), dtype=np.uint8)
+    scales = generator.standard_normal((n, blocks)).astype(np.float32)
+    points = generator.integers(0, 2**bits, (n, blocks), dtype=np.uint8) if zeros else None
+    blob, scales, points = nbits(codes, scales, points, bits, block)
+    arrays = {"b": blob, "s": scales} | ({} if points is None else {"z": points})
+    tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    attributes = {"N": n, "K": k, "bits": bits, "block_size": block, "domain": "com.microsoft"}
+    node = helper.make_node("MatMulNBits", ["x", *arrays], ["y"], **attributes)
+    expected = run_onnx(node, tensors, np.eye(k, dtype=np.float32)).T
+    found = constants(tmp_path, node, tensors).matrix(node)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)  # a product with 1 and zeros
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axis", "block", "scales", "zeros"),
+    [
+        (TensorProto.INT8, 1, 0, (), False),
+        (TensorProto.INT8, 0, 0, (6,), True),
+        (TensorProto.UINT8, 1, 0, (8,), True),
+        (TensorProto.INT8, -1, 4, (6, 2), True),
+        (TensorProto.UINT4, 0, 3, (2, 8), False),
+        (TensorProto.INT4, 1, 0, (8,), False),
+    ],
+)
+def test_dequantize_linear_as_onnxruntime_computes_it(dtype, axis, block, scales, zeros, tmp_path):
+    generator = rng(dtype)
+    low, high = {TensorProto.INT4: (-8, 8), TensorProto.UINT4: (0, 16), TensorProto.INT8: (-128, 128)}.get(
+        dtype, (0, 256)
+    )
+    q = helper.make_tensor("q", dtype, (6, 8), generator.integers(low, high, 48).tolist())
+    s = numpy_helper.from_array(np.asarray(generator.random(scales) + 0.5, np.float32), "s")
+    z = helper.make_tensor("z", dtype, scales, generator.integers(low, high, int(np.prod(scales))).tolist())
+    attributes = {"axis": axis} | ({"block_size": block} if block else {})
+    node = helper.make_node("DequantizeLinear", ["q", "s", *(["z"] if zeros else [])], ["y"], **attributes)
+    tensors = [q, s, *([z] if zeros else [])]
+    found = constants(tmp_path, node, tensors).value("y")
+    np.testing.assert_array_equal(found, run_onnx(node, tensors))
+
+
+# -- what cannot -------------------------------------------------------------------------------------------------------
+
+
+def edited(folder, edit, source="bitnet-packed-offline", **options):
+    """An export of ours, its message edited."""
+    path = folder / "m.onnx"
+    export(GOLDEN / source, path, **options)
+    proto = onnx.load(path, load_external_data=False)
+    edit(proto, {tensor.name: tensor for tensor in proto.graph.initializer})
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def place(key, value, name="model.layers.0.self_attn.q_proj.weight_packed"):
+    def edit(_, tensors):
+        entries = [entry for entry in tensors[name].external_data if entry.key == key]
+        entries[0].value = value
+
+    return edit
+
+
+Q = "model.layers.0.self_attn.q_proj"
+LIES = {
+    "a path out": (place("location", "../m.onnx.data"), "name of a file of the same folder"),
+    "an absolute path": (place("location", "/etc/hostname"), "name of a file of the same folder"),
+    "a NUL": (place("location", "a\0b"), "name of a file of the same folder"),
+    "no such file": (place("location", "other.data"), "other.data is no file"),
+    "beyond the end": (place("offset", str(2**40)), "the file has"),
+    "a negative offset": (place("offset", "-1"), "whole number of bytes as offset"),
+    "a huge offset": (place("offset", "9" * 30), "whole number of bytes as offset"),
+    "a short length": (place("length", "8"), "external data: expected"),
+    "huge dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(0, 2**61), "dimensions|expected shape"),
+    "negative dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(0, -1), "dimensions"),
+    "another type": (lambda _, t: setattr(t["model.norm.weight"], "data_type", 7), "bytes for its shape"),
+    "strings": (lambda _, t: setattr(t["model.norm.weight"], "data_type", 8), "got type 8"),
+    "a name twice": (lambda p, t: p.graph.initializer.append(t["model.norm.weight"]), "occurs twice"),
+    "a tensor less": (lambda p, t: p.graph.initializer.remove(t[f"{Q}.weight_scale"]), "the tensor is missing"),
+    "a zero scale": (lambda _, t: setattr(t[f"{Q}.weight_scale"], "raw_data", b"\0" * 4), "scale above zero"),
+    "a NaN scale": (lambda _, t: setattr(t[f"{Q}.weight_scale"], "raw_data", b"\0\0\xc0\x7f"), "finite"),
+    "no nodes": (lambda p, _: p.graph.ClearField("node"), "no nodes"),
+    "a newer format": (lambda p, _: setattr(p.metadata_props[0], "value", "2"), "expected 1, got '2'"),
+    "one layer more": (
+        lambda p, _: setattr(
+            p.metadata_props[1], "value", p.metadata_props[1].value.replace('layers": 2', 'layers": 3')
+        ),
+        "the tensor is missing",
+    ),
+    "a million layers": (
+        lambda p, _: setattr(
+            p.metadata_props[1], "value", p.metadata_props[1].value.replace('layers": 2', 'layers": 1000000')
+        ),
+        "1000000 layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_files_that_lie(lie, tmp_path):
+    edit, says = LIES[lie]
+    path = edited(tmp_path, edit)
+    with pytest.raises(FormatError, match=says) as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert str(tmp_path) in caught.value.path
+
+
+def test_a_link_out_of_the_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    export(GOLDEN / "llama-dense", tmp_path / "in" / "m.onnx")
+    (tmp_path / "in" / "m.onnx.data").rename(tmp_path / "elsewhere.data")
+    (tmp_path / "in" / "m.onnx.data").symlink_to(tmp_path / "elsewhere.data")
+    with pytest.raises(FormatError, match=r"no file of the model's folder"):
+        bitnet_ref.load(tmp_path / "in" / "m.onnx", backend="numpy")
+
+
+def test_an_invalid_ternary_code(tmp_path):
+    def edit(_, tensors):
+        tensor = tensors[f"{Q}.weight_packed"]
+        tensor.raw_data = b"\xff" + tensor.raw_data[1:]
+
+    with pytest.raises(FormatError, match=r"invalid ternary code 3 in byte \[0, 0\]"):
+        bitnet_ref.load(edited(tmp_path, edit, external_bytes=None), backend="numpy")
+
+
+def test_a_name_that_is_no_text(tmp_path):
+    """protobuf gives bytes, not text, for what is not UTF-8."""
+    path = edited(tmp_path, lambda *_: None)
+    path.write_bytes(path.read_bytes().replace(b"model.norm.weight", b"model.norm.weigh\xff"))
+    with pytest.raises(FormatError, match="not UTF-8"):
+        bitnet_ref.load(path)
+
+
+def test_a_config_that_is_none(tmp_path):
+    def edit(proto, _):
+        raw = json.loads(proto.metadata_props[1].value)
+        proto.metadata_props[1].value = json.dumps({**raw, "surprise": 1})
+
+    with pytest.raises(ConfigError, match="surprise") as caught:
+        bitnet_ref.load(edited(tmp_path, edit), backend="numpy")
+    assert caught.value.path == str(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x08", b"\xff" * 40, b"{}", b"\x0a\xff\xff\xff\xff\x0f"])
+def test_files_that_are_no_models(data, tmp_path):
+    (tmp_path / "m.onnx").write_bytes(data)
+    with pytest.raises(FormatError, match="is no ONNX model"):
+        bitnet_ref.load(tmp_path / "m.onnx")
+
+
+def test_without_a_configuration(tmp_path):
+    m = model(hf(tmp_path / "hf", TINY))
+    path = write(tmp_path / "onnx", decoder(m.weights, "named", TINY), TINY)
+    (path.parent / "config.json").unlink()
+    with pytest.raises(FormatError, match=r"config\.json"):
+        bitnet_ref.load(path)
+
+
+def change_of_foreign(edit, says, style="torchscript", config=TINY, file_config=None):
+    return pytest.param(edit, says, style, config, file_config or config, id=says[:30])
+
+
+@pytest.mark.parametrize(
+    ("edit", "says", "style", "config", "file_config"),
+    [
+        change_of_foreign(lambda g: g.node.pop(), "no MatMul, Gemm or MatMulNBits"),
+        change_of_foreign(lambda g: None, "says a bias here, the graph has none", file_config=BIASED),
+        change_of_foreign(lambda g: None, "says no bias here, the graph has one", config=BIASED, file_config=TINY),
+        change_of_foreign(lambda g: None, "is no part of a llama", file_config={**TINY, "num_hidden_layers": 1}),
+        change_of_foreign(lambda g: None, "expected shape", file_config={**TINY, "intermediate_size": 20}),
+        change_of_foreign(lambda g: g.initializer.pop(1), "no such norm"),
+        change_of_foreign(lambda g: g.node.append(g.node[1]), "two matrices", style="named"),
+    ],
+)
+def test_graphs_of_another_model(edit, says, style, config, file_config, tmp_path):
+    m = model(hf(tmp_path / "hf", config))
+    proto = decoder(m.weights, style, config)
+    if says == "two matrices":
+        proto.graph.initializer.append(numpy_helper.from_array(np.ones((16, 16), np.float32), "other"))
+        node = proto.graph.node.add(op_type="MatMul", name="/model/layers.0/self_attn/q_proj/MatMul")
+        node.input.extend(["x", "other"])
+    else:
+        edit(proto.graph)
+    with pytest.raises(FormatError, match=says):
+        bitnet_ref.load(write(tmp_path / "onnx", proto, file_config), backend="numpy")
+
+
+def test_a_scale_that_is_elsewhere(tmp_path):
+    """-1, 0, +1 without a scale: the graph multiplies by it later, and guessing 1 would be wrong in silence."""
+    m = model(hf(tmp_path / "hf", BITNET))
+    proto = decoder(m.weights, "qdq", BITNET)
+    scale = next(t for t in proto.graph.initializer if t.name.endswith("q_proj.weight_scale"))
+    scale.raw_data = np.float32(1).tobytes()
+    with pytest.raises(FormatError, match="its scale is elsewhere"):
+        bitnet_ref.load(write(tmp_path / "onnx", proto, BITNET), backend="numpy")
+
+
+def test_a_dense_matrix_where_the_config_says_ternary(tmp_path):
+    m = model(hf(tmp_path / "hf", TINY))
+    config = {**BITNET, "tie_word_embeddings": False}
+    proto = decoder(m.weights, "named", TINY)
+    for i in range(2):
+        for name, size in (("self_attn.attn_sub_norm", 16), ("mlp.ffn_sub_norm", 24)):
+            tensor = numpy_helper.from_array(np.ones(size, np.float32), f"model.layers.{i}.{name}.weight")
+            proto.graph.initializer.append(tensor)
+    with pytest.raises(FormatError, match=r"expected a matrix of -s, 0 and \+s"):
+        bitnet_ref.load(write(tmp_path / "onnx", proto, config), backend="numpy")
