@@ -65,7 +65,7 @@ def load(
     """Load a model, ready to compute.
 
     model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
-        its shards), a .safetensors file in such a folder, a native file (.bitnet.safetensors), a .gguf or an .onnx file.
+        its shards), a .safetensors file in such a folder, a native file (.bitnet.safetensors), a .gguf or .onnx file.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.

@@ -1,6 +1,6 @@
 """A fuzzing campaign in a process of its own: mutate files of a good checkpoint, load, compute, report the outcome.
 
-    python tests/fuzz/campaign.py config 0 100        # a kind, the first seed, the end; kinds: see COUNTS in test_fuzz.py
+    python tests/fuzz/campaign.py config 0 100        # a kind of COUNTS in test_fuzz.py, seeds 0 to 99
 
 Prints one JSON line for each seed before it runs and one after, so that a crash names its seed. Whatever a mutated
 file is, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors; no
