@@ -167,12 +167,12 @@ def _read_index(path: Path) -> dict[str, str]:
             raise FormatError(f"expected the name of a .safetensors file, got {shard!r}", path=path, field="weight_map")
         if not (path.parent / shard).is_file():
             raise FormatError(f"the shard {shard} is missing", path=path, field="weight_map")
-        if not _stays_inside(path.parent, path.parent / shard):
+        if not stays_inside(path.parent, path.parent / shard):
             raise FormatError(f"the shard {shard} is a link out of the folder", path=path, field="weight_map")
     return {name: str(value) for name, value in weight_map.items()}
 
 
-def _stays_inside(folder: Path, file: Path) -> bool:
+def stays_inside(folder: Path, file: Path) -> bool:
     """Whether a link leads to a file of the folder itself, or to the hub cache's blobs beside its snapshots."""
     real, home = file.resolve(), folder.resolve()
     if real.parent == home:
