@@ -17,6 +17,7 @@ from .errors import FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
 from .formats.open import open_checkpoint, read_tokenizer_files
 from .kv_cache import KVCache, TokenBatch
+from .sharing import identity, shared
 from .tracing import checked_candidates, checked_forward, record
 from .tracing.record import NamesFilter
 from .weights import ModelWeights
@@ -34,7 +35,7 @@ def shipped_models() -> list[str]:
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder or file that `model` stands for: a path, or the name of a shipped model."""
+    """The folder or file that `model` stands for: a path, a shipped model, or one that was pulled. No network."""
     path = Path(model)
     try:
         if path.exists():
@@ -43,8 +44,14 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
+    from .registry import find
+
+    found = find(os.fspath(model))
+    if found is not None:
+        return found
     raise FormatError(
-        f"no such file or folder, and no shipped model of that name (there is: {', '.join(shipped_models())})",
+        f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
+        "in the store (bitnet-ref list); a model of the Hugging Face hub comes here with: bitnet-ref pull ORG/REPO",
         path=path,
     )
 
@@ -60,12 +67,14 @@ def load(
     verify: bool = False,
     i2_s_layout: str | None = None,
     tl_tiles: str | os.PathLike[str] | None = None,
+    share: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Load a model, ready to compute.
 
-    model: the name of a shipped model ("storyteller"), a Hugging Face folder (config.json beside model.safetensors or
-        its shards), a .safetensors file in such a folder, a native file (.bitnet.safetensors), a .gguf or .onnx file.
+    model: the name of a shipped model ("storyteller") or of a pulled one ("org/repo", "org/repo@revision"), a Hugging
+        Face folder (config.json beside model.safetensors or its shards), a .safetensors file in such a folder, a
+        native file (.bitnet.safetensors), a .gguf or an .onnx file.
     backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.
@@ -77,6 +86,8 @@ def load(
     verify: also compare a native file's content with the hash it carries: the file is read twice.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    share: give the model that an earlier call with `share` loaded from the same files for the same backend, if it is
+        still in use, instead of loading it again. It is dropped when its last user drops it.
     progress: called with (parts done, parts in all) while the weights are read.
 
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
@@ -84,9 +95,16 @@ def load(
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
-    with open_checkpoint(path, options) as checkpoint:
-        weights = read_weights(checkpoint, progress, chosen.prepare)
-    return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path)
+
+    def read() -> Model:
+        with open_checkpoint(path, options) as checkpoint:
+            weights = read_weights(checkpoint, progress, chosen.prepare)
+        return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path)
+
+    if not share:
+        return read()
+    how = sorted((key, str(value)) for key, value in vars(chosen).items() if not key.startswith("_"))
+    return shared((str(path), identity(path), chosen.name, tuple(how), options), read)
 
 
 class Model:

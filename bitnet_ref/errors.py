@@ -18,8 +18,10 @@ __all__ = [
     "DeviceError",
     "FormatError",
     "GenerationError",
+    "HubError",
     "NumericsError",
     "OutOfMemory",
+    "RegistryError",
     "ShapeError",
     "TokenizerError",
 ]
@@ -101,3 +103,11 @@ class NumericsError(BitNetRefError):
 
 class GenerationError(BitNetRefError):
     """A bad generation parameter, a prompt that does not fit the context, a full queue, or a cancelled request."""
+
+
+class RegistryError(BitNetRefError):
+    """A name, revision or file that the local store or the hub does not have, or that is no usable name."""
+
+
+class HubError(RegistryError):
+    """The hub cannot be reached: no network, HF_HUB_OFFLINE, huggingface_hub not installed, or a server's failure."""

@@ -52,6 +52,17 @@ def be(request) -> Backend:
     return CythonBackend(threads=2, simd=kernel_set)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def a_store_of_its_own(tmp_path_factory):
+    """No test sees, or changes, the models that the user has pulled."""
+    before = os.environ.get("BITNET_REF_HOME")
+    os.environ["BITNET_REF_HOME"] = str(tmp_path_factory.mktemp("store"))
+    yield
+    del os.environ["BITNET_REF_HOME"]
+    if before is not None:
+        os.environ["BITNET_REF_HOME"] = before
+
+
 @pytest.fixture(scope="session")
 def reference() -> Backend:
     """The NumPy backend, which the others are measured against."""

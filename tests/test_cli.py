@@ -84,7 +84,8 @@ def test_version_and_help():
             assert result.exit_code == 0
             assert "--debug" in result.stdout
             assert "--json" in result.stdout
-    assert list(cli.commands) == ["generate", "chat", "inspect", "bench", "doctor", "lab"]
+    models = ["pull", "list", "rm", "convert", "crossval"]
+    assert list(cli.commands) == ["generate", "chat", "inspect", *models, "bench", "doctor", "lab"]
 
 
 @pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])

@@ -20,6 +20,8 @@ from .doctor_command import doctor
 from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
+from .models_commands import list_models, rm
+from .pull_command import pull
 from .shell import Interface, debug_option, prepare_streams
 
 EPILOG = """Each command has --help, and --json for programs.
@@ -38,7 +40,19 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, inspect, convert, crossval, bench, doctor, lab):  # the order of --help
+for command in (
+    generate,
+    chat,
+    inspect,
+    pull,
+    list_models,
+    rm,
+    convert,
+    crossval,
+    bench,
+    doctor,
+    lab,
+):  # --help's order
     cli.add_command(command)
 
 

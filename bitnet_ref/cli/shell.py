@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from ..errors import BackendError, BitNetRefError, ConfigError, FormatError, NumericsError, TokenizerError
+from ..errors import BackendError, BitNetRefError, ConfigError, FormatError, HubError, NumericsError, TokenizerError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +75,7 @@ class Interface(click.Group):
 
 def exit_code(error: BitNetRefError) -> int:
     """2 wrong usage, 3 bad file, 4 backend: by the error's family."""
-    if isinstance(error, BackendError):
+    if isinstance(error, BackendError | HubError):
         return UNAVAILABLE
     if isinstance(error, ConfigError) and error.path is None:  # of an argument, not of a file
         return USAGE

@@ -1,0 +1,63 @@
+"""`bitnet-ref list` and `bitnet-ref rm`: what is in the local store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from .shell import common_options, print_json, show, size_in_words, wants_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..registry import Entry
+
+
+@click.command("list", short_help="The models here: shipped and pulled.")
+@common_options
+def list_models() -> None:
+    """The models that can be loaded by name: those shipped, and every version that was pulled."""
+    from ..api import shipped_models
+    from ..registry import Store
+
+    store = Store()
+    found = store.entries()
+    if wants_json():
+        models = [asdict(e) | {"bytes": e.nbytes, "path": str(store.path(e))} for e in found]
+        print_json({"store": str(store.root), "shipped": shipped_models(), "models": models})
+        return
+    show(lambda out: draw(found, shipped_models(), out))
+
+
+def draw(found: list[Entry], shipped: list[str], out: Console) -> None:
+    from .inspect_command import plain_table
+
+    table = plain_table("Models")
+    for name in ("name", "revision", "kind", "shape", "size", "stored", "content"):
+        table.add_column(name, justify="right" if name == "size" else "left", header_style="dim", overflow="fold")
+    for name in shipped:
+        table.add_row(name, "", "", "", "", "shipped", "")
+    for entry in found:
+        about = entry.summary
+        revision = "@".join(part for part in (entry.revision, (entry.commit or "")[:8]) if part)
+        shape = f"{about.get('model_type')}, {about.get('layers')} layers of {about.get('hidden_size')}"
+        size, day = size_in_words(entry.nbytes), entry.time[:10]
+        table.add_row(entry.name, revision, entry.kind, shape, size, day, entry.digest[:12])
+    out.print(table)
+
+
+@click.command("rm", short_help="Forget a pulled model.")
+@click.argument("name", metavar="NAME[@REVISION]")
+@common_options
+def rm(name: str) -> None:
+    """Forget a pulled model, or one version of it, and delete its files unless another name stands for them too."""
+    from ..registry import remove
+
+    gone = remove(name)
+    if wants_json():
+        print_json({"removed": [asdict(entry) for entry in gone]})
+        return
+    for entry in gone:
+        click.echo(f"removed {entry.name} {entry.revision or ''} {entry.digest[:12]}".replace("  ", " "))

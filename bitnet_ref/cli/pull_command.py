@@ -1,0 +1,81 @@
+"""`bitnet-ref pull`: a model of the hub, or of this machine, into the local store."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .shell import common_options, print_json, size_in_words, wants_json
+
+if TYPE_CHECKING:
+    from ..registry import Entry
+
+
+@click.command(short_help="Fetch a model from the Hugging Face hub, or from a folder, and keep it by its name.")
+@click.argument("source", metavar="ORG/REPO[@REVISION]|PATH")
+@click.option("--name", help="What to call it here.  [default: ORG/REPO; for a path it must be given]")
+@click.option("--file", help="Which of several .gguf or .bitnet.safetensors files.")
+@common_options
+def pull(source: str, name: str | None, file: str | None) -> None:
+    """Fetch a model and keep it by its name, for `--model NAME` and `bitnet_ref.load("NAME")`, offline too.
+
+    Only what a model consists of is fetched: weights (.safetensors, .gguf), config, tokenizer; never code or pickles.
+    A source that begins with "." or "/", or a file that is there, is copied from this machine.
+    """
+    if is_local(source):
+        if name is None:
+            raise click.UsageError("a model from a path needs a --name")
+        entry = add_local(source, name, file)
+    else:
+        entry = fetch(source, name, file)
+    if wants_json():
+        print_json(asdict(entry) | {"bytes": entry.nbytes})
+        return
+    shown = entry.name if entry.revision in (None, "main") else f"{entry.name}@{entry.revision}"
+    click.echo(f"{shown}: {entry.kind}, {size_in_words(entry.nbytes)}, {entry.digest[:12]}")
+
+
+def is_local(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or Path(source).is_file()
+
+
+def add_local(source: str, name: str, file: str | None) -> Entry:
+    from ..api import shipped_models
+    from ..registry import add
+
+    if name in shipped_models():
+        raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")
+    return add(Path(source).expanduser(), name, file=file)
+
+
+def fetch(source: str, name: str | None, file: str | None) -> Entry:
+    from ..api import shipped_models
+    from ..registry.hub import pull as pull_from_hub
+
+    if name in shipped_models():
+        raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")
+    quiet = wants_json() or not sys.stderr.isatty()
+    if quiet:
+        quieten()
+
+    def progress(each: str, number: int, count: int) -> None:
+        if not quiet:
+            click.echo(f"{number}/{count} {each}", err=True)
+
+    files = () if file is None else (file,)
+    return pull_from_hub(
+        source, name=name, files=files, progress=progress, notice=lambda line: click.echo(line, err=True)
+    )
+
+
+def quieten() -> None:
+    """No progress bars from the client where nobody looks at them."""
+    try:
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError:  # which `pull` says better
+        return
+    disable_progress_bars()
