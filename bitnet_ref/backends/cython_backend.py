@@ -1,6 +1,6 @@
 """The compiled CPU backend: the NumPy one with its operations in C, over weights packed for the processor at hand.
 
-Which instruction set runs is chosen once, by what the processor has; `BITNET_REF_SIMD` (scalar, avx2, avx512, neon,
+Which instruction set runs is chosen once, by what the processor has; `BITNET_REF_SIMD` (scalar, avx2, avxvnni, avx512, amx, neon,
 dotprod) forces one. Every set gives the same int32 accumulators, and float32 results equal to NumPy's on the way to
 the next int8 (see `kernels/float_steps.h`).
 """

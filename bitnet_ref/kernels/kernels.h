@@ -6,8 +6,10 @@
 
 #include <math.h>
 
+#include "ternary_amx.h"
 #include "ternary_avx2.h"
 #include "ternary_avx512.h"
+#include "ternary_avxvnni.h"
 #include "ternary_neon.h"
 #include "ternary_scalar.h"
 
@@ -53,7 +55,13 @@ static const kernel_set KERNEL_SETS[] = {
     {"scalar", ternary_panel_scalar, 0, FLOAT_STEPS(plain)},
 #if defined(__x86_64__)
     {"avx2", ternary_panel_avx2, 0, FLOAT_STEPS(avx2)},
+#if defined(BITNET_REF_HAS_AVXVNNI)
+    {"avxvnni", ternary_panel_avxvnni, 0, FLOAT_STEPS(avx2)},
+#endif
     {"avx512", ternary_panel_avx512, AVX512_MAX_K, FLOAT_STEPS(avx512)},
+#if defined(BITNET_REF_HAS_AMX)
+    {"amx", ternary_panel_amx, AVX512_MAX_K, FLOAT_STEPS(avx512)},
+#endif
 #elif defined(__aarch64__)
     {"neon", ternary_panel_neon, 0, FLOAT_STEPS(plain)},
     {"dotprod", ternary_panel_dotprod, 0, FLOAT_STEPS(plain)},
@@ -72,10 +80,16 @@ static const char *kernel_set_lacks(size_t index) {
     __builtin_cpu_init();
     if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
         return "the processor has no AVX2 with FMA";
-    if (!strcmp(name, "avx512") &&
+#if defined(BITNET_REF_HAS_AVXVNNI)
+    if (!strcmp(name, "avxvnni")) return avxvnni_lacks();
+#endif
+    if ((!strcmp(name, "avx512") || !strcmp(name, "amx")) &&
         !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
         return "the processor has no AVX-512 with VNNI";
+#if defined(BITNET_REF_HAS_AMX)
+    if (!strcmp(name, "amx")) return amx_lacks();
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
     if (!strcmp(name, "dotprod") && !(getauxval(AT_HWCAP) & (1UL << 20))) return "the processor has no dot product";
 #endif

@@ -3,6 +3,9 @@
  *
  *     cc -O2 -std=gnu11 -ffp-contract=off -I bitnet_ref/kernels tests/kernels/check_kernels.c -lm && ./a.out 200
  *
+ * -DBITNET_REF_AMX_EMULATED runs the AMX kernels over the tiles of amx_emulated.h, -DBITNET_REF_AVXVNNI_AS_EVEX those of
+ * AVX-VNNI by AVX-512VL's encoding.
+ *
  * Every buffer is allocated to its exact size, so that reading or writing past an end is seen. Exit code 1 on the first
  * difference. */
 #include <stdio.h>
@@ -142,12 +145,14 @@ int main(int argc, char **argv) {
         }
         for (int round = 0; round < rounds; round++) {
             check_ternary(set, between(1, 20), between(1, PANEL_ROWS), between(1, 700), 0);
+            if (round % 8 == 0) check_ternary(set, between(20, 100), between(0, 1) ? PANEL_ROWS : 37, between(700, 2500), 0);
             check_steps(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
             check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
         }
         check_ternary(set, 1, 64, 27648, 1);
         check_ternary(set, 7, 63, 6912, 1);
+        check_ternary(set, 33, 64, 6912, 1);
         printf("%s: %d rounds, all equal\n", set->name, rounds);
     }
     return 0;
