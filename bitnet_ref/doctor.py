@@ -84,6 +84,7 @@ class Diagnosis:
     memory_available: int | None
     extension: dict[str, Any]  # built, openmp
     backends: list[BackendState] = field(default_factory=list)
+    methods: list[dict[str, Any]] = field(default_factory=list)  # of the compiled kernels: kernel_manager.Method
     models: list[str] = field(default_factory=list)
     checks: list[BackendCheck] = field(default_factory=list)
 
@@ -118,6 +119,7 @@ def examine() -> Diagnosis:
         memory_available=available,
         extension=_extension(),
         backends=[_backend_state(name, reason) for name, reason in available_backends().items()],
+        methods=_methods(),
         models=shipped_models(),
         checks=self_check(),
     )
@@ -222,6 +224,17 @@ def _compiled_kernel() -> str:
         return str(error)
     others = [f"{name}: {lacks}" for name, lacks in cython_backend.simd_variants().items() if lacks is not None]
     return f"{chosen} kernels" + (f" (not here: {', '.join(others)})" if others else "")
+
+
+def _methods() -> list[dict[str, Any]]:
+    """The ways to multiply by a ternary matrix; [] where there are no compiled kernels, or the environment asks for one
+    that cannot run, which the backend's own line tells."""
+    from .backends import kernel_manager
+
+    try:
+        return [method.to_dict() for method in kernel_manager.methods()]
+    except BackendError:
+        return []
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

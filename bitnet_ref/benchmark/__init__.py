@@ -11,6 +11,7 @@ memory, and reported as the best and the median and as a ratio to what the read 
 """
 
 from .bandwidth import MemoryReader
+from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .profile import OpTime, ProfiledBackend
@@ -21,6 +22,7 @@ from .validate import Check, check_linear, check_model
 
 __all__ = [
     "SHAPES",
+    "Ceiling",
     "Check",
     "KernelBench",
     "KernelResult",
@@ -35,6 +37,7 @@ __all__ = [
     "candidates",
     "check_linear",
     "check_model",
+    "measure_ceiling",
     "measure_kernels",
     "measure_model",
     "measure_tokenizer",
