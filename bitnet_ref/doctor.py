@@ -93,6 +93,7 @@ class Diagnosis:
     memory_available: int | None
     extension: dict[str, Any]  # built, openmp
     backends: list[BackendState] = field(default_factory=list)
+    methods: list[dict[str, Any]] = field(default_factory=list)  # of the compiled kernels: kernel_manager.Method
     models: list[str] = field(default_factory=list)
     checks: list[BackendCheck] = field(default_factory=list)
 
@@ -127,6 +128,7 @@ def examine() -> Diagnosis:
         memory_available=available,
         extension=_extension(),
         backends=[_backend_state(name, reason) for name, reason in available_backends().items()],
+        methods=_methods(),
         models=shipped_models(),
         checks=self_check(),
     )
@@ -234,6 +236,17 @@ def _compiled_kernel() -> str:
 
     head = f"; heads from {SMALLEST_SCREENED_BYTES >> 20} MiB on are screened"
     return f"{chosen} kernels{head}" + (f" (not here: {', '.join(others)})" if others else "")
+
+
+def _methods() -> list[dict[str, Any]]:
+    """The ways to multiply by a ternary matrix; [] where there are no compiled kernels, or the environment asks for one
+    that cannot run, which the backend's own line tells."""
+    from .backends import kernel_manager
+
+    try:
+        return [method.to_dict() for method in kernel_manager.methods()]
+    except BackendError:
+        return []
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 
 import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend
-from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants
+from bitnet_ref.backends.cython_backend import DEFAULT_LAYOUT, CythonBackend, layouts, simd_variants
 
 settings.register_profile(
     "suite",
@@ -38,18 +38,24 @@ def backend_name(request):
 
 
 KERNEL_SETS = [f"cython:{name}" for name in simd_variants()]
+KERNEL_SETS += [  # of each other layout the scalar kernel and the other one there is, which further sets share
+    f"cython:{name}:{layout}"
+    for layout, (_, sets) in layouts().items()
+    for name in sets[:2]
+    if layout != DEFAULT_LAYOUT
+]
 
 
 @pytest.fixture(params=[*sorted(set(bitnet_ref.available_backends()) | REQUIRED), *KERNEL_SETS])
 def be(request) -> Backend:
-    """Every backend in turn with two threads, and the cython one with each instruction set that it has."""
-    name, _, kernel_set = request.param.partition(":")
+    """Every backend in turn with two threads, and the cython one with each instruction set and layout of weights."""
+    name, kernel_set, layout, *_ = [*request.param.split(":"), None, None]
     check_available(name)
     if not kernel_set:
         return choose_backend(name, threads=2)
     if (lacks := simd_variants()[kernel_set]) is not None:
         pytest.skip(f"{kernel_set} cannot run here: {lacks}")
-    return CythonBackend(threads=2, simd=kernel_set)
+    return CythonBackend(threads=2, simd=kernel_set, layout=layout or DEFAULT_LAYOUT)
 
 
 @pytest.fixture(autouse=True, scope="session")

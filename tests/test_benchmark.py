@@ -16,7 +16,8 @@ from helpers import BITNET, random_ternary, rng, write_checkpoint
 import bitnet_ref
 from bitnet_ref import benchmark
 from bitnet_ref.api import Model, find_model
-from bitnet_ref.backends import Backend
+from bitnet_ref.backends import Backend, cython_backend
+from bitnet_ref.backends.cython_backend import simd_variants
 from bitnet_ref.benchmark import MemoryReader, ProfiledBackend, Timing
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
@@ -152,7 +153,7 @@ def test_a_result_of_another_shape_or_type_differs():
 def test_kernel_arithmetic():
     """640 x 2560 for 2 tokens in 1 ms, beside a read of 10 GB/s."""
     timing, read = Timing(1e-3, 2e-3, 5), Timing(1.0, 1.0, 5)
-    found = KernelResult("numpy", None, 640, 2560, 2, 409600, Check(1), timing, read, 10**10)
+    found = KernelResult("numpy", None, None, 640, 2560, 2, 409600, Check(1), timing, read, 10**10)
     assert found.gb_per_s == pytest.approx(0.4096)
     assert found.g_multiply_adds_per_s == pytest.approx(2 * 640 * 2560 / 1e6)
     assert found.of_read == pytest.approx(0.04096)
@@ -307,6 +308,32 @@ def test_candidates():
         benchmark.candidates(simd="mmx")
 
 
+def test_candidates_of_every_method():
+    layouts = [(be.simd, be.layout) for be in benchmark.candidates("cython", 1, "scalar", methods=True)]
+    assert layouts == [("scalar", "2-bit"), ("scalar", "table"), ("scalar", "1.6-bit")]
+
+
+def test_ceiling():
+    """Small, on two threads: everything that this processor has is there, and the roof is the lower of both limits."""
+    found = benchmark.measure_ceiling(2, repeats=2, nbytes=1 << 20, rounds=1000)
+    assert [read.threads for read in found.reads] == [1, 2]
+    assert {read.nbytes for read in found.reads} == {1 << 20}
+    for name, lacks in simd_variants().items():
+        measured = {peak.threads for peak in found.peaks if peak.kernel_set == name}
+        assert measured == (set() if name in found.lacks else {1, 2})
+        assert lacks is None or found.lacks[name] == lacks
+    for peak in found.peaks:
+        assert peak.multiply_adds % (1000 * 32 * peak.threads) == 0
+        assert found.roof(peak.kernel_set, 1, 1e9) == found.peak(peak.kernel_set, 1) > 0
+        assert found.roof(peak.kernel_set, 1, 1e-9) == pytest.approx(1e-9 * found.read_gb_per_s(1))
+    with pytest.raises(ShapeError):
+        benchmark.measure_ceiling(1, repeats=0)
+
+
+def test_peak_of_a_set_without_one_is_0():
+    assert cython_backend._cpu.peak_multiply_adds(0, 10, 1) == 0
+
+
 # -- the shell ---------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +363,26 @@ def test_bench_kernels():
     assert result.exit_code == 0, result.output
     assert "70 x 64" in result.stdout
     assert "equal the NumPy reference" in result.stdout
+
+
+@pytest.mark.usefixtures("small_reader")
+def test_bench_kernels_by_method():
+    facts = invoke_json(*KERNELS, "--backend", "cython", "--simd", "scalar", "--methods")
+    sizes = {result["layout"]: result["weight_bytes"] for result in facts["results"]}
+    assert sizes == {"2-bit": 2 * 4 * 256, "table": 2 * 4 * 256, "1.6-bit": 2 * 4 * 256}  # 64 columns: 4 blocks of each
+    assert facts["equal"]
+
+
+@pytest.mark.usefixtures("small_reader")
+def test_bench_ceiling(tmp_path):
+    pytest.importorskip("matplotlib")
+    facts = invoke_json("ceiling", "--threads", "1", "--repeats", "1", "--plot", str(tmp_path / "roof.svg"))
+    assert [read["threads"] for read in facts["reads"]] == [1]
+    assert "<svg" in (tmp_path / "roof.svg").read_text()
+    result = invoke("ceiling", "--threads", "1", "--repeats", "1")
+    assert result.exit_code == 0
+    assert "GB/s" in result.stdout
+    assert invoke("ceiling", "--plot", str(tmp_path / "roof.xyz")).exit_code == 2
 
 
 @pytest.mark.usefixtures("small_reader")

@@ -501,6 +501,9 @@ def test_doctor_json():
     assert found["models"] == ["storyteller"]
     assert found["memory_total"] >= found["memory_available"] > 0
     assert found["threads"] == resolve_threads()
+    assert [method["name"] for method in found["methods"] if method["chosen"]] == (
+        ["2-bit"] if available["cython"] is None else []
+    )
 
 
 def test_doctor_shows_an_impossible_thread_count_and_computes_all_the_same():

@@ -1,8 +1,9 @@
 """The compiled CPU backend: the NumPy one with its operations in C, over weights packed for the processor at hand.
 
-Which instruction set runs is chosen once, by what the processor has; `BITNET_REF_SIMD` (scalar, avx2, avx512, neon,
-dotprod) forces one. Every set gives the same int32 accumulators, and float32 results equal to NumPy's on the way to
-the next int8 (see `kernels/float_steps.h`).
+Which instruction set runs is chosen once, by what the processor has; `BITNET_REF_SIMD` (scalar, avx2, avxvnni, avx512,
+amx, neon, dotprod) forces one. `BITNET_REF_WEIGHTS` (2-bit, 1.6-bit, table) says how the weights lie, and so by which
+method they are multiplied (see `kernel_manager.py`). Every set and method gives the same int32 accumulators, and
+float32 results equal to NumPy's on the way to the next int8 (see `kernels/float_steps.h`).
 """
 
 from __future__ import annotations
@@ -73,20 +74,45 @@ def choose_simd(name: str | None = None) -> str:
     return name
 
 
+DEFAULT_LAYOUT = "2-bit"
+TABLE_TOKENS = 16  # taken at once by table look-up, whose tables are 16 times as large as the activations
+
+
+def layouts() -> dict[str, tuple[int, list[str]]]:
+    """How weights may lie: each layout's columns in a block, and the kernel sets that can multiply by it."""
+    return {name: (block_k, sets) for name, block_k, sets in _cpu.ternary_methods()} if _cpu is not None else {}
+
+
+def choose_layout(name: str | None, simd: str) -> str:
+    """The layout of the weights: the argument, else BITNET_REF_WEIGHTS, else 2-bit. "1.6" and "2" mean those bits."""
+    name = name or os.environ.get("BITNET_REF_WEIGHTS") or DEFAULT_LAYOUT
+    name = {"2": "2-bit", "1.6": "1.6-bit"}.get(name, name)
+    if name not in layouts():
+        raise BackendUnavailable(f"no layout of weights is called {name!r}; there are: {', '.join(layouts())}")
+    if simd not in (sets := layouts()[name][1]):
+        raise BackendUnavailable(
+            f"the kernel set {simd!r} has no kernel for {name} weights; these sets have: {', '.join(sets)}"
+        )
+    return name
+
+
 @dataclass(frozen=True, eq=False)
 class PanelWeight(TernaryLinear):
-    """A ternary matrix in panels of 64 rows, as `kernels/panel.h` describes. As large as its packed form."""
+    """A ternary matrix in panels of 64 rows. In 2-bit (`kernels/panel.h`) and table (`table_avx2.h`) layouts it is as
+    large as its packed form; at 1.6 bits (`dense_avx512.h`) it is 4/5 of that."""
 
-    panels: NDArray[np.uint8]  # (ceil(N/64), 256 ceil(K/16))
+    panels: NDArray[np.uint8]  # (ceil(N/64), 256 ceil(K/block_k)); block_k: 16, or 20 at 1.6 bits
     out_features: int
     in_features: int
     w_dequant_scale: np.float32
     bias: NDArray[np.float32] | None = None
     input_norm: InputNorm | None = None
+    layout: str = DEFAULT_LAYOUT
     kernel_view: Any = field(init=False, repr=False)  # the same, as the kernels take it
 
     def __post_init__(self) -> None:
-        view = _cpu.Panels(self.panels, self.out_features, self.in_features, self.w_dequant_scale, self.bias)
+        sizes = self.out_features, self.in_features
+        view = _cpu.Panels(self.panels, *sizes, self.w_dequant_scale, self.bias, _number(self.layout))
         object.__setattr__(self, "kernel_view", view)
 
     @property
@@ -100,7 +126,7 @@ class PanelWeight(TernaryLinear):
     def ternary(self) -> NDArray[np.int8]:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
         packed = np.empty((self.out_features, columns), dtype=np.uint8)
-        _cpu.unpack_panels(self.panels, packed)
+        _cpu.unpack_panels(self.panels, packed, _number(self.layout))
         return quantization.unpack_ternary(packed, self.in_features)
 
 
@@ -111,10 +137,17 @@ class CythonBackend(Backend):
     dtypes = ("float32",)
 
     def __init__(
-        self, dtype: str = "float32", threads: int | None = None, simd: str | None = None, *, head: str = "auto"
+        self,
+        dtype: str = "float32",
+        threads: int | None = None,
+        simd: str | None = None,
+        *,
+        head: str = "auto",
+        layout: str | None = None,
     ) -> None:
         super().__init__(dtype, threads, head=head)
         self.simd = choose_simd(simd)
+        self.layout = choose_layout(layout, self.simd)
         self._set = list(simd_variants()).index(self.simd)
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
@@ -124,9 +157,10 @@ class CythonBackend(Backend):
         if not isinstance(w, TernaryWeight):
             return w
         n_out, n_in = w.shape
-        panels = np.empty((-(-n_out // _cpu.panel_rows), -(-n_in // _cpu.block_k) * _cpu.block_bytes), dtype=np.uint8)
-        _cpu.pack_panels(w.packed, panels, self.threads)
-        return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm)
+        block_k = layouts()[self.layout][0]
+        panels = np.empty((-(-n_out // _cpu.panel_rows), -(-n_in // block_k) * _cpu.block_bytes), dtype=np.uint8)
+        _cpu.pack_panels(w.packed, panels, self.threads, _number(self.layout))
+        return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm, self.layout)
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
         """Gives the head a screen (`ScreenedHead`), half as large as its bfloat16 rows, unless it is exact or small.
@@ -182,10 +216,14 @@ class CythonBackend(Backend):
             got = f"x_q {x_q.dtype} {x_q.shape}"
             raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
         panels = self._panels(w)
-        padded = np.zeros((len(x_q), -(-w.in_features // _cpu.block_k) * _cpu.block_k), dtype=np.int8)
+        block_k = layouts()[panels.layout][0]
+        padded = np.zeros((len(x_q), -(-w.in_features // block_k) * block_k), dtype=np.int8)
         padded[:, : w.in_features] = x_q
         acc = np.empty((len(x_q), panels.out_features), dtype=np.int32)
-        _cpu.ternary_matmul(padded, x_q.sum(axis=1, dtype=np.int32), panels.panels, acc, self.threads, self._set)
+        x_sum = x_q.sum(axis=1, dtype=np.int32)
+        for part in _parts(len(x_q), panels.layout):
+            args = padded[part], x_sum[part], panels.panels, acc[part]
+            _cpu.ternary_matmul(*args, self.threads, self._set, _number(panels.layout))
         return acc
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
@@ -269,19 +307,35 @@ class CythonBackend(Backend):
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         ys = [np.empty((len(x), w.out_features), dtype=np.float32) for w in ws]
-        try:
-            row = _cpu.bit_linears(_floats(x), [w.kernel_view for w in ws], ys, self.threads, self._set)
-        except MemoryError as error:
-            raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
-        if row >= 0:
-            raise _not_finite(row)
+        x, views = _floats(x), [w.kernel_view for w in ws]
+        for part in _parts(len(x), ws[0].layout if ws else self.layout):
+            try:
+                row = _cpu.bit_linears(x[part], views, [y[part] for y in ys], self.threads, self._set)
+            except MemoryError as error:
+                raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
+            if row >= 0:
+                raise _not_finite(part.start + row)
         return tuple(ys)
 
     def _panels(self, w: LinearWeight) -> PanelWeight:
         """The weight as panels: what `prepare` made of it, or made here for one that was not prepared."""
         panels = w if isinstance(w, PanelWeight) else self.prepare(w)
         assert isinstance(panels, PanelWeight)
+        if panels.layout != self.layout:
+            raise BackendUnavailable(
+                f"weights prepared as {panels.layout} panels on a backend of {self.layout} ones; load the model with it"
+            )
         return panels
+
+
+def _number(layout: str) -> int:
+    return list(layouts()).index(layout)
+
+
+def _parts(tokens: int, layout: str) -> list[slice]:
+    """The tokens that go into one call."""
+    step = TABLE_TOKENS if layout == "table" else max(1, tokens)
+    return [slice(start, min(tokens, start + step)) for start in range(0, tokens, step)] or [slice(0, 0)]
 
 
 def _not_finite(row: int) -> NumericsError:

@@ -12,6 +12,7 @@ memory, and reported as the best and the median and as a ratio to what the read 
 """
 
 from .bandwidth import MemoryReader
+from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
@@ -24,6 +25,7 @@ from .validate import Check, check_linear, check_model
 __all__ = [
     "PEERS",
     "SHAPES",
+    "Ceiling",
     "Check",
     "KernelBench",
     "KernelResult",
@@ -39,6 +41,7 @@ __all__ = [
     "candidates",
     "check_linear",
     "check_model",
+    "measure_ceiling",
     "measure_kernels",
     "measure_model",
     "measure_peer",

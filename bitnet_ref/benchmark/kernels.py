@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import Backend, available_backends, choose_backend
+from ..backends import Backend, available_backends, choose_backend, kernel_manager
 from ..backends.cython_backend import CythonBackend, simd_variants
 from ..errors import ShapeError
 from ..weights import LinearWeight, TernaryWeight
@@ -26,6 +26,7 @@ CACHES_OF_WEIGHTS = 2  # copies of a weight fill the last-level cache this many 
 READ = "read"
 
 Progress = Callable[[int, int], object]
+Layout = tuple[str, str | None]  # a backend's name, and which of its layouts of weights
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class KernelResult:
 
     backend: str
     kernel_set: str | None  # of the cython backend
+    layout: str | None  # of its weights, which names the method
     out_features: int
     in_features: int
     tokens: int
@@ -100,9 +102,12 @@ class KernelBench:
         return {**facts, "results": [result.to_dict() for result in self.results]}
 
 
-def candidates(name: str = "all", threads: int | None = None, simd: str | None = None) -> list[Backend]:
+def candidates(
+    name: str = "all", threads: int | None = None, simd: str | None = None, methods: bool = False
+) -> list[Backend]:
     """The backends of that name that can run here ("all": every one), the cython one once for each kernel set.
 
+    methods: also once for each method of the set, not only the one that it takes by itself.
     Raises BackendUnavailable for a named one, or a named kernel set, that cannot.
     """
     names = [name] if name != "all" else [each for each, reason in available_backends().items() if reason is None]
@@ -115,7 +120,9 @@ def candidates(name: str = "all", threads: int | None = None, simd: str | None =
             found.append(chosen)
             continue
         sets = [simd] if simd else [variant for variant, lacks in simd_variants().items() if lacks is None]
-        found += [CythonBackend("float32", threads, variant) for variant in sets]
+        for each_set in sets:
+            layouts = kernel_manager.candidates(each_set) if methods else [None]
+            found += [CythonBackend("float32", threads, each_set, layout=layout) for layout in layouts]
     return found
 
 
@@ -145,10 +152,10 @@ def measure_kernels(
         weight = random_ternary_weight(rng, n_out, n_in)
         expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)
         copies = -(-CACHES_OF_WEIGHTS * cache_bytes // weight.nbytes) or 1
-        by_layout: dict[str, list[LinearWeight]] = {}  # all kernel sets of one backend read the same panels
+        by_layout: dict[Layout, list[LinearWeight]] = {}  # kernel sets of one backend may read the same panels
         for be in backends:
-            if be.name not in by_layout:
-                by_layout[be.name] = [be.prepare(_copy(weight)) for _ in range(copies)]
+            if _layout(be) not in by_layout:
+                by_layout[_layout(be)] = [be.prepare(_copy(weight)) for _ in range(copies)]
         for part, count in enumerate(tokens):
             results += _measure(backends, by_layout, expected.first(count), reader, repeats, budget_s)
             if progress is not None:
@@ -157,29 +164,35 @@ def measure_kernels(
     return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results)
 
 
+def _layout(be: Backend) -> Layout:
+    return be.name, getattr(be, "layout", None)
+
+
 def _measure(
     backends: Sequence[Backend],
-    by_layout: dict[str, list[LinearWeight]],
+    by_layout: dict[Layout, list[LinearWeight]],
     expected: Expected,
     reader: MemoryReader,
     repeats: int,
     budget_s: float,
 ) -> list[KernelResult]:
     """All backends at one shape and token count."""
-    checks = [check_linear(be, by_layout[be.name][0], expected) for be in backends]
+    checks = [check_linear(be, by_layout[_layout(be)][0], expected) for be in backends]
     actions: dict[str, Action] = {READ: reader.read}
     for index, (be, check) in enumerate(zip(backends, checks, strict=True)):
         if check.equal:
-            actions[str(index)] = _cycle(be, by_layout[be.name], expected)
+            actions[str(index)] = _cycle(be, by_layout[_layout(be)], expected)
     timings = take_turns(actions, repeats, budget_s) if len(actions) > 1 else {}
     results = []
     for index, (be, check) in enumerate(zip(backends, checks, strict=True)):
-        weight, timing = by_layout[be.name][0], timings.get(str(index))
+        weight, timing = by_layout[_layout(be)][0], timings.get(str(index))
         read = timings[READ] if timing else None
         simd = getattr(be, "simd", None)
         n_out, n_in = weight.shape
         size = len(expected.x), weight.nbytes
-        results.append(KernelResult(be.name, simd, n_out, n_in, *size, check, timing, read, reader.nbytes))
+        results.append(
+            KernelResult(be.name, simd, _layout(be)[1], n_out, n_in, *size, check, timing, read, reader.nbytes)
+        )
     return results
 
 

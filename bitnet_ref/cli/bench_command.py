@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api import Model
-    from ..benchmark import Check, KernelBench, ModelBench, PeerBench, TokenizerBench
+    from ..benchmark import Ceiling, Check, KernelBench, ModelBench, PeerBench, TokenizerBench
     from ..benchmark.models import Profile
 
 SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
@@ -74,6 +75,7 @@ def machine_options(function: AnyFunction) -> AnyFunction:
 @click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,4,16,64,512", show_default=True)
 @click.option("--backend", type=click.Choice(("all", *NAMES)), default="all", show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--methods", is_flag=True, help="Every method of each kernel set, not only the one it takes.")
 @machine_options
 @common_options
 def kernels(
@@ -81,6 +83,7 @@ def kernels(
     tokens: tuple[int, ...],
     backend: str,
     repeats: int,
+    methods: bool,
     threads: int | None,
     simd: str | None,
 ) -> None:
@@ -92,7 +95,7 @@ def kernels(
     from ..benchmark.kernels import SHAPES_2B_4T
 
     refuse_simd(simd, backend)
-    backends = candidates(backend, threads, simd)
+    backends = candidates(backend, threads, simd, methods)
     with LoadingBar("measuring") as bar:
         found = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
     report(found, lambda out: draw_kernels(found, out))
@@ -113,12 +116,14 @@ def draw_kernels(found: KernelBench, out: Console) -> None:
             if table is not None:
                 out.print(table)
             shape = result.out_features, result.in_features
-            out.print(Text(f"\n{shape[0]} x {shape[1]}, {size_in_words(result.weight_bytes)}", style="bold"))
+            sizes = {r.weight_bytes for r in found.results if (r.out_features, r.in_features) == shape}
+            words = " or ".join(size_in_words(size) for size in sorted(sizes))
+            out.print(Text(f"\n{shape[0]} x {shape[1]}, {words}", style="bold"))
             table = new_table(
                 "kernel", "tokens", "best", "median", "G MAC/s", "GB/s", "read GB/s", "ratio: best", "median"
             )
         assert table is not None
-        name = " ".join(filter(None, (result.backend, result.kernel_set)))
+        name = " ".join(filter(None, (result.backend, result.kernel_set, result.layout)))
         timing = result.timing
         if timing is None:
             table.add_row(name, str(result.tokens), *differs(result.check, 7))
@@ -132,6 +137,49 @@ def draw_kernels(found: KernelBench, out: Console) -> None:
         out.print(table)
     if found.equal:
         out.print(f"\nAll {len(found.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+
+
+# -- ceiling -----------------------------------------------------------------------------------------------------------
+
+
+@bench.command(short_help="What memory and the product instructions can do at most.")
+@click.option("--threads", type=click.IntRange(min=1), help="Up to so many.  [default: all there are]")
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a roofline: .png, .svg or .pdf.")
+@common_options
+def ceiling(threads: int | None, repeats: int, plot: Path | None) -> None:
+    """Measure what bounds every kernel: a plain read of memory, and each instruction set's product on registers alone.
+
+    On one thread and on more, all in turn, so that shares of these come from one run.
+    """
+    from ..backends.cython_backend import why_unavailable
+    from ..benchmark.ceiling import measure_ceiling, save_roofline
+
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
+    found = measure_ceiling(threads, repeats=repeats)
+    if plot is not None:
+        save_roofline(found, plot)
+    if wants_json():
+        print_json(found.to_dict())
+    else:
+        show(lambda out: draw_ceiling(found, out, why_unavailable()))
+
+
+def draw_ceiling(found: Ceiling, out: Console, no_extension: str | None) -> None:
+    table = new_table("ceiling", "threads", "best", "median", "")
+    for read in found.reads:
+        median = read.nbytes / read.timing.median_s / 1e9
+        table.add_row(f"memory, {read.how}", str(read.threads), f"{read.gb_per_s:.1f}", f"{median:.1f}", "GB/s")
+    for peak in found.peaks:
+        median = peak.multiply_adds / peak.timing.median_s / 1e9
+        name, best = f"{peak.kernel_set}: {peak.instruction}", f"{peak.g_multiply_adds_per_s:.1f}"
+        table.add_row(name, str(peak.threads), best, f"{median:.1f}", "G MAC/s")
+    out.print(table)
+    for name, why in found.lacks.items():
+        out.print(f"{name}: {why}", style="dim")
+    if no_extension is not None:
+        out.print(no_extension, style="yellow")
 
 
 # -- model -------------------------------------------------------------------------------------------------------------

@@ -73,6 +73,19 @@ def draw(found: Diagnosis, out: Console) -> None:
         table.add_row(backend.name, *backend_in_words(backend))
     out.print(table)
 
+    if found.methods:
+        out.print(Text("\nMethods of the ternary product (cython)", style="bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for _ in range(3):
+            table.add_column(overflow="fold")
+        for method in found.methods:
+            state = "taken" if method["chosen"] else "available" if method["reason"] is None else "not here"
+            style = "green" if method["chosen"] else "" if method["reason"] is None else "yellow"
+            table.add_row(
+                method["name"], Text(state, style=style), f"{method['summary']}; {method['reason'] or method['why']}"
+            )
+        out.print(table)
+
     out.print(Text("\nSelf-check: the shipped model, computed on each backend", style="bold"))
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

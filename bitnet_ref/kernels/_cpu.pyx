@@ -17,11 +17,22 @@ cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
 
 cdef extern from "kernels.h" nogil:
+    ctypedef struct ternary_method:
+        const char *name
+        size_t block_k, x_bytes
+        void (*pack)(const uint8_t *, size_t, size_t, uint8_t *) noexcept nogil
+        void (*unpack)(const uint8_t *, size_t, size_t, uint8_t *) noexcept nogil
+        void (*expand)(const int8_t *, size_t, uint8_t *) noexcept nogil
+    ctypedef struct ternary_kernel:
+        void (*run)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *, size_t, size_t,
+                    void *) noexcept nogil
+        size_t max_k
+    const ternary_method METHODS[]
+    const int N_METHODS
     ctypedef struct kernel_set:
         const char *name
-        void (*ternary_panel)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
-                              size_t, size_t, void *) noexcept nogil
-        size_t max_k
+        ternary_kernel ternary[3]  # N_METHODS
+        size_t (*peak)(size_t) noexcept nogil
         int (*rms_norm)(const float *, const float *, size_t, double, float *) noexcept nogil
         int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *) noexcept nogil
         void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *) noexcept nogil
@@ -38,9 +49,7 @@ cdef extern from "kernels.h" nogil:
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
-    void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel)
-    void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed)
-    const int PANEL_ROWS, BLOCK_K, BLOCK_BYTES, SCRATCH_BYTES
+    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES
 
 cdef extern from *:
     """
@@ -53,7 +62,7 @@ cdef extern from *:
     const int BITNET_REF_OPENMP
 
 has_openmp = bool(BITNET_REF_OPENMP)
-panel_rows, block_k, block_bytes = PANEL_ROWS, BLOCK_K, BLOCK_BYTES
+panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 
 # A second thread costs some microseconds, and much more on a busy machine: it is woken for this much work or more.
 cdef enum:
@@ -70,6 +79,27 @@ def kernel_sets():
         lacks = kernel_set_lacks(index)
         found.append((KERNEL_SETS[index].name.decode(), None if lacks == NULL else lacks.decode()))
     return found
+
+
+def ternary_methods():
+    """[(name, columns in a block, kernel sets that have a kernel for it)], by number"""
+    found = []
+    for method in range(N_METHODS):
+        sets = [KERNEL_SETS[i].name.decode() for i in range(N_KERNEL_SETS) if KERNEL_SETS[i].ternary[method].run != NULL]
+        found.append((METHODS[method].name.decode(), METHODS[method].block_k, sets))
+    return found
+
+
+cdef const ternary_kernel *kernel_for(Py_ssize_t kernels, Py_ssize_t method, Py_ssize_t K) except NULL:
+    """A set's kernel for that method and K columns: the scalar one beyond the columns that the set's own can sum."""
+    if not (0 <= kernels < N_KERNEL_SETS and 0 <= method < N_METHODS):
+        raise ValueError(f"kernel set {kernels}, method {method}")
+    cdef const ternary_kernel *kernel = &KERNEL_SETS[kernels].ternary[method]
+    if kernel.run == NULL:
+        raise ValueError(f"the kernel set {KERNEL_SETS[kernels].name.decode()} has no {METHODS[method].name.decode()} kernel")
+    if kernel.max_k and <size_t> K > kernel.max_k:
+        return &KERNEL_SETS[0].ternary[method]
+    return kernel
 
 
 # OpenMP's threads do not survive a fork: a forked child that asks for two waits for the other for ever (libgomp).
@@ -118,27 +148,41 @@ def sum_words(const uint64_t[::1] words, int threads):
     return total
 
 
-def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int threads):
-    """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 ceil(K/16)), the layout of panel.h"""
+def peak_multiply_adds(Py_ssize_t kernels, Py_ssize_t rounds, int threads):
+    """The kernel set's product instruction, `rounds` rounds of it on registers alone on every thread: how many
+    multiply-adds that was, all threads together, or 0 where the set has no such loop. For benchmarks."""
+    cdef Py_ssize_t part
+    cdef size_t done = 0
+    if KERNEL_SETS[kernels].peak == NULL or kernel_set_lacks(kernels) != NULL or rounds < 1 or threads < 1:
+        return 0
+    cdef int team = threads_for(threads, 1, threads)
+    for part in prange(threads, nogil=True, num_threads=team, schedule="static"):
+        done += KERNEL_SETS[kernels].peak(rounds)
+    return done * rounds
+
+
+def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int threads, Py_ssize_t method):
+    """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 blocks): the method's layout, as the headers describe them"""
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p, count
-    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS
-    if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + 3) // 4 * BLOCK_BYTES or N == 0 or row_bytes == 0:
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
+    if (panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES
+            or N == 0 or row_bytes == 0):
         raise ValueError(f"pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
     cdef int team = threads_for(n_panels * panels.shape[1], PANEL_BYTES_A_THREAD, threads)
     for p in prange(n_panels, nogil=True, num_threads=team, schedule="static"):
         count = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
-        pack_panel(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
+        METHODS[method].pack(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
 
 
-def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed):
+def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed, Py_ssize_t method):
     """The inverse of pack_panels."""
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
-    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS
-    if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + 3) // 4 * BLOCK_BYTES:
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
+    if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES:
         raise ValueError(f"unpack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
     for p in range(n_panels):
-        unpack_panel(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
-                     &packed[p * PANEL_ROWS, 0])
+        METHODS[method].unpack(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
+                               &packed[p * PANEL_ROWS, 0])
 
 
 def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_scale, Py_ssize_t kernels):
@@ -156,26 +200,35 @@ def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_sc
 
 
 def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uint8_t[:, ::1] panels,
-                   int32_t[:, ::1] acc, int threads, Py_ssize_t kernels):
-    """x_q (M, 16 blocks) int8, zeros beyond K, and its row sums; panels; -> acc (M, N) int32. Panels over threads."""
-    cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = acc.shape[1], n_panels = panels.shape[0], p
-    cdef Py_ssize_t n_blocks = wide // BLOCK_K
-    if (acc.shape[0] != M or x_sum.shape[0] != M or wide % BLOCK_K or panels.shape[1] != n_blocks * BLOCK_BYTES
+                   int32_t[:, ::1] acc, int threads, Py_ssize_t kernels, Py_ssize_t method):
+    """x_q (M, block_k * blocks) int8, zeros beyond K, and its row sums; panels; -> acc (M, N). Panels over threads."""
+    cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = acc.shape[1], n_panels = panels.shape[0], p, m
+    cdef const ternary_kernel *chosen = kernel_for(kernels, method, wide)
+    cdef const ternary_method *how = &METHODS[method]
+    cdef Py_ssize_t n_blocks = wide // <Py_ssize_t> how.block_k, x_stride = n_blocks * how.x_bytes
+    if (acc.shape[0] != M or x_sum.shape[0] != M or wide % how.block_k or panels.shape[1] != n_blocks * BLOCK_BYTES
             or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
         raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
     if M == 0:
         return
-    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    if chosen.max_k and <size_t> wide > chosen.max_k:
-        chosen = &KERNEL_SETS[0]
     cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_A_THREAD, threads)
     cdef void *scratch = NULL
+    cdef int8_t *expanded = NULL
+    cdef const int8_t *x = &x_q[0, 0]
+    if how.expand != NULL:
+        expanded = <int8_t *> malloc(M * x_stride)
+        if expanded == NULL:
+            raise MemoryError(f"no memory for the tables of {M} tokens")
+        for m in range(M):
+            how.expand(&x_q[m, 0], n_blocks, <uint8_t *> expanded + m * x_stride)
+        x = expanded
     with nogil, parallel(num_threads=team):
         scratch = aligned_scratch(SCRATCH_BYTES)
         for p in prange(n_panels, schedule="static"):
-            chosen.ternary_panel(&panels[p, 0], n_blocks, &x_q[0, 0], wide, M, &x_sum[0], &acc[0, p * PANEL_ROWS], N,
-                                 min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), scratch)
+            chosen.run(&panels[p, 0], n_blocks, x, x_stride, M, &x_sum[0], &acc[0, p * PANEL_ROWS], N,
+                       min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), scratch)
         free(scratch)
+    free(expanded)
 
 
 cdef class Panels:
@@ -183,12 +236,14 @@ cdef class Panels:
     cdef const uint8_t[:, ::1] panels
     cdef const float[::1] bias
     cdef const float *bias_values
-    cdef Py_ssize_t n_out, n_in, n_blocks
+    cdef Py_ssize_t n_out, n_in, n_blocks, method
     cdef float w_dequant_scale
 
-    def __init__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias):
+    def __init__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias,
+                 Py_ssize_t method):
         self.panels, self.n_out, self.n_in, self.w_dequant_scale = panels, n_out, n_in, w_dequant_scale
-        self.n_blocks = (n_in + BLOCK_K - 1) // BLOCK_K
+        self.method = method
+        self.n_blocks = (n_in + METHODS[method].block_k - 1) // <Py_ssize_t> METHODS[method].block_k
         if panels.shape[0] != (n_out + PANEL_ROWS - 1) // PANEL_ROWS or panels.shape[1] != self.n_blocks * BLOCK_BYTES:
             raise ValueError(f"Panels: {panels.shape[0], panels.shape[1]} for {n_out, n_in}")
         self.bias_values = NULL
@@ -211,7 +266,9 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
     for one token of a 2560-wide block the steps between the products took a tenth of the time.
     """
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, m, item, p, rows, bad = -1, total = 0, bytes_ = 0
-    cdef Py_ssize_t n_blocks = (K + BLOCK_K - 1) // BLOCK_K, wide = n_blocks * BLOCK_K
+    cdef Py_ssize_t method = (<Panels> ws[0]).method if count else 0, x_stride
+    cdef const ternary_method *how = &METHODS[method]
+    cdef Py_ssize_t n_blocks = (K + how.block_k - 1) // <Py_ssize_t> how.block_k, wide = n_blocks * how.block_k
     cdef Panels w
     cdef float[:, ::1] y
     cdef const uint8_t *panels[MAX_LINEARS]
@@ -224,7 +281,7 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
         raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
     for i in range(count):
         w, y = ws[i], ys[i]
-        if w.n_in != K or y.shape[0] != M or y.shape[1] != w.n_out:
+        if w.n_in != K or w.method != method or y.shape[0] != M or y.shape[1] != w.n_out:
             raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
         first[i] = total
         total += w.panels.shape[0]
@@ -235,10 +292,9 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
     if M == 0 or count == 0:
         return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    cdef const kernel_set *ternary = chosen
-    if chosen.max_k and <size_t> wide > chosen.max_k:
-        ternary = &KERNEL_SETS[0]
+    cdef const ternary_kernel *ternary = kernel_for(kernels, method, wide)
     cdef int8_t *x_q
+    cdef int8_t *expanded = NULL
     cdef int32_t *x_sum
     cdef float *x_quant_scale
     cdef void *scratch = NULL
@@ -248,8 +304,12 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
     x_q = <int8_t *> malloc(M * wide)
     x_sum = <int32_t *> malloc(M * sizeof(int32_t))
     x_quant_scale = <float *> malloc(M * sizeof(float))
-    if x_q == NULL or x_sum == NULL or x_quant_scale == NULL:
+    x_stride = n_blocks * how.x_bytes
+    if how.expand != NULL:
+        expanded = <int8_t *> malloc(M * x_stride)
+    if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
         free(x_q)
+        free(expanded)
         free(x_sum)
         free(x_quant_scale)
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
@@ -259,6 +319,8 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
                 memset(x_q + m * wide + K, 0, wide - K)
             if not chosen.quantize(&x[m, 0], K, x_q + m * wide, x_quant_scale + m, x_sum + m):
                 x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
+            elif how.expand != NULL:
+                how.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
         for m in range(M):
             if x_quant_scale[m] == 0:
                 bad = m
@@ -277,8 +339,9 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
                     block = 0
                     while block < M:
                         tokens = min(<Py_ssize_t> TOKENS_A_BLOCK, M - block)
-                        ternary.ternary_panel(panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks, x_q + block * wide,
-                                              wide, tokens, x_sum + block, acc, PANEL_ROWS, rows, scratch)
+                        ternary.run(panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
+                                    (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
+                                    x_sum + block, acc, PANEL_ROWS, rows, scratch)
                         for m in range(tokens):
                             chosen.dequantize(acc + m * PANEL_ROWS, rows, scales[i], x_quant_scale[block + m],
                                               biases[i] + p * PANEL_ROWS if biases[i] != NULL else NULL,
@@ -287,6 +350,7 @@ def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t
                 free(acc)
                 free(scratch)
         free(x_q)
+        free(expanded)
         free(x_sum)
         free(x_quant_scale)
     return bad

@@ -6,8 +6,13 @@
 
 #include <math.h>
 
+#include "dense_avx512.h"
+#include "peaks.h"
+#include "table_avx2.h"
+#include "ternary_amx.h"
 #include "ternary_avx2.h"
 #include "ternary_avx512.h"
+#include "ternary_avxvnni.h"
 #include "ternary_neon.h"
 #include "ternary_scalar.h"
 
@@ -30,10 +35,33 @@
 #include "float_steps.h"
 #endif
 
+/* A way to multiply by a ternary matrix, all exact: how its weights lie in panels of 64 rows, and what of x it reads. */
 typedef struct {
     const char *name;
-    ternary_panel_fn ternary_panel;
-    size_t max_k; /* columns beyond which the scalar variant must do the ternary product; 0: no limit */
+    size_t block_k; /* columns in a block of 256 bytes */
+    size_t x_bytes; /* of a token, for a block: block_k where the kernel reads x itself */
+    void (*pack)(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel);
+    void (*unpack)(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed);
+    void (*expand)(const int8_t *x, size_t n_blocks, uint8_t *out); /* what it reads in place of x, or NULL */
+} ternary_method;
+
+enum { MULTIPLY_ADD, TABLE_LOOK_UP, DENSE, N_METHODS };
+static const ternary_method METHODS[N_METHODS] = {
+    {"2-bit", BLOCK_K, BLOCK_K, pack_panel, unpack_panel, NULL},
+    {"table", BLOCK_K, TABLE_BYTES, pack_table_panel, unpack_table_panel, table_expand},
+    {"1.6-bit", DENSE_BLOCK_K, DENSE_BLOCK_K, pack_dense_panel, unpack_dense_panel, NULL},
+};
+
+/* A set's kernel for a method; run NULL: it has none. Beyond max_k columns (0: no limit) the scalar one must do it. */
+typedef struct {
+    ternary_panel_fn run;
+    size_t max_k;
+} ternary_kernel;
+
+typedef struct {
+    const char *name;
+    ternary_kernel ternary[N_METHODS];
+    peak_fn peak; /* the ceiling of its product instruction, where it is measured */
     int (*rms_norm)(const float *, const float *, size_t, double, float *);
     int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *);
     void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *);
@@ -55,13 +83,25 @@ typedef struct {
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
-    {"scalar", ternary_panel_scalar, 0, FLOAT_STEPS(plain)},
+    {"scalar", {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}}, NULL, FLOAT_STEPS(plain)},
 #if defined(__x86_64__)
-    {"avx2", ternary_panel_avx2, 0, FLOAT_STEPS(avx2)},
-    {"avx512", ternary_panel_avx512, AVX512_MAX_K, FLOAT_STEPS(avx512)},
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2)},
+#if defined(BITNET_REF_HAS_AVXVNNI)
+    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2)},
+#endif
+    {"avx512",
+     {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
+     peak_avx512,
+     FLOAT_STEPS(avx512)},
+#if defined(BITNET_REF_HAS_AMX)
+    {"amx",
+     {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
+     peak_amx,
+     FLOAT_STEPS(avx512)},
+#endif
 #elif defined(__aarch64__)
-    {"neon", ternary_panel_neon, 0, FLOAT_STEPS(plain)},
-    {"dotprod", ternary_panel_dotprod, 0, FLOAT_STEPS(plain)},
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain)},
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain)},
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };
@@ -77,10 +117,16 @@ static const char *kernel_set_lacks(size_t index) {
     __builtin_cpu_init();
     if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
         return "the processor has no AVX2 with FMA";
-    if (!strcmp(name, "avx512") &&
+#if defined(BITNET_REF_HAS_AVXVNNI)
+    if (!strcmp(name, "avxvnni")) return avxvnni_lacks();
+#endif
+    if ((!strcmp(name, "avx512") || !strcmp(name, "amx")) &&
         !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
         return "the processor has no AVX-512 with VNNI";
+#if defined(BITNET_REF_HAS_AMX)
+    if (!strcmp(name, "amx")) return amx_lacks();
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
     if (!strcmp(name, "dotprod") && !(getauxval(AT_HWCAP) & (1UL << 20))) return "the processor has no dot product";
 #endif

@@ -31,7 +31,7 @@ enum { PANEL_ROWS = 64, BLOCK_K = 16, BLOCK_BYTES = 256, VECTOR_BYTES = 64 };
 typedef void (*ternary_panel_fn)(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
                                  const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows, void *scratch);
 
-enum { SCRATCH_K = 256, SCRATCH_BYTES = PANEL_ROWS * SCRATCH_K };
+enum { SCRATCH_K = 256, SCRATCH_BYTES = PANEL_ROWS * 1024 }; /* most unpack SCRATCH_K columns at a time, AMX 1024 */
 
 /* The 4 x 4 matrix of 2-bit fields in a word, transposed: field (i, j) is at bit 8i + 2j. */
 static inline uint32_t transpose_codes(uint32_t word) {

@@ -3,6 +3,9 @@
  *
  *     cc -O2 -std=gnu11 -ffp-contract=off -I bitnet_ref/kernels tests/kernels/check_kernels.c -lm && ./a.out 200
  *
+ * -DBITNET_REF_AMX_EMULATED runs the AMX kernels over the tiles of amx_emulated.h, -DBITNET_REF_AVXVNNI_AS_EVEX those of
+ * AVX-VNNI by AVX-512VL's encoding.
+ *
  * Every buffer is allocated to its exact size, so that reading or writing past an end is seen. Exit code 1 on the first
  * difference. */
 #include <stdio.h>
@@ -43,11 +46,15 @@ static void must_equal(const kernel_set *set, const char *what, const void *got,
 }
 
 /* M tokens, one panel of `rows` rows, K columns; extreme: all codes 2 (+1), all activations +127 */
-static void check_ternary(const kernel_set *set, size_t M, size_t rows, size_t K, int extreme) {
-    const size_t row_bytes = (K + 3) / 4, n_blocks = (row_bytes + 3) / 4, wide = 16 * n_blocks;
+static void check_ternary(const kernel_set *set, const ternary_method *method, size_t M, size_t rows, size_t K,
+                          int extreme) {
+    const ternary_kernel *kernel = &set->ternary[method - METHODS];
+    if (!kernel->run) return;
+    const size_t row_bytes = (K + 3) / 4, n_blocks = (K + method->block_k - 1) / method->block_k;
+    const size_t wide = method->block_k * n_blocks;
     uint8_t *packed = allocate(rows * row_bytes), *again = allocate(rows * row_bytes);
     uint8_t *panel = allocate(n_blocks * BLOCK_BYTES);
-    int8_t *x = allocate(M * wide);
+    int8_t *x = allocate(M * wide), *expanded = NULL;
     int32_t *x_sum = allocate(M * sizeof *x_sum), *acc = allocate(M * rows * sizeof *acc);
     for (size_t i = 0; i < rows * row_bytes; i++) {
         packed[i] = 0;
@@ -57,23 +64,28 @@ static void check_ternary(const kernel_set *set, size_t M, size_t rows, size_t K
     for (size_t m = 0; m < M; m++) {
         x_sum[m] = 0;
         for (size_t k = 0; k < K; k++) {
-            x[m * wide + k] = (int8_t)(extreme ? 127 : random_u32());
+            x[m * wide + k] = (int8_t)(extreme > 0 ? 127 : extreme < 0 ? -128 : (int)random_u32());
             x_sum[m] += x[m * wide + k];
         }
     }
-    pack_panel(packed, rows, row_bytes, panel);
-    unpack_panel(panel, rows, row_bytes, again);
-    must_equal(set, "unpack_panel", again, packed, rows * row_bytes, M, rows, K);
+    method->pack(packed, rows, row_bytes, panel);
+    method->unpack(panel, rows, row_bytes, again);
+    must_equal(set, method->name, again, packed, rows * row_bytes, M, rows, K);
+    if (method->expand) {
+        expanded = allocate(M * n_blocks * method->x_bytes);
+        for (size_t m = 0; m < M; m++)
+            method->expand(x + m * wide, n_blocks, (uint8_t *)expanded + m * n_blocks * method->x_bytes);
+    }
     void *scratch = allocate(SCRATCH_BYTES);
-    set->ternary_panel(panel, n_blocks, x, wide, M, x_sum, acc, rows, rows, scratch);
+    kernel->run(panel, n_blocks, expanded ? expanded : x, n_blocks * method->x_bytes, M, x_sum, acc, rows, rows, scratch);
     for (size_t m = 0; m < M; m++)
         for (size_t r = 0; r < rows; r++) {
             int64_t sum = 0;
             for (size_t k = 0; k < K; k++)
                 sum += ((packed[r * row_bytes + k / 4] >> 2 * (k % 4) & 3) - 1) * (int64_t)x[m * wide + k];
-            if (acc[m * rows + r] != sum) fail(set, "ternary_panel", M, rows, K);
+            if (acc[m * rows + r] != sum) fail(set, method->name, M, rows, K);
         }
-    free(packed), free(again), free(panel), free(x), free(x_sum), free(acc), free(scratch);
+    free(packed), free(again), free(panel), free(x), free(expanded), free(x_sum), free(acc), free(scratch);
 }
 
 /* Each float step of `set` must give the bits of the portable one */
@@ -180,14 +192,23 @@ int main(int argc, char **argv) {
             continue;
         }
         for (int round = 0; round < rounds; round++) {
-            check_ternary(set, between(1, 20), between(1, PANEL_ROWS), between(1, 700), 0);
+            for (const ternary_method *method = METHODS; method < METHODS + N_METHODS; method++) {
+                check_ternary(set, method, between(1, 20), between(1, PANEL_ROWS), between(1, 700), 0);
+                if (round % 8 == 0)
+                    check_ternary(set, method, between(20, 100), between(0, 1) ? PANEL_ROWS : 37, between(700, 2500), 0);
+            }
             check_steps(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
             check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
             check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
         }
-        check_ternary(set, 1, 64, 27648, 1);
-        check_ternary(set, 7, 63, 6912, 1);
+        for (const ternary_method *method = METHODS; method < METHODS + N_METHODS; method++)
+            for (int extreme = -1; extreme <= 1; extreme += 2) {
+                check_ternary(set, method, 1, 64, 27648, extreme);
+                check_ternary(set, method, 7, 63, 6912, extreme);
+                check_ternary(set, method, 33, 64, 6912, extreme);
+            }
+        if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);
         printf("%s: %d rounds, all equal\n", set->name, rounds);
     }
     return 0;

@@ -1,7 +1,10 @@
 """The C kernels by themselves: built with each compiler at hand, for 64-bit Arm under an emulator, under sanitizers."""
 
+import platform
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,9 @@ import bitnet_ref
 SOURCE = Path(__file__).parent / "check_kernels.c"
 HEADERS = Path(bitnet_ref.__file__).parent / "kernels"
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Werror", "-Wno-psabi"]
-FLAGS += ["-Wno-unused-function", f"-I{HEADERS}", str(SOURCE), "-lm"]
+FLAGS += ["-Wno-unused-function", f"-I{HEADERS}", f"-I{SOURCE.parent}", str(SOURCE), "-lm"]
+# The two sets that few processors have, run by other means: tiles in plain C, and AVX-512VL's encoding of vpdpbusd.
+FLAGS += ["-DBITNET_REF_AMX_EMULATED", "-DBITNET_REF_AVXVNNI_AS_EVEX"]
 
 BUILDS = {
     "gcc": (["gcc", "-O3"], []),
@@ -34,3 +39,29 @@ def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
     assert "scalar: 30 rounds, all equal" in done.stdout
     if runner:
         assert "dotprod: 30 rounds, all equal" in done.stdout
+    if "avx512: 30 rounds" in done.stdout:  # which both stand on
+        assert "amx: 30 rounds, all equal" in done.stdout
+        assert "avxvnni: 30 rounds, all equal" in done.stdout
+
+
+# What each set is for, in the mnemonics of objdump. AVX-VNNI's vpdpbusd is a VEX instruction.
+INSTRUCTIONS = {
+    "avx2": r"\bvpmaddubsw\b.*%ymm",
+    "avxvnni": r"\{vex\} vpdpbusd\b",
+    "avx512": r"\bvpdpbusd\b.*%zmm",
+    "amx": r"\btdpbsud\b",
+    "amx's configuration": r"\bldtilecfg\b",
+    "amx's release": r"\btilerelease\b",
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="x86-64 Linux only")
+def test_the_extension_holds_the_instructions_of_every_set():
+    _cpu = pytest.importorskip("bitnet_ref.kernels._cpu")
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed")
+    done = subprocess.run(["objdump", "-d", _cpu.__file__], capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if re.search("vpmaddubsw|vpdpbusd|tdpb|tile", line)]
+    assert {name for name, wanted in INSTRUCTIONS.items() if any(re.search(wanted, line) for line in lines)} == set(
+        INSTRUCTIONS
+    )

@@ -1,0 +1,161 @@
+/* Five weights in a byte, 1.6 bits each instead of 2, and the ternary product on them with AVX-512 VNNI.
+ *
+ * Layout: as panel.h's, with 20 columns in a block of 256 bytes. A byte holds five codes, base 3, as a fraction: byte r0
+ * stands for r0 / 256, and its digits come off the top, as TQ1_0 has it:
+ *     3 r_n = 256 t_n + r_{n+1}     t_n = code of column 20 b + 4 n + i  (n = 0..4; i is the byte's place in its row's four)
+ *
+ * The digits need not be taken out. From the line above, sum t_n x_n = (3 sum r_n x_n - sum r_{n+1} x_n) / 256, and
+ * r_{n+1} = r_n + r_n + r_n in bytes that wrap. So for 64 digits: two additions, and two dot products into two sums A
+ * and B; at the end (3 A - B) / 256. Exact in int32 that wraps: 256 times the result must fit, |sum w x| <= 128 K < 2^23,
+ * so K < 65,536 (`DENSE_MAX_K`; beyond it the scalar version runs).
+ * Instructions for 64 weights: 4, against 2 with 2 bits; bytes: 12.8 against 16.
+ * Six tokens or more: digits are taken out to bytes, 240 columns at a time, for the tiles of ternary_avx512.h.
+ *
+ * Measured as in ternary_avx512.h, one thread: 1 token 75 G multiply-adds/s, which is 15 GB/s (2 bits: 148 and 37);
+ *   8 tokens 103 (2 bits: 177), 64 tokens 164 (200 to 254). So it wins where a thread gets less than 15 GB/s from memory
+ *   and tokens come one at a time: 2B-4T's linears from memory, two threads: 40.1 against 46.2 ms (best of 15), 47.5
+ *   against 52.6 (median), at a read of 3 to 4 GB/s on a busy machine. See backends/kernel_manager.py for the rule.
+ */
+#ifndef BITNET_REF_DENSE_AVX512_H
+#define BITNET_REF_DENSE_AVX512_H
+
+#include "panel.h"
+
+enum { DENSE_BLOCK_K = 20, DENSE_DIGITS = 5, DENSE_MAX_K = 65535, DENSE_CHUNK = 12 /* blocks unpacked at a time */ };
+
+static inline uint8_t dense_byte(const uint8_t *codes) { /* 5 codes -> the least byte whose digits they are */
+    unsigned value = 0;
+    for (int n = 0; n < DENSE_DIGITS; n++) value = 3 * value + codes[n];
+    return (uint8_t)((256 * value + 242) / 243);
+}
+
+static inline void dense_digits(uint8_t byte, uint8_t *codes) {
+    unsigned r = byte;
+    for (int n = 0; n < DENSE_DIGITS; n++) codes[n] = (uint8_t)(3 * r >> 8), r = 3 * r & 255;
+}
+
+/* Byte j of a packed row holds the columns 4j .. 4j+3: digit j % 5 of the four bytes of a row in block j / 5. */
+static void pack_dense_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
+    const size_t n_blocks = (row_bytes + DENSE_DIGITS - 1) / DENSE_DIGITS;
+    memset(panel, 0, n_blocks * BLOCK_BYTES);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t b = 0; b < n_blocks; b++)
+            for (int i = 0; i < 4; i++) {
+                uint8_t codes[DENSE_DIGITS] = {0};
+                for (size_t n = 0; n < DENSE_DIGITS && DENSE_DIGITS * b + n < row_bytes; n++)
+                    codes[n] = packed[r * row_bytes + DENSE_DIGITS * b + n] >> 2 * i & 3;
+                panel[b * BLOCK_BYTES + 4 * r + i] = dense_byte(codes);
+            }
+}
+
+static void unpack_dense_panel(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed) {
+    memset(packed, 0, rows * row_bytes);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t b = 0; b * DENSE_DIGITS < row_bytes; b++)
+            for (int i = 0; i < 4; i++) {
+                uint8_t codes[DENSE_DIGITS];
+                dense_digits(panel[b * BLOCK_BYTES + 4 * r + i], codes);
+                for (size_t n = 0; n < DENSE_DIGITS && DENSE_DIGITS * b + n < row_bytes; n++)
+                    packed[r * row_bytes + DENSE_DIGITS * b + n] |= (uint8_t)(codes[n] << 2 * i);
+            }
+}
+
+static void dense_panel_scalar(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
+                               const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows, void *scratch) {
+    (void)scratch;
+    for (size_t m = 0; m < M; m++)
+        for (size_t r = 0; r < rows; r++) {
+            int32_t sum = -x_sum[m];
+            for (size_t b = 0; b < n_blocks; b++)
+                for (int i = 0; i < 4; i++) {
+                    uint8_t codes[DENSE_DIGITS];
+                    dense_digits(panel[b * BLOCK_BYTES + 4 * r + i], codes);
+                    for (int n = 0; n < DENSE_DIGITS; n++)
+                        sum += codes[n] * x[m * x_stride + b * DENSE_BLOCK_K + 4 * n + i];
+                }
+            acc[m * acc_stride + r] = sum;
+        }
+}
+
+#if defined(__x86_64__)
+#include "ternary_avx512.h"
+
+#define DENSE_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
+
+DENSE_TARGET static void dense_one(const uint8_t *panel, size_t n_blocks, const int8_t *x, int32_t x_sum, int32_t *acc,
+                                   size_t rows) {
+#define ZERO(q) __m512i a_##q = _mm512_setzero_si512(), b_##q = a_##q;
+    AVX512_TOKENS_4(ZERO)
+    for (size_t b = 0; b < n_blocks; b++) {
+        const uint8_t *block = panel + b * BLOCK_BYTES;
+        const int8_t *xb = x + b * DENSE_BLOCK_K;
+#define LOAD(q)                                                                                                        \
+    _mm_prefetch((const char *)block + AVX512_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);                               \
+    __m512i r_##q = _mm512_loadu_si512(block + q * VECTOR_BYTES);
+#define STEP_Q(q)                                                                                                      \
+    a_##q = avx512_dot(a_##q, r_##q, word);                                                                            \
+    r_##q = _mm512_add_epi8(_mm512_add_epi8(r_##q, r_##q), r_##q);                                                     \
+    b_##q = avx512_dot(b_##q, r_##q, word);
+#define DIGIT(n)                                                                                                       \
+    {                                                                                                                  \
+        const __m512i word = avx512_word(xb + 4 * n);                                                                  \
+        AVX512_TOKENS_4(STEP_Q)                                                                                        \
+    }
+        AVX512_TOKENS_4(LOAD)
+        DIGIT(0) DIGIT(1) DIGIT(2) DIGIT(3) DIGIT(4)
+    }
+#define FINISH(q)                                                                                                      \
+    {                                                                                                                  \
+        const __m512i sum = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(a_##q, 1), a_##q), b_##q);             \
+        const __m512i less = _mm512_sub_epi32(sum, _mm512_set1_epi32((int32_t)(256u * (uint32_t)x_sum)));              \
+        _mm512_mask_storeu_epi32(acc + 16 * q, avx512_mask(q, rows), _mm512_srai_epi32(less, 8));                      \
+    }
+    AVX512_TOKENS_4(FINISH)
+#undef ZERO
+#undef LOAD
+#undef STEP_Q
+#undef DIGIT
+#undef FINISH
+}
+
+/* 20 * n_blocks columns -> bytes, [group of 4 columns][64 rows][4]; two digits at a time, in the halves of int16 lanes */
+DENSE_TARGET static void dense_unpack(const uint8_t *panel, size_t n_blocks, uint8_t *bytes) {
+    const __m512i low = _mm512_set1_epi16(0x00FF);
+    for (size_t b = 0; b < n_blocks; b++)
+        for (int q = 0; q < 4; q++) {
+            const __m512i r = _mm512_loadu_si512(panel + b * BLOCK_BYTES + q * VECTOR_BYTES);
+            __m512i even = _mm512_and_si512(r, low), odd = _mm512_srli_epi16(r, 8);
+            for (int n = 0; n < DENSE_DIGITS; n++) {
+                even = _mm512_add_epi16(_mm512_add_epi16(even, even), even);
+                odd = _mm512_add_epi16(_mm512_add_epi16(odd, odd), odd);
+                _mm512_store_si512(bytes + (DENSE_DIGITS * b + n) * BLOCK_BYTES + q * VECTOR_BYTES,
+                                   _mm512_or_si512(_mm512_srli_epi16(even, 8), _mm512_andnot_si512(low, odd)));
+                even = _mm512_and_si512(even, low), odd = _mm512_and_si512(odd, low);
+            }
+        }
+}
+
+DENSE_TARGET static void dense_panel_avx512(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
+                                            size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows,
+                                            void *scratch) {
+    const size_t sixes = M - M % AVX512_TOKENS;
+    int32_t out[AVX512_TOKENS * PANEL_ROWS];
+    for (size_t start = 0; sixes && start < n_blocks; start += DENSE_CHUNK) {
+        const size_t blocks = n_blocks - start < DENSE_CHUNK ? n_blocks - start : DENSE_CHUNK;
+        dense_unpack(panel + start * BLOCK_BYTES, blocks, (uint8_t *)scratch);
+        for (size_t m = 0; m < sixes; m += AVX512_TOKENS) {
+            avx512_tile((const uint8_t *)scratch, DENSE_DIGITS * blocks, x + m * x_stride + start * DENSE_BLOCK_K, x_stride,
+                        out);
+            for (size_t t = 0; t < AVX512_TOKENS; t++)
+                for (size_t r = 0; r < rows; r++) {
+                    int32_t *to = acc + (m + t) * acc_stride + r;
+                    *to = out[t * PANEL_ROWS + r] + (start ? *to : -x_sum[m + t]);
+                }
+        }
+    }
+    for (size_t m = sixes; m < M; m++)
+        dense_one(panel, n_blocks, x + m * x_stride, x_sum[m], acc + m * acc_stride, rows);
+}
+
+#endif
+#endif

@@ -1,0 +1,85 @@
+/* AMX tiles in plain C, for ternary_amx.h on a processor that has none: what Intel's manual (volume 2, ldtilecfg,
+ * tileloadd, tilestored, tdpbsud, tilerelease) says they do. Where the processor would fault, this says why and ends. */
+#ifndef BITNET_REF_AMX_EMULATED_H
+#define BITNET_REF_AMX_EMULATED_H
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { TILES = 8, TILE_ROWS = 16, TILE_ROW_BYTES = 64 };
+
+/* each thread has its own, as each processor has */
+static _Thread_local struct {
+    amx_config config;
+    int configured;
+    uint8_t bytes[TILES][TILE_ROWS][TILE_ROW_BYTES];
+} tiles;
+
+static void amx_check(int ok, const char *what) {
+    if (ok) return;
+    printf("AMX would fault: %s\n", what);
+    exit(1);
+}
+
+static void amx_check_tile(int tile) {
+    amx_check(tiles.configured, "tiles used before ldtilecfg, or after tilerelease");
+    amx_check(tile >= 0 && tile < TILES, "no such tile");
+    amx_check(tiles.config.rows[tile] && tiles.config.colsb[tile], "a tile is used that the configuration leaves out");
+}
+
+static void amx_configure(const amx_config *config) {
+    amx_check(sizeof *config == 64, "the configuration is 64 bytes");
+    amx_check(config->palette == 1, "palette 1 is the one there is");
+    amx_check(config->start_row == 0, "start_row is the processor's own");
+    for (size_t i = 0; i < sizeof config->reserved; i++) amx_check(config->reserved[i] == 0, "reserved bytes are 0");
+    for (int tile = 0; tile < 16; tile++) {
+        const int rows = config->rows[tile], colsb = config->colsb[tile];
+        amx_check(tile < TILES || (rows == 0 && colsb == 0), "a tile beyond the eighth is configured");
+        amx_check(rows <= TILE_ROWS && colsb <= TILE_ROW_BYTES, "a tile is larger than 16 rows by 64 bytes");
+        amx_check((rows == 0) == (colsb == 0), "a tile has rows and no columns, or columns and no rows");
+    }
+    tiles.config = *config, tiles.configured = 1;
+    memset(tiles.bytes, 0, sizeof tiles.bytes);
+}
+
+static void amx_release(void) { memset(&tiles, 0, sizeof tiles); }
+
+/* Rows and bytes of a row beyond the tile's shape become 0, and are not read. */
+static void amx_load(int tile, const void *base, size_t stride) {
+    amx_check_tile(tile);
+    memset(tiles.bytes[tile], 0, sizeof tiles.bytes[tile]);
+    for (size_t row = 0; row < tiles.config.rows[tile]; row++)
+        memcpy(tiles.bytes[tile][row], (const char *)base + row * stride, tiles.config.colsb[tile]);
+}
+
+static void amx_store(int tile, void *base, size_t stride) {
+    amx_check_tile(tile);
+    for (size_t row = 0; row < tiles.config.rows[tile]; row++)
+        memcpy((char *)base + row * stride, tiles.bytes[tile][row], tiles.config.colsb[tile]);
+}
+
+/* tdpbsud: sum[m][n] += a[m][4k + i] (signed) * b[k][4n + i] (unsigned), over k and i; 32 bits, no saturation */
+static void amx_dot(int sum, int a, int b) {
+    amx_check_tile(sum), amx_check_tile(a), amx_check_tile(b);
+    amx_check(sum != a && sum != b && a != b, "the three tiles are not different ones");
+    const amx_config *c = &tiles.config;
+    amx_check(c->rows[sum] == c->rows[a], "sum and a have different numbers of rows");
+    amx_check(c->colsb[sum] == c->colsb[b], "sum and b have rows of different sizes");
+    amx_check(c->colsb[a] == 4 * c->rows[b], "a row of a is not as long as b is high");
+    amx_check(c->colsb[a] % 4 == 0 && c->colsb[b] % 4 == 0 && c->colsb[sum] % 4 == 0, "rows are not whole words");
+    for (int m = 0; m < c->rows[sum]; m++)
+        for (int n = 0; n < c->colsb[sum] / 4; n++) {
+            uint32_t total;
+            memcpy(&total, &tiles.bytes[sum][m][4 * n], 4);
+            for (int k = 0; k < c->colsb[a] / 4; k++)
+                for (int i = 0; i < 4; i++)
+                    total += (uint32_t)((int8_t)tiles.bytes[a][m][4 * k + i] * (int)tiles.bytes[b][k][4 * n + i]);
+            memcpy(&tiles.bytes[sum][m][4 * n], &total, 4);
+        }
+}
+
+#define AMX_LOAD(tile, base, stride) amx_load(tile, base, stride)
+#define AMX_STORE(tile, base, stride) amx_store(tile, base, stride)
+#define AMX_DOT(sum, a, b) amx_dot(sum, a, b)
+
+#endif
