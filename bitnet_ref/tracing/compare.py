@@ -380,7 +380,7 @@ def _fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
     """Whether an array of shape `given` can be read as one of `shape`: axes of 1 in front, heads joined or apart."""
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
-    if given == shape:
+    if given == shape or (1, *given) == shape:
         return True
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1

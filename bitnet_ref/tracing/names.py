@@ -47,8 +47,12 @@ def _norm(name: str) -> list[str]:
     return [f"{name}.{NORM_SCALE}", f"{name}.{NORMALIZED}"]
 
 
+def _quantized(config: ModelConfig) -> bool:
+    return config.quantization is not None or config.sub_norms  # sub-norms: a BitNet, however it was loaded
+
+
 def _linear(name: str, config: ModelConfig) -> list[str]:
-    if config.quantization is None and not config.sub_norms:
+    if not _quantized(config):
         return [f"{name}.{OUT}"]
     inner = _norm(f"{name}.rms_norm") if config.quantization and config.quantization.use_rms_norm else []
     return [*inner, *(f"{name}.{hook}" for hook in (INT8, SCALE, ACC, OUT))]
@@ -159,7 +163,7 @@ def op_inputs(name: str, config: ModelConfig) -> tuple[str, ...]:
     if hook == ACC:
         return (f"{parent}.{INT8}",)
     if hook == OUT:
-        return (f"{parent}.{ACC}", f"{parent}.{SCALE}")
+        return (f"{parent}.{ACC}", f"{parent}.{SCALE}") if _quantized(config) else (linear_input(parent, config),)
     if hook in _LINEAR_OF:
         return (f"{linear_of(name)}.{OUT}",)
     return {
