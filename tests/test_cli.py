@@ -84,7 +84,7 @@ def test_version_and_help():
             assert result.exit_code == 0
             assert "--debug" in result.stdout
             assert "--json" in result.stdout
-    assert list(cli.commands) == ["generate", "chat", "inspect", "bench", "doctor", "lab"]
+    assert list(cli.commands) == ["generate", "chat", "inspect", "crossval", "bench", "doctor", "lab"]
 
 
 @pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])

@@ -178,6 +178,37 @@ def op_inputs(name: str, config: ModelConfig) -> tuple[str, ...]:
     }[hook]
 
 
+def op_shape(name: str, config: ModelConfig, tokens: int) -> tuple[int, ...]:
+    """The shape of the tensor of that name in a run over so many tokens."""
+    parent, _, hook = name.rpartition(".")
+    if hook in (NORM_SCALE, SCALE):
+        return (tokens, 1)
+    if hook in ("hook_attn_scores", "hook_pattern"):
+        return (config.num_attention_heads, tokens, tokens)
+    if hook in ("hook_q", "hook_rot_q", "hook_z"):
+        return (tokens, config.num_attention_heads, config.head_dim)
+    if hook in ("hook_k", "hook_rot_k", "hook_v"):
+        return (tokens, config.num_key_value_heads, config.head_dim)
+    if hook in ("hook_pre", "hook_pre_linear", "hook_post"):
+        return (tokens, config.intermediate_size)
+    if hook in (INT8, ACC, OUT):
+        shapes = {**config.linear_shapes(), "lm_head": (config.vocab_size, config.hidden_size)}
+        n_out, n_in = shapes[parent.rpartition(".")[2]]
+        return (tokens, n_in if hook == INT8 else n_out)
+    if hook == NORMALIZED:
+        return (tokens, _norm_width(parent, config))
+    return (tokens, config.hidden_size)
+
+
+def _norm_width(norm: str, config: ModelConfig) -> int:
+    parent, _, name = norm.rpartition(".")
+    if name == "rms_norm":
+        return {**config.linear_shapes(), "lm_head": (0, config.hidden_size)}[parent.rpartition(".")[2]][1]
+    if name == "sub_norm":
+        return config.query_size if parent.endswith("attn") else config.intermediate_size
+    return config.hidden_size
+
+
 def _norm_input(norm: str, config: ModelConfig) -> str:
     parent, _, name = norm.rpartition(".")
     if name == "rms_norm":

@@ -7,6 +7,8 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 from helpers import BITNET, GOLDEN, model, tiny_tensors, write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
 from tracing_engines import TOKENS, NoisyBackend, load_random
 
 import bitnet_ref
@@ -24,8 +26,9 @@ from bitnet_ref.crossval import (
     write_html,
 )
 from bitnet_ref.errors import DeviceError, FormatError
+from bitnet_ref.formats.safetensors import write_safetensors
 from bitnet_ref.tracing.receipt import read_receipt, seal, write_receipt
-from bitnet_ref.tracing.trace import record_to_file, write_trace
+from bitnet_ref.tracing.trace import record_to_file, trace_metadata, write_trace
 
 CASE = GOLDEN / "bitnet-packed-offline"
 needs_cython = pytest.mark.skipif(bitnet_ref.available_backends()["cython"] is not None, reason="no extension here")
@@ -150,6 +153,28 @@ def test_a_trace_of_other_tokens_or_of_another_model(tmp_path):
     assert "another model" in cross_trace(m, tmp_path / "t").verdict
     write_trace(tmp_path / "t", {"logits": m.logits(TOKENS)}, [1, *TOKENS], engine="another")
     assert cross_trace(m, tmp_path / "t").agrees is False
+
+
+ODD = st.sampled_from([0.0, 1.0, -1.5, 1e-30, 300.0, 3e38, 1e300, np.inf, -np.inf, np.nan])
+
+
+@given(data=st.data())
+def test_traces_of_any_contents_are_judged(tmp_path, data):
+    """Right names with wrong shapes, dtypes and values: a verdict, never another error."""
+    m = model(CASE)
+    _, seen = m.run_with_cache([1, 5])
+    for name in data.draw(st.lists(st.sampled_from(sorted(seen)), min_size=1, max_size=3, unique=True)):
+        shape = data.draw(st.sampled_from([seen[name].shape, (2, 1), (1,), (), (2, 0), (2, 256), (4, 2, 2)]))
+        dtype = data.draw(st.sampled_from([np.float32, np.float64, np.int8, np.int64, np.bool_, np.float16]))
+        with np.errstate(all="ignore"):
+            seen[name] = np.full(shape, data.draw(ODD)).astype(dtype)
+    for name in data.draw(st.lists(st.sampled_from(sorted(seen)), max_size=60, unique=True)):
+        seen.pop(name)
+    if seen:
+        write_safetensors(tmp_path / "t", seen, trace_metadata([1, 5], engine="another"))
+        crossing = cross_trace(m, tmp_path / "t")
+        json.dumps(crossing.to_dict(), allow_nan=False)
+        write_html(tmp_path / "r.html", "t", [crossing], {})
 
 
 def test_default_tokens():

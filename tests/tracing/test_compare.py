@@ -11,7 +11,7 @@ from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random
 
 from bitnet_ref.tracing import compare, record
 from bitnet_ref.tracing.compare import FLIP, OK
-from bitnet_ref.tracing.names import LOGITS, linear_input, op_inputs, op_kind, op_order
+from bitnet_ref.tracing.names import LOGITS, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.tracing.parity import token_parity
 from bitnet_ref.tracing.tolerances import ENGINES, FLIP_CEILING, TABLE
 
@@ -39,6 +39,7 @@ def test_the_order_of_ops_is_the_recorders(case):
     order = op_order(m.config)
     assert [name for name in order if name in seen] == list(seen)
     assert len(set(order)) == len(order)
+    assert {name: op_shape(name, m.config, 3) for name in seen} == {name: array.shape for name, array in seen.items()}
     for name in order:
         assert op_kind(name) in TABLE
         for source in op_inputs(name, m.config):  # an op reads what was computed before it
