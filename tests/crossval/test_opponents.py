@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 from helpers import BITNET, GOLDEN, model, tiny_tensors, write_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing_engines import TOKENS, NoisyBackend, load_random
 
@@ -158,6 +158,7 @@ def test_a_trace_of_other_tokens_or_of_another_model(tmp_path):
 ODD = st.sampled_from([0.0, 1.0, -1.5, 1e-30, 300.0, 3e38, 1e300, np.inf, -np.inf, np.nan])
 
 
+@settings(max_examples=20)
 @given(data=st.data())
 def test_traces_of_any_contents_are_judged(tmp_path, data):
     """Right names with wrong shapes, dtypes and values: a verdict, never another error."""

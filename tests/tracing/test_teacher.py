@@ -192,7 +192,7 @@ def test_traces_with_holes_are_judged_where_they_can_be(kept):
     assert len(found.ops) + len(found.missing) == len(seen)
     assert len(found.ops) >= len(seen) // 3
     judged = [op.name for op in found.ops if op.name.endswith(("hook_out", "hook_z", "hook_normalized"))]
-    for name in judged[::5]:
+    for name in judged[::10]:
         changed = {**seen, name: seen[name] * np.float32(1.001)}
         assert not judge_trace(m, changed, TOKENS).agrees, name
 
