@@ -28,6 +28,7 @@ def _outputs(function: Any) -> Any:
 
 
 @click.group(short_help="Compare the reference with other engines, op by op.")
+@common_options
 def crossval() -> None:
     """Compare the reference with another engine, op by op, and name the first op that is wrong.
 

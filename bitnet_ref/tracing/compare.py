@@ -165,8 +165,9 @@ def compare(
     walk = Walk(reference, candidate, config, ids, found, own_engine, engine_dtype)
     order = names.op_order(config)
     found.unknown = sorted(name for name in candidate if names.SYNONYMS.get(name, name) not in set(order))
-    for name in order:
-        walk.step(name)
+    with np.errstate(all="ignore"):  # a candidate may hold anything; what is not finite is found and named
+        for name in order:
+            walk.step(name)
     if not found.ops:
         found.problem = "the two runs have no tensor in common" + (
             f"; the candidate's names are not of this model: {', '.join(found.unknown[:3])}" if found.unknown else ""
@@ -231,6 +232,10 @@ class Walk:
         self.reference, self.depth, self.note = {name: mine}, depth, note
         return self._judge(name, {name: theirs}, name)
 
+    def refuse(self, name: str, shape: tuple[int, ...], note: str) -> OpResult:
+        """A tensor that cannot be compared at all."""
+        return self._refuse(name, names.op_kind(name, self._is_ternary), shape, note)
+
     def _judge(self, name: str, candidate: Tensors, candidate_name: str) -> OpResult:
         kind = names.op_kind(name, self._is_ternary)
         by_head = kind in ("attention scores", "attention pattern")
@@ -246,7 +251,7 @@ class Walk:
             first_row, reached = shape[0] - 1, self.reached[-1:]
             reference = {name: rows_of(reference, name, slice(first_row, shape[0]))}
             shape, note = (1, shape[1]), "of the last token only"
-        if not _fits(shape, given):
+        if not fits(shape, given):
             return self._refuse(name, kind, shape, f"shape {list(given)} instead of {list(shape)}")
         if shape != given:
             candidate = {candidate_name: np.asarray(candidate[candidate_name]).reshape(shape)}
@@ -305,6 +310,8 @@ class Walk:
         candidate_name: str,
     ) -> tuple[str, int | None, str]:
         """(status, first token that is beyond its tolerance, why)"""
+        if not d.finite:
+            return DIFFERS, _first(~np.isfinite(d.row_l2)), ""
         beyond = ~(d.row_excess <= 1)
         fresh = beyond & ~reached
         if kind == "activation int8" and fresh.any() and self.found.mode == "free-running":
@@ -357,7 +364,9 @@ class Walk:
 
     def _refuse(self, name: str, kind: str, shape: tuple[int, ...], note: str) -> OpResult:
         nothing = (0, 0, math.inf, None, None, math.inf, math.nan, math.nan, math.inf, 0.0)
-        return OpResult(name, names.layer_of(name), kind, shape, DIFFERS, *nothing, "the shapes must fit", note)
+        return OpResult(
+            name, names.layer_of(name), kind, shape, DIFFERS, *nothing, "what cannot be compared does not agree", note
+        )
 
 
 class _Renamed(Mapping[str, NDArray]):
@@ -376,11 +385,11 @@ class _Renamed(Mapping[str, NDArray]):
         return len(self.actual)
 
 
-def _fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
+def fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
     """Whether an array of shape `given` can be read as one of `shape`: axes of 1 in front, heads joined or apart."""
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
-    if given == shape:
+    if given == shape or (1, *given) == shape:
         return True
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1

@@ -47,8 +47,12 @@ def _norm(name: str) -> list[str]:
     return [f"{name}.{NORM_SCALE}", f"{name}.{NORMALIZED}"]
 
 
+def _quantized(config: ModelConfig) -> bool:
+    return config.quantization is not None or config.sub_norms  # sub-norms: a BitNet, however it was loaded
+
+
 def _linear(name: str, config: ModelConfig) -> list[str]:
-    if config.quantization is None and not config.sub_norms:
+    if not _quantized(config):
         return [f"{name}.{OUT}"]
     inner = _norm(f"{name}.rms_norm") if config.quantization and config.quantization.use_rms_norm else []
     return [*inner, *(f"{name}.{hook}" for hook in (INT8, SCALE, ACC, OUT))]
@@ -159,7 +163,7 @@ def op_inputs(name: str, config: ModelConfig) -> tuple[str, ...]:
     if hook == ACC:
         return (f"{parent}.{INT8}",)
     if hook == OUT:
-        return (f"{parent}.{ACC}", f"{parent}.{SCALE}")
+        return (f"{parent}.{ACC}", f"{parent}.{SCALE}") if _quantized(config) else (linear_input(parent, config),)
     if hook in _LINEAR_OF:
         return (f"{linear_of(name)}.{OUT}",)
     return {
@@ -172,6 +176,37 @@ def op_inputs(name: str, config: ModelConfig) -> tuple[str, ...]:
         "hook_resid_mid": (f"{block}.hook_resid_pre", f"{block}.hook_attn_out"),
         "hook_resid_post": (f"{block}.hook_resid_mid", f"{block}.hook_mlp_out"),
     }[hook]
+
+
+def op_shape(name: str, config: ModelConfig, tokens: int) -> tuple[int, ...]:
+    """The shape of the tensor of that name in a run over so many tokens."""
+    parent, _, hook = name.rpartition(".")
+    if hook in (NORM_SCALE, SCALE):
+        return (tokens, 1)
+    if hook in ("hook_attn_scores", "hook_pattern"):
+        return (config.num_attention_heads, tokens, tokens)
+    if hook in ("hook_q", "hook_rot_q", "hook_z"):
+        return (tokens, config.num_attention_heads, config.head_dim)
+    if hook in ("hook_k", "hook_rot_k", "hook_v"):
+        return (tokens, config.num_key_value_heads, config.head_dim)
+    if hook in ("hook_pre", "hook_pre_linear", "hook_post"):
+        return (tokens, config.intermediate_size)
+    if hook in (INT8, ACC, OUT):
+        shapes = {**config.linear_shapes(), "lm_head": (config.vocab_size, config.hidden_size)}
+        n_out, n_in = shapes[parent.rpartition(".")[2]]
+        return (tokens, n_in if hook == INT8 else n_out)
+    if hook == NORMALIZED:
+        return (tokens, _norm_width(parent, config))
+    return (tokens, config.hidden_size)
+
+
+def _norm_width(norm: str, config: ModelConfig) -> int:
+    parent, _, name = norm.rpartition(".")
+    if name == "rms_norm":
+        return {**config.linear_shapes(), "lm_head": (0, config.hidden_size)}[parent.rpartition(".")[2]][1]
+    if name == "sub_norm":
+        return config.query_size if parent.endswith("attn") else config.intermediate_size
+    return config.hidden_size
 
 
 def _norm_input(norm: str, config: ModelConfig) -> str:

@@ -11,6 +11,7 @@ the engine rounded an activation; such a tensor is left to `compare`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from .. import layers, quantization
 from ..backends import Backend
+from ..errors import NumericsError
 from ..weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
 from . import names
-from .compare import DIFFERS, Comparison, OpResult, Walk, same_tokens
+from .compare import DIFFERS, FLIP, Comparison, OpResult, Walk, fits, same_tokens
 from .flips import judge_flips
 from .metrics import shape_of
 from .tolerances import TABLE
@@ -47,26 +49,16 @@ def judge_trace(model: Model, trace: Mapping[str, NDArray], tokens: NDArray | No
     replay = _Replay(model, trace, ids)
     own = bool(getattr(trace, "own_engine", True))
     walk = Walk({}, {}, cfg, ids, found, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
-    for name in names.op_order(cfg):
-        if name not in replay.actual:
-            continue
-        if shape_of(trace, replay.actual[name])[:1] == (1,) and len(ids) > 1 and name == names.LOGITS:
-            continue  # of the last token only
-        replay.recomputed = []
-        try:
-            mine = replay.compute(name)
-        except _Unknown:
-            found.missing.append(name)
-            continue
-        theirs = replay.given(name, mine.shape)
-        if theirs is None:
-            found.ops.append(walk.pair(name, mine, trace[replay.actual[name]]))
-            continue
-        rounded = any(TABLE[names.op_kind(op, replay.is_ternary)].alone for op in replay.recomputed)
-        result = walk.pair(name, mine, theirs, depth=0 if rounded else None)
-        if result.status == DIFFERS and result.kind == "activation int8":
-            result = replay.rounding(name, mine, theirs, result, own)
-        found.ops.append(result)
+    with np.errstate(all="ignore"):  # a trace may hold anything; what is not finite is found and named
+        for name in names.op_order(cfg):
+            if name in replay.misfits:
+                found.ops.append(walk.refuse(name, names.op_shape(name, cfg, len(ids)), replay.misfits[name]))
+            elif name in replay.actual:
+                result = replay.judge(name, walk, own)
+                if result is None:
+                    found.missing.append(name)
+                else:
+                    found.ops.append(result)
     if not found.ops:
         found.problem = "no tensor of the trace can be computed from others that it carries"
     return found
@@ -77,7 +69,18 @@ class _Replay:
 
     def __init__(self, model: Model, trace: Mapping[str, NDArray], ids: NDArray[np.int64]) -> None:
         self.trace, self.ids, self.cfg = trace, ids, model.config
-        self.actual = {names.SYNONYMS.get(name, name): name for name in trace}
+        self.actual: dict[str, str] = {}
+        self.misfits: dict[str, str] = {}  # name -> what is wrong with its shape
+        order = set(names.op_order(self.cfg))
+        for actual in trace:
+            name, given = names.SYNONYMS.get(actual, actual), shape_of(trace, actual)
+            if name not in order:
+                continue
+            shape = names.op_shape(name, self.cfg, len(ids))
+            if fits(shape, given):
+                self.actual[name] = actual
+            elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
+                self.misfits[name] = f"shape {list(given)} instead of {list(shape)}"
         self.w = plain_weights(model.weights)
         self.be = Backend("float32", model.backend.threads)
         self.linears: dict[str, LinearWeight] = dict(self.w.linears())
@@ -86,15 +89,30 @@ class _Replay:
     def is_ternary(self, linear: str) -> bool:
         return isinstance(self.linears[linear], TernaryLinear)
 
-    def given(self, name: str, shape: tuple[int, ...]) -> NDArray | None:
-        """The trace's tensor in that shape, None when it does not fit."""
-        array = np.asarray(self.trace[self.actual[name]])
-        return array.reshape(shape) if array.size == int(np.prod(shape)) and len(shape) else None
+    def judge(self, name: str, walk: Walk, own: bool) -> OpResult | None:
+        """One tensor of the trace; None when what it is computed from is not there."""
+        self.recomputed = []
+        try:
+            mine = self.compute(name)
+        except _Unknown:
+            return None
+        except NumericsError as error:
+            return walk.refuse(name, names.op_shape(name, self.cfg, len(self.ids)), f"cannot be computed: {error}")
+        theirs = np.asarray(self.trace[self.actual[name]]).reshape(mine.shape)
+        rounded = any(TABLE[names.op_kind(op, self.is_ternary)].alone for op in self.recomputed)
+        result = walk.pair(name, mine, theirs, depth=0 if rounded else None)
+        if result.status == DIFFERS and result.kind == "activation int8" and np.isfinite(result.max_abs):
+            return self.rounding(name, mine, theirs, result, own)
+        return result
 
     def value(self, name: str, dtype: type = np.float32) -> NDArray:
         """A tensor of the run: as recorded, or computed from what was."""
         if name in self.actual:
-            return np.asarray(self.trace[self.actual[name]]).astype(dtype)
+            array = np.asarray(self.trace[self.actual[name]]).reshape(names.op_shape(name, self.cfg, len(self.ids)))
+            cast: NDArray = array.astype(dtype)
+            if np.dtype(dtype).kind == "i" and not np.array_equal(cast, array):
+                raise NumericsError(f"{name} holds what is no {np.dtype(dtype)}", tensor=name)
+            return cast
         if name.endswith(names.INT8):
             source = names.linear_input(name.rpartition(".")[0], self.cfg)
             if source not in self.actual:  # which way it rounded is for the engine to say
@@ -193,16 +211,15 @@ class _Replay:
 
     def rounding(self, name: str, mine: NDArray, theirs: NDArray, result: OpResult, own: bool) -> OpResult:
         """An int8 that is not what its recorded input rounds to: by the last bit of x * scale, or wrong."""
-        from dataclasses import replace
-
         linear = name.rpartition(".")[0]
         source = names.linear_input(linear, self.cfg)
         here = {source: self.rows(source)}
         if (scale := f"{linear}.{names.SCALE}") in self.actual:
             here[scale] = self.value(scale)
         rows = np.ones(len(self.ids), dtype=bool)
-        judged = judge_flips(here, here, linear, self.cfg, 0, rows, mine, theirs.astype(np.int64), own)
+        recorded = here if source in self.actual else {}  # a recomputed input has noise: it is not the engine's own
+        judged = judge_flips(here, recorded, linear, self.cfg, 0, rows, mine, theirs.astype(np.int64), own)
         if judged.unexplained is not None:
             note = f"{list(judged.unexplained)}: {judged.why}"
             return replace(result, note="; ".join(part for part in (result.note, note) if part))
-        return replace(result, status="rounding flip", note=f"{len(judged.flips)} flips, expected: {judged.flips[0]}")
+        return replace(result, status=FLIP, note=f"{len(judged.flips)} flips, expected: {judged.flips[0]}")

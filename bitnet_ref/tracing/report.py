@@ -61,8 +61,9 @@ def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray],
     shape = shape_of(reference, bad.name)
     if bad.shape != shape or not bad.n_values:
         return out
-    mine: NDArray = np.asarray(reference[bad.name], dtype=np.float32)
-    theirs: NDArray = np.asarray(candidate[actual[bad.name]], dtype=np.float32).reshape(shape)
+    with np.errstate(all="ignore"):
+        mine: NDArray = np.asarray(reference[bad.name], dtype=np.float32)
+        theirs: NDArray = np.asarray(candidate[actual[bad.name]], dtype=np.float32).reshape(shape)
     if len(shape) == 3 and bad.kind.startswith("attention") and bad.kind != "attention values":
         mine, theirs, at = mine[bad.worst[0]], theirs[bad.worst[0]], bad.worst[1:]  # the head with the largest error
     else:

@@ -91,18 +91,21 @@ class EngineTolerance:
     reason: str
 
 
+# Either rounds enough int8 activations to a neighbour that their flips, not the float itself, make the distance.
+# Measured on storyteller with every op rounded: 0.034 (bfloat16), 0.035 (float16) at the worst tensor, 0.009 at the
+# logits.
 ENGINES: dict[str, EngineTolerance] = {
     "bfloat16": EngineTolerance(
-        0.15,
-        "8 bits of mantissa: most int8 activations near a half flip, and accumulators above 256 lose their last bits",
+        0.15, "8 bits of mantissa: a share of the int8 activations flips, accumulators above 256 lose their last bits"
     ),
-    "float16": EngineTolerance(0.03, "11 bits of mantissa: one int8 in some hundreds flips"),
+    "float16": EngineTolerance(0.1, "11 bits of mantissa: a share of the int8 activations flips, as in bfloat16"),
 }
 
 # -- what a rounding flip may do ---------------------------------------------------------------------------------------
 
 # A flip moves one accumulator's input by 1 of up to 127, in one of K places: a share of about 1/(40 sqrt(K)) of the
 # result, which then flips others further on. Beyond this share (relative L2 of a token's row) it is no flip's doing.
+# Measured: up to 0.05 on storyteller (256 wide), more on models of a few dozen.
 FLIP_CEILING = 0.35
 # How near a half the value before rounding must lie to have flipped by noise, in steps of int8, in addition to the
 # noise that the input's own tolerance allows: half an ulp of x * scale at 127, from the product itself.
