@@ -20,7 +20,7 @@ CASE = "bitnet-packed-offline"
 
 def on(backend, m):
     """The model on a backend that is no registered one."""
-    return bitnet_ref.Model(m.config, plain_weights(m.weights), backend, m.folder)
+    return bitnet_ref.Model(m.config, plain_weights(m.weights), backend, m.path)
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
