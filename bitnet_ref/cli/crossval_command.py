@@ -197,6 +197,8 @@ def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
         for found in crossing.comparisons:
             if found.first_divergence is not None:
                 _draw_neighbourhood(crossing.opponent, found, out)
+        for line in crossing.diagnosis():
+            out.print(Text(f"{crossing.opponent}: {line}"), soft_wrap=True)
     for name in required:
         out.print(Text(f"{name} is required and not available", style="red"))
 

@@ -22,6 +22,8 @@ from ..backends import Backend, available_backends, choose_backend
 from ..errors import BackendError, NumericsError, TokenizerError
 from ..formats.atomic import atomic_path
 from ..tracing.compare import Comparison, compare
+from ..tracing.diagnose import Diagnosis, diagnose, diagnose_prompt
+from ..tracing.parity import token_parity
 from ..tracing.replay import judge_trace
 from ..tracing.report import Evidence, Section, evidence, html_report
 from ..tracing.teacher import teacher_forced
@@ -41,6 +43,7 @@ class Crossing:
     unavailable: str | None = None  # why it could not run here
     failed: str | None = None  # it ran, and broke
     evidence: Evidence | None = None  # for the plots of the report
+    causes: list[Diagnosis] = field(default_factory=list)  # of a difference: tested, the confirmed ones first
 
     @property
     def agrees(self) -> bool | None:
@@ -58,7 +61,14 @@ class Crossing:
             return f"FAILED: {self.failed}"
         if not self.comparisons:
             return "nothing was compared"
-        return next((found for found in self.comparisons if not found.agrees), self.comparisons[-1]).verdict
+        found = next((found for found in self.comparisons if not found.agrees), self.comparisons[-1])
+        confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
+        return f"{found.verdict}; cause: {confirmed}" if confirmed else found.verdict
+
+    def diagnosis(self) -> list[str]:
+        """A sentence for each cause that was confirmed, or that explains a part; or that none of them was."""
+        told = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
+        return told or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -68,6 +78,7 @@ class Crossing:
             "verdict": self.verdict,
             "unavailable": self.unavailable,
             "failed": self.failed,
+            "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [found.to_dict() for found in self.comparisons],
         }
 
@@ -146,6 +157,7 @@ def _cross_backend(
             free = compare(right, trace, reference.config)
             crossing.comparisons.append(free)
             crossing.evidence = evidence(right, trace, free)
+            crossing.causes = diagnose(reference, tokens, trace, free)
     except (BackendError, NumericsError) as error:
         crossing.failed = f"{type(error).__name__}: {error}"
     finally:
@@ -168,6 +180,9 @@ def cross_trace(model: Model, path: str | os.PathLike[str]) -> Crossing:
             )
             crossing.failed = f"{what}: is this trace of another model?"
             return crossing
+        if (other := _other_tokens(model, trace)) is not None:
+            crossing.failed, crossing.causes = f"the tokens are not the same: {other[0]}", other[1]
+            return crossing
         own = judge_trace(reference, trace)
         if own.ops:  # a trace of logits alone has no op that can be judged on its own
             crossing.comparisons.append(own)
@@ -178,12 +193,24 @@ def cross_trace(model: Model, path: str | os.PathLike[str]) -> Crossing:
                 free = compare(right, trace, model.config)
                 crossing.comparisons.append(free)
                 crossing.evidence = evidence(right, trace, free)
+                crossing.causes = diagnose(reference, trace.token_ids, trace, free)
     return crossing
+
+
+def _other_tokens(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | None:
+    """How a trace's tokens differ from those of its prompt here, and why; None: they do not, or it has no prompt."""
+    try:
+        mine = None if trace.prompt is None else model.tokenizer.encode(trace.prompt)
+    except TokenizerError:
+        mine = None
+    if mine is None or (problem := token_parity(mine, trace.token_ids, model.config)) is None:
+        return None
+    return problem, diagnose_prompt(model, mine, trace.token_ids, trace.prompt)
 
 
 def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
     """One HTML file of all of it."""
-    sections = [Section(c.opponent, c.verdict, c.agrees, c.comparisons, c.evidence) for c in crossings]
+    sections = [Section(c.opponent, c.verdict, c.agrees, c.comparisons, c.evidence, c.diagnosis()) for c in crossings]
     about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
     with atomic_path(path) as temporary:
         temporary.write_text(html_report(title, sections, about), encoding="utf-8")

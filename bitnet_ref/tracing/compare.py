@@ -28,6 +28,8 @@ _SHOWN_FLIPS = 100  # kept of those found; the count is exact
 
 Tensors = Mapping[str, NDArray]
 
+OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
+
 
 @dataclass(frozen=True)
 class OpResult:
@@ -252,7 +254,7 @@ class Walk:
             reference = {name: rows_of(reference, name, slice(first_row, shape[0]))}
             shape, note = (1, shape[1]), "of the last token only"
         if not fits(shape, given):
-            return self._refuse(name, kind, shape, f"shape {list(given)} instead of {list(shape)}")
+            return self._refuse(name, kind, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
         if shape != given:
             candidate = {candidate_name: np.asarray(candidate[candidate_name]).reshape(shape)}
         tolerance = tolerance_of(kind, self.own_engine)

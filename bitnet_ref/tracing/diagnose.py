@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .compare import Comparison, compare
+from .compare import OTHER_SHAPE, Comparison, compare
 from .hypotheses import Hypothesis, forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, generation_hypotheses, greedy, prompt_hypotheses, tokenizer_of
 from .names import LOGITS, SYNONYMS
@@ -81,9 +81,9 @@ def diagnose(
     thorough: test the hypotheses that the pattern
     speaks against, too, when none of those that it speaks for is confirmed.   depth: how many mistakes at once.
     Sorted: confirmed first, then what explains a part, then the rest by likelihood. All that fit equally are listed.
-    Empty when the comparison agrees.
+    Empty when the comparison agrees, and when a tensor has another shape: that is another model.
     """
-    if comparison.agrees:
+    if comparison.agrees or any(op.note.startswith(OTHER_SHAPE) for op in comparison.ops):
         return []
     if comparison.problem is not None:
         other = getattr(candidate, "token_ids", None)
@@ -260,7 +260,7 @@ class _Search:
     def _logit_error(self, seen: Mapping[str, NDArray]) -> float | None:
         """Relative L2 of the candidate's logits; where it has the last token's alone, of those."""
         theirs = next((self.candidate[name] for name in self.candidate if SYNONYMS.get(name, name) == LOGITS), None)
-        if theirs is None or LOGITS not in seen:
+        if theirs is None or LOGITS not in seen or theirs.size % seen[LOGITS].shape[-1]:
             return None
         theirs = np.asarray(theirs).reshape(-1, seen[LOGITS].shape[-1])
         return relative_error(seen[LOGITS][-len(theirs) :], theirs)

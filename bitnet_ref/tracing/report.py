@@ -43,6 +43,7 @@ class Section:
     agrees: bool | None  # None: not available, so neither
     comparisons: list[Comparison] = field(default_factory=list)
     evidence: Evidence | None = None
+    causes: list[str] = field(default_factory=list)  # what a diagnosis found, a sentence each
 
 
 def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], found: Comparison) -> Evidence:
@@ -102,6 +103,8 @@ details{margin:.8em 0}.scroll{overflow-x:auto}
 
 def _section(anchor: str, s: Section) -> str:
     parts = [f'<h2 id="{anchor}">{_e(s.title)}</h2><p class="{_class(s.agrees)}">{_e(s.verdict)}</p>']
+    if s.causes:
+        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_e(cause)}</li>' for cause in s.causes)}</ul>")
     for found in s.comparisons:
         parts.append(f"<h3>{_e(found.mode.capitalize())}</h3><p>{_e(found.verdict)}</p>")
         if not found.ops:

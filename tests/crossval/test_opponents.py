@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -309,3 +310,39 @@ def test_a_receipt_without_its_model_confirms_nothing(receipt):
     assert not found.refuted
     assert "the model" in found.unchecked[0]
     assert not verify_receipt(receipt, str(receipt.parent / "elsewhere")).refuted
+
+
+# -- causes ------------------------------------------------------------------------------------------------------------
+
+
+def recorded(path, activation="relu2", before=(), names=None):
+    """storyteller's run of a prompt, perhaps with a mistake in it, as a trace file."""
+    m = bitnet_ref.load("storyteller", backend="numpy")
+    prompt = "The rabbit ran down"
+    wrong = bitnet_ref.Model(replace(m.config, activation=activation), m.weights, m.backend, m.path)
+    record_to_file(wrong, [*before, *m.tokenizer.encode(prompt)], path, names, prompt)
+    return cross_trace(m, path)
+
+
+def test_the_cause_of_a_difference_is_tested_and_said(tmp_path):
+    found = recorded(tmp_path / "t", activation="silu")
+    assert found.agrees is False
+    assert [cause.name for cause in found.causes if cause.confirmed] == ["silu_for_relu2"]
+    assert "cause: silu where the model has relu squared" in found.verdict
+    assert found.diagnosis()[0].startswith("confirmed: silu")
+    assert found.to_dict()["causes"][0]["confirmed"] is True
+    write_html(tmp_path / "r.html", "x", [found], {})
+    assert "<h3>Diagnosis</h3><ul><li>confirmed: silu" in (tmp_path / "r.html").read_text()
+
+
+def test_other_tokens_than_the_prompt_s_are_said_first(tmp_path):
+    found = recorded(tmp_path / "t", before=[1])
+    assert found.agrees is False
+    assert "BOS twice" in found.verdict
+    assert [cause.confirmed for cause in found.causes][:1] == [True]
+
+
+def test_a_trace_that_agrees_has_no_diagnosis(tmp_path):
+    found = recorded(tmp_path / "t")
+    assert found.agrees
+    assert found.diagnosis() == []
