@@ -13,7 +13,7 @@ The rule: 2-bit, unless the backend is asked for another (`layout=`, or BITNET_R
 a busy Cascade Lake Xeon (reads of memory 3.8 GB/s best, 3.1 median), all linears of eight layers of 2B-4T, one token,
 in turn (best and median of 15):
     avx2    2-bit 50.9, 58.7 ms   table   57.9, 64.6 ms    look-up gains nothing over multiply-add, and loses prompts
-    avx512  2-bit 46.2, 52.6 ms   1.6-bit 40.1, 47.5 ms    a fifth fewer bytes, 6 to 15% less time
+    avx512  2-bit 46.2, 52.6 ms   1.6-bit 40.1, 47.5 ms    a fifth fewer bytes, 6 to 29% less time (six runs)
 so 1.6-bit wins where only decoding counts and memory is the limit. It does not where prompts count (164 against 200 to
 254 G multiply-adds/s at 64 tokens; it has no AMX tiles) or where a thread gets more than 15 GB/s, all that its kernel
 takes. That is why it is there to choose, and is not chosen.

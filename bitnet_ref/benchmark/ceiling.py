@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PEAK_ROUNDS = 1 << 18  # of a dozen instructions: about 1 ms
-REPEATS = 7
+REPEATS = 15  # of some 10 ms each: a busy machine must leave one alone
 INSTRUCTIONS = {
     "avx2": "vpmaddubsw + vpaddw, 256 bits",
     "avxvnni": "vpdpbusd, 256 bits",
@@ -154,9 +154,11 @@ def draw_roofline(axes: Axes, found: Ceiling, threads: int, points: Iterable[tup
     for peak in (p for p in found.peaks if p.threads == threads):
         heights = [found.roof(peak.kernel_set, threads, i) for i in intensities]
         axes.plot(intensities, heights, label=f"{peak.kernel_set}: {peak.g_multiply_adds_per_s:.0f} G/s")
+    series: dict[str, list[tuple[float, float]]] = {}
     for name, intensity, speed in points:
-        axes.plot([intensity], [speed], "o", markersize=5, color="black")
-        axes.annotate(name, (intensity, speed), xytext=(4, -9), textcoords="offset points", fontsize=7)
+        series.setdefault(name, []).append((intensity, speed))
+    for name, values in series.items():
+        axes.plot(*zip(*values, strict=True), "o:", markersize=5, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xlabel("multiply-adds for a byte read from memory")

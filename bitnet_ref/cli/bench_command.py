@@ -144,7 +144,7 @@ def draw_kernels(found: KernelBench, out: Console) -> None:
 
 @bench.command(short_help="What memory and the product instructions can do at most.")
 @click.option("--threads", type=click.IntRange(min=1), help="Up to so many.  [default: all there are]")
-@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=15, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a roofline: .png, .svg or .pdf.")
 @common_options
 def ceiling(threads: int | None, repeats: int, plot: Path | None) -> None:

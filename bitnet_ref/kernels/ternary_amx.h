@@ -1,10 +1,10 @@
 /* The ternary product with AMX: one instruction multiplies a tile of 16 tokens x 64 columns by a tile of 64 columns x 16
  * rows: 16,384 int8 products, added by fours into 16 x 16 lanes of int32.
  *
- * Plain version: ternary_scalar.h. PROVEN BY EMULATION, NOT TIMED: no processor with AMX was at hand when this was
+ * Plain version: ternary_scalar.h. PROVEN BY EMULATION ONLY, NOT TIMED: no processor with AMX was at hand when this was
  * written. tests/kernels runs this text over tiles in plain C that check all that the manual asks of a configuration
- * (amx_emulated.h), and its instructions themselves in Bochs 3.1's Sapphire Rapids under a Linux kernel. No figure
- * below is a measurement.
+ * (amx_emulated.h), and looks for the instructions in the built extension. The lines of assembly below and the question
+ * to the Linux kernel have not run. No figure here is a measurement.
  *
  * The operands, in the terms of the instruction (C += A B, A signed, B unsigned: tdpbsud):
  *   A  16 tokens, 64 activations each: read from x as it lies, rows x_stride apart.
