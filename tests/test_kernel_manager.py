@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import prepared, random_ternary, rng, run_python
 
-from bitnet_ref.backends import Backend, kernel_manager
-from bitnet_ref.backends.cython_backend import CythonBackend, layouts, why_unavailable
+from bitnet_ref.backends import Backend, cython_backend, kernel_manager
+from bitnet_ref.backends.cython_backend import CythonBackend, choose_simd, layouts, simd_variants, why_unavailable
 from bitnet_ref.errors import BackendUnavailable
 from bitnet_ref.weights import TernaryWeight
 
@@ -91,3 +91,29 @@ def test_a_model_writes_the_same_text_by_every_method(wish):
     )
     asked = f"os.environ['BITNET_REF_WEIGHTS'] = '{wish}'; "
     assert run_python(code.format(wish=asked)) == run_python(code.format(wish=""))
+
+
+def test_a_set_with_wrong_sums_is_not_taken(monkeypatch):
+    """As a kernel would be that goes wrong only on a processor that nobody has tried it on."""
+    real = cython_backend._cpu
+    bad = [name for name, lacks in simd_variants().items() if lacks is None][-1]
+    number = list(simd_variants()).index(bad)
+
+    class Wrong:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def ternary_matmul(self, x_q, x_sum, panels, acc, threads, kernels, method):
+            real.ternary_matmul(x_q, x_sum, panels, acc, threads, kernels, method)
+            if kernels == number and len(acc) > 1:
+                acc[-1, -1] += 1
+
+    monkeypatch.setattr(cython_backend, "_cpu", Wrong())
+    simd_variants.cache_clear()
+    try:
+        assert "not those of the scalar kernels" in simd_variants()[bad]
+        assert choose_simd() != bad
+        with pytest.raises(BackendUnavailable, match="cannot run here"):
+            choose_simd(bad)
+    finally:
+        simd_variants.cache_clear()

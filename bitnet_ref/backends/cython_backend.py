@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,9 +57,38 @@ def why_unavailable() -> str | None:
     )
 
 
+@cache
 def simd_variants() -> dict[str, str | None]:
-    """The kernel sets in the extension, the best last, with None or what this processor lacks for them."""
-    return dict(_cpu.kernel_sets()) if _cpu is not None else {}
+    """The kernel sets in the extension, the best last, with None or what this processor lacks for them.
+
+    A set that the processor has, but that gives other sums than the scalar one here, counts as lacking: some were
+    written where no such processor was at hand.
+    """
+    sets = dict(_cpu.kernel_sets()) if _cpu is not None else {}
+    return {name: lacks or (None if _sums_right(list(sets).index(name)) else _WRONG) for name, lacks in sets.items()}
+
+
+_WRONG = "its sums are not those of the scalar kernels on this processor: please report it, with bitnet-ref doctor"
+
+
+def _sums_right(number: int) -> bool:
+    """Whether a kernel set multiplies like the scalar one: odd sizes, few and many tokens, the largest values."""
+    dice = np.random.default_rng(0)
+    for n_tokens, n_out, n_in in ((1, 70, 80), (37, 130, 1104)):
+        codes = dice.integers(0, 3, (n_out, n_in), dtype=np.uint8)
+        codes[0] = 2
+        packed = quantization.pack_ternary(codes.view(np.int8) - np.int8(1))
+        panels = np.empty((-(-n_out // _cpu.panel_rows), n_in // 16 * _cpu.block_bytes), dtype=np.uint8)
+        _cpu.pack_panels(packed, panels, 1, 0)
+        x_q = dice.integers(-128, 128, (n_tokens, n_in), dtype=np.int8)
+        x_q[0] = 127
+        x_sum, accs = x_q.sum(axis=1, dtype=np.int32), []
+        for each in (0, number):
+            accs.append(np.empty((n_tokens, n_out), dtype=np.int32))
+            _cpu.ternary_matmul(x_q, x_sum, panels, accs[-1], 1, each, 0)
+        if not np.array_equal(*accs):
+            return False
+    return True
 
 
 def choose_simd(name: str | None = None) -> str:
