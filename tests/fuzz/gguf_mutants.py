@@ -139,12 +139,17 @@ def change_gguf(dice: random.Random, path: Path) -> None:
 
 
 def numbers_of_header(data: bytes) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of every count, length, type, dimension and offset in the header of a good file."""
+    """(offset, bytes) of every count, length, type, dimension and offset in the header of a good file.
+
+    ValueError, or an error of `struct`: it is none.
+    """
     at = 4
 
     def number(size: int) -> tuple[int, int]:
         nonlocal at
         at += size
+        if at > len(data):
+            raise ValueError("the header goes on beyond the file")
         return at - size, size
 
     def text() -> Iterator[tuple[int, int]]:

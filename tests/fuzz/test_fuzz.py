@@ -115,7 +115,12 @@ def test_coverage_guided_targets_run(name, tmp_path):
         pytest.skip("needs the atheris package: pip install 'bitnet-ref[fuzz]'")
     needs_package(name)
     done = subprocess.run(
-        [sys.executable, str(CAMPAIGN.parent / f"atheris_{name}.py"), "-max_total_time=2", f"-artifact_prefix={tmp_path}/"],
+        [
+            sys.executable,
+            str(CAMPAIGN.parent / f"atheris_{name}.py"),
+            "-max_total_time=2",
+            f"-artifact_prefix={tmp_path}/",
+        ],
         capture_output=True,
         text=True,
         timeout=300,
