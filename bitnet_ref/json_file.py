@@ -12,6 +12,8 @@ from .errors import ConfigError, FormatError, TokenizerError
 
 AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 
+_BLOCK_BYTES = 1 << 16
+
 
 def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes:
     """The bytes of a regular file of at most `max_bytes`. Anything else raises `error`."""
@@ -19,7 +21,10 @@ def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
             raise error("is not a regular file", path=path)
         with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)  # the size on disk is not believed: the file may be growing
+            # As much as there is said to be, for that is allocated at once; then what has come since
+            data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
+            while len(data) <= max_bytes and (more := file.read(_BLOCK_BYTES)):
+                data += more
     except FileNotFoundError as problem:
         raise error("there is no such file", path=path) from problem
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the path

@@ -16,6 +16,7 @@ from .. import quantization
 from ..errors import FormatError, ShapeError
 from ..weights import DenseWeight, LinearWeight, TernaryWeight
 from .checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size
+from .finite import first_not_finite
 from .gguf import PLAIN_DTYPES, GgufFile, GgufTensor
 from .gguf_blocks import DEQUANTIZABLE, dequantize, ternary_from_blocks
 from .gguf_config import ROPE_FREQS, read_gguf_config, tensor_shape
@@ -24,7 +25,6 @@ from .gguf_names import block_linears, gguf_name, unpermute_rows
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
-_CHECK_BLOCK = 1 << 22  # values looked at in one go
 
 
 class GgufCheckpoint(Checkpoint):
@@ -86,13 +86,8 @@ class GgufCheckpoint(Checkpoint):
             array = dequantize(self.file.read_raw(tensor.name), kind, tensor.shape)
         else:
             raise self._fail(tensor.name, f"expected a dense type ({', '.join(DEQUANTIZABLE)}), got {kind}")
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, _CHECK_BLOCK):
-            finite = np.isfinite(flat[start : start + _CHECK_BLOCK])
-            if not finite.all():
-                at = start + int(np.argmin(finite))
-                index = [int(i) for i in np.unravel_index(at, array.shape)]
-                raise self._fail(tensor.name, f"holds {float(flat[at])} at index {index}; expected finite numbers")
+        if (bad := first_not_finite(array)) is not None:
+            raise self._fail(tensor.name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array
 
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:
@@ -240,7 +235,7 @@ class GgufCheckpoint(Checkpoint):
     def tokenizer_files(self) -> dict[str, bytes]:
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
 
-        return tokenizer_files_from_gguf(self.metadata) if "tokenizer.ggml.tokens" in self.metadata else {}
+        return tokenizer_files_from_gguf(self.metadata, self.path) if "tokenizer.ggml.tokens" in self.metadata else {}
 
     def finish(self) -> None:
         left = [name for name in self.file.tensors if name not in self._taken]

@@ -31,6 +31,7 @@ from .checkpoint import (
     norm_size,
     read_weights,
 )
+from .finite import first_not_finite
 from .hf_config import read_hf_config
 from .packing import pack_from_hf
 from .safetensors import DTYPES, SafetensorsFile, TensorInfo
@@ -38,7 +39,6 @@ from .safetensors import DTYPES, SafetensorsFile, TensorInfo
 MAX_INDEX_BYTES = MAX_TOKENIZER_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32")
-_CHECK_BLOCK = 1 << 22  # values looked at in one go
 # Our name -> the names under which checkpoints have it (transformers' first, then 1bitLLM's).
 _NORM_NAMES = {
     "attn_norm": ("input_layernorm.weight",),
@@ -115,18 +115,9 @@ class CheckpointTensors:
             )
         self.taken.add(name)
         array = self._files[name].read(name)
-        if info.dtype in _FLOATS:
-            self._require_finite(name, array)
+        if info.dtype in _FLOATS and (bad := first_not_finite(array)) is not None:
+            raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array
-
-    def _require_finite(self, name: str, array: NDArray) -> None:
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, _CHECK_BLOCK):
-            finite = np.isfinite(flat[start : start + _CHECK_BLOCK])
-            if not finite.all():
-                at = start + int(np.argmin(finite))
-                index = [int(i) for i in np.unravel_index(at, array.shape)]
-                raise self.fail(name, f"holds {float(flat[at])} at index {index}; expected finite numbers")
 
     def _open(self, path: Path) -> None:
         if path.is_file():
@@ -209,7 +200,10 @@ def _may_be_ignored(name: str) -> bool:
 
 
 class HfCheckpoint(Checkpoint):
-    """A Hugging Face folder, or one .safetensors file in such a folder."""
+    """A Hugging Face folder, or one .safetensors file in such a folder.
+
+    config: instead of that of config.json, by a caller who counts on no more layers than there are tensors.
+    """
 
     def __init__(self, path: Path, options: ReadOptions | None = None, config: ModelConfig | None = None) -> None:
         self.path = path
@@ -217,6 +211,11 @@ class HfCheckpoint(Checkpoint):
         allow = options is not None and options.allow_unquantized
         self.config = config or read_hf_config(self.folder / "config.json", allow)
         self.tensors = CheckpointTensors(path)
+        layers, names = self.config.num_hidden_layers, self.tensors.names
+        if config is None and layers > len(names):  # before anything is counted or named layer by layer
+            self.close()
+            message = f"{self.folder / 'config.json'} says {layers} layers, and there are {len(names)} tensors"
+            raise FormatError(message, path=self.tensors.main, field="num_hidden_layers")
         self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
         self.evidence: list[str] = []
 

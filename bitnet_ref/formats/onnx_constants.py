@@ -17,6 +17,11 @@ _PASSING = ("Identity", "Cast", "Transpose", "DequantizeLinear")
 MATMULS = ("MatMul", "Gemm", "MatMulNBits")
 
 
+# The attributes that are looked at, and what ONNX says they are
+_INTEGERS = ("axis", "block_size", "to", "transA", "transB", "N", "K", "bits")
+_ATTRIBUTE_TYPES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "alpha": float, "beta": float, "perm": list}
+
+
 def attributes(node: Any) -> dict[str, Any]:
     """The numbers and lists of numbers among a node's attributes."""
     out: dict[str, Any] = {}
@@ -55,7 +60,7 @@ class Constants:
         node = self._producers.get(name)
         if node is None or node.op_type not in _PASSING or not node.input or depth > _MAX_DEPTH:
             raise self.file.fail(name, "is computed as the model runs; expected a constant")
-        x, given = self.value(node.input[0], depth + 1), attributes(node)
+        x, given = self.value(node.input[0], depth + 1), self._attributes(node)
         if node.op_type == "Transpose":
             perm = given.get("perm", list(range(x.ndim))[::-1])
             if sorted(perm) != list(range(x.ndim)):
@@ -70,7 +75,7 @@ class Constants:
 
     def matrix(self, node: Any) -> NDArray:
         """The weight (out, in) of a node among MATMULS."""
-        given = attributes(node)
+        given = self._attributes(node)
         if node.op_type == "MatMulNBits":
             return self._n_bits(node, given)
         w = self.value(node.input[1])
@@ -81,6 +86,14 @@ class Constants:
         if given.get("transA", 0) or given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0:
             raise self.fail(node, "expected transA 0, alpha 1 and beta 1")
         return w if given.get("transB", 0) else w.T
+
+    def _attributes(self, node: Any) -> dict[str, Any]:
+        """`attributes`, of the types that ONNX says."""
+        given = attributes(node)
+        for name, expected in _ATTRIBUTE_TYPES.items():
+            if name in given and not isinstance(given[name], expected):
+                raise self.fail(node, f"expected {name} to be of type {expected.__name__}, got {given[name]}")
+        return given
 
     def fail(self, node: Any, message: str) -> FormatError:
         return self.file.fail(f"node {node.name or node.op_type}", message)

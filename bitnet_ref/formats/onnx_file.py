@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory
 from ..json_file import read_bounded
+from .finite import first_not_finite
 from .hf_folder import stays_inside
 from .onnx_library import DTYPES, MAX_MODEL_BYTES, import_onnx
 
 MAX_RANK = 8
-_CHECK_BLOCK = 1 << 22  # values looked at in one go
 # TensorProto.DataType of the types below a byte -> (bits, signed)
 _SMALL_TYPES = {21: (4, False), 22: (4, True), 25: (2, False), 26: (2, True)}
 _MAX_DIM = 2**62
@@ -31,8 +31,7 @@ class OnnxFile:
         from google.protobuf.message import DecodeError  # comes with onnx
 
         self.path = path
-        size = path.stat().st_size if path.is_file() else 0
-        data = read_bounded(path, FormatError, min(size, MAX_MODEL_BYTES))  # which allocates what it may read
+        data = read_bounded(path, FormatError, MAX_MODEL_BYTES)
         try:
             self.model = onnx.ModelProto.FromString(data)
         except (DecodeError, ValueError) as problem:  # ValueError: text that is not UTF-8
@@ -89,8 +88,8 @@ class OnnxFile:
             names = ", ".join(dtype.name for dtype in DTYPES.values())
             raise self.fail(name, f"expected one of {names}, or integers of 2 or 4 bits; got type {tensor.data_type}")
         array = self._bytes(name, DTYPES[tensor.data_type], count).reshape(shape)
-        if array.dtype.kind not in "iub":
-            self._require_finite(name, array)
+        if array.dtype.kind not in "iub" and (bad := first_not_finite(array)) is not None:
+            raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array
 
     def _bytes(self, name: str, dtype: np.dtype, count: int) -> NDArray:
@@ -163,16 +162,6 @@ class OnnxFile:
             raise OutOfMemory(f"{path}: no memory for the {nbytes} bytes of {name}") from problem
         except OSError as problem:
             raise FormatError(f"cannot be read: {problem.strerror or problem}", path=path, field=name) from problem
-
-    def _require_finite(self, name: str, array: NDArray) -> None:
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, _CHECK_BLOCK):
-            with np.errstate(invalid="ignore"):  # a signalling NaN of 16 bits
-                finite = np.isfinite(flat[start : start + _CHECK_BLOCK])
-            if not finite.all():
-                at = start + int(np.argmin(finite))
-                index = [int(i) for i in np.unravel_index(at, array.shape)]
-                raise self.fail(name, f"holds {float(flat[at])} at index {index}; expected finite numbers")
 
 
 def _texts(model: Any) -> Iterator[Any]:

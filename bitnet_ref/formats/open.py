@@ -41,6 +41,6 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
         from .gguf import GgufFile
 
         with GgufFile(path) as file:
-            return tokenizer_files_from_gguf(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else {}
+            return tokenizer_files_from_gguf(file.metadata, path) if "tokenizer.ggml.tokens" in file.metadata else {}
     with open_checkpoint(path) as checkpoint:
         return checkpoint.tokenizer_files()

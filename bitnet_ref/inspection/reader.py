@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from .facts import (
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 _BLOCK_BYTES = 1 << 24
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,17})\.")
 _LINEAR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.([a-z]+_proj)\.weight")
 # Keys that transformers fills in when they are absent, with a value that is wrong for many a checkpoint.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
@@ -191,22 +193,21 @@ class _Inspector:
         config, tensors = checkpoint.config, checkpoint.tensors
         shape = (config.vocab_size, config.hidden_size)
         self.check_table(tensors, "model.embed_tokens.weight", shape)
-        empty = []
-        for index in range(config.num_hidden_layers):
-            prefix = f"model.layers.{index}."
-            if not any(name.startswith(prefix) for name in tensors.names):
-                empty.append(index)
-                continue
+        there = {int(match[1]) for name in tensors.names if (match := _LAYER.match(name))}
+        layers = sorted(index for index in there if index < config.num_hidden_layers)
+        for index in layers:  # not up to what config.json says, which may be billions
             try:
                 self.read_layer(checkpoint, index)
             except BitNetRefError as error:
                 self.read_broken_layer(checkpoint, index, error)
             if self.progress is not None:
                 self.progress(index + 1, config.num_hidden_layers)
-        if empty:
+        if len(layers) < config.num_hidden_layers:
+            first = next(index for index in count() if index not in there)
+            last = next(index for index in count(config.num_hidden_layers - 1, -1) if index not in there)
             said = f"config.json says {config.num_hidden_layers} layers, and there is no tensor of "
-            which = f"layers {empty[0]} to {empty[-1]}" if len(empty) > 1 else f"layer {empty[0]}"
-            self.fail("weights", FormatError(said + which, path=tensors.main, field=f"model.layers.{empty[0]}"))
+            which = f"layers {first} to {last}" if first < last else f"layer {first}"
+            self.fail("weights", FormatError(said + which, path=tensors.main, field=f"model.layers.{first}"))
         try:
             checkpoint.norm("final_norm")
         except BitNetRefError as error:
@@ -305,7 +306,8 @@ class _Inspector:
                 raise tensors.fail(name, f"expected floats of shape {list(shape)}, got {info.dtype} {list(info.shape)}")
             done = 0
             for block in _blocks(tensors, name):
-                finite = np.isfinite(block)
+                with np.errstate(invalid="ignore"):  # a signalling NaN of bfloat16 would be a warning
+                    finite = np.isfinite(block)
                 if not finite.all():
                     row, column = divmod(done + int(np.argmin(finite)), shape[1])
                     raise tensors.fail(name, f"holds NaN or Inf, first at index [{row}, {column}]")

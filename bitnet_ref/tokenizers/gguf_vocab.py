@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,15 +31,27 @@ _STOPS = ("eos", "eot", "eom")  # llama.cpp ends a generation at each of them
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 
 
-def tokenizer_files_from_gguf(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def tokenizer_files_from_gguf(
+    metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None
+) -> dict[str, bytes]:
     """GGUF metadata -> {file name: bytes}, for `load_tokenizer_files`.
 
-    metadata: str, bool, int, float, lists of them, or NumPy arrays. Gives tokenizer.model or tokenizer.json,
-    tokenizer_config.json, generation_config.json (all stop tokens), and chat_template.jinja when there is a template.
+    metadata: str, bool, int, float, lists of them, or NumPy arrays. path: of its file, for errors to name.
+    Gives tokenizer.model or tokenizer.json, tokenizer_config.json, generation_config.json (all stop tokens), and
+    chat_template.jinja when there is a template.
 
     Raises TokenizerError naming the key: missing, of the wrong type or length, a token twice, a byte token that is no
     byte, a merge outside the vocabulary, an id out of range, a model or pre-tokenizer that is not known.
     """
+    try:
+        return _files(metadata)
+    except TokenizerError as error:
+        if path is None or error.path is not None:
+            raise
+        raise TokenizerError(error.message, path=path, offset=error.offset, field=error.field) from error
+
+
+def _files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     vocabulary = Vocabulary(metadata)
     ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
     stops = [vocabulary.token_id(f"{name}_token_id") for name in _STOPS]

@@ -10,8 +10,11 @@ import pytest
 from helpers import BITNET, GOLDEN, TINY, golden, model, rng, tiny_tensors, write_checkpoint, write_index, write_shards
 
 import bitnet_ref
+from bitnet_ref.conversion import convert
 from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.hf_folder import INDEX_FILE, SINGLE_FILE
+from bitnet_ref.formats.hf_config import read_hf_config
+from bitnet_ref.formats.hf_folder import INDEX_FILE, SINGLE_FILE, load_hf_weights
+from bitnet_ref.inspection import inspect_model
 from bitnet_ref.quantization import quantize_weights
 from bitnet_ref.weights import DenseWeight, TernaryWeight
 
@@ -385,7 +388,27 @@ def test_a_link_out_of_a_hub_cache(tmp_path):
 
 
 def test_a_config_of_a_trillion_layers(tmp_path):
-    """The first layer that is not there is the error; nothing is listed or counted up to the last."""
+    """Nothing is listed or counted up to the last layer: not by a load, not by a conversion, not by an inspection."""
     config = {**BITNET, "num_hidden_layers": 2**40}
     folder = write_checkpoint(tmp_path, config, tiny_tensors(BITNET))
-    check_error(folder, "tensor is missing", "model.layers.2.input_layernorm.weight")
+    said = r"config.json says 1099511627776 layers, and there are 38 tensors"
+    check_error(folder, said, "num_hidden_layers")
+    with pytest.raises(FormatError, match=said):
+        convert(folder, tmp_path / "out.gguf", to="gguf-i2_s")
+    found = [error.message for error in inspect_model(folder).errors]
+    assert any("there is no tensor of layers 2 to 1099511627775" in message for message in found)
+    with pytest.raises(FormatError, match="tensor is missing") as caught:  # of a config that the caller has changed
+        load_hf_weights(folder, read_hf_config(folder / "config.json"))
+    assert caught.value.field == "model.layers.2.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("bits", [0x7F81, 0xFF81])
+def test_signalling_nans_of_bfloat16(tmp_path, bits):
+    """NumPy warns of them where it looks whether a number is finite; warnings are errors here."""
+    tensors = tiny_tensors(BITNET)
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        tensors[name].reshape(-1).view(np.uint16)[5] = bits
+        folder = write_checkpoint(tmp_path / name, BITNET, tensors)
+        check_error(folder, "holds nan at index", field=name)
+        assert next(finding.field for finding in inspect_model(folder).errors) == name
+        tensors = tiny_tensors(BITNET)

@@ -333,6 +333,27 @@ def test_graphs_of_another_model(edit, says, style, config, file_config, tmp_pat
         bitnet_ref.load(write(tmp_path / "onnx", proto, file_config), backend="numpy")
 
 
+@pytest.mark.parametrize(
+    ("style", "config", "op_type", "name"),
+    [
+        *(("nbits-4", BITNET, "MatMulNBits", name) for name in ("N", "K", "bits", "block_size")),
+        ("qdq", BITNET, "DequantizeLinear", "axis"),
+        ("named", TINY, "Transpose", "perm"),
+        ("gemm", TINY, "Gemm", "transB"),
+    ],
+)
+def test_an_attribute_of_another_type(style, config, op_type, name, tmp_path):
+    """ONNX lets every attribute say of which type it is: a list where a number should be, or a float."""
+    m = model(hf(tmp_path / "hf", config))
+    proto = decoder(m.weights, style, config)
+    node = next(node for node in proto.graph.node if node.op_type == op_type)
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    node.ClearField("attribute")
+    node.attribute.extend([*kept, helper.make_attribute(name, 2.0 if name == "perm" else [16, 16])])
+    with pytest.raises(FormatError, match=f"expected {name} to be of type"):
+        bitnet_ref.load(write(tmp_path / "onnx", proto, config), backend="numpy")
+
+
 def test_a_scale_that_is_elsewhere(tmp_path):
     """-1, 0, +1 without a scale: the graph multiplies by it later, and guessing 1 would be wrong in silence."""
     m = model(hf(tmp_path / "hf", BITNET))

@@ -1,5 +1,6 @@
 """Mutated checkpoints and tokenizers load and compute, or fail with one of our errors; see campaign.py."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,21 +10,39 @@ from pathlib import Path
 import pytest
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
-COUNTS = {"config": 110, "weights": 130, "index": 60, "tokenizer": 60, "gguf": 120, "native": 100, "onnx": 60}
+COUNTS = {"config": 60, "weights": 60, "index": 40, "tokenizer": 40, "gguf": 60, "native": 60, "onnx": 60}
+FORKED_COUNTS = {"gguf": 300, "weights": 300, "onnx": 300}
 OURS = {"FormatError", "ConfigError", "NumericsError", "TokenizerError", "GenerationError", "OutOfMemory"}
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limits of a forked child are Linux's")
 
 
-def run_campaign(kind, first, last, timeout_s):
+def needs_package(kind):
+    if kind == "onnx":
+        pytest.importorskip("onnx", reason="needs the onnx package: pip install 'bitnet-ref[onnx]'")
+
+
+def run_campaign(*arguments, timeout_s):
     done = subprocess.run(
-        [sys.executable, str(CAMPAIGN), kind, str(first), str(last)],
+        [sys.executable, str(CAMPAIGN), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    where = f"{kind}, seed {lines[-1]['seed'] if lines else first}: exit status {done.returncode}"
+    where = f"{arguments}: exit status {done.returncode}, last {lines[-1] if lines else 'none'}"
     assert done.returncode == 0, f"{where}\n{done.stderr[-3000:]}"
+    return lines
+
+
+def check_variety(outcomes):
+    """That the mutations reach something: some files stay usable, most do not."""
+    assert outcomes["ok"] > 0, outcomes
+    assert outcomes.total() - outcomes["ok"] > outcomes.total() // 4, outcomes
+
+
+def run_in_one_process(kind, first, last, timeout_s):
+    lines = run_campaign(kind, first, last, timeout_s=timeout_s)
     outcomes = Counter(line["outcome"] for line in lines if "outcome" in line)
     assert outcomes.total() == last - first
     assert set(outcomes) <= OURS | {"ok"}
@@ -31,16 +50,81 @@ def run_campaign(kind, first, last, timeout_s):
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_mutants(kind):
-    outcomes = run_campaign(kind, 0, COUNTS[kind], timeout_s=300)
-    # that the mutations reach something: some files stay usable, most do not
-    assert outcomes["ok"] > 0, outcomes
-    assert outcomes.total() - outcomes["ok"] > outcomes.total() // 4, outcomes
+def test_mutants_with_every_backend(kind):
+    needs_package(kind)
+    check_variety(run_in_one_process(kind, 0, COUNTS[kind], timeout_s=300))
+
+
+@needs_linux
+@pytest.mark.parametrize("kind", FORKED_COUNTS)
+def test_mutants_within_their_limits(kind, tmp_path):
+    """Each in a child with 5 CPU-seconds and 1 GiB beyond the files' size: a model or one of our errors."""
+    needs_package(kind)
+    n = FORKED_COUNTS[kind]
+    last = run_campaign("--forked", kind, 100_000, 100_000 + n, "--keep", tmp_path, timeout_s=600)[-1]
+    assert (last["done"], last["finds"]) == (n, [])
+    outcomes = Counter(last["outcomes"])
+    assert outcomes.total() == n
+    check_variety(outcomes)
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("job", "found"),
+    [
+        ("return 'ok'", "ok"),
+        ("raise KeyError('x')", "KeyError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),  # as pyo3's panics, no Exception
+        ("os.kill(os.getpid(), 11)", "died by SIGSEGV"),
+        ("os._exit(3)", "exit status 3"),
+        ("bytearray(1 << 30)", "MemoryError"),
+        ("bytearray(1 << 24); return 'ok'", "ok"),
+        ("\n while True: pass", "timeout"),
+        ("warnings.warn('x')", "UserWarning"),
+    ],
+)
+def test_the_limits_are_limits(job, found):
+    """What the forked campaign reports of a child that does that."""
+    code = f"""if True:
+        import os, sys, warnings
+        sys.path.insert(0, {str(CAMPAIGN.parent)!r})
+        from forked import run_in_child
+        def job():
+            warnings.simplefilter("error")
+            {job.strip()}
+        print(run_in_child(job, 1 << 28, cpu_s=1)[0])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("kind", COUNTS)
 def test_longer_campaign(kind, part):
-    n = 5 * COUNTS[kind]
-    run_campaign(kind, 1000 + part * n, 1000 + (part + 1) * n, timeout_s=3000)
+    needs_package(kind)
+    n = 10 * COUNTS[kind]
+    run_in_one_process(kind, 1000 + part * n, 1000 + (part + 1) * n, timeout_s=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["safetensors", "gguf", "onnx"])
+def test_coverage_guided_targets_run(name, tmp_path):
+    """A few seconds of each; what a real run takes is in atheris_target.py."""
+    if importlib.util.find_spec("atheris") is None:
+        pytest.skip("needs the atheris package: pip install 'bitnet-ref[fuzz]'")
+    needs_package(name)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(CAMPAIGN.parent / f"atheris_{name}.py"),
+            "-max_total_time=2",
+            f"-artifact_prefix={tmp_path}/",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Done" in done.stderr, done.stderr[-3000:]

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
+from bitnet_ref.formats.gguf import Typed
+from bitnet_ref.formats.gguf_write import write_gguf
+from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
 from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, read_model, write_model
@@ -371,3 +374,15 @@ def test_their_errors_say_where_they_came_from() -> None:
         load_tokenizer_files(FILES | {"tokenizer_config.json": "{}"})
     with pytest.raises(TokenizerError, match="has more than"):
         load_tokenizer_files(FILES | {"chat_template.jinja": b" " * (5 << 20)})
+
+
+@pytest.mark.parametrize("key", ["token_type", "scores", "model"])
+def test_errors_name_the_gguf(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    values = {G + "model": Typed("string", "llama"), G + "tokens": Typed("[string]", ["a", "b"])}
+    values |= {G + "token_type": Typed("[int32]", [1, 2]), G + "scores": Typed("[float32]", [0.0, 1.0])}
+    write_gguf(path, values | {G + key: Typed("[uint32]", [1])}, [])
+    with pytest.raises(TokenizerError) as caught:
+        read_tokenizer_files(path)
+    assert caught.value.path == str(path)
+    assert caught.value.field == G + key
