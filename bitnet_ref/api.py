@@ -23,7 +23,8 @@ from .tracing.record import NamesFilter
 from .weights import ModelWeights
 
 if TYPE_CHECKING:
-    from .generation import Generation, TokenStream
+    from .generation import ChatSession, Generation, TokenStream
+    from .generation.vocabulary import Vocabulary
     from .tokenizers import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
@@ -155,10 +156,11 @@ class Model:
         """
         return record(self.backend, self.weights, self.config, self.check_tokens(token_ids), names_filter)
 
-    def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation]:
+    def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each of a list of prompts.
 
         Parameters are those of `generation.SamplingParams`: max_tokens, temperature, top_k, top_p, seed, stop, ...
+        With n > 1 there is a list of n for each prompt.
         A batch gives, row by row, what each prompt gives alone. Raises GenerationError.
         """
         from .generation import generate
@@ -171,7 +173,20 @@ class Model:
 
         return stream(self, prompt, **params)
 
+    def chat(self, system: str | None = None, **params: Any) -> ChatSession:
+        """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
+        from .generation import ChatSession
+
+        return ChatSession(self, system, **params)
+
     # -- for the generation package ------------------------------------------------------------------------------------
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of the tokenizer's tokens. Raises TokenizerError when there is no tokenizer."""
+        from .generation.vocabulary import Vocabulary
+
+        return Vocabulary(self.tokenizer, self.config.vocab_size)
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty KV cache in this backend's dtype."""
@@ -181,12 +196,15 @@ class Model:
         """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""
         return checked_forward(self.backend, self.weights, self.config, batch, cache)
 
-    def candidates(self, batch: TokenBatch, cache: KVCache, k: int | None) -> tuple[NDArray, list[HeadCandidates]]:
-        """`forward`, but only the logits that a choice among the k largest needs (None: all), and what the head saw.
+    def candidates(
+        self, batch: TokenBatch, cache: KVCache, k: int | None, also: Sequence[int] = ()
+    ) -> tuple[NDArray, list[HeadCandidates]]:
+        """`forward`, but only the logits that a choice among the k largest needs (None: all), and those of the ids
+        `also`; and what the head saw.
 
         -> final hidden (wanted, D), [HeadCandidates of each wanted token].  Checked like `forward`.
         """
-        return checked_candidates(self.backend, self.weights, self.config, batch, cache, k)
+        return checked_candidates(self.backend, self.weights, self.config, batch, cache, k, also)
 
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""

@@ -92,6 +92,14 @@ class KVCache:
         self.keys[layer, batch.slots, batch.positions] = k
         self.values[layer, batch.slots, batch.positions] = v
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Give each target slot the first `length` tokens of its source slot, all at the same time."""
+        moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
+        if moves:
+            froms, to = (list(slots) for slots in zip(*moves, strict=True))
+            self.keys[:, to, :length] = self.keys[:, froms, :length]
+            self.values[:, to, :length] = self.values[:, froms, :length]
+
     def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
         """Keys and values (S, G, d) that the token at `position` sees: itself, and those before it in its window."""
         start = 0 if window is None else max(0, position - window + 1)

@@ -1,6 +1,17 @@
 """Text generation: from the logits of the model to tokens, and from tokens to text."""
 
-from .generate import Generation, GenerationStats, StreamChunk, TokenStream, generate, stream
+from .chat import ChatSession
+from .generate import TokenStream, generate, stream
 from .params import SamplingParams
+from .results import Generation, GenerationStats, StreamChunk
 
-__all__ = ["Generation", "GenerationStats", "SamplingParams", "StreamChunk", "TokenStream", "generate", "stream"]
+__all__ = [
+    "ChatSession",
+    "Generation",
+    "GenerationStats",
+    "SamplingParams",
+    "StreamChunk",
+    "TokenStream",
+    "generate",
+    "stream",
+]

@@ -14,54 +14,70 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .sampling import log_probability
+from .sampling import likeliest_logprobs, log_probability
+
+Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} of the likeliest, and of the chosen one
 
 T = TypeVar("T")
 TOKENS_AT_A_TIME = 32  # whose logits are held together: 16 MB for a vocabulary of 128,256
 
 
 class Logprobs:
-    """ln p of one row's tokens. `head` computes logits (N, V) from what the head sees (N, D)."""
+    """ln p of one row's tokens. `head` computes logits (N, V) from what the head sees (N, D).
 
-    def __init__(self, head: Callable[[NDArray], NDArray]) -> None:
-        self._head = head
+    top: how many of the likeliest alternatives to note besides.
+    """
+
+    def __init__(self, head: Callable[[NDArray], NDArray], top: int = 0) -> None:
+        self._head, self._top_k = head, top
         self._lock = Lock()  # one thread may generate while another reads
         self._waiting: list[tuple[int, NDArray, int]] = []  # (index, hidden (D,), token)
-        self._known: dict[int, float] = {}
+        self._known: dict[int, Entry] = {}
         self._count = 0
 
-    def add(self, token: int, hidden: NDArray, logits: NDArray | None) -> Any:
-        """Note a chosen token. -> its ln p where all of its logits are known, else the function that will find it"""
+    def add(self, token: int, hidden: NDArray, logits: NDArray | None) -> tuple[Any, Any]:
+        """Note a chosen token. -> its ln p and the likeliest's, or functions that will find them.
+
+        logits: the model's own, all of them, where they are known.
+        """
         if logits is not None:
-            return log_probability(logits, token)
+            return self._entry(logits, token)
         with self._lock:
             index, self._count = self._count, self._count + 1
             self._waiting.append((index, hidden.copy(), token))
-        return lambda: self[index]
+        return lambda: self[index][0], lambda: self[index][1]
 
-    def __getitem__(self, index: int) -> float:
+    def __getitem__(self, index: int) -> Entry:
         with self._lock:
             while index not in self._known:
                 block = self._waiting[:TOKENS_AT_A_TIME]
                 logits = self._head(np.stack([hidden for _, hidden, _ in block]))
                 for (at, _, token), row in zip(block, logits, strict=True):
-                    self._known[at] = log_probability(row, token)
+                    self._known[at] = self._entry(row, token)
                 del self._waiting[: len(block)]
             return self._known[index]
 
+    def _entry(self, logits: NDArray, token: int) -> Entry:
+        if not self._top_k:
+            return (chosen := log_probability(logits, token)), {token: chosen}
+        chosen = log_probability(logits, token)
+        return chosen, dict(zip(*likeliest_logprobs(logits, self._top_k), strict=True)) | {token: chosen}
 
-def lazy_field(name: str) -> Callable[[type[T]], type[T]]:
-    """A decorator of dataclasses: this field may be given as a function of no arguments, which its first reading calls.
 
-    So do comparing, printing, copying and pickling: to them the field is its value.
+def lazy_fields(*names: str) -> Callable[[type[T]], type[T]]:
+    """A decorator of dataclasses: these fields may be given as functions of no arguments. Reading one first calls it.
+
+    So does comparing, printing, copying and pickling: to them a field is its value.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         def state(self: object) -> dict[str, Any]:
-            getattr(self, name)
+            for name in names:
+                getattr(self, name)
             return self.__dict__
 
-        setattr(cls, name, _Lazy(f"_{name}"))
+        for name in names:
+            setattr(cls, name, _Lazy(f"_{name}"))
         cls.__getstate__ = state  # type: ignore[method-assign]
         return cls
 
@@ -69,7 +85,7 @@ def lazy_field(name: str) -> Callable[[type[T]], type[T]]:
 
 
 class _Lazy:
-    """The descriptor behind `lazy_field`."""
+    """The descriptor behind `lazy_fields`."""
 
     def __init__(self, place: str) -> None:
         self._place = place

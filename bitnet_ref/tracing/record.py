@@ -74,7 +74,13 @@ def checked_forward(
 
 
 def checked_candidates(
-    be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, k: int | None
+    be: Backend,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    batch: TokenBatch,
+    cache: KVCache,
+    k: int | None,
+    also: Sequence[int] = (),
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The forward pass with `head_candidates` in place of `lm_head`, checked alike.   -> final hidden (wanted, D), ...
 
@@ -83,7 +89,7 @@ def checked_candidates(
     with np.errstate(all="ignore"), be.running():
         try:
             x = final_hidden(be, w, cfg, batch, cache)
-            found = be.head_candidates(x, w.lm_head, k)
+            found = be.head_candidates(x, w.lm_head, k, also)
             if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
                 return x, found
         except NumericsError:

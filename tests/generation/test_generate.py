@@ -16,6 +16,7 @@ from bitnet_ref.errors import GenerationError, TokenizerError
 from bitnet_ref.weights import TernaryWeight
 
 generate_module = import_module("bitnet_ref.generation.generate")  # the package's name for it is the function's
+sequence_module = import_module("bitnet_ref.generation.sequence")
 PROMPTS = ["Once upon a time", "Alice", "The old man of the sea", "It was a dark and stormy night, and the wind"]
 
 
@@ -110,7 +111,7 @@ def test_a_stop_token_ends_the_text_and_is_reported(story):
 def test_the_models_end_token_stops_unless_ignored(story, monkeypatch):
     full = story.generate("Once upon a time", max_tokens=12)
     end = full.token_ids[3]
-    monkeypatch.setattr(generate_module, "_end_tokens", lambda model: frozenset([end]))
+    monkeypatch.setattr(sequence_module, "end_tokens", lambda model: frozenset([end]))
     assert (
         story.generate("Once upon a time", max_tokens=12).token_ids == full.token_ids[: full.token_ids.index(end) + 1]
     )

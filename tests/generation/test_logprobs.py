@@ -31,11 +31,11 @@ class Head:
 def test_computed_together_when_first_read_and_once():
     head = Head()
     logprobs, hidden = Logprobs(head), rng(2).standard_normal((TOKENS_AT_A_TIME + 3, 8)).astype(np.float32)
-    later = [logprobs.add(i, x, None) for i, x in enumerate(hidden[:-1])]
+    later = [logprobs.add(i, x, None)[0] for i, x in enumerate(hidden[:-1])]
     assert head.tokens == []
     assert later[1]() == log_probability(head.w @ hidden[1], 1)
     assert head.tokens == [TOKENS_AT_A_TIME]
-    later.append(logprobs.add(len(later), hidden[-1], None))
+    later.append(logprobs.add(len(later), hidden[-1], None)[0])
     expected = [log_probability(head.w @ x, i) for i, x in enumerate(hidden)]
     assert [each() for each in later] == expected
     assert [each() for each in reversed(later)] == expected[::-1]
@@ -45,7 +45,7 @@ def test_computed_together_when_first_read_and_once():
 def test_known_logits_are_used_at_once():
     head = Head()
     logits = rng(3).standard_normal(50).astype(np.float32)
-    assert Logprobs(head).add(7, np.zeros(8, np.float32), logits) == log_probability(logits, 7)
+    assert Logprobs(head).add(7, np.zeros(8, np.float32), logits)[0] == log_probability(logits, 7)
     assert head.tokens == []
 
 

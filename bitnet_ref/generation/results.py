@@ -1,0 +1,69 @@
+"""What generation gives: a chunk for each token, the whole for each prompt, and the figures of the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .logprobs import lazy_fields
+
+
+@lazy_fields("logprob", "top_logprobs")
+@dataclass(frozen=True)
+class StreamChunk:
+    """One new token. `text` is what became certain with it: often a word, sometimes nothing.
+
+    `logprob` is the natural logarithm of the token's probability in the model's own distribution. With a screened head
+    it is computed when it is first read, for all tokens so far. So is `top_logprobs`, {token id: ln p} of the likeliest
+    (as many as `logprobs` asks for, most likely first) and the chosen one.
+    """
+
+    text: str
+    token_id: int
+    logprob: float
+    finish_reason: str | None = None  # "stop", "length" or "filtered" on the last chunk
+    stop_reason: str | int | None = None  # the stop string, the end token or the banned string, where there was one
+    top_logprobs: dict[int, float] | None = None
+
+
+@dataclass
+class GenerationStats:
+    """Times of one call, all rows together."""
+
+    backend: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, whose keys and values were there already
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0  # from the first new token to the last
+    decode_tokens: int = 0  # new tokens that took a step of their own: all but each row's first
+    screened_tokens: int = 0  # new tokens that were chosen among a few logits, by certain bounds on all others
+    head_rows: int = 0  # logits computed to choose all tokens; the whole vocabulary for each that is not screened
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+
+@lazy_fields("logprobs", "top_logprobs")
+@dataclass(frozen=True)
+class Generation:
+    """What became of one prompt. `text` and `token_ids` are the continuation, without the prompt (but see `echo`).
+
+    `token_ids` holds the end token if there was one; `text` holds no end token, no stop string and nothing that was
+    filtered. `logprobs` are the natural logarithms of the chosen tokens' probabilities in the model's own distribution
+    (see `StreamChunk`), and `top_logprobs` those of the likeliest tokens at each place, where they were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float]
+    prompt_token_ids: list[int]
+    stats: GenerationStats = field(repr=False)
+    stop_reason: str | int | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    score: float | None = None  # of beam search: what the beams were compared by

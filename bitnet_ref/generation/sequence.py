@@ -1,0 +1,240 @@
+"""One continuation on its way: which logits it needs, which token it takes of them, and whether that was the last.
+
+A `Request` is a prompt with its parameters, and never changes. A `Continuation` is what grows from it. Neither knows of
+the others in a batch: what comes of it depends on its own logits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..backends import HeadCandidates
+from ..errors import GenerationError, TokenizerError
+from ..kv_cache import TokenIds
+from .banned import BannedWords
+from .constraints import Constraint
+from .logprobs import Logprobs
+from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
+from .processors import Rules
+from .results import Generation, GenerationStats, StreamChunk
+from .sampling import candidates_needed, choose, choose_among
+from .streaming import TextStream
+
+if TYPE_CHECKING:
+    from ..api import Model
+    from ..tokenizers import Tokenizer
+
+NEEDS_TEXT = ("stop", "bad_words", "filter", "guides", "echo")
+
+
+class Request:
+    """A prompt and its parameters, checked against the model. Raises GenerationError, TokenizerError."""
+
+    def __init__(self, model: Model, prompt: str | TokenIds, params: SamplingParams, name: str = "the prompt") -> None:
+        self.model, self.params = model, params
+        self.tokenizer = _tokenizer(
+            model, required=isinstance(prompt, str) or any(getattr(params, x) for x in NEEDS_TEXT)
+        )
+        ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
+        self.prompt: NDArray[np.int64] = model.check_tokens(cast("Sequence[int]", ids))
+        room = model.config.context_length - len(self.prompt)
+        self.max_tokens = params.max_tokens if params.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
+        if room < 1 or self.max_tokens > room:
+            raise GenerationError(
+                f"{name} has {len(self.prompt)} tokens and {self.max_tokens} more are asked for, but the model's "
+                f"context is {model.config.context_length}; lower max_tokens to {max(room, 0)} or shorten the prompt"
+            )
+        self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens(model))
+        for token in params.logit_bias:
+            if token >= model.config.vocab_size:
+                raise GenerationError(
+                    f"logit_bias: token id {token} is not in the vocabulary of {model.config.vocab_size}"
+                )
+        self.rules()  # a grammar that is none is refused before anything is computed
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache has to hold."""
+        return len(self.prompt) + self.max_tokens
+
+    def rules(self) -> tuple[Rules, Constraint | None]:
+        """The processors for one continuation; and of them the one, if any, that knows when the text is complete."""
+        more: list[Processor] = []
+        constraint = None
+        if self.params.bad_words:
+            more.append(BannedWords(self.params.bad_words, self.model.vocabulary.sorted, len(self.prompt)))
+        for guide, value in self.params.guides.items():
+            constraint = Constraint(guide, value, self.model.vocabulary.llguidance, len(self.prompt))
+            more.append(constraint)
+        ends = [token for token in self.end_tokens if token < self.model.config.vocab_size]
+        return Rules.of(self.params, len(self.prompt), ends, more), constraint
+
+    def text(self) -> TextStream:
+        """The way of this request's tokens to text."""
+        params, words = self.params, self.params.filter
+        return TextStream(
+            self.tokenizer,
+            params.stop,
+            banned=params.bad_words if callable(words) else (*words, *params.bad_words),
+            refuses=words if callable(words) else None,
+            stops_after=params.min_tokens,
+        )
+
+    def opening(self, text: TextStream) -> str:
+        """What the text begins with: the prompt, with `echo`."""
+        return text.prime(self.prompt.tolist()) if self.params.echo else ""
+
+
+class Continuation:
+    """`slot`: its place in the cache. `choice`: which of the `n` of its request. `cached`: how many tokens of the
+    prompt are in the cache to begin with; `computed`: how many tokens are there now."""
+
+    def __init__(self, request: Request, slot: int, choice: int = 0, cached: int = 0) -> None:
+        self.request, self.slot, self.cached, self.computed = request, slot, cached, cached
+        self.rules, self.constraint = request.rules()
+        self.text = request.text()
+        self.opening = request.opening(self.text)
+        self.logprobs = Logprobs(request.model.head_logits, request.params.logprobs or 0)
+        seed = request.params.seed
+        self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
+        self.chunks: list[StreamChunk] = []
+        self._ids = np.empty(request.capacity, dtype=np.int64)
+        self._ids[: len(request.prompt)] = request.prompt
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The prompt and what came of it so far."""
+        ids = self._ids[: len(self.request.prompt) + len(self.chunks)]
+        ids.flags.writeable = False  # users' functions see it
+        return ids
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.chunks) and self.chunks[-1].finish_reason is not None
+
+    @property
+    def next_input(self) -> tuple[int, int, TokenIds]:
+        """(slot, position, [token]) of the newest token, which the model has not seen yet."""
+        return self.slot, len(self.ids) - 1, [self.chunks[-1].token_id]
+
+    def needs(self) -> tuple[int | None, NDArray[np.int64]]:
+        """The k and the `also` of `Backend.head_candidates` for the next token; a k of None is all logits."""
+        k = candidates_needed(self.request.params, self.request.model.config.vocab_size)
+        moved = self.rules.moved(self.ids) if k is not None and self.request.params.strategy is None else None
+        if k is None or moved is None:
+            return None, np.empty(0, dtype=np.int64)
+        return k + len(moved), moved
+
+    def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
+        """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
+        token, logits = self._choose(hidden, found, stats)
+        stats.generated_tokens += 1
+        stats.screened_tokens += logits is None
+        text = self.text.push(token)
+        logprob, top = self.logprobs.add(token, hidden, logits)
+        self._ids[len(self.request.prompt) + len(self.chunks)] = token
+        finish, why = self._end(token)
+        if finish is not None:
+            text += self.text.flush()
+            if finish != "filtered" and not isinstance(why, int):  # the flush may have completed a string
+                finish, why = self._end(token)
+        if not self.chunks:
+            text = self.opening + text
+        chunk = StreamChunk(
+            text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None
+        )
+        self.chunks.append(chunk)
+        return chunk
+
+    def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
+        """-> the token, and the model's own logits if all of them were computed"""
+        params, ids = self.request.params, self.ids
+        logits = found.logits if found.complete else None
+        stats.head_rows += len(found.ids)
+        if params.strategy is not None:
+            assert logits is not None
+            token = params.strategy(ids, self.rules.apply(ids, logits), self.rng)
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(logits):
+                raise GenerationError(f"strategy: expected a token id below {len(logits)}, got {token!r:.80}")
+            return int(token), logits
+        uniform = self.rng.random() if params.temperature > 0 else 0.0
+        among = self.rules.apply_among(ids, found)
+        chosen = choose_among(among, params, uniform) if logits is None else choose(among.logits, params, uniform)
+        if chosen is None:  # the bounds leave it open
+            logits = self.request.model.head_logits(hidden[None])[0]
+            stats.head_rows += len(logits)
+            chosen = choose(self.rules.apply(ids, logits), params, uniform)
+        return chosen, logits
+
+    def _end(self, token: int) -> tuple[str | None, str | int | None]:
+        """The finish reason and its cause, with `token` the newest and not yet among the chunks."""
+        if self.text.filtered:
+            return "filtered", self.text.banned_by
+        if token in self.request.end_tokens:
+            return "stop", token
+        if self.text.stopped_by is not None:
+            return "stop", self.text.stopped_by
+        count = len(self.chunks) + 1
+        if self.constraint is not None and self.constraint.complete(self._ids[: len(self.request.prompt) + count]):
+            return "stop", None
+        return ("length", None) if count == self.request.max_tokens else (None, None)
+
+    def result(self, stats: GenerationStats) -> Generation:
+        """What has become of it; not before it is finished."""
+        last = self.chunks[-1]
+        assert last.finish_reason is not None
+        tops = lambda: [chunk.top_logprobs for chunk in self.chunks]  # noqa: E731
+        return Generation(
+            text="".join(chunk.text for chunk in self.chunks),
+            token_ids=[chunk.token_id for chunk in self.chunks],
+            finish_reason=last.finish_reason,
+            logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),
+            prompt_token_ids=self.request.prompt.tolist(),
+            stats=stats,
+            stop_reason=last.stop_reason,
+            top_logprobs=cast("list[dict[int, float]]", tops) if self.request.params.logprobs is not None else None,
+        )
+
+
+def prefill_steps(
+    prompts: Sequence[tuple[int, int, NDArray[np.int64]]], tokens: int
+) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
+    """The prompts in steps of some tokens at most, which bounds the memory of a long one.
+
+    prompts: (slot, tokens in the cache already, token ids). Each step is (parts for TokenBatch.of, (part, prompt) of
+    those that end a prompt).
+    """
+    parts: list[tuple[int, int, TokenIds]] = []
+    complete: list[tuple[int, int]] = []
+    room = tokens
+    for number, (slot, start, ids) in enumerate(prompts):
+        while start < len(ids):
+            piece = ids[start : start + room]
+            if start + len(piece) == len(ids):
+                complete.append((len(parts), number))
+            parts.append((slot, start, piece))
+            start, room = start + len(piece), room - len(piece)
+            if room == 0:
+                yield parts, complete
+                parts, complete, room = [], [], tokens
+    if parts:
+        yield parts, complete
+
+
+def end_tokens(model: Model) -> frozenset[int]:
+    """Every token that ends a text, by the model's config or its tokenizer."""
+    tokenizer = _tokenizer(model, required=False)
+    return frozenset(model.config.eos_token_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
+
+
+def _tokenizer(model: Model, *, required: bool) -> Tokenizer | None:
+    try:
+        return model.tokenizer
+    except TokenizerError:
+        if required:
+            raise
+        return None
