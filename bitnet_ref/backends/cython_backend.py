@@ -82,11 +82,11 @@ def _sums_right(number: int) -> bool:
         _cpu.pack_panels(packed, panels, 1, 0)
         x_q = dice.integers(-128, 128, (n_tokens, n_in), dtype=np.int8)
         x_q[0] = 127
-        x_sum, accs = x_q.sum(axis=1, dtype=np.int32), []
-        for each in (0, number):
-            accs.append(np.empty((n_tokens, n_out), dtype=np.int32))
-            _cpu.ternary_matmul(x_q, x_sum, panels, accs[-1], 1, each, 0)
-        if not np.array_equal(*accs):
+        x_sum = x_q.sum(axis=1, dtype=np.int32)
+        right, found = (np.empty((n_tokens, n_out), dtype=np.int32) for _ in range(2))
+        _cpu.ternary_matmul(x_q, x_sum, panels, right, 1, 0, 0)
+        _cpu.ternary_matmul(x_q, x_sum, panels, found, 1, number, 0)
+        if not np.array_equal(right, found):
             return False
     return True
 

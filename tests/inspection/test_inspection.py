@@ -355,13 +355,16 @@ def test_a_file_beside_its_config_is_a_model():
     assert (found.parameters, found.header_only, found.findings) == (5_776_640, False, [])
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("m.gguf", "GGUF files"), ("m.onnx", "ONNX files"), ("m.bin", "this kind")]
-)
-def test_files_that_cannot_be_read_yet(tmp_path, name, words):
-    (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(FormatError, match=f"{words} cannot be read yet"):
-        inspect_model(tmp_path / name)
+def test_what_is_readable_is_said(tmp_path):
+    (tmp_path / "m.bin").write_bytes(b"GGUF")
+    with pytest.raises(FormatError, match=r"expected a folder .*\.safetensors, .*\.gguf or \.onnx file"):
+        inspect_model(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize(("name", "words"), [("m.gguf", "give that file itself"), ("m.bin", "pickles are not read")])
+def test_a_folder_with_something_else(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"?")
+    assert any(words in message for message in messages(inspect_model(tmp_path), "note"))
 
 
 def test_nothing_there(tmp_path):
