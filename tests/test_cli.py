@@ -153,7 +153,7 @@ def test_exit_codes(error, code):
         (("generate", "1 x", "--raw-ids"), 2, "expected token ids"),
         (("generate", "4096", "--raw-ids"), 2, "token id 4096"),
         (("generate", "x", "--model", GOLDEN / "llama-dense"), 3, "--raw-ids"),
-        (("inspect", DATA / "make_golden.py"), 3, "cannot be read yet"),
+        (("inspect", DATA / "make_golden.py"), 3, "other formats are not read"),
     ],
 )
 def test_errors_are_one_message(args, code, words):
@@ -481,6 +481,41 @@ def test_inspect_lists_a_plain_file(tmp_path):
     for words in ("without a config.json", "logits64", "F64", "tokens", "I32"):
         assert words in result.stdout
     assert invoke_json("inspect", file)["header_only"] is True
+
+
+def test_inspect_of_a_gguf():
+    path = DATA / "gguf" / "i2_s.gguf"
+    result = invoke("inspect", path)
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    for words in (
+        "GGUF version 3, architecture bitnet-b1.58",
+        "dialect: bitnet.cpp",
+        "I2_S layout: x86 assumed",
+        "the architecture bitnet-b1.58 means it",
+        "--i2s-layout",
+    ):
+        assert words in text
+    facts = invoke_json("inspect", path, "--i2s-layout", "x86")
+    assert (facts["kind"], facts["architecture"], len(facts["ternary"])) == ("gguf-i2_s", "bitnet-b1.58", 14)
+    assert facts["evidence"][1] == "I2_S layout: x86, as it was asked for"
+
+
+def test_inspect_one_tensor():
+    result = invoke("inspect", "storyteller", "--tensor", "blocks.2.mlp.down_proj")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("blocks.2.mlp.down_proj: 256 x 768, ternary (hf-packed)\n-1: 32.5%, 0: 35.1%")
+    facts = invoke_json("inspect", "storyteller", "--tensor", "model.layers.2.mlp.down_proj.weight")
+    assert facts["name"] == "blocks.2.mlp.down_proj"
+    assert sum(facts["shares"]) == pytest.approx(1)
+    assert [(rows["from"], rows["to"]) for rows in facts["rows"]][-1] == (224, 256)
+
+
+def test_inspect_no_such_tensor():
+    result = invoke("inspect", "storyteller", "--tensor", "blocks.2.mlp.down_prj")
+    assert result.exit_code == 2
+    assert "near it are" in result.stderr
+    assert "blocks.2.mlp.down_proj" in result.stderr
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------

@@ -15,29 +15,56 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ..config import ModelConfig
-    from ..inspection import Inspection, TernaryMatrix, TokenizerFacts
+    from ..inspection import Inspection, TensorView, TernaryMatrix, TokenizerFacts
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
 
 @click.command(short_help="Say what a model folder or file is, and what is odd about it.")
 @click.argument("path")
+@click.option(
+    "--tensor", metavar="NAME", help="Show this one tensor: by our name (blocks.0.attn.q_proj) or the file's."
+)
+@click.option(
+    "--i2s-layout", type=click.Choice(["x86", "arm", "interleaved"]), help="How the I2_S tensors of a GGUF lie."
+)
+@click.option(
+    "--tl-tiles",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors.",
+)
 @common_options
-def inspect(path: str) -> None:
-    """Say what the folder or file PATH holds, and what is odd about it. (Also the name of a shipped model.)
+def inspect(path: str, tensor: str | None, i2s_layout: str | None, tl_tiles: Path | None) -> None:
+    """Say what PATH is and what is odd about it: a folder, or a .gguf, .safetensors, .bitnet.safetensors or .onnx file.
+    (Also the name of a shipped model.)
 
     Exits with 3 when something in it cannot be loaded; the rest is shown all the same.
     """
-    from ..inspection import inspect_model
+    from ..formats.checkpoint import ReadOptions
+    from ..inspection import inspect_model, show_tensor
 
+    options = ReadOptions(i2_s_layout=i2s_layout, tl_tiles=tl_tiles)
+    if tensor is not None:
+        view = show_tensor(path, tensor, options)
+        if wants_json():
+            print_json(view.statistics())
+        else:
+            show(lambda out: draw_view(view, out))
+        return
     with LoadingBar("reading layers") as bar:
-        found = inspect_model(path, progress=bar)
+        found = inspect_model(path, progress=bar, options=options)
     if wants_json():
         print_json(found.to_dict())
     else:
         show(lambda out: draw(found, out))
     if found.errors:
         raise click.exceptions.Exit(BAD_FILE)
+
+
+def draw_view(view: TensorView, out: Console) -> None:
+    from rich.text import Text
+
+    out.print(Text(view.text(out.width, is_unicode(out))), soft_wrap=True)
 
 
 def draw(found: Inspection, out: Console) -> None:
@@ -51,7 +78,7 @@ def draw(found: Inspection, out: Console) -> None:
         draw_tensors(found, out)
         draw_sizes(found, out)
         return
-    headline = [found.family or "A model that cannot be told from its config.json"]
+    headline = [found.family or "A model that cannot be told from its configuration"]
     if found.parameters:
         headline.append(f"{number_in_words(found.parameters)} parameters")
     if found.nbytes:
@@ -67,6 +94,10 @@ def draw(found: Inspection, out: Console) -> None:
 
 def draw_facts(found: Inspection, out: Console) -> None:
     rows: list[tuple[str, str]] = []
+    if found.format is not None:
+        named = f", architecture {found.architecture}" if found.format.startswith("GGUF") and found.architecture else ""
+        rows.append(("format", found.format + named))
+    rows += [("evidence" if number == 0 else "", words) for number, words in enumerate(found.evidence)]
     if found.config is not None:
         rows += config_rows(found, found.config)
     if found.tokenizer is not None:
@@ -112,7 +143,7 @@ def tokenizer_rows(facts: TokenizerFacts, cfg: ModelConfig | None) -> list[tuple
     return [
         ("tokenizer", f"{facts.kind}, {facts.vocab_size} tokens{' too' if same else ''}"),
         ("", f"{bos}; ends with {ends or 'nothing'}"),
-        ("chat template", "yes" if facts.chat_template else "none: a base model, for generate"),
+        ("chat template", facts.template_style or "none: a base model, for generate"),
     ]
 
 

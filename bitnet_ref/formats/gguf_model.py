@@ -40,12 +40,12 @@ class GgufCheckpoint(Checkpoint):
         self.file = GgufFile(path)
         try:
             self.metadata, self.typed = self.file.metadata, self.file.typed
-            self._taken: set[str] = set()
+            self.taken: set[str] = set()
             self._tiles: dict[tuple[int, int], tuple[int, int, int]] = {}
             check_dialect(self.file, self.evidence)
             self.config = read_gguf_config(self.file, find_ternary(self.file, self.evidence))
             self._permuted = self.metadata["general.architecture"] == "llama"
-            self._taken |= {ROPE_FREQS} & set(self.file.tensors)  # read with the configuration
+            self.taken |= {ROPE_FREQS} & set(self.file.tensors)  # read with the configuration
             self.kind = self._kind()
             self._i2_s_layout = find_i2_s_layout(
                 self.file, self.config, self.options.i2_s_layout, self.norm, self.evidence
@@ -74,7 +74,7 @@ class GgufCheckpoint(Checkpoint):
         found = tensor_shape(self.file, name, len(shape))
         if found != shape:
             raise self._fail(name, f"expected shape {list(shape)}, got {list(found)}")
-        self._taken.add(name)
+        self.taken.add(name)
         return self.file.tensors[name]
 
     def _floats(self, tensor: GgufTensor) -> NDArray:
@@ -238,7 +238,7 @@ class GgufCheckpoint(Checkpoint):
         return tokenizer_files_from_gguf(self.metadata, self.path) if "tokenizer.ggml.tokens" in self.metadata else {}
 
     def finish(self) -> None:
-        left = [name for name in self.file.tensors if name not in self._taken]
+        left = [name for name in self.file.tensors if name not in self.taken]
         if left:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             arch = self.metadata["general.architecture"]

@@ -34,7 +34,7 @@ class OnnxCheckpoint(Checkpoint):
         self.path, self.evidence = path, []
         self.file = OnnxFile(path)
         self._ours = self.file.metadata.get(FORMAT_KEY)
-        self._taken: set[str] = set()
+        self.taken: set[str] = set()
         self.config = self._read_config(options is not None and options.allow_unquantized)
         if self.config.num_hidden_layers > len(self.file.tensors):
             raise FormatError(
@@ -70,7 +70,7 @@ class OnnxCheckpoint(Checkpoint):
         node, rows = self._node(name)
         shape = linear_shape(self.config, name)
         matrix = self.constants.matrix(node)
-        self._taken.add(node.name)
+        self.taken.add(node.name)
         matrix = self._matrix(name, matrix if rows is None else self._rows(name, matrix, rows), shape)
         bias = self._bias(name, node, rows, shape[0])
         if not is_ternary(self.config, name):
@@ -88,7 +88,7 @@ class OnnxCheckpoint(Checkpoint):
 
     def finish(self) -> None:
         if self.names is None:
-            left = [name for name in self.file.tensors if name not in self._taken and not name.startswith("constant_")]
+            left = [name for name in self.file.tensors if name not in self.taken and not name.startswith("constant_")]
         else:
             known = {f"blocks.{i}" for i in range(self.config.num_hidden_layers)} | {"lm_head", "final_norm"}
             found = [*self.names.linears, *self.names.norms]
@@ -157,7 +157,7 @@ class OnnxCheckpoint(Checkpoint):
         fits = array.dtype == np.uint8 if integers else array.dtype.kind not in "iub" and array.dtype.itemsize <= 4
         if not fits:
             raise self.file.fail(name, f"expected {'bytes' if integers else 'floats'}, got {array.dtype}")
-        self._taken.add(name)
+        self.taken.add(name)
         return array
 
     # -- other exporters -----------------------------------------------------------------------------------------------

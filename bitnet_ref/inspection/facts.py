@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import html
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..config import ModelConfig
+
+# What the linears of a kind of file are, and which way its scales go.
+_STORED = {
+    "gguf-i2_s": "I2_S, 2 bits a weight",
+    "gguf-tq1_0": "TQ1_0, five weights a byte in base 3",
+    "gguf-tq2_0": "TQ2_0, 2 bits a weight",
+    "gguf-tl1": "TL1, four weights a byte in tiles",
+    "gguf-tl2": "TL2, three weights in five bits, in tiles",
+    **dict.fromkeys(("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"), "ternary, stored as floats"),
+    "onnx": "constants of the graph",
+}
+_BLOCKS = "float16 in every block of 256 weights, the same in all: multiply by it"
+_FLOATS = "none apart: the matrices hold -s, 0 and +s, and s is the scale: multiply by it"
+_SCALES = {
+    "gguf-i2_s": "float32 behind the codes of each matrix: multiply by it",
+    **dict.fromkeys(("gguf-tq1_0", "gguf-tq2_0"), _BLOCKS),
+    **dict.fromkeys(("gguf-tl1", "gguf-tl2"), "a tensor <name>_scale, float32: multiply by it"),
+    **dict.fromkeys(("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"), _FLOATS),
+    "native": "w_dequant_scale, float32: multiply by it, wherever the model came from",
+    "onnx": "as the graph has it, read as: multiply by it",
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,7 @@ class TokenizerFacts:
     eos_ids: tuple[int, ...]
     eos_tokens: tuple[str, ...]
     chat_template: bool
+    template_style: str | None = None  # which of the known templates it is, in words
 
 
 @dataclass
@@ -84,6 +105,10 @@ class Inspection:
     """All that was found out. A part that could not be read is None or empty, and `findings` says why."""
 
     path: str
+    kind: str | None = None  # as `convert --to` calls it: "hf-packed", "gguf-i2_s", "native", "onnx", ...
+    format: str | None = None  # in words: "GGUF version 3, dialect of bitnet.cpp"
+    architecture: str | None = None  # as the file calls it: "bitnet-b1.58" (GGUF), "llama"
+    evidence: list[str] = field(default_factory=list)  # what no field says and the contents show, and why
     config: ModelConfig | None = None
     family: str | None = None
     parameters: int | None = None  # stored scales not counted, a packed byte as four, a tied head once
@@ -94,7 +119,7 @@ class Inspection:
     ternary: list[TernaryMatrix] = field(default_factory=list)
     tokenizer: TokenizerFacts | None = None
     stop_token_ids: tuple[int, ...] = ()  # generation ends on any of these
-    header_only: bool = False  # a .safetensors file without a config.json beside it: no model, just tensors
+    header_only: bool = False  # a .safetensors file without a configuration: no model, just tensors
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -113,10 +138,16 @@ class Inspection:
         found = self.config.quantization
         if found is None:
             return "none: a dense model"
-        stored = "packed to 2 bits"
-        if found.scale_convention == "absmean":
+        stored = _STORED.get(self.kind or "", "packed to 2 bits")
+        if self.kind == "native" and any(tensor.name.endswith(".trits") for tensor in self.tensors):
+            stored = "five weights a byte, in base 3"
+        if found.scale_convention == "absmean" and self.kind not in ("native", "onnx"):
             stored = "full-precision master weights, made ternary at load"
-        elif self.tensors and not any(tensor.kind == "ternary planes" for tensor in self.tensors):
+        elif (
+            self.kind in (None, "hf-packed", "hf-bf16")
+            and self.tensors
+            and not any(tensor.kind == "ternary planes" for tensor in self.tensors)
+        ):
             stored = "ternary, stored as floats"
         linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
         if 0 < len(self.ternary) < linears and not self.errors:
@@ -130,6 +161,10 @@ class Inspection:
         """In words: which way the checkpoint's scales go."""
         if self.config is None or self.config.quantization is None:
             return "no scales"
+        if self.kind in _SCALES and (
+            self.kind in ("native", "onnx") or self.config.quantization.scale_convention != "absmean"
+        ):
+            return _SCALES[self.kind]
         return {
             "multiply": "weight_scale = mean|W|: multiply by it",
             "divide": "weight_scale = 1 / mean|W|: divide by it",
@@ -141,9 +176,12 @@ class Inspection:
         """In words: the feed-forward gate."""
         if self.config is None:
             return "unknown"
+        words = "silu: silu(gate) * up, as in LLaMA"
         if self.config.activation == "relu2":
-            return "relu2: relu(gate)^2 * up, as in BitNet 2B-4T"
-        return "silu: silu(gate) * up, as in LLaMA"
+            words = "relu2: relu(gate)^2 * up, as in BitNet 2B-4T"
+        if (self.format or "").startswith("GGUF"):
+            words += f"; no field says it, the architecture {self.architecture} means it"
+        return words
 
     def ternary_shares(self, by: str) -> dict[str | int, tuple[float, float, float]]:
         """Shares of -1, 0 and +1 of all matrices of a "kind" or of a "layer"."""
@@ -167,6 +205,9 @@ class Inspection:
     def _repr_html_(self) -> str:
         """For notebooks: the main facts, the shares by kind, and the findings."""
         cfg, rows = self.config, [("path", self.path), ("family", self.family or "unknown")]
+        if self.format is not None:
+            rows.append(("format", self.format))
+        rows += [("evidence", words) for words in self.evidence]
         if self.parameters is not None:
             rows.append(("parameters", f"{self.parameters:,}"))
         if cfg is not None:
@@ -199,23 +240,6 @@ def shape_in_words(config: ModelConfig) -> str:
         f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.num_attention_heads} heads on "
         f"{config.num_key_value_heads} kv heads of {config.head_dim}, ffn {config.intermediate_size}"
     )
-
-
-def tensor_kind(name: str, dtype: str) -> str:
-    """What a tensor is for, by its name: the categories of the table of sizes."""
-    if name.endswith(".weight_scale"):
-        return "scales"
-    if name.endswith(".bias"):
-        return "biases"
-    if name.startswith("model.embed_tokens."):
-        return "embedding"
-    if name.startswith("lm_head."):
-        return "head"
-    if name.endswith("_proj.weight"):
-        return "ternary planes" if dtype == "U8" else "float linears"
-    if re.search(r"(norm|_ln)\.weight$", name):
-        return "norms"
-    return "other"
 
 
 def shares_of(matrices: list[TernaryMatrix]) -> tuple[float, float, float]:

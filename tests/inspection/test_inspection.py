@@ -11,8 +11,8 @@ from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, safetensors_bytes, tiny_
 
 import bitnet_ref
 from bitnet_ref.api import ASSETS
-from bitnet_ref.errors import BitNetRefError, FormatError
-from bitnet_ref.inspection import inspect_model
+from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.inspection import inspect_model, show_tensor
 from bitnet_ref.weights import TernaryWeight
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -355,13 +355,16 @@ def test_a_file_beside_its_config_is_a_model():
     assert (found.parameters, found.header_only, found.findings) == (5_776_640, False, [])
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("m.gguf", "GGUF files"), ("m.onnx", "ONNX files"), ("m.bin", "this kind")]
-)
-def test_files_that_cannot_be_read_yet(tmp_path, name, words):
-    (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(FormatError, match=f"{words} cannot be read yet"):
-        inspect_model(tmp_path / name)
+def test_what_is_readable_is_said(tmp_path):
+    (tmp_path / "m.bin").write_bytes(b"GGUF")
+    with pytest.raises(FormatError, match=r"expected a folder .*\.safetensors, .*\.gguf or \.onnx file"):
+        inspect_model(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize(("name", "words"), [("m.gguf", "give that file itself"), ("m.bin", "pickles are not read")])
+def test_a_folder_with_something_else(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"?")
+    assert any(words in message for message in messages(inspect_model(tmp_path), "note"))
 
 
 def test_nothing_there(tmp_path):
@@ -369,3 +372,23 @@ def test_nothing_there(tmp_path):
         inspect_model(tmp_path / "none")
     found = inspect_model(tmp_path)
     assert {finding.part for finding in found.errors} == {"config", "weights"}
+
+
+@pytest.mark.parametrize("layers", [3, 7, 10**9])
+def test_more_layers_than_there_are_tensors_for(tmp_path, layers):
+    found = inspect_model(
+        write_checkpoint(tmp_path / "m", {**BITNET, "num_hidden_layers": layers}, tiny_tensors(BITNET))
+    )
+    (message,) = (f.message for f in found.errors if f.field == "model.layers.2")
+    assert message.endswith("layer 2" if layers == 3 else f"layers 2 to {layers - 1}")
+    assert len(found.ternary) == 14
+    assert show_tensor(tmp_path / "m", "blocks.1.mlp.up_proj").is_ternary
+    with pytest.raises(ConfigError, match="near it are"):
+        show_tensor(tmp_path / "m", "blocks.999.mlp.up_proj")
+
+
+def test_a_signalling_nan_of_bfloat16_is_no_warning(tmp_path):
+    tensors = tiny_tensors(BITNET)
+    tensors["model.embed_tokens.weight"].view(np.uint16)[3, 1] = 0x7F81
+    found = inspect_model(write_checkpoint(tmp_path / "m", BITNET, tensors))
+    assert any("first at index [3, 1]" in message for message in messages(found))

@@ -1,0 +1,73 @@
+"""Inspecting an .onnx file: its initialisers, and the model that the reader finds in the graph."""
+
+from __future__ import annotations
+
+from ..errors import BitNetRefError, FormatError
+from ..formats.checkpoint import Checkpoint
+from ..formats.onnx_file import OnnxFile
+from ..formats.onnx_library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
+from ..formats.onnx_model import OnnxCheckpoint
+from .facts import StoredTensor
+from .generic import Inspector
+from .hf import tensor_kind
+
+_SMALL = {21: "UINT4", 22: "INT4", 25: "UINT2", 26: "INT2"}
+_BITS = {21: 4, 22: 4, 25: 2, 26: 2}
+_SHOWN = 200
+
+
+class OnnxInspector(Inspector):
+    """Our own exports by their names, which are Hugging Face's; those of other exporters as far as names tell."""
+
+    checkpoint: OnnxCheckpoint | None = None
+    ours = False
+
+    def list_tensors(self) -> None:
+        self.out.format = "ONNX"
+        try:
+            file = OnnxFile(self.path)
+            opset = max((entry.version for entry in file.model.opset_import if not entry.domain), default=0)
+            self.ours = FORMAT_KEY in file.metadata
+            self.layers = "model.layers" if self.ours else None
+            by = "bitnet_ref" if self.ours else f"{file.model.producer_name or 'an unnamed producer'}"[:_SHOWN]
+            self.out.format = f"ONNX, operator set {opset}, written by {by}"
+            self.out.metadata = {key: value[:_SHOWN] for key, value in file.metadata.items() if key != CONFIG_KEY}
+            self.add_tensors(self.stored(file, name) for name in file.tensors)
+        except FormatError as error:
+            self.fail("weights", error)
+
+    def stored(self, file: OnnxFile, name: str) -> StoredTensor:
+        tensor, shape = file.tensors[name], file.shape(name)
+        code, count = tensor.data_type, 1
+        for size in shape:
+            count *= size
+        dtype = DTYPES[code].name if code in DTYPES else _SMALL.get(code, f"type {code}")
+        nbytes = count * DTYPES[code].itemsize if code in DTYPES else -(-count * _BITS.get(code, 8) // 8)
+        kind = "other" if name.startswith("constant_") else tensor_kind(name, dtype)
+        if name.endswith((PACKED_SUFFIX, SCALE_SUFFIX)):
+            kind = "ternary planes" if name.endswith(PACKED_SUFFIX) else "scales"
+        return StoredTensor(name, kind, dtype, shape, nbytes, self.path.name)
+
+    def open(self) -> Checkpoint | None:
+        if self.out.format == "ONNX":  # the file could not be parsed
+            return None
+        try:
+            self.checkpoint = OnnxCheckpoint(self.path, self.options)
+        except BitNetRefError as error:
+            self.fail("config", error)
+            return None
+        self.out.architecture = self.checkpoint.config.model_type
+        return self.checkpoint
+
+    def taken(self, checkpoint: OnnxCheckpoint) -> set[str]:
+        return checkpoint.taken
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return {} if self.checkpoint is None else self.checkpoint.tokenizer_files()
+
+    def check_tied_head(self, checkpoint: OnnxCheckpoint) -> None:
+        if not self.ours:
+            checkpoint.tied_head(checkpoint.embedding())
+
+    def weights_of(self, tensor: StoredTensor) -> int:
+        return super().weights_of(tensor) * (4 if tensor.name.endswith(PACKED_SUFFIX) else 1)

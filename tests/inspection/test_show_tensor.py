@@ -1,0 +1,153 @@
+"""`show_tensor`: the plane that `load` reads, by any name, as text, figures and a picture."""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import DATA, GOLDEN, model, safetensors_bytes
+
+from bitnet_ref.conversion import convert
+from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError
+from bitnet_ref.inspection import show_tensor
+from bitnet_ref.inspection.tensor_view import TensorView
+
+GGUF = DATA / "gguf"
+PACKED = GOLDEN / "bitnet-packed-offline"
+
+
+def view(w_t, scale=0.5):
+    return TensorView("m", "blocks.0.attn.q_proj", "ternary", np.asarray(w_t, dtype=np.int8), scale)
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (PACKED, ("blocks.1.mlp.up_proj", "model.layers.1.mlp.up_proj.weight", "blk.1.ffn_up.weight")),
+        (GGUF / "i2_s.gguf", ("blocks.1.mlp.up_proj", "blk.1.ffn_up.weight", "blk.1.ffn_up")),
+        (GGUF / "tq1_0.gguf", ("blocks.1.mlp.up_proj",)),
+    ],
+    ids=str,
+)
+def test_a_ternary_matrix_by_any_of_its_names(path, names):
+    expected = dict(model(path).weights.linears())["blocks.1.mlp.up_proj"]
+    for name in names:
+        found = show_tensor(path, name)
+        assert (found.name, found.is_ternary) == ("blocks.1.mlp.up_proj", True)
+        assert np.array_equal(found.values, expected.ternary())
+        assert found.w_dequant_scale == expected.w_dequant_scale
+
+
+@pytest.mark.parametrize("target", ["native", "native-base3", "onnx"])
+def test_names_of_our_own_files(tmp_path, target):
+    if target == "onnx":
+        pytest.importorskip("onnx")
+    path = tmp_path / ("m" if target == "onnx" else "m.bitnet.safetensors")
+    convert(PACKED, path, target, verify=False)
+    stored = {
+        "native": "blocks.0.attn.k_proj.packed",
+        "native-base3": "blocks.0.attn.k_proj.trits",
+        "onnx": "model.layers.0.self_attn.k_proj.weight_packed",
+    }
+    expected = show_tensor(PACKED, "blocks.0.attn.k_proj").values
+    assert np.array_equal(show_tensor(path, stored[target]).values, expected)
+    assert show_tensor(path, "blocks.0.ffn_norm").shape == (256,)
+    other = {"onnx": "model.layers.0.self_attn.k_proj.weight_scale"}.get(target, "blocks.0.attn.k_proj.w_dequant_scale")
+    assert show_tensor(path, other).stored_as.endswith("as stored")
+
+
+def test_dense_parts():
+    weights = model(PACKED).weights
+    assert np.array_equal(show_tensor(PACKED, "embedding").values, weights.embedding.array.astype(np.float32))
+    assert np.array_equal(show_tensor(PACKED, "model.norm.weight").values, weights.final_norm)
+    assert show_tensor(GGUF / "f16.gguf", "token_embd.weight").name == "embedding"
+
+
+def test_what_is_no_part_of_the_model(tmp_path):
+    scale = show_tensor(PACKED, "model.layers.0.self_attn.q_proj.weight_scale")
+    assert (scale.stored_as, scale.shape, scale.is_ternary) == ("BF16, as stored", (1,), False)
+    plain = tmp_path / "plain.safetensors"
+    plain.write_bytes(safetensors_bytes({"a": np.arange(6, dtype=np.float32).reshape(2, 3)}))
+    found = show_tensor(plain, "a")
+    assert found.statistics() | {"histogram": None} == {
+        "name": "a",
+        "shape": [2, 3],
+        "stored_as": "F32, as stored",
+        "ternary": False,
+        "values": 6,
+        "not_finite": 0,
+        "min": 0.0,
+        "max": 5.0,
+        "mean": 2.5,
+        "std": pytest.approx(1.7078251),
+        "mean_abs": 2.5,
+        "zeros": 1,
+        "distinct": 6,
+        "histogram": None,
+    }
+    assert sum(found.statistics()["histogram"]["counts"]) == 6
+
+
+def test_a_tensor_of_a_gguf_that_is_no_model(tmp_path):
+    data = (GGUF / "i2_s.gguf").read_bytes().replace(b"bitnet-b1.58", b"bitnet-b9.99")
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    raw = show_tensor(path, "blk.0.attn_q.weight")
+    assert (raw.stored_as, raw.shape) == ("I2_S, its bytes, as stored", (256 * 256 // 4 + 32,))
+    assert show_tensor(path, "token_embd.weight").stored_as == "F16, as stored"
+
+
+def test_no_such_tensor(tmp_path):
+    with pytest.raises(ConfigError, match=r"no tensor 'blocks.0.attn.q_prjo'; near it are .*blocks.0.attn.q_proj"):
+        show_tensor(PACKED, "blocks.0.attn.q_prjo")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FormatError):
+        show_tensor(tmp_path / "m.gguf", "blk.0.attn_q.weight")
+
+
+def test_shares_and_maps_of_a_matrix_with_a_pattern():
+    w_t = np.zeros((8, 8), dtype=np.int8)
+    w_t[:4] = 1
+    w_t[4:, 4:] = -1
+    found = view(w_t)
+    assert found.shares() == (0.25, 0.25, 0.5)
+    assert found.bands(0, 2) == [(0, 4, (0.0, 0.0, 1.0)), (4, 8, (0.5, 0.5, 0.0))]
+    assert found.bands(1, 2) == [(0, 4, (0.0, 0.5, 0.5)), (4, 8, (0.5, 0.0, 0.5))]
+    assert found.nonzero_map(2, 2).tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    assert found.nonzero_map(3, 100).shape == (3, 8)
+    lines = found.text(unicode=False).splitlines()
+    assert lines[0] == "blocks.0.attn.q_proj: 8 x 8, ternary"
+    assert " ++++++++" in lines
+    assert " ....----" in lines
+    assert "|####    |" not in lines
+    assert "|    ####|" in lines
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("name", ["blocks.0.mlp.down_proj", "blocks.0.ffn_norm", "embedding"])
+def test_text_fits_the_width(name, width):
+    text = show_tensor(PACKED, name).text(width, unicode=False)
+    assert text.isascii()
+    assert max(len(line) for line in text.splitlines()[3:]) <= max(width, 60)
+
+
+def test_what_is_not_finite_is_counted():
+    found = TensorView("m", "x", "F32", np.array([1, np.nan, np.inf, 3], dtype=np.float32))
+    assert "2 of 4 values are NaN or Inf" in found.text()
+    assert found.statistics()["max"] == 3.0
+    assert "not_finite" in TensorView("m", "x", "F32", np.full(3, np.nan, dtype=np.float32)).statistics()
+
+
+def test_pictures():
+    pytest.importorskip("matplotlib")
+    for name in ("blocks.0.mlp.down_proj", "final_norm"):
+        found = show_tensor(PACKED, name)
+        assert len(found.figure().axes) == (4 if found.is_ternary else 1)
+        assert 'src="data:image/png;base64,iVBOR' in found._repr_html_()
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = view([[1, 0], [-1, 1]])
+    with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):
+        found.figure()
+    assert found._repr_html_().startswith("<pre>blocks.0.attn.q_proj: 2 x 2")
