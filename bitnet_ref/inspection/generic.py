@@ -36,6 +36,7 @@ class Inspector(ABC):
     """One inspection on its way: each step adds what it can, and a finding for what it cannot."""
 
     config_source = "the configuration"  # what messages call it
+    layers: str | None = None  # "model.layers": what the names of a layer's tensors begin with, before its number
 
     def __init__(self, path: Path, options: ReadOptions | None = None, progress: Progress | None = None) -> None:
         self.path, self.progress = path, progress
@@ -100,9 +101,13 @@ class Inspector(ABC):
             return None
         return load_tokenizer_files(files, path=self.path)
 
-    def layer_prefix(self, index: int) -> str | None:
-        """What the names of a layer's tensors begin with."""
-        return None
+    def layers_there(self, layers: int) -> list[int]:
+        """The layers below `layers` that have a tensor. (No loop up to a number from the file: it may be billions.)"""
+        if self.layers is None:  # names do not tell; such a reader has compared the number with its tensors
+            return list(range(layers))
+        of_layer = re.compile(rf"{re.escape(self.layers)}\.(0|[1-9][0-9]{{0,17}})\.").match
+        found = {int(match[1]) for tensor in self.out.tensors if (match := of_layer(tensor.name))}
+        return sorted(index for index in found if index < layers)
 
     def table_name(self, name: str) -> str | None:
         """The file's tensor of "embedding" or "lm_head", if it can be read by `table_blocks`."""
@@ -146,11 +151,11 @@ class Inspector(ABC):
         out = self.out
         out.tensors = list(found)
         out.nbytes = sum(tensor.nbytes for tensor in out.tensors)
-        count, nbytes = Counter(tensor.kind for tensor in out.tensors), Counter[str]()
+        tensors, nbytes = Counter(tensor.kind for tensor in out.tensors), Counter[str]()
         for tensor in out.tensors:
             nbytes[tensor.kind] += tensor.nbytes
         out.sizes = [
-            SizeOfKind(kind, count[kind], size, size / out.nbytes if out.nbytes else 0.0)
+            SizeOfKind(kind, tensors[kind], size, size / out.nbytes if out.nbytes else 0.0)
             for kind, size in nbytes.most_common()
         ]
 
@@ -167,34 +172,25 @@ class Inspector(ABC):
 
     # -- the weights ---------------------------------------------------------------------------------------------------
 
-    def layers_there(self) -> set[int] | None:
-        """The layers that the file has tensors of; None where their names do not tell."""
-        prefix = self.layer_prefix(0)
-        if prefix is None:
-            return None
-        pattern = re.compile(re.escape(prefix).replace("0", "(0|[1-9][0-9]{0,17})"))
-        return {int(match[1]) for tensor in self.out.tensors if (match := pattern.match(tensor.name))}
-
     def read_as_model(self, checkpoint: Checkpoint) -> None:
         """Every tensor as `load` reads it, one layer in memory at a time."""
         config = checkpoint.config
         self.check_table(checkpoint, "embedding")
-        there = self.layers_there()
-        layers = [i for i in sorted(there) if i < config.num_hidden_layers] if there is not None else None
-        for index in range(config.num_hidden_layers) if layers is None else layers:  # the config may say billions
+        there = self.layers_there(config.num_hidden_layers)
+        for index in there:
             try:
                 self.read_layer(checkpoint, index)
             except BitNetRefError as error:
                 self.read_broken_layer(checkpoint, index, error)
             if self.progress is not None:
                 self.progress(index + 1, config.num_hidden_layers)
-        if there is not None and layers is not None and len(layers) < config.num_hidden_layers:
-            first = next(index for index in count() if index not in there)
-            last = next(index for index in count(config.num_hidden_layers - 1, -1) if index not in there)
+        if len(there) < config.num_hidden_layers:
+            known = set(there)
+            first = next(index for index in count() if index not in known)
+            last = next(index for index in count(config.num_hidden_layers - 1, -1) if index not in known)
             said = f"{self.config_source} says {config.num_hidden_layers} layers, and there is no tensor of "
             which = f"layers {first} to {last}" if first < last else f"layer {first}"
-            field = f"{self.layer_prefix(first)}".rstrip(".")
-            self.fail("weights", FormatError(said + which, path=self.path, field=field))
+            self.fail("weights", FormatError(said + which, path=self.path, field=f"{self.layers}.{first}"))
         steps: list[Callable[[], object]] = [lambda: checkpoint.norm("final_norm")]
         if config.tie_word_embeddings:
             steps.append(lambda: self.check_tied_head(checkpoint))
@@ -241,8 +237,8 @@ class Inspector(ABC):
             except BitNetRefError as problem:
                 self.fail("weights", problem)
                 self.count_raw_plane(name)
-        prefix = self.layer_prefix(index)
-        if prefix is not None:  # already reported, or past what can be said of a broken layer: not "extra"
+        if self.layers is not None:  # already reported, or past what can be said of a broken layer: not "extra"
+            prefix = f"{self.layers}.{index}."
             self.taken(checkpoint).update(t.name for t in self.out.tensors if t.name.startswith(prefix))
 
     def check_table(self, checkpoint: Checkpoint, name: str) -> None:
@@ -263,7 +259,7 @@ class Inspector(ABC):
                 raise self.tensor_error(checkpoint, tensor, got)
             done = 0
             for block in self.table_blocks(checkpoint, tensor):
-                with np.errstate(invalid="ignore"):  # a signalling NaN of bfloat16 would be a warning
+                with np.errstate(invalid="ignore"):  # a signalling NaN of 16 bits would be a warning
                     finite = np.isfinite(block)
                 if not finite.all():
                     row, column = divmod(done + int(np.argmin(finite)), shape[1])

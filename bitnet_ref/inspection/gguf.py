@@ -45,6 +45,7 @@ class GgufInspector(Inspector):
     """The header, then the model that `GgufCheckpoint` makes of it; where that fails, what the header allows."""
 
     config_source = "the metadata"
+    layers = "blk"
     file: GgufFile | None = None
 
     def run(self) -> Inspection:
@@ -105,9 +106,6 @@ class GgufInspector(Inspector):
 
         has = self.file is not None and "tokenizer.ggml.tokens" in self.file.metadata
         return tokenizer_files_from_gguf(self.file.metadata) if self.file is not None and has else {}
-
-    def layer_prefix(self, index: int) -> str:
-        return f"blk.{index}."
 
     def table_name(self, name: str) -> str:
         return f"{gguf_name(name)}.weight"

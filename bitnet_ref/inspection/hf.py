@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
 
 _BLOCK_BYTES = 1 << 24
-_LINEAR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.([a-z]+_proj)\.weight")
+_LINEAR = re.compile(r"model\.layers\.([0-9]{1,18})\.(?:self_attn|mlp)\.([a-z]+_proj)\.weight")
 # Keys that transformers fills in when they are absent, with a value that is wrong for many a checkpoint.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
 
@@ -52,6 +52,7 @@ class HfInspector(Inspector):
     """config.json first, because it says what the tensors mean; then model.safetensors or its shards."""
 
     config_source = "config.json"
+    layers = "model.layers"
 
     def __init__(self, path: Path, options: ReadOptions | None = None, progress: Progress | None = None) -> None:
         super().__init__(path, options, progress)
@@ -160,9 +161,6 @@ class HfInspector(Inspector):
 
         names = ("tokenizer.json", "tokenizer.model")
         return load_tokenizer(self.folder) if any((self.folder / name).exists() for name in names) else None
-
-    def layer_prefix(self, index: int) -> str:
-        return f"model.layers.{index}."
 
     def table_name(self, name: str) -> str:
         return "model.embed_tokens.weight" if name == "embedding" else "lm_head.weight"

@@ -37,6 +37,7 @@ def tensor_kind(name: str) -> str:
 class NativeInspector(Inspector):
     """The configuration, the tokenizer and all tensors are in the one file."""
 
+    layers = "blocks"
     checkpoint: NativeCheckpoint | None = None
 
     def run(self) -> Inspection:
@@ -90,9 +91,6 @@ class NativeInspector(Inspector):
             return {}
         with NativeCheckpoint(self.path) as again:
             return again.tokenizer_files()
-
-    def layer_prefix(self, index: int) -> str:
-        return f"blocks.{index}."
 
     def table_name(self, name: str) -> str:
         return name if name == "embedding" else f"{name}.weight"

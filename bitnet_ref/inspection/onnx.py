@@ -28,6 +28,7 @@ class OnnxInspector(Inspector):
             file = OnnxFile(self.path)
             opset = max((entry.version for entry in file.model.opset_import if not entry.domain), default=0)
             self.ours = FORMAT_KEY in file.metadata
+            self.layers = "model.layers" if self.ours else None
             by = "bitnet_ref" if self.ours else f"{file.model.producer_name or 'an unnamed producer'}"[:_SHOWN]
             self.out.format = f"ONNX, operator set {opset}, written by {by}"
             self.out.metadata = {key: value[:_SHOWN] for key, value in file.metadata.items() if key != CONFIG_KEY}
@@ -63,9 +64,6 @@ class OnnxInspector(Inspector):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return {} if self.checkpoint is None else self.checkpoint.tokenizer_files()
-
-    def layer_prefix(self, index: int) -> str | None:
-        return f"model.layers.{index}." if self.ours else None
 
     def check_tied_head(self, checkpoint: OnnxCheckpoint) -> None:
         if not self.ours:

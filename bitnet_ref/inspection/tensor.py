@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from numpy.typing import NDArray
 
 from ..api import find_model
 from ..errors import BitNetRefError, ConfigError
-from ..formats.checkpoint import Checkpoint, ReadOptions, hf_module, linear_names, norm_sizes
+from ..formats.checkpoint import Checkpoint, ReadOptions, hf_module, linear_name, norms_of_layer
 from ..formats.gguf_names import gguf_name
 from ..formats.hf_folder import hf_norm_names
 from ..formats.open import open_checkpoint
 from ..quantization import unpack_ternary
 from ..weights import DenseWeight, TernaryWeight
 from .tensor_view import TensorView
+
+_LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
 
 
 def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | None = None) -> TensorView:
@@ -35,7 +38,7 @@ def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | 
     except BitNetRefError as error:
         return _stored_tensor(found, name, str(path), {}, error)
     with checkpoint:
-        names = _spellings(checkpoint)
+        names = _spellings(checkpoint, name)
         if name not in names:
             return _stored_tensor(found, name, str(path), names, None)
         ours, part = names[name], _part(checkpoint, names[name])
@@ -46,16 +49,20 @@ def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | 
     return TensorView(str(path), ours, f"{part.dtype.name} ({kind})", _plain(part))
 
 
-def _spellings(checkpoint: Checkpoint) -> dict[str, str]:
-    """Every name of every part, in any format's spelling -> ours."""
+def _spellings(checkpoint: Checkpoint, name: str) -> dict[str, str]:
+    """Every name of every part of one layer and outside the layers, in any format's spelling -> ours. The layer is the
+    one that `name` names, or the first: a configuration may say that there are billions."""
+    match = _LAYER.match(name)
+    index = int(match[1]) if match and int(match[1]) < checkpoint.config.num_hidden_layers else 0
     config, out = checkpoint.config, {"embedding": "embedding", "model.embed_tokens.weight": "embedding"}
     out |= {f"{gguf_name('embedding')}.weight": "embedding"}
-    for name in norm_sizes(config):
-        out |= dict.fromkeys((name, f"{gguf_name(name)}.weight", *hf_norm_names(name)), name)
-    for name in (*linear_names(config), *([] if config.tie_word_embeddings else ["lm_head"])):
-        theirs = (hf_module(name), gguf_name(name))
-        stored = [f"{one}{suffix}" for one in (name, *theirs) for suffix in ("", ".weight", ".packed", ".trits")]
-        out |= dict.fromkeys((*stored, f"{theirs[0]}.weight_packed"), name)
+    for norm in (*norms_of_layer(config, index), "final_norm"):
+        out |= dict.fromkeys((norm, f"{gguf_name(norm)}.weight", *hf_norm_names(norm)), norm)
+    linears = [linear_name(index, short) for short in config.linear_shapes()]
+    for linear in (*linears, *([] if config.tie_word_embeddings else ["lm_head"])):
+        theirs = (hf_module(linear), gguf_name(linear))
+        stored = [f"{one}{suffix}" for one in (linear, *theirs) for suffix in ("", ".weight", ".packed", ".trits")]
+        out |= dict.fromkeys((*stored, f"{theirs[0]}.weight_packed"), linear)
     return out
 
 
@@ -133,4 +140,7 @@ def _readers(path: Path) -> Iterator[tuple[str, Callable[[], tuple[str, NDArray[
 
 def _plain(values: NDArray[Any]) -> NDArray[Any]:
     """Integers as they are; bfloat16, float16 and float32 as float32."""
-    return values if values.dtype.kind in "iub" or values.dtype == np.float64 else values.astype(np.float32)
+    if values.dtype.kind in "iub" or values.dtype == np.float64:
+        return values
+    with np.errstate(invalid="ignore"):  # a signalling NaN of 16 bits would be a warning
+        return values.astype(np.float32)

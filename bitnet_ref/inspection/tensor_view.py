@@ -174,7 +174,7 @@ class TensorView:
         three = ListedColormap([_MINUS, _ZERO, _PLUS])
         left.imshow(self.values[:48, :64], cmap=three, vmin=-1, vmax=1, interpolation="nearest")
         left.set(title="the first 48 x 64", xlabel="input", ylabel="output")
-        grid = self.nonzero_map(96, 96)
+        grid = self.nonzero_map(max(1, min(96, self.shape[0] // 8)), max(1, min(96, self.shape[1] // 8)))
         extent = (0, self.shape[1], self.shape[0], 0)
         shown = middle.imshow(grid, cmap="magma", aspect="auto", interpolation="nearest", extent=extent)
         middle.set(title="share of non-zeros", xlabel="input")
@@ -185,12 +185,9 @@ class TensorView:
         for value, colour in enumerate((_MINUS, _ZERO, _PLUS)):
             part = np.array([shares[value] for _, _, shares in bands])
             height = [0.9 * (end - first) for first, end, _ in bands]
-            right.barh(
-                places, part, left=start, height=height, color=colour, label=f"{value - 1:+d}".replace("+0", "0")
-            )
+            right.barh(places, part, left=start, height=height, color=colour)
             start = start + part
-        right.set(title="shares by row", xlabel="share", xlim=(0, 1), ylim=(self.shape[0], 0))
-        right.legend(loc="lower right", fontsize=7)
+        right.set(title="-1, 0 and +1 by row", xlabel="share", xlim=(0, 1), ylim=(self.shape[0], 0))
         return fig
 
     def _repr_html_(self) -> str:

@@ -11,8 +11,8 @@ from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, safetensors_bytes, tiny_
 
 import bitnet_ref
 from bitnet_ref.api import ASSETS
-from bitnet_ref.errors import BitNetRefError, FormatError
-from bitnet_ref.inspection import inspect_model
+from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.inspection import inspect_model, show_tensor
 from bitnet_ref.weights import TernaryWeight
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -372,3 +372,23 @@ def test_nothing_there(tmp_path):
         inspect_model(tmp_path / "none")
     found = inspect_model(tmp_path)
     assert {finding.part for finding in found.errors} == {"config", "weights"}
+
+
+@pytest.mark.parametrize("layers", [3, 7, 10**9])
+def test_more_layers_than_there_are_tensors_for(tmp_path, layers):
+    found = inspect_model(
+        write_checkpoint(tmp_path / "m", {**BITNET, "num_hidden_layers": layers}, tiny_tensors(BITNET))
+    )
+    (message,) = (f.message for f in found.errors if f.field == "model.layers.2")
+    assert message.endswith("layer 2" if layers == 3 else f"layers 2 to {layers - 1}")
+    assert len(found.ternary) == 14
+    assert show_tensor(tmp_path / "m", "blocks.1.mlp.up_proj").is_ternary
+    with pytest.raises(ConfigError, match="near it are"):
+        show_tensor(tmp_path / "m", "blocks.999.mlp.up_proj")
+
+
+def test_a_signalling_nan_of_bfloat16_is_no_warning(tmp_path):
+    tensors = tiny_tensors(BITNET)
+    tensors["model.embed_tokens.weight"].view(np.uint16)[3, 1] = 0x7F81
+    found = inspect_model(write_checkpoint(tmp_path / "m", BITNET, tensors))
+    assert any("first at index [3, 1]" in message for message in messages(found))
