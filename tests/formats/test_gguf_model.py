@@ -469,6 +469,30 @@ def test_bad_tensors(tmp_path):
         assert caught.value.path == str(path)
 
 
+def test_a_signalling_nan_of_bfloat16(tmp_path):
+    """NumPy warns of it where it looks whether a number is finite; warnings are errors here."""
+    path = export(write_checkpoint(tmp_path / "hf", TINY), tmp_path / "x.gguf", "bf16", dense_type="BF16")
+    for name in ("token_embd.weight", "blk.1.attn_v.weight"):
+        with GgufFile(path) as file:
+            raw, shape = file.read_raw(name), file.tensors[name].shape
+        raw[4:6] = 0x81, 0x7F
+        with pytest.raises(FormatError, match=r"holds nan at index \[0, 2\]|expected finite") as caught:
+            bitnet_ref.load(changed(tmp_path / "y.gguf", path, tensors={name: (shape, "BF16", raw)}), backend="numpy")
+        assert caught.value.field == name
+
+
+def test_truncated_at_every_byte_of_the_header(tmp_path):
+    path = export(write_checkpoint(tmp_path / "hf", {**TINY, "num_hidden_layers": 1}), tmp_path / "x.gguf", "f32")
+    content = path.read_bytes()
+    with GgufFile(path) as file:
+        first = min(tensor.offset for tensor in file.tensors.values())
+    for length in [*range(first), first, first + 1, len(content) - 64]:
+        path.write_bytes(content[:length])
+        with pytest.raises(FormatError) as caught:
+            GgufCheckpoint(path)
+        assert caught.value.path == str(path)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
 def test_bad_i2_s(scale, tmp_path):
     name = "blk.1.attn_v.weight"

@@ -179,6 +179,15 @@ def test_a_tensor_that_no_part_of_the_model_uses(tmp_path):
     check_error(write_checkpoint(tmp_path / "c", {**TINY, "tie_word_embeddings": True}, tiny_tensors(TINY)), "differs")
 
 
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a\0b", "", "x" * 5000, "\u2581", "model.layers.-1.x", "__metadata"]
+)
+def test_tensor_names_are_no_paths(tmp_path, name):
+    folder = write_checkpoint(tmp_path / "f", BITNET, with_config({name: np.ones(1, np.float32)}))
+    check_error(folder, "no part of", field=name)
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.1.mlp.ffn_sub_norm.weight", "model.norm.weight"]

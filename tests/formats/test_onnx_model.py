@@ -13,6 +13,7 @@ from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder, nbits, write
 import bitnet_ref
 from bitnet_ref.conversion import convert
 from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.formats.checkpoint import read_weights
 from bitnet_ref.formats.onnx_constants import Constants
 from bitnet_ref.formats.onnx_export import export_onnx
 from bitnet_ref.formats.onnx_file import OnnxFile
@@ -220,6 +221,15 @@ LIES = {
     "a huge offset": (place("offset", "9" * 30), "whole number of bytes as offset"),
     "a short length": (place("length", "8"), "external data: expected"),
     "huge dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(0, 2**61), "dimensions|expected shape"),
+    "dims whose product wraps to 16": (
+        lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(slice(0, 2), [2**32 + 1, 2**32 + 16]),
+        "of an array's size",
+    ),
+    "dims beside a zero": (
+        lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(slice(0, 2), [2**62, 0]),
+        "dimensions|expected shape",
+    ),
+    "nine dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.extend([1] * 7), "at most 8 dimensions"),
     "negative dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(0, -1), "dimensions"),
     "another type": (lambda _, t: setattr(t["model.norm.weight"], "data_type", 7), "bytes for its shape"),
     "strings": (lambda _, t: setattr(t["model.norm.weight"], "data_type", 8), "got type 8"),
@@ -287,6 +297,35 @@ def test_a_config_that_is_none(tmp_path):
     with pytest.raises(ConfigError, match="surprise") as caught:
         bitnet_ref.load(edited(tmp_path, edit), backend="numpy")
     assert caught.value.path == str(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_truncated(ours, tmp_path):
+    """There is no header: the message, with the weights beside it or in it, at every byte where it begins."""
+    if ours:
+        path = export_and_keep(tmp_path)
+    else:
+        path = write(tmp_path, decoder(model(hf(tmp_path / "hf", TINY)).weights, "named", TINY), TINY)
+    data = path.read_bytes()
+    for size in [*range(1000), *range(1000, len(data), 101), len(data) - 1]:
+        path.write_bytes(data[:size])
+        with pytest.raises(FormatError) as caught, open_checkpoint(path) as checkpoint:
+            read_weights(checkpoint)
+        assert caught.value.path == str(path)
+
+
+def export_and_keep(folder):
+    export(hf(folder / "hf", TINY), folder / "m.onnx", external_bytes=0)
+    return folder / "m.onnx"
+
+
+def test_external_data_that_is_cut(tmp_path):
+    path = export_and_keep(tmp_path)
+    data = (tmp_path / "m.onnx.data").read_bytes()
+    for size in (0, 1, len(data) // 2, len(data) - 1):
+        (tmp_path / "m.onnx.data").write_bytes(data[:size])
+        with pytest.raises(FormatError, match=f"the file has {size}"):
+            bitnet_ref.load(path, backend="numpy")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x08", b"\xff" * 40, b"{}", b"\x0a\xff\xff\xff\xff\x0f"])

@@ -195,6 +195,37 @@ def test_bad_files(case, tmp_path):
         assert caught.value.offset >= 8
 
 
+def test_truncated_at_every_byte(tmp_path):
+    tensors = {
+        "a": random_array(DTYPES["F32"], (2, 3)),
+        "b\u2581": random_array(DTYPES["BF16"], ()),
+        "none": np.ones(0),
+    }
+    write_safetensors(tmp_path / "whole", tensors, {"key": "välue"})
+    content = (tmp_path / "whole").read_bytes()
+    for length in range(len(content)):
+        with pytest.raises(FormatError) as caught:
+            SafetensorsFile(write(tmp_path / "x", content[:length]))
+        assert caught.value.path == str(tmp_path / "x")
+    SafetensorsFile(write(tmp_path / "x", content)).close()
+
+
+def test_every_byte_of_the_header_changed(tmp_path):
+    """Whatever the change: a file that reads, or a FormatError."""
+    content = safetensors_bytes({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float16)})
+    refused, last = 0, 8 + int.from_bytes(content[:8], "little")
+    for at in range(last):
+        for value in (0, 0x7F, 0xFF, content[at] ^ 1):
+            path = write(tmp_path / "x", content[:at] + bytes([value]) + content[at + 1 :])
+            try:
+                with SafetensorsFile(path) as file:
+                    for name, info in file.tensors.items():
+                        assert file.read(name).nbytes == info.nbytes <= len(content)
+            except FormatError:
+                refused += 1
+    assert refused > 3 * last
+
+
 def test_offsets_in_errors_are_absolute(tmp_path):
     header = {"x": entry(), "y": entry(begin=9, end=17)}
     path = write(tmp_path / "x.safetensors", raw_safetensors(header, bytes(17)))
