@@ -27,6 +27,7 @@ from ..tracing.report import Evidence, Section, evidence, html_report
 from ..tracing.teacher import teacher_forced
 from ..tracing.trace import Trace, record_to_file
 from ..weights import plain_weights
+from .greedy import Greedy
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # of a model that has no tokenizer
@@ -41,13 +42,20 @@ class Crossing:
     unavailable: str | None = None  # why it could not run here
     failed: str | None = None  # it ran, and broke
     evidence: Evidence | None = None  # for the plots of the report
+    # What the engine does otherwise, by design; in `comparisons` the reference does so too
+    rule: str | None = None
+    contract: Comparison | None = None  # then: with the reference as it is
+    greedy: Greedy | None = None  # of an engine that gives tokens only
 
     @property
     def agrees(self) -> bool | None:
         """None when it could not run: neither agreement nor difference."""
         if self.unavailable is not None:
             return None
-        return self.failed is None and bool(self.comparisons) and all(found.agrees for found in self.comparisons)
+        if self.greedy is not None and not self.greedy.agrees:
+            return False
+        compared = bool(self.comparisons) or self.greedy is not None
+        return self.failed is None and compared and all(found.agrees for found in self.comparisons)
 
     @property
     def verdict(self) -> str:
@@ -56,9 +64,21 @@ class Crossing:
             return f"not available: {self.unavailable}"
         if self.failed is not None:
             return f"FAILED: {self.failed}"
+        if self.greedy is not None:
+            return self.greedy.verdict
         if not self.comparisons:
             return "nothing was compared"
-        return next((found for found in self.comparisons if not found.agrees), self.comparisons[-1]).verdict
+        found = next((found for found in self.comparisons if not found.agrees), self.comparisons[-1])
+        if self.rule is None:
+            return found.verdict
+        return f"{found.verdict}. Compared by its own rule: {self.rule}{self._apart()}"
+
+    def _apart(self) -> str:
+        """How far the engine's rule takes it from the contract."""
+        if self.contract is None or self.contract.logits is None:
+            return ""
+        logits = self.contract.logits
+        return f"; from the contract it is KL {logits.kl_max:.1e} at most, top-1 agreement {logits.top1_agreement:.1%}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -69,6 +89,9 @@ class Crossing:
             "unavailable": self.unavailable,
             "failed": self.failed,
             "comparisons": [found.to_dict() for found in self.comparisons],
+            "rule": self.rule,
+            "contract": None if self.contract is None else self.contract.to_dict(),
+            "greedy": None if self.greedy is None else self.greedy.to_dict(),
         }
 
 
