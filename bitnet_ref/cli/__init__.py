@@ -15,7 +15,7 @@ from .. import __version__
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
-from .crossval_command import crossval
+from .crossval_engines import crossval
 from .doctor_command import doctor
 from .generate_command import generate
 from .inspect_command import inspect

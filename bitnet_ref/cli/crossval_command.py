@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MODEL = click.argument("model", default="storyteller")
 
 
-def _outputs(function: Any) -> Any:
+def outputs(function: Any) -> Any:
     """What every comparison can write, and how strict it is."""
     html = click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a report with plots there.")
     receipt = click.option("--receipt", type=click.Path(path_type=Path), help="Write a receipt that can be verified.")
@@ -41,7 +41,7 @@ def crossval() -> None:
 @click.option("--prompt", help="The text to run.  [default: a sentence]")
 @click.option("--tokens", help="Token ids instead of a text: 1,17,5")
 @click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
-@_outputs
+@outputs
 @common_options
 def backends(
     model: str,
@@ -60,16 +60,16 @@ def backends(
 
     if prompt is not None and tokens is not None:
         raise click.UsageError("--prompt and --tokens exclude each other")
-    loaded = _load(model)
-    ids = _token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
+    loaded = load_model(model)
+    ids = token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
     crossings = cross_backends(loaded, ids, only or None)
-    _finish("backends", model, loaded, ids, crossings, None, html_path, receipt, require)
+    finish("backends", model, loaded, ids, crossings, None, html_path, receipt, require)
 
 
 @crossval.command(short_help="A trace file that some engine recorded.")
 @click.argument("model")
 @click.argument("file", type=click.Path(path_type=Path))
-@_outputs
+@outputs
 @common_options
 def trace(model: str, file: Path, html_path: Path | None, receipt: Path | None, require: bool) -> None:
     """Hold the trace FILE of some engine against MODEL on the reference.
@@ -81,8 +81,8 @@ def trace(model: str, file: Path, html_path: Path | None, receipt: Path | None, 
 
     with Trace(file) as opened:
         ids = opened.token_ids
-    loaded = _load(model)
-    _finish("trace", model, loaded, ids, [cross_trace(loaded, file)], file, html_path, receipt, require)
+    loaded = load_model(model)
+    finish("trace", model, loaded, ids, [cross_trace(loaded, file)], file, html_path, receipt, require)
 
 
 @crossval.command(short_help="Record a run as a trace file.")
@@ -102,8 +102,8 @@ def record(
 
     if prompt is not None and tokens is not None:
         raise click.UsageError("--prompt and --tokens exclude each other")
-    loaded = _load(model, backend)
-    ids = _token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
+    loaded = load_model(model, backend)
+    ids = token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
     record_to_file(loaded, ids, file, names or None, prompt)
     with Trace(file) as written:
         count = len(written)
@@ -117,13 +117,14 @@ def record(
 @click.argument("receipt", type=click.Path(path_type=Path))
 @click.option("--model", help="Where the model is now, if not where the receipt says.")
 @click.option("--trace", help="Where the trace is now, if not where the receipt says.")
+@click.option("--python", help="The interpreter that has the receipt's engine.  [default: this one]")
 @click.option("--require", is_flag=True, help="What cannot be checked here is a failure.")
 @common_options
-def verify(receipt: Path, model: str | None, trace: str | None, require: bool) -> None:
+def verify(receipt: Path, model: str | None, trace: str | None, python: str | None, require: bool) -> None:
     """Check the seal of RECEIPT, run its comparisons again, and hold the figures against it."""
     from ..crossval import verify_receipt
 
-    found = verify_receipt(receipt, model, trace)
+    found = verify_receipt(receipt, model, trace, python)
     if wants_json():
         print_json(found.to_dict())
     else:
@@ -132,14 +133,14 @@ def verify(receipt: Path, model: str | None, trace: str | None, require: bool) -
         raise click.exceptions.Exit(DIFFERS)
 
 
-def _load(model: str, backend: str = "numpy") -> Model:
+def load_model(model: str, backend: str = "numpy") -> Model:
     from ..api import load
 
     with LoadingBar("loading") as bar:
         return load(model, backend=backend, progress=bar)
 
 
-def _token_ids(text: str) -> list[int]:
+def token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as problem:
@@ -148,7 +149,7 @@ def _token_ids(text: str) -> list[int]:
         ) from problem
 
 
-def _finish(
+def finish(
     kind: str,
     name: str,
     model: Model,

@@ -1,5 +1,7 @@
 """Crossval: the reference against whatever else claims to run the same model. The comparisons are `tracing`'s."""
 
+from .bitnet_cpp import cross_bitnet_cpp
+from .greedy import Greedy, compare_ids, compare_text
 from .opponents import (
     Crossing,
     cross_backends,
@@ -8,12 +10,22 @@ from .opponents import (
     prepared_model,
     write_html,
 )
+from .outside import cross_engine, cross_engine_on
+from .table import Table, cross_all
 from .verify import Verification, make_receipt, verify_receipt
 
 __all__ = [
     "Crossing",
+    "Greedy",
+    "Table",
     "Verification",
+    "compare_ids",
+    "compare_text",
+    "cross_all",
     "cross_backends",
+    "cross_bitnet_cpp",
+    "cross_engine",
+    "cross_engine_on",
     "cross_trace",
     "default_tokens",
     "make_receipt",

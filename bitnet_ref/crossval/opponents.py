@@ -29,6 +29,7 @@ from ..tracing.report import Evidence, Section, evidence, html_report
 from ..tracing.teacher import teacher_forced
 from ..tracing.trace import Trace, record_to_file
 from ..weights import plain_weights
+from .greedy import Greedy
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # of a model that has no tokenizer
@@ -44,13 +45,20 @@ class Crossing:
     failed: str | None = None  # it ran, and broke
     evidence: Evidence | None = None  # for the plots of the report
     causes: list[Diagnosis] = field(default_factory=list)  # of a difference: tested, the confirmed ones first
+    # What the engine does otherwise, by design; in `comparisons` the reference does so too
+    rule: str | None = None
+    contract: Comparison | None = None  # then: with the reference as it is
+    greedy: Greedy | None = None  # of an engine that gives tokens only
 
     @property
     def agrees(self) -> bool | None:
         """None when it could not run: neither agreement nor difference."""
         if self.unavailable is not None:
             return None
-        return self.failed is None and bool(self.comparisons) and all(found.agrees for found in self.comparisons)
+        if self.greedy is not None and not self.greedy.agrees:
+            return False
+        compared = bool(self.comparisons) or self.greedy is not None
+        return self.failed is None and compared and all(found.agrees for found in self.comparisons)
 
     @property
     def verdict(self) -> str:
@@ -59,11 +67,23 @@ class Crossing:
             return f"not available: {self.unavailable}"
         if self.failed is not None:
             return f"FAILED: {self.failed}"
+        if self.greedy is not None:
+            return self.greedy.verdict
         if not self.comparisons:
             return "nothing was compared"
         found = next((found for found in self.comparisons if not found.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
-        return f"{found.verdict}; cause: {confirmed}" if confirmed else found.verdict
+        verdict = f"{found.verdict}; cause: {confirmed}" if confirmed else found.verdict
+        if self.rule is None:
+            return verdict
+        return f"{verdict}. Compared by its own rule: {self.rule}{self._apart()}"
+
+    def _apart(self) -> str:
+        """How far the engine's rule takes it from the contract."""
+        if self.contract is None or self.contract.logits is None:
+            return ""
+        logits = self.contract.logits
+        return f"; from the contract it is KL {logits.kl_max:.1e} at most, top-1 agreement {logits.top1_agreement:.1%}"
 
     def diagnosis(self) -> list[str]:
         """A sentence for each cause that was confirmed, or that explains a part; or that none of them was."""
@@ -80,6 +100,9 @@ class Crossing:
             "failed": self.failed,
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [found.to_dict() for found in self.comparisons],
+            "rule": self.rule,
+            "contract": None if self.contract is None else self.contract.to_dict(),
+            "greedy": None if self.greedy is None else self.greedy.to_dict(),
         }
 
 

@@ -14,6 +14,7 @@ from ..errors import BitNetRefError, FormatError
 from ..tracing.identity import config_hash, file_hash, weight_hash
 from ..tracing.receipt import figures, read_receipt, seal
 from .opponents import Crossing, cross_backends, cross_trace
+from .outside import ENGINES, cross_engine
 
 
 def make_receipt(
@@ -24,18 +25,8 @@ def make_receipt(
     crossings: Sequence[Crossing],
     trace: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """A sealed receipt. kind: "backends" or "trace", with the trace's path."""
-    results = [
-        {
-            "opponent": crossing.opponent,
-            "agrees": crossing.agrees,
-            "verdict": crossing.verdict,
-            "unavailable": crossing.unavailable,
-            "failed": crossing.failed,
-            "comparisons": [figures(found) for found in crossing.comparisons],
-        }
-        for crossing in crossings
-    ]
+    """A sealed receipt. kind: "backends", an engine's name, or "trace", with the trace's path."""
+    results = [result(crossing) for crossing in crossings]
     subject: dict[str, Any] = {
         "model": model_name,
         "config_sha256": config_hash(model.config),
@@ -54,6 +45,21 @@ def make_receipt(
             "agrees": bool(ran) and all(ran),
         }
     )
+
+
+def result(crossing: Crossing) -> dict[str, Any]:
+    """What was found about one opponent, in the figures that a receipt keeps."""
+    return {
+        "opponent": crossing.opponent,
+        "agrees": crossing.agrees,
+        "verdict": crossing.verdict,
+        "unavailable": crossing.unavailable,
+        "failed": crossing.failed,
+        "comparisons": [figures(found) for found in crossing.comparisons],
+        "rule": crossing.rule,
+        "contract": None if crossing.contract is None else figures(crossing.contract),
+        "greedy": None if crossing.greedy is None else crossing.greedy.to_dict(),
+    }
 
 
 @dataclass
@@ -82,21 +88,25 @@ class Verification:
         return {"path": self.path, "holds": self.holds, "verdict": self.verdict, **lists}
 
 
-def verify_receipt(path: str | os.PathLike[str], model: str | None = None, trace: str | None = None) -> Verification:
+def verify_receipt(
+    path: str | os.PathLike[str], model: str | None = None, trace: str | None = None, python: str | None = None
+) -> Verification:
     """Check the seal, load the model again, run what can be run, and hold the figures against the receipt's.
 
-    model, trace: where these are now, if not where the receipt says. Raises FormatError for a file that is no receipt
-    or was changed since it was sealed.
+    model, trace: where these are now, if not where the receipt says.   python: the interpreter that has the engine.
+    Raises FormatError for a file that is no receipt or was changed since it was sealed.
     """
     receipt = read_receipt(path)
     out = Verification(os.fspath(path))
     try:
-        return _verify(receipt, out, model, trace)
+        return _verify(receipt, out, model, trace, python)
     except (KeyError, TypeError, AttributeError) as problem:  # sealed, but not by us
         raise FormatError(f"the receipt lacks what one has: {problem}", path=path) from problem
 
 
-def _verify(receipt: dict[str, Any], out: Verification, model_path: str | None, trace: str | None) -> Verification:
+def _verify(
+    receipt: dict[str, Any], out: Verification, model_path: str | None, trace: str | None, python: str | None
+) -> Verification:
     out.confirmed.append("the seal: no figure was changed since")
     subject, kind = receipt["subject"], receipt["kind"]
     name = model_path or subject["model"]
@@ -121,12 +131,15 @@ def _verify(receipt: dict[str, Any], out: Verification, model_path: str | None, 
         again = [cross_trace(model, file)]
     elif kind == "backends":
         again = cross_backends(model, subject["token_ids"], [result["opponent"] for result in receipt["results"]])
+    elif kind in ENGINES:
+        only = [result["opponent"] for result in receipt["results"]]
+        again = cross_engine(kind, name, subject["token_ids"], python=python, only=only)
     else:
         out.unchecked.append(f"comparisons of the kind {kind!r} cannot be run again by this version")
         return out
     by_name = {crossing.opponent: crossing for crossing in again}
-    for result in receipt["results"]:
-        _check_result(out, result, by_name[result["opponent"]])
+    for before in receipt["results"]:
+        _check_result(out, before, by_name[before["opponent"]])
     return out
 
 

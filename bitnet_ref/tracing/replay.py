@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import layers, quantization
+from .. import layers
 from ..backends import Backend
 from ..errors import NumericsError
 from ..weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
@@ -35,10 +35,13 @@ class _Unknown(Exception):
     """An op's inputs are not in the trace."""
 
 
-def judge_trace(model: Model, trace: Mapping[str, NDArray], tokens: NDArray | None = None) -> Comparison:
+def judge_trace(
+    model: Model, trace: Mapping[str, NDArray], tokens: NDArray | None = None, backend: Backend | None = None
+) -> Comparison:
     """Every op of a recorded run on its own inputs. mode "op by op".
 
     trace: a `Trace`, or name -> array; tokens: its token ids, where it does not carry them.
+    backend: what computes the ops, for an engine whose own rule is known; None: the reference.
     """
     ids = np.asarray(tokens if tokens is not None else trace.token_ids, dtype=np.int64)  # type: ignore[attr-defined]
     cfg = model.config
@@ -46,7 +49,7 @@ def judge_trace(model: Model, trace: Mapping[str, NDArray], tokens: NDArray | No
     found.problem = same_tokens(ids, trace, cfg)
     if found.problem is not None:
         return found
-    replay = _Replay(model, trace, ids)
+    replay = _Replay(model, trace, ids, backend)
     own = bool(getattr(trace, "own_engine", True))
     walk = Walk({}, {}, cfg, ids, found, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
     with np.errstate(all="ignore"):  # a trace may hold anything; what is not finite is found and named
@@ -67,7 +70,9 @@ def judge_trace(model: Model, trace: Mapping[str, NDArray], tokens: NDArray | No
 class _Replay:
     """The reference's ops by the names of their results, each fed from the trace."""
 
-    def __init__(self, model: Model, trace: Mapping[str, NDArray], ids: NDArray[np.int64]) -> None:
+    def __init__(
+        self, model: Model, trace: Mapping[str, NDArray], ids: NDArray[np.int64], backend: Backend | None
+    ) -> None:
         self.trace, self.ids, self.cfg = trace, ids, model.config
         self.actual: dict[str, str] = {}
         self.misfits: dict[str, str] = {}  # name -> what is wrong with its shape
@@ -82,7 +87,7 @@ class _Replay:
             elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
                 self.misfits[name] = f"shape {list(given)} instead of {list(shape)}"
         self.w = plain_weights(model.weights)
-        self.be = Backend("float32", model.backend.threads)
+        self.be = backend or Backend("float32", model.backend.threads)
         self.linears: dict[str, LinearWeight] = dict(self.w.linears())
         self.recomputed: list[str] = []
 
@@ -160,12 +165,12 @@ class _Replay:
             return self.be.linear(self.rows(names.module_input(linear, self.cfg)), w)
         assert isinstance(w, TernaryLinear)
         if hook in (names.INT8, names.SCALE):
-            x_q, scale = quantization.quantize_activations(self.rows(names.linear_input(linear, self.cfg)))
+            x_q, scale = self.be.quantize_activations(self.rows(names.linear_input(linear, self.cfg)))
             return x_q if hook == names.INT8 else scale
         if hook == names.ACC:
             return self.be.ternary_matmul(self.value(f"{linear}.{names.INT8}", np.int8), w)
         acc, scale = self.value(f"{linear}.{names.ACC}", np.int32), self.value(f"{linear}.{names.SCALE}")
-        y = self.be.dequantize(acc, w, scale.reshape(-1, 1))
+        y = self.be.dequantize(acc, w, scale.reshape(len(self.ids), -1))
         return y if w.bias is None else y + w.bias
 
     def _attention(self, attn: str, hook: str) -> NDArray:

@@ -1,0 +1,93 @@
+"""`bitnet-ref crossval transformers | llama-cpp | onnxruntime | bitnet-cpp`: other people's engines."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .crossval_command import crossval, finish, load_model, outputs, token_ids
+from .shell import common_options
+
+_ENGINES = {
+    "transformers": "Hugging Face transformers, float32 and bfloat16, eager attention.",
+    "llama_cpp": "llama.cpp on GGUF files that are written for it: TQ1_0 and TQ2_0, or F32.",
+    "onnxruntime": "onnxruntime on the file that `convert --to onnx` writes.",
+}
+
+
+def _register(name: str, says: str) -> None:
+    @crossval.command(name.replace("_", "-"), short_help=says)
+    @click.argument("model", default="storyteller")
+    @click.option("--prompt", help="The text to run.  [default: a sentence]")
+    @click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+    @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
+    @click.option("--only", multiple=True, metavar="NAME", help='One variant, such as "llama.cpp tq2_0".')
+    @outputs
+    @common_options
+    def command(
+        model: str,
+        prompt: str | None,
+        tokens: str | None,
+        python: str | None,
+        only: tuple[str, ...],
+        html_path: Path | None,
+        receipt: Path | None,
+        require: bool,
+    ) -> None:
+        from ..crossval import cross_engine, default_tokens
+
+        if prompt is not None and tokens is not None:
+            raise click.UsageError("--prompt and --tokens exclude each other")
+        loaded = load_model(model)
+        ids = token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
+        loaded.check_tokens(ids)
+        found = cross_engine(name, model, ids, python=python, only=only or None)
+        finish(name, model, loaded, ids, found, None, html_path, receipt, require)
+
+    command.help = (
+        f"Run MODEL in {says[0]}{says[1:]}\n\nThe engine records each op that it can, which is then held to the "
+        "reference's. It may live in another interpreter: --python. What it does otherwise by design is said, and the "
+        "reference then does so too."
+    )
+
+
+for _name, _says in _ENGINES.items():
+    _register(_name, _says)
+
+
+@crossval.command("bitnet-cpp", short_help="A built bitnet.cpp, or any program with llama-cli's options.")
+@click.argument("model")
+@click.argument("binary")
+@click.option("--prompt", help="The text to continue.  [default: a sentence]")
+@click.option("--max-tokens", default=32, show_default=True, type=click.IntRange(1), help="How many tokens.")
+@click.option("--prints", type=click.Choice(["text", "ids"]), default="text", show_default=True, help="What it prints.")
+@click.option("--options", default="--no-display-prompt", show_default=True, help="More options for the program.")
+@outputs
+@common_options
+def bitnet_cpp(
+    model: str,
+    binary: str,
+    prompt: str | None,
+    max_tokens: int,
+    prints: str,
+    options: str,
+    html_path: Path | None,
+    receipt: Path | None,
+    require: bool,
+) -> None:
+    """Run BINARY -m MODEL -p PROMPT -n N --temp 0 and compare its greedy tokens with the reference's.
+
+    A MODEL that is no GGUF is written as one first, with I2_S matrices.
+    """
+    from ..crossval import cross_bitnet_cpp
+    from ..crossval.opponents import PROMPT
+
+    given: dict[str, Any] = {"count": max_tokens, "prints": prints, "more": shlex.split(options)}
+    text = PROMPT if prompt is None else prompt
+    loaded = load_model(model)
+    found = cross_bitnet_cpp(model, binary, prompt=text, **given)
+    ids = [] if found.greedy is None else loaded.tokenizer.encode(text)
+    finish("bitnet_cpp", model, loaded, ids, [found], None, html_path, receipt, require)

@@ -1,0 +1,40 @@
+"""A trace file in NumPy alone: crossval/README.md is the format. What the other scripts of this folder write with."""
+
+import json
+import sys
+
+import numpy as np
+
+_DTYPES = {"float32": "F32", "int8": "I8", "int32": "I32"}
+
+
+def run(record):
+    """Read a list of jobs, as JSON, from the standard input, record each, and print a line of JSON for each.
+
+    record: job -> (name -> array, engine, engine_dtype).   The line: {"failed": null}, or why.
+    """
+    for job in json.load(sys.stdin):
+        failed = None
+        try:
+            tensors, engine, dtype = record(job)
+            write(job["out"], tensors, job["tokens"], engine, dtype)
+        except (Exception, SystemExit) as problem:  # the next job may fare better
+            failed = f"{type(problem).__name__}: {problem}"
+        print(json.dumps({"failed": failed}), flush=True)
+
+
+def write(path, tensors, token_ids, engine, engine_dtype="float32"):
+    """tensors: name -> float32, int8 or int32 array"""
+    strings = {"format": "bitnet_ref.trace", "version": "1", "engine": engine, "engine_dtype": engine_dtype}
+    header, end = {"__metadata__": {**strings, "token_ids": json.dumps([int(i) for i in token_ids])}}, 0
+    for name, array in tensors.items():
+        start, end = end, end + array.nbytes
+        entry = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 64) * 64)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            little = array.dtype.newbyteorder("<")
+            file.write(np.ascontiguousarray(array, dtype=little).tobytes())

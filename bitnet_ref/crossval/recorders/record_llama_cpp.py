@@ -1,0 +1,160 @@
+r"""Runs a GGUF in llama.cpp, through llama-cpp-python, and records the tensors of its graph that a trace has names for.
+
+    echo '[{"model": FILE, "tokens": [1, 17], "out": FILE, "interleaved": false, "heads": [4, 2]}]' \
+        | python record_llama_cpp.py
+
+ggml calls back for each tensor that it has computed; llama.cpp names them (attn_norm-0, Qcur-0, ...). The KV cache is
+float32 here and flash attention is off, as either would round otherwise.
+interleaved: RoPE turns neighbours (the architecture llama), so q and k come in that order, and are put back.
+heads: how many query and kv heads there are.
+"""
+
+import ctypes
+import os
+import sys
+from glob import glob
+
+import llama_cpp
+import numpy as np
+import plain_trace
+from llama_cpp import llama_cpp as api
+
+# llama.cpp's name -> ours below blocks.N. A name may come several times, as the tensor is reshaped: `graph_name`.
+BLOCK = {
+    "attn_norm": "ln1.hook_normalized",
+    "Qcur": "attn.q_proj.hook_out",
+    "Kcur": "attn.k_proj.hook_out",
+    "Vcur": "attn.v_proj.hook_out",
+    "Qcur ROPE": "attn.hook_rot_q",
+    "Kcur ROPE": "attn.hook_rot_k",
+    "kq_soft_max": "attn.hook_pattern",
+    "kqv_out": "attn.hook_z",
+    "attn_sub_norm": "attn.sub_norm.hook_normalized",
+    "attn_out": "attn.o_proj.hook_out",
+    "attn_o_out": "attn.o_proj.hook_out",
+    "ffn_inp": "hook_resid_mid",
+    "ffn_norm": "ln2.hook_normalized",
+    "ffn_gate": "mlp.gate_proj.hook_out",
+    "ffn_gate_b": "mlp.gate_proj.hook_out",
+    "ffn_up": "mlp.up_proj.hook_out",
+    "ffn_up_b": "mlp.up_proj.hook_out",
+    "ffn_swiglu": "mlp.hook_post",
+    "ffn_sub_out": "mlp.hook_post",
+    "ffn_sub_norm": "mlp.sub_norm.hook_normalized",
+    "ffn_out": "mlp.down_proj.hook_out",
+    "ffn_down": "mlp.down_proj.hook_out",
+    "l_out": "hook_resid_post",
+}
+WHOLE = {"embd": "hook_embed", "inp_embd": "hook_embed", "result_norm": "ln_final.hook_normalized"}
+WHOLE |= {"result_output": "lm_head.hook_out"}
+MOVES = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # the same numbers again
+F32 = 0
+
+
+class GgmlTensor(ctypes.Structure):
+    """The first fields of ggml.h's struct ggml_tensor."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    )
+
+
+def ggml():
+    """The library below llama.cpp, as llama-cpp-python has loaded it."""
+    folder = os.path.join(os.path.dirname(llama_cpp.__file__), "lib")
+    for pattern in ("*ggml-base.so", "*ggml-base.dylib", "*ggml-base.dll"):
+        for path in glob(os.path.join(folder, pattern)):
+            lib = ctypes.CDLL(path)
+            for function in (lib.ggml_get_name, lib.ggml_op_desc):
+                function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+            lib.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2
+            return lib
+    sys.exit(f"no ggml-base library in {folder}")
+
+
+class Watch:
+    def __init__(self, lib, n_tokens, interleaved, heads):
+        self.lib, self.n, self.interleaved, self.heads, self.seen = lib, n_tokens, interleaved, heads, {}
+        self.callback = api.ggml_backend_sched_eval_callback(self)
+
+    def __call__(self, tensor, ask, _user):
+        name = self.name(tensor)
+        if not ask and name is not None:
+            self.seen[name] = self.value(tensor, name)  # the last of that name: a bias comes after its product
+        return name is not None if ask else True
+
+    def name(self, tensor):
+        """Our name of a tensor of the graph, None for what has none."""
+        given, op = self.lib.ggml_get_name(tensor).decode(), self.lib.ggml_op_desc(tensor).decode()
+        if given in WHOLE:
+            return WHOLE[given]
+        kind, _, layer = given.rpartition("-")
+        if op in MOVES or not layer.isdigit():
+            return None
+        short = BLOCK.get(f"{kind} ROPE" if op == "ROPE" else kind)
+        return None if short is None else f"blocks.{layer}.{short}"
+
+    def value(self, tensor, name):
+        head = ctypes.cast(tensor, ctypes.POINTER(GgmlTensor)).contents
+        shape, strides = list(head.ne)[::-1], list(head.nb)[::-1]
+        if head.type != F32 or strides[3] != 4 or any(strides[i] != strides[i + 1] * shape[i + 1] for i in range(3)):
+            sys.exit(f"{name}: expected float32 without holes, got ggml type {head.type}, strides {strides}")
+        array = np.empty(shape, dtype=np.float32)
+        self.lib.ggml_backend_tensor_get(tensor, array.ctypes.data, 0, array.nbytes)
+        if name.endswith("hook_pattern"):
+            return array[0, :, : self.n, : self.n].copy()  # (H, N, cache), padded
+        rows = array.reshape(-1, *shape[2:]) if name.endswith(("rot_q", "rot_k")) else array.reshape(-1, shape[3])
+        return self.half(rows, name) if self.interleaved else rows
+
+    def half(self, rows, name):
+        """q and k from the order of interleaved RoPE to that of halves."""
+        for letter, count in zip("qk", self.heads, strict=True):
+            if name.endswith((f"{letter}_proj.hook_out", f"rot_{letter}")):
+                pairs = rows.reshape(len(rows), count, -1, 2)
+                return np.ascontiguousarray(pairs.swapaxes(2, 3)).reshape(rows.shape)
+        return rows
+
+
+def record(path, tokens, interleaved, heads):
+    """-> name -> array"""
+    quiet = api.llama_log_callback(lambda level, text, _u: sys.stderr.write(text.decode()) if level >= 4 else None)
+    api.llama_log_set(quiet, None)
+    api.llama_backend_init()
+    options = api.llama_model_default_params()
+    options.n_gpu_layers = 0
+    model = api.llama_model_load_from_file(path.encode(), options)
+    if not model:
+        sys.exit("llama.cpp cannot load the file")
+    watch = Watch(ggml(), len(tokens), interleaved, heads)
+    settings = api.llama_context_default_params()
+    settings.n_ctx = settings.n_batch = settings.n_ubatch = max(64, len(tokens))
+    settings.n_threads = settings.n_threads_batch = min(4, os.cpu_count() or 1)
+    settings.flash_attn_type = 0
+    settings.type_k = settings.type_v = F32
+    settings.cb_eval = watch.callback
+    context = api.llama_init_from_model(model, settings)
+    if not context:
+        sys.exit("llama.cpp cannot make a context")
+    batch = api.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
+        batch.seq_id[i][0] = 0
+    if api.llama_decode(context, batch) != 0:
+        sys.exit("llama.cpp could not decode the tokens")
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    api.llama_model_free(model)
+    return watch.seen
+
+
+def run(job):
+    found = record(job["model"], job["tokens"], job["interleaved"], job["heads"])
+    return found, f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "float32"
+
+
+if __name__ == "__main__":
+    plain_trace.run(run)

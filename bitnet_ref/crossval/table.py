@@ -1,0 +1,131 @@
+"""Who agrees with whom: every model with every engine that runs here, as one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..api import load
+from .opponents import Crossing, cross_backends, default_tokens
+from .outside import ENGINES, cross_engine_on
+from .verify import result
+
+Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, where, tokens
+Report = Callable[[str], None]
+
+
+@dataclass
+class Table:
+    """rows: model -> opponent -> what was found. `agrees`: nothing that ran differs, and something ran."""
+
+    rows: dict[str, dict[str, Crossing]] = field(default_factory=dict)
+
+    @property
+    def opponents(self) -> list[str]:
+        names: dict[str, None] = {}
+        for row in self.rows.values():
+            names |= dict.fromkeys(row)
+        return list(names)
+
+    @property
+    def agrees(self) -> bool:
+        ran = [found.agrees for row in self.rows.values() for found in row.values() if found.agrees is not None]
+        return bool(ran) and all(ran)
+
+    def missing(self) -> list[str]:
+        """Opponents that ran on no model at all."""
+        return [name for name in self.opponents if all(found.agrees is None for found in self._column(name))]
+
+    def markdown(self) -> str:
+        """Models down, engines across, all kernel sets and files of an engine in one column; notes below."""
+        ran = [name for name in self.opponents if name not in self.missing()]
+        columns = list(dict.fromkeys(_column_of(name) for name in ran))
+        lines = ["| |" + "".join(f" {column} |" for column in columns), "|---|" + "---|" * len(columns)]
+        for model, row in self.rows.items():
+            cells = [_cells([found for name, found in row.items() if _column_of(name) == column]) for column in columns]
+            lines.append(f"| {model} |" + "".join(f" {text} |" for text in cells))
+        notes: dict[str, None] = {}
+        for row in self.rows.values():
+            notes |= {f"- \\* {found.opponent}: {found.rule}": None for found in row.values() if found.rule}
+        notes |= {f"- {name}: {self._column(name)[0].verdict}": None for name in self.missing()}
+        return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+
+    def _column(self, name: str) -> list[Crossing]:
+        return [row[name] for row in self.rows.values() if name in row]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values: the figures of a receipt."""
+        rows = {model: {name: result(found) for name, found in row.items()} for model, row in self.rows.items()}
+        return {"agrees": self.agrees, "missing": self.missing(), "models": rows}
+
+
+def _column_of(opponent: str) -> str:
+    engine, _, variant = opponent.partition(" ")
+    return f"{engine} {variant.split(',')[0]}" if engine == "transformers" else engine
+
+
+def _cells(found: Sequence[Crossing]) -> str:
+    """One cell for the kernel sets or files of an engine on a model: what each says, if they do not say the same."""
+    ran = [crossing for crossing in found if crossing.unavailable is None]
+    if not ran:
+        return "–" if found else ""
+    worst = max(ran, key=_badness)
+    return cell(worst) if len(ran) == 1 or worst.agrees else f"{cell(worst)} ({worst.opponent})"
+
+
+def _badness(crossing: Crossing) -> tuple[bool, float]:
+    logits = crossing.comparisons[-1].logits if crossing.comparisons else None
+    return not crossing.agrees, 0.0 if logits is None else logits.kl_max
+
+
+def cell(crossing: Crossing) -> str:
+    """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
+
+    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes tell.
+    """
+    if crossing.failed is not None:
+        return "FAILED"
+    bad = next((found for found in crossing.comparisons if not found.agrees), None)
+    if bad is not None:
+        first = bad.first_divergence
+        return f"**DIFFERS**: {bad.problem if first is None else first.name}"
+    found = crossing.comparisons[-1]
+    if all(op.equal for op in found.ops):
+        return "equal"
+    kl = "" if found.logits is None else f", KL {max(found.logits.kl_max, 0.0):.0e}"
+    flips = f", {found.n_flips} flips" if found.n_flips else ""
+    if crossing.rule is None:
+        return f"agrees{flips}{kl}"
+    apart = "" if crossing.contract is None or crossing.contract.logits is None else crossing.contract.logits.kl_max
+    return f"inexact*{kl}" if apart == "" else f"explained*{kl}; without the rule {apart:.0e}"
+
+
+def cross_all(
+    subjects: Sequence[Subject],
+    pythons: Mapping[str, str | None] | None = None,
+    backends: Sequence[str] | None = None,
+    report: Report = lambda line: None,
+) -> Table:
+    """Every subject on our backends and on every engine.
+
+    pythons: the interpreter of each engine, by its name ("" for all others).   backends: names, None for all.
+    """
+    pythons = pythons or {}
+    loaded = [(name, load(path, backend="numpy")) for name, path, _ in subjects]
+    runs = [
+        (name, path, default_tokens(model) if tokens is None else list(tokens))
+        for (name, model), (_, path, tokens) in zip(loaded, subjects, strict=True)
+    ]
+    table = Table({name: {} for name, _, _ in runs})
+    for (name, _, tokens), (_, model) in zip(runs, loaded, strict=True):
+        report(f"{name}: backends")
+        table.rows[name] |= {crossing.opponent: crossing for crossing in cross_backends(model, tokens, backends)}
+    for engine in ENGINES:
+        report(f"{engine}: {len(runs)} models")
+        python = pythons.get(engine, pythons.get(""))
+        found = cross_engine_on(engine, [(path, tokens) for _, path, tokens in runs], python=python)
+        for (name, _, _), crossings in zip(runs, found, strict=True):
+            table.rows[name] |= {crossing.opponent: crossing for crossing in crossings}
+    return table

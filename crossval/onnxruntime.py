@@ -1,0 +1,16 @@
+"""onnxruntime, on the file that `bitnet-ref convert --to onnx` writes, against the NumPy reference.
+
+    python crossval/onnxruntime.py [MODEL] [--python PATH] [--html FILE] [--receipt FILE] [--require] [--json]
+
+The same as `bitnet-ref crossval onnxruntime`. --python names an interpreter that has onnxruntime, if this
+one has not. Exit code 0: it agrees, 1: it differs or is missing with --require, 4: it is missing.
+"""
+
+import sys
+
+del sys.path[0]  # this folder: the file beside, or this one, is no package of that name
+
+from bitnet_ref.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    main(["crossval", "onnxruntime", *sys.argv[1:]])
