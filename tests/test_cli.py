@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import click
 import numpy as np
@@ -24,6 +24,7 @@ from bitnet_ref.cli import cli
 from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
 from bitnet_ref.cli.shell import Interface, size_in_words
 from bitnet_ref.doctor import check_backend
+from bitnet_ref.generation import SamplingParams
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.threads import resolve_threads
 from bitnet_ref.weights import TernaryWeight
@@ -351,6 +352,53 @@ def test_on_a_terminal_the_prompt_comes_first_and_the_words_stay_apart():
     text = shared_model("storyteller", BACKEND, threads=1).generate("Alice was", max_tokens=4).text
     assert not text.startswith(" ")
     assert shown.decode() == f"\x1b[2mAlice was\x1b[0m {text}\r\n"
+
+
+def test_generate_takes_every_sampling_parameter():
+    """But for functions, which a command line cannot give."""
+    given = {param.name for param in cli.commands["generate"].params}
+    assert {field.name for field in fields(SamplingParams)} - given == {"strategy", "processors"}
+    assert {field.name for field in fields(SamplingParams)} - {param.name for param in cli.commands["chat"].params} == (
+        {"strategy", "processors", "n", "num_beams", "length_penalty", "early_stopping", "logprobs", "echo"}
+    )
+    text = invoke("generate", "--help").stdout
+    titles = (
+        "Model:",
+        "Length and end:",
+        "Choice of tokens:",
+        "What may be said:",
+        "Several texts:",
+        "Output:",
+        "Options:",
+    )
+    assert sorted(titles, key=text.index) == list(titles)
+
+
+def test_generate_several_texts():
+    model = shared_model("storyteller", BACKEND, threads=1)
+    outs = model.generate(PROMPT, max_tokens=6, num_beams=3, n=2, early_stopping="never", logit_bias={262: -3})
+    args = ("generate", PROMPT, "--max-tokens", 6, "--num-beams", 3, "-n", 2, "--early-stopping", "never")
+    args = (*args, "--logit-bias", "262=-3", *FAST)
+    facts = invoke_json(*args)
+    assert [choice["token_ids"] for choice in facts["choices"]] == [out.token_ids for out in outs]
+    assert [choice["score"] for choice in facts["choices"]] == [out.score for out in outs]
+    assert facts["stats"]["generated_tokens"] == 12
+    assert invoke(*args).stdout == f"{outs[0].text}\n---\n{outs[1].text}\n"
+    assert invoke(*args, "--raw-ids", stdin="").exit_code == 2  # the prompt is no ids
+
+
+def test_generate_rules_reach_the_model(tmp_path):
+    model = shared_model("storyteller", BACKEND, threads=1)
+    free = model.generate(PROMPT, max_tokens=12)
+    word = free.text[8:12]
+    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--filter", word, "--logprobs", 2, "--echo", *FAST)
+    out = model.generate(PROMPT, max_tokens=12, filter=word, logprobs=2, echo=True)
+    assert (facts["text"], facts["finish_reason"], facts["stop_reason"]) == (out.text, "filtered", word)
+    assert facts["top_logprobs"] == [{str(t): p for t, p in top.items()} for top in out.top_logprobs]
+    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--bad-word", word, "--min-tokens", 3, *FAST)
+    assert facts["token_ids"] == model.generate(PROMPT, max_tokens=12, bad_words=[word], min_tokens=3).token_ids
+    assert invoke("generate", PROMPT, "--logit-bias", "x=y").exit_code == 2
+    assert invoke("generate", PROMPT, "--guided-json", f"@{tmp_path}/none").exit_code == 2
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------

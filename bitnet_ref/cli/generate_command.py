@@ -1,21 +1,21 @@
-"""`bitnet-ref generate`: continue a prompt, streaming; and the options and the loop that chat uses too."""
+"""`bitnet-ref generate`: continue a prompt, streaming; and the loop that chat uses too."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ..backends import HEADS, NAMES
 from ..errors import GenerationError, TokenizerError
 from ..memory import peak_memory_bytes
+from .generation_options import LOAD_OPTIONS, given_only, model_options, sampling_options, several_options
 from .shell import (
     INTERRUPTED,
-    AnyFunction,
     LoadingBar,
+    SectionedCommand,
     common_options,
     paint,
     print_json,
@@ -26,63 +26,33 @@ from .shell import (
 
 if TYPE_CHECKING:
     from ..api import Model
-    from ..generation import GenerationStats, StreamChunk, TokenStream
-
-HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
-LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "head", "allow_unquantized")
+    from ..generation import Generation, GenerationStats, StreamChunk, TokenStream
 
 
-def model_options(function: AnyFunction) -> AnyFunction:
-    """Which model, computed by what: the parameters of `bitnet_ref.load`."""
-    for option in reversed(
-        (
-            click.option("--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."),
-            click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
-            click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]"),
-            click.option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
-            click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
-            click.option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
-        )
-    ):
-        function = option(function)
-    return function
-
-
-def sampling_options(function: AnyFunction) -> AnyFunction:
-    """How to choose tokens. What is not given is left to `SamplingParams`, which also checks the values."""
-    for option in reversed(
-        (
-            click.option("--temperature", type=float, help="0 takes the likeliest token.  [default: 0]"),
-            click.option("--top-k", type=int, help="Sample among the k likeliest.  [default: no limit]"),
-            click.option("--top-p", type=float, help="Sample among the likeliest that reach p.  [default: 1]"),
-            click.option("--seed", type=int, help="Same seed, same text.  [default: random]"),
-            click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given again."),
-        )
-    ):
-        function = option(function)
-    return function
-
-
-@click.command(short_help="Continue a text, and show it as it comes.")
+@click.command(cls=SectionedCommand, short_help="Continue a text, and show it as it comes.")
 @click.argument("prompt")
 @model_options
-@click.option("--max-tokens", type=int, help="New tokens at most.  [default: 64, or what fits]")
 @sampling_options
+@several_options
 @click.option("--raw-ids", is_flag=True, help='PROMPT is token ids ("1 3797 537"), and so is the output.')
 @common_options
 def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
     """Continue PROMPT and show the text as it comes; "-" reads the prompt from standard input.
 
     On a terminal the prompt is shown before its continuation; a pipe gets the continuation alone. Speed and memory
-    go to standard error.
+    go to standard error. With -n and --num-beams nothing shows before the end; several texts come with a line between.
     """
     if prompt == "-":
         prompt = read_stdin()
     ids = parse_ids(prompt) if raw_ids else None
     model = load_model(options)
     ids = encode(model, prompt) if ids is None else ids
+    params = given_only(options)
+    if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
+        show_several(model, ids, params, raw_ids)
+        return
     reply = Reply()
-    stream = model.stream(ids, **{name: value for name, value in options.items() if value not in (None, ())})
+    stream = model.stream(ids, **params)
     if wants_json():
         reply.follow(stream)
         print_json(reply.facts(ids, stream.stats))
@@ -90,17 +60,41 @@ def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
         reply.follow(stream, on_chunk=lambda chunk: write_text(f"{chunk.token_id} "))
         write_text("\n")
     else:
-        if sys.stdout.isatty():
+        glue = None
+        if sys.stdout.isatty() and not params["echo"]:
             click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
             glue = Glue(model, ids)
-        else:
-            glue = None
         reply.follow(stream, on_chunk=lambda chunk: write_text(chunk.text if glue is None else glue.text(chunk)))
         write_text("\n")
     if not wants_json():
         say_stats(stream.stats)
     if reply.finish_reason == "interrupted":
         raise click.exceptions.Exit(INTERRUPTED)
+
+
+def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
+    """Texts that are certain only when all of them are."""
+    found = model.generate(ids, **params)
+    outs = cast("list[Generation]", found if isinstance(found, list) else [found])
+    stats = outs[0].stats
+    if wants_json():
+        facts = [
+            {name: value for name, value in vars_of(out).items() if name not in ("prompt_token_ids", "stats")}
+            for out in outs
+        ]
+        print_json({"choices": facts, "prompt_token_ids": ids, "stats": stats_facts(stats)})
+        return
+    for number, out in enumerate(outs):
+        if number:
+            click.echo(paint("---", sys.stdout, dim=True))
+        write_text(" ".join(map(str, out.token_ids)) if raw_ids else out.text)
+        write_text("\n")
+    say_stats(stats)
+
+
+def vars_of(out: Generation) -> dict[str, Any]:
+    """A generation's fields, with what is not there left out."""
+    return {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
 
 
 def encode(model: Model, prompt: str) -> list[int]:
@@ -148,9 +142,7 @@ class Reply:
 
     def facts(self, prompt_token_ids: list[int], stats: GenerationStats) -> dict[str, Any]:
         """For --json."""
-        times = asdict(stats) | {
-            name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")
-        }
+        tops = [chunk.top_logprobs for chunk in self.chunks]
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -158,8 +150,15 @@ class Reply:
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "prompt_token_ids": prompt_token_ids,
-            "stats": {**times, "peak_memory_bytes": peak_memory_bytes()},
+            "stats": stats_facts(stats),
+            **({"top_logprobs": tops} if any(top is not None for top in tops) else {}),
         }
+
+
+def stats_facts(stats: GenerationStats) -> dict[str, Any]:
+    """The figures of a call, for --json."""
+    speeds = {name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")}
+    return {**asdict(stats), **speeds, "peak_memory_bytes": peak_memory_bytes()}
 
 
 class Glue:

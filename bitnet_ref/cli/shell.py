@@ -191,6 +191,28 @@ class LoadingBar:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
+class SectionOption(click.Option):
+    """An option that --help shows under a title of its own."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose --help groups its options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        sections["Options"] = sections.pop("Options")  # last
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 def _set_state(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
     if value:
         setattr(ctx.ensure_object(State), str(param.name), True)

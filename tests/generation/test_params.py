@@ -1,5 +1,8 @@
 """Generation parameters: every bad value is refused by name, and an unknown name gets the nearest right one."""
 
+import re
+from dataclasses import fields
+
 import pytest
 
 from bitnet_ref.errors import GenerationError
@@ -14,10 +17,33 @@ BAD = {
     "stop": [[""], [1], 5, {"a": 1}],
     "stop_token_ids": [[-1], ["a"], 3],
     "ignore_eos": [1, None],
+    "min_tokens": [-1, 1.5, None],
+    "min_p": [-0.1, 1.1, "x"],
+    "typical_p": [0, 1.5, None],
+    "repetition_penalty": [0, -1, float("inf")],
+    "presence_penalty": [2.1, -3, None],
+    "frequency_penalty": [2.1, True],
+    "logit_bias": [[1], {"a": 1}, {-1: 1}, {3: 101}, {3: "x"}, {1.5: 1}, {3: float("nan")}],
+    "n": [0, True, 2.0],
+    "logprobs": [-1, True],
+    "echo": [1, "yes"],
+    "bad_words": [[""], [1], 5],
+    "filter": [[""], [1], 5],
+    "guided_json": [5, [1]],
+    "guided_regex": ["", 5],
+    "guided_choice": [[""], 5],
+    "guided_grammar": ["", 5],
+    "num_beams": [0, 1.5],
+    "length_penalty": ["x", float("nan")],
+    "early_stopping": ["always", None, 1],
+    "strategy": ["greedy", 5],
+    "processors": [5, ["x"], lambda ids, logits: logits],
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=str
+)
 def test_bad_values_are_refused_by_name(name, value):
     with pytest.raises(GenerationError, match=name):
         SamplingParams.of(**{name: value})
@@ -46,3 +72,37 @@ def test_max_new_tokens_means_max_tokens():
 def test_one_stop_string_may_stand_alone():
     assert SamplingParams.of(stop="END").stop == ("END",)
     assert SamplingParams.of(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 is more than max_tokens"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json and guided_regex"),
+        ({"num_beams": 2, "n": 3}, "at most num_beams, 2, got 3"),
+        ({"num_beams": 2, "temperature": 1.0}, "takes no temperature"),
+        ({"num_beams": 2, "stop": "x"}, "takes no stop"),
+        ({"num_beams": 2, "filter": len}, "takes no filter"),
+        ({"num_beams": 2, "strategy": len}, "takes no strategy"),
+    ],
+)
+def test_what_does_not_go_together(params, says):
+    with pytest.raises(GenerationError, match=says):
+        SamplingParams.of(**params)
+
+
+def test_other_names_for_the_same():
+    assert SamplingParams.of(num_return_sequences=2, top_logprobs=3, max_completion_tokens=4) == SamplingParams(
+        n=2, logprobs=3, max_tokens=4
+    )
+    with pytest.raises(GenerationError, match="'n' is given twice"):
+        SamplingParams.of(num_return_sequences=2, n=2)
+
+
+def test_the_bias_of_json_has_text_for_keys():
+    assert SamplingParams.of(logit_bias={"262": -5, 7: 1.5}).logit_bias == {262: -5.0, 7: 1.5}
+
+
+def test_every_parameter_is_explained():
+    for field in fields(SamplingParams):
+        assert re.search(rf"\b{field.name}\b", SamplingParams.__doc__), field.name
