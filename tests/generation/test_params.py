@@ -42,7 +42,9 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=str
+    ("name", "value"),
+    [(name, value) for name, values in BAD.items() for value in values],
+    ids=lambda value: "a function" if callable(value) else str(value),
 )
 def test_bad_values_are_refused_by_name(name, value):
     with pytest.raises(GenerationError, match=name):

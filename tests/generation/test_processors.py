@@ -26,6 +26,10 @@ PARAMS = [
 WHOLE = [{"temperature": 0.8, "typical_p": 0.7}, {"processors": [lambda ids, logits: np.roll(logits, 1)]}]
 
 
+def in_words(params):
+    return ",".join(name if name == "processors" else f"{name}={value}" for name, value in params.items())
+
+
 @pytest.fixture
 def story():
     return model("storyteller", "auto")
@@ -47,7 +51,7 @@ def test_count_penalties_count_what_was_generated():
     np.testing.assert_allclose(CountPenalties(0.5, 0.25, 3)(ids, logits), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("params", [*PARAMS, *WHOLE], ids=str)
+@pytest.mark.parametrize("params", [*PARAMS, *WHOLE], ids=in_words)
 def test_a_batch_gives_what_each_row_gives_alone(params, story):
     batch = story.generate(PROMPTS, max_tokens=10, seed=3, **params)
     alone = [story.generate(prompt, max_tokens=10, seed=3, **params) for prompt in PROMPTS]
@@ -62,7 +66,7 @@ def pair():
 
 
 @needs_kernels
-@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("params", PARAMS, ids=in_words)
 def test_the_screened_head_gives_the_same_from_fewer_rows(pair, params):
     exact, screened = (m.generate(PROMPTS, max_tokens=12, seed=1, **params) for m in pair)
     for a, b in zip(exact, screened, strict=True):
@@ -74,7 +78,7 @@ def test_the_screened_head_gives_the_same_from_fewer_rows(pair, params):
 
 
 @needs_kernels
-@pytest.mark.parametrize("params", WHOLE, ids=str)
+@pytest.mark.parametrize("params", WHOLE, ids=in_words)
 def test_rules_that_need_all_logits_get_them(pair, params):
     exact, screened = (m.generate("Alice", max_tokens=6, seed=1, **params) for m in pair)
     assert exact.token_ids == screened.token_ids
