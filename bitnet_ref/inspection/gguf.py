@@ -186,9 +186,10 @@ class GgufInspector(Inspector):
                 f"the key is absent: how text is cut before merging is not said{taken}. Other tools cut it wrongly"
             )
             self.note("warning", "tokenizer", message, field="tokenizer.ggml.pre")
-        named = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+        ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        named = {value for value in ids if isinstance(value, int)}  # an array, say, is the configuration's error
         stops = self.out.config.eos_token_ids if self.out.config is not None else ()
-        if by_text := [token for token in stops if token not in named and token < len(tokens)]:
+        if by_text := [token for token in stops if token not in named and 0 <= token < len(tokens)]:
             listed = ", ".join(f"{tokens[token]} ({token})" for token in by_text)
             message = f"no key says that {listed} ends a turn; it is taken as a stop by its text"
             self.note("note", "tokenizer", message, field="tokenizer.ggml.eot_token_id")

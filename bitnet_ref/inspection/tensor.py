@@ -90,7 +90,8 @@ def _stored_tensor(
         close = (
             difflib.get_close_matches(name, sorted({*known, *readers}), n=3, cutoff=0.5) or list(known or readers)[:3]
         )
-        raise ConfigError(f"there is no tensor {name!r}; near it are {', '.join(close)}")
+        more = "" if error is None else f". Our own names do not help here, as it is no model that can be read: {error}"
+        raise ConfigError(f"there is no tensor {name!r}; near it are {', '.join(close)}{more}")
     dtype, values = readers[name]()
     return TensorView(shown, name, f"{dtype}, as stored", _plain(values))
 

@@ -147,7 +147,8 @@ def use_all(kind: str, path: Path, folder: Path) -> str:
     found, more = outcome(lambda: loaded.append(use_checkpoint(path, "numpy")), folder), "ok"
     if kind == "gguf" and loaded:
         more = outcome(lambda: use_tokenizer(loaded[0].tokenizer), folder)
-    elif kind in ("config", "weights", "index"):
+    assert more in FORKED_OUTCOMES, f"a {more} from the tokenizer, after a load that was {found}"
+    if kind in ("config", "weights", "index", "gguf", "onnx", "native"):
         more = outcome(lambda: inspect_model(path), folder)
     assert more in FORKED_OUTCOMES, f"a {more} after the load, which was {found}"
     return found

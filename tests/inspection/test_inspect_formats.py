@@ -344,6 +344,14 @@ def test_mxfp4_is_named(tmp_path):
     assert found.tensors
 
 
+def test_an_end_token_that_is_an_array(tmp_path, formats):
+    """Found by fuzzing: it cannot be looked up in a set."""
+    values = {"tokenizer.ggml.eos_token_id": Typed("[int32]", np.array([2, 3], dtype=np.int32))}
+    found = inspect_model(changed(tmp_path / "m.gguf", formats["gguf-i2_s"], values))
+    assert says(found, "error", "expected a token id", "eos_token_id")
+    assert len(found.ternary) == 42
+
+
 @pytest.mark.parametrize("suffix", [".gguf", ".bitnet.safetensors", ".onnx"])
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"\x00" * 100, b"\x08\x01\xff\xff"])
 def test_files_that_are_no_models(tmp_path, suffix, data):
