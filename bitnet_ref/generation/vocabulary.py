@@ -8,6 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -42,14 +45,14 @@ class SortedTokens:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
-        self.order = sorted(range(len(tokens)), key=tokens.__getitem__)
+        self.order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), dtype=np.int64)
         self._sorted = [tokens[token] for token in self.order]
         self._joined = b"".join(tokens)  # one search of it is much faster than one of each token
         self._starts = [0, *accumulate(map(len, tokens))]
 
-    def beginning_with(self, start: bytes) -> list[int]:
+    def beginning_with(self, start: bytes) -> NDArray[np.int64]:
         """
-        >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).beginning_with(b"ab")
+        >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).beginning_with(b"ab").tolist()
         [2, 1]
         """
         first = bisect_left(self._sorted, start)
