@@ -98,7 +98,19 @@ def test_only_the_backends_know_the_kernels():
 
 HEAVY = (
     *("torch", "transformers", "tensorflow", "jax", "cupy", "sentencepiece", "tokenizers", "jinja2", "safetensors"),
-    *("huggingface_hub", "click", "rich", "matplotlib", "pandas", "scipy", "IPython", "pytest", "hypothesis", "onnx"),
+    *(
+        "huggingface_hub",
+        "click",
+        "rich",
+        "matplotlib",
+        "pandas",
+        "scipy",
+        "IPython",
+        "pytest",
+        "hypothesis",
+        "onnx",
+        "llguidance",
+    ),
 )
 LOADED = (
     "import json, sys; import bitnet_ref; {more}print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"

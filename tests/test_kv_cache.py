@@ -73,3 +73,13 @@ def test_keys_of_another_shape_are_not_broadcast(shape):
 def test_a_cache_that_does_not_fit_in_memory(capacity):
     with pytest.raises(OutOfMemory, match="KV cache"):
         KVCache(CONFIG, 10, capacity)
+
+
+def test_slots_are_copied_all_at_the_same_time():
+    """A beam may continue another one, which moves as well: what a slot gets is what its source held before."""
+    cache = KVCache(CONFIG, slots=3, capacity=4)
+    cache.keys[:] = cache.values[:] = np.arange(3, dtype=np.float32)[None, :, None, None, None]
+    cache.copy([1, 0, 1], [0, 1, 2], 2)
+    for held in (cache.keys, cache.values):
+        assert held[0, :, 0, 0, 0].tolist() == held[-1, :, 1, -1, -1].tolist() == [1, 0, 1]
+        assert held[0, :, 2, 0, 0].tolist() == [0, 1, 2]  # beyond the length

@@ -28,14 +28,13 @@ class BannedWords:
 
     def moves(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         tail = self._tail(token_ids)
-        found = {
-            token
+        rests = [
+            self.vocabulary.beginning_with(word[begun:])
             for word in self.words
             for begun in range(1, min(len(word) - 1, len(tail)) + 1)
             if tail.endswith(word[:begun])
-            for token in self.vocabulary.beginning_with(word[begun:])
-        }
-        return np.union1d(self.whole, np.array(sorted(found), dtype=np.int64))
+        ]
+        return np.unique(np.concatenate([self.whole, *rests]))
 
     def __call__(self, token_ids: NDArray[np.int64], logits: NDArray) -> NDArray:
         return without(logits, self.moves(token_ids))

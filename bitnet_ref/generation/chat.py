@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,7 +125,7 @@ class ChatSession:
                 + (self.how_to_reset if began else "shorten the message")
             )
         wanted = DEFAULT_REPLY_TOKENS if sampling.max_tokens is None else sampling.max_tokens
-        sampling = SamplingParams(**{**vars(sampling), "max_tokens": min(room, max(wanted, sampling.min_tokens))})
+        sampling = replace(sampling, max_tokens=min(room, max(wanted, sampling.min_tokens)))
         row = Continuation(Request(self.model, ids, sampling), slot=0)
         stats = GenerationStats(self.model.backend.name)
         self._stream = TokenStream(self._chunks(row, self._with(content), stats), stats)

@@ -6,6 +6,7 @@ optional package: pip install 'bitnet-ref[constrained]'.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,15 @@ class Constraint:
 
     def __init__(self, guide: str, value: Any, vocabulary: LLVocabulary, prompt_tokens: int) -> None:
         """guide, value: one of `params.GUIDES` and what was given for it."""
-        self.guide, self.prompt_tokens, self.vocabulary = guide, prompt_tokens, vocabulary
+        self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, vocabulary.end_tokens
         self._matcher = vocabulary.matcher(guide, value)
         self._seen: list[int] = []
+
+    def fresh(self) -> Constraint:
+        """Another one for the same grammar, which is not compiled again. Of one that was not asked yet."""
+        other = copy.copy(self)
+        other._matcher, other._seen = self._matcher.deep_copy(), []
+        return other
 
     def complete(self, token_ids: NDArray[np.int64]) -> bool:
         """Whether the text matches and nothing can be added to it."""
@@ -40,7 +47,7 @@ class Constraint:
         matcher = self._at(token_ids)
         allowed = np.zeros(len(logits), dtype=np.bool_)
         if matcher.is_stopped():  # only an end token is left
-            allowed[[token for token in self.vocabulary.end_tokens if token < len(logits)]] = True
+            allowed[[token for token in self.end_tokens if token < len(logits)]] = True
         else:
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             bits = np.unpackbits(mask, bitorder="little")[: len(logits)].astype(np.bool_)

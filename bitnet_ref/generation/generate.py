@@ -111,15 +111,16 @@ def run(
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
     stats.prompt_tokens = sum(len(row.request.prompt) for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
+    by_slot = {group[0].slot: group for group in groups}
     prompts = [(row.slot, row.cached, row.request.prompt) for row in leaders]
     for parts, complete in prefill_steps(prompts, PREFILL_CHUNK):
         started = time.perf_counter()
         ending = [leaders[number] for _, number in complete]
         hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
         for slot, start, piece in parts:
-            next(row for row in leaders if row.slot == slot).computed = start + len(piece)
+            by_slot[slot][0].computed = start + len(piece)
         for leader, x, candidates in zip(ending, hidden, found, strict=True):
-            group = next(group for group in groups if group[0] is leader)
+            group = by_slot[leader.slot]
             cache.copy([leader.slot] * (len(group) - 1), [row.slot for row in group[1:]], leader.computed)
             stats.prefill_s += time.perf_counter() - started
             for row in group:

@@ -79,7 +79,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class SamplingParams:
     echo: bool = False
     bad_words: tuple[str, ...] = ()
     filter: tuple[str, ...] | Callable[[str], bool] = ()
-    guided_json: str | Mapping[str, Any] | bool | None = None
+    guided_json: str | Mapping[str, Any] | bool | None = field(default=None, hash=False)
     guided_regex: str | None = None
     guided_choice: tuple[str, ...] = ()
     guided_grammar: str | None = None

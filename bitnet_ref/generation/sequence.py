@@ -54,7 +54,11 @@ class Request:
                 raise GenerationError(
                     f"logit_bias: token id {token} is not in the vocabulary of {model.config.vocab_size}"
                 )
-        self.rules()  # a grammar that is none is refused before anything is computed
+        self._banned = (
+            BannedWords(params.bad_words, model.vocabulary.sorted, len(self.prompt)) if params.bad_words else None
+        )
+        guide = next(iter(params.guides.items()), None)
+        self._constraint = Constraint(*guide, model.vocabulary.llguidance, len(self.prompt)) if guide else None
 
     @property
     def capacity(self) -> int:
@@ -63,13 +67,8 @@ class Request:
 
     def rules(self) -> tuple[Rules, Constraint | None]:
         """The processors for one continuation; and of them the one, if any, that knows when the text is complete."""
-        more: list[Processor] = []
-        constraint = None
-        if self.params.bad_words:
-            more.append(BannedWords(self.params.bad_words, self.model.vocabulary.sorted, len(self.prompt)))
-        for guide, value in self.params.guides.items():
-            constraint = Constraint(guide, value, self.model.vocabulary.llguidance, len(self.prompt))
-            more.append(constraint)
+        constraint = None if self._constraint is None else self._constraint.fresh()
+        more: list[Processor] = [rule for rule in (self._banned, constraint) if rule is not None]
         ends = [token for token in self.end_tokens if token < self.model.config.vocab_size]
         return Rules.of(self.params, len(self.prompt), ends, more), constraint
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import TokenizerError
 
@@ -41,12 +45,14 @@ class SortedTokens:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
-        self.order = sorted(range(len(tokens)), key=tokens.__getitem__)
+        self.order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), dtype=np.int64)
         self._sorted = [tokens[token] for token in self.order]
+        self._joined = b"".join(tokens)  # one search of it is much faster than one of each token
+        self._starts = [0, *accumulate(map(len, tokens))]
 
-    def beginning_with(self, start: bytes) -> list[int]:
+    def beginning_with(self, start: bytes) -> NDArray[np.int64]:
         """
-        >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).beginning_with(b"ab")
+        >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).beginning_with(b"ab").tolist()
         [2, 1]
         """
         first = bisect_left(self._sorted, start)
@@ -59,7 +65,14 @@ class SortedTokens:
         >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).holding(b"b")
         [0, 1, 2]
         """
-        return [token for token, data in enumerate(self.tokens) if part in data]
+        found, at = [], self._joined.find(part)
+        while at >= 0:
+            token = bisect_right(self._starts, at) - 1
+            if at + len(part) <= self._starts[token] + len(self.tokens[token]):
+                found.append(token)
+                at = self._starts[token + 1] - 1
+            at = self._joined.find(part, at + 1)
+        return found
 
 
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes:

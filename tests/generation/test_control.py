@@ -190,3 +190,13 @@ def test_a_model_without_a_tokenizer_refuses_rules_about_text():
     for params in ({"bad_words": ["a"]}, {"filter": ["a"]}, {"guided_choice": ["a"]}, {"echo": True}):
         with pytest.raises(TokenizerError):
             model(GOLDEN / "llama-dense").generate([1, 2], **params)
+
+
+@given(
+    st.lists(st.text("ab\xff", max_size=4).map(lambda text: text.encode("latin-1")), min_size=1, max_size=20),
+    st.sampled_from([b"a", b"ab", b"\xff", b"a\xff", b"\xff\xff", b"aba"]),
+)
+def test_tokens_are_found_by_their_bytes(tokens, part):
+    found = SortedTokens(tokens)
+    assert sorted(found.beginning_with(part)) == [i for i, data in enumerate(tokens) if data.startswith(part)]
+    assert found.holding(part) == [i for i, data in enumerate(tokens) if part in data]
