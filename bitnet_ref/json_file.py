@@ -13,6 +13,7 @@ from .errors import ConfigError, FormatError, TokenizerError
 AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 
 _BLOCK_BYTES = 1 << 16
+MAX_VALUES = 1 << 22  # a tokenizer.json of 260,000 tokens and 510,000 merges has 2 million
 
 
 def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes:
@@ -42,7 +43,12 @@ def read_json_object(path: Path, error: type[AnyFileError], max_bytes: int) -> d
 def parse_json_object(
     data: bytes, error: type[AnyFileError], path: str | os.PathLike[str], offset: int = 0
 ) -> dict[str, Any]:
-    """Parse bytes found at `offset` of `path`. Duplicate keys, NaN and Infinity are errors, not choices."""
+    """Parse bytes found at `offset` of `path`. Duplicate keys, NaN and Infinity are errors, not choices.
+
+    More than MAX_VALUES values are refused: an empty list is 3 bytes of text and 64 in memory.
+    """
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise error(f"holds more than {MAX_VALUES} values, and at most that many are accepted", path=path)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bitnet_ref.errors import FormatError
-from bitnet_ref.json_file import read_bounded, read_json_object
+from bitnet_ref.json_file import MAX_VALUES, read_bounded, read_json_object
 
 
 def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path):
@@ -50,6 +50,17 @@ def test_a_pipe_and_a_folder(tmp_path):
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(FormatError, match="not a regular file"):
             read_bounded(path, FormatError, 10)
+
+
+@pytest.mark.parametrize("item", [b"[],", b"{},", b"0,"])
+def test_many_small_values(tmp_path, item):
+    """An empty list is 3 bytes of text and 64 of memory."""
+    path = tmp_path / "x"
+    path.write_bytes(b'{"a":[' + item * (MAX_VALUES // 4) + b"0]}")
+    assert len(read_json_object(path, FormatError, 1 << 26)["a"]) == MAX_VALUES // 4 + 1
+    path.write_bytes(b'{"a":[' + item * MAX_VALUES + b"0]}")
+    with pytest.raises(FormatError, match=f"more than {MAX_VALUES} values"):
+        read_json_object(path, FormatError, 1 << 26)
 
 
 def test_truncated_at_every_byte(tmp_path):

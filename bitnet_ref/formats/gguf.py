@@ -28,6 +28,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_HEADER = 1 << 28  # a vocabulary of a million tokens with merges is far below
+# A number in a file makes objects many times its size, so these have limits beside that of the header's bytes
+MAX_TENSORS, MAX_KEYS, MAX_STRINGS = 1 << 17, 1 << 16, 1 << 22
 MAX_NAME = 64  # bytes of a tensor's name, as in ggml
 MAX_KEY = 65535
 MAX_RANK = 4
@@ -156,8 +158,9 @@ class _Header:
         self._buffer = bytearray()  # the file's beginning, as far as it was needed
         self._magic()
         n_tensors, n_values = self._number(_LENGTH, "tensor count"), self._number(_LENGTH, "metadata count")
-        self._affordable(n_values, 13, "metadata count")  # a key's length, a type, one byte of value
-        self._affordable(n_tensors, 24, "tensor count")  # a name's length, a rank, a type, an offset
+        self._affordable(n_values, 13, "metadata count", MAX_KEYS)  # a key's length, a type, one byte of value
+        self._affordable(n_tensors, 24, "tensor count", MAX_TENSORS)  # a name's length, a rank, a type, an offset
+        self._strings_left = MAX_STRINGS
         self.typed: dict[str, Typed] = {}
         for index in range(n_values):
             start = self.at
@@ -192,11 +195,13 @@ class _Header:
     def _number(self, layout: struct.Struct, field: str) -> Any:
         return layout.unpack_from(self._buffer, self._need(layout.size, field))[0]
 
-    def _affordable(self, count: int, least_bytes: int, field: str) -> None:
+    def _affordable(self, count: int, least_bytes: int, field: str, most: int | None = None) -> None:
         """Refuse a count that the rest of the file cannot hold, before anything is done that often."""
         if count * least_bytes > self.limit - self.at:
             left = self.limit - self.at
             raise self._fail(f"says {count}, but at {least_bytes} bytes or more each {left} bytes are too few", field)
+        if most is not None and count > most:
+            raise self._fail(f"says {count}, and at most {most} are read", field)
 
     def _magic(self) -> None:
         magic = bytes(self._buffer_at(4, "magic"))
@@ -251,7 +256,8 @@ class _Header:
         if code not in NAME_OF:
             raise self._fail(f"expected an element type from 0 to 12, got {code}", key, start)
         if code == STRING:
-            self._affordable(count, 8, key)
+            self._affordable(count, 8, key, self._strings_left)
+            self._strings_left -= count
             return Typed("[string]", self._strings(key, count))
         name, layout = SCALARS[code]
         size = struct.calcsize(layout)

@@ -66,7 +66,8 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
     a BitNet, of which some modules may be left dense, or a dense model.
     """
     ternary = {tensor.name: _begins_ternary(file, tensor) for tensor in block_linears(file)}
-    bitnet = file.metadata.get("general.architecture") in BITNET_ARCHITECTURES
+    arch = file.metadata.get("general.architecture")
+    bitnet = isinstance(arch, str) and arch in BITNET_ARCHITECTURES
     head = file.tensors.get("output.weight")
     skipped = [] if head is not None and head.type.name in TERNARY_TYPES else ["lm_head"]
     if not any(ternary.values()):

@@ -45,6 +45,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WRITE_BLOCK = 1 << 24
 MAX_HEADER = 100_000_000  # the limit of the reference implementation
 MAX_RANK = 8
+MAX_TENSORS = 1 << 17  # of one file: each is checked, which takes some microseconds
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,9 @@ class SafetensorsFile:
             raise FormatError("expected an object of strings", path=self.path, offset=8, field="__metadata__")
         self.metadata = metadata
         data_start = 8 + length
+        if len(entries) > MAX_TENSORS:
+            message = f"expected at most {MAX_TENSORS} tensors, got {len(entries)}"
+            raise FormatError(message, path=self.path, offset=8, field="header")
         tensors = {name: self._check_entry(name, entry, data_start) for name, entry in entries.items()}
         end = data_start
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
 from bitnet_ref.formats.ggml_types import TYPES
-from bitnet_ref.formats.gguf import GgufFile, Typed
+from bitnet_ref.formats.gguf import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, GgufFile, Typed
 from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
 
 NO_TYPE_OF_ITS_OWN = {36, 37, 38, 39}  # the ids that the dialects use differently
@@ -326,6 +326,22 @@ def test_bad_files(case, tmp_path):
 
 def test_the_hostile_array_is_the_45_bytes_one():
     assert len(BAD["an array of 2^63 in 45 bytes"][0]) <= 50
+
+
+@pytest.mark.parametrize(
+    ("counts", "body", "field"),
+    [
+        ((MAX_TENSORS + 1, 0), bytes(24 * (MAX_TENSORS + 1)), "tensor count"),
+        ((0, MAX_KEYS + 1), bytes(13 * (MAX_KEYS + 1)), "metadata count"),
+        ((0, 1), text("a") + array(8, MAX_STRINGS + 1, bytes(8 * (MAX_STRINGS + 1))), "a"),
+    ],
+)
+def test_more_objects_than_any_model_has(counts, body, field, tmp_path):
+    """The file does hold that many, at a few bytes each; in memory they would be many times as large."""
+    path = write(tmp_path / "x.gguf", raw_gguf(counts=counts) + body)
+    with pytest.raises(FormatError, match=r"at most [0-9]+ are read") as caught:
+        GgufFile(path)
+    assert caught.value.field == field
 
 
 def test_truncated_at_every_byte(tmp_path):

@@ -395,6 +395,18 @@ BAD_METADATA = {
     "no architecture": ({}, ["general.architecture"], "got None", "general.architecture"),
     "another architecture": ({"general.architecture": Typed("string", "gemma3")}, [], "gemma3", "general.architecture"),
     "a number for it": ({"general.architecture": Typed("uint32", 3)}, [], "got 3", "general.architecture"),
+    "an array for it": (
+        {"general.architecture": Typed("[uint32]", [1, 2])},
+        [],
+        "got array([1, 2]",
+        "general.architecture",
+    ),
+    "texts for it": (
+        {"general.architecture": Typed("[string]", [ARCH])},
+        [],
+        f"got ['{ARCH}']",
+        "general.architecture",
+    ),
     "no block_count": ({}, [f"{ARCH}.block_count"], "absent", f"{ARCH}.block_count"),
     "2^32 - 1 blocks": ({f"{ARCH}.block_count": Typed("uint32", 2**32 - 1)}, [], "24 tensors", f"{ARCH}.block_count"),
     "a block too many": ({f"{ARCH}.block_count": Typed("uint32", 3)}, [], "says 3 blocks", f"{ARCH}.block_count"),

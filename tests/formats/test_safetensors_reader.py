@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter, dtype_name, write_safetensors
+from bitnet_ref.formats.safetensors import (
+    DTYPES,
+    MAX_TENSORS,
+    SafetensorsFile,
+    SafetensorsWriter,
+    dtype_name,
+    write_safetensors,
+)
+from bitnet_ref.json_file import MAX_VALUES
 
 
 def entry(dtype="F32", shape=(2,), begin=0, end=8):
@@ -193,6 +201,15 @@ def test_bad_files(case, tmp_path):
     assert caught.value.field == field
     if field is not None and "." in field:
         assert caught.value.offset >= 8
+
+
+def test_more_tensors_than_any_model_has(tmp_path):
+    text = b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    header = b"{" + b",".join(text % number for number in range(MAX_TENSORS + 1)) + b"}"
+    with pytest.raises(FormatError, match=f"at most {MAX_TENSORS} tensors"):
+        SafetensorsFile(write(tmp_path / "x", raw_safetensors(header)))
+    with pytest.raises(FormatError, match=f"more than {MAX_VALUES} values"):
+        SafetensorsFile(write(tmp_path / "x", raw_safetensors(b'{"a":[' + b"[]," * MAX_VALUES + b"[]]}")))
 
 
 def test_truncated_at_every_byte(tmp_path):
