@@ -91,12 +91,20 @@ def compare_text(model: Model, tokens: Sequence[int], theirs: str, count: int) -
         if text.endswith("\ufffd"):  # in the middle of a character
             continue
         if not (theirs.startswith(text) or text.rstrip() == theirs):
-            before = decode([*tokens, *mine[:i]])[start:]
-            return _parted(logits, i, repr(text[len(before) :]), repr(theirs[len(before) :][:24]), None)
+            before = [decode([*tokens, *mine[:j]])[start:] for j in (i, max(0, i - 1))]
+            at = i
+            if text[len(before[0]) :][:1].isspace() and _within_word(theirs, len(before[0])):
+                at, text, before = max(0, i - 1), before[0], before[1:]  # theirs is a longer one, which begins the same
+            mine_text, their_text = text[len(before[0]) :], theirs[len(before[0]) :][:24]
+            return _parted(logits, at, repr(mine_text), repr(their_text), None)
     whole = decode([*tokens, *mine])[start:].rstrip()
     if len(theirs) > len(whole):
         return _parted(logits, len(mine), "the end", repr(theirs[len(whole) :][:24]), None)
     return _same(logits, len(mine))
+
+
+def _within_word(text: str, at: int) -> bool:
+    return 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum()
 
 
 def _margins(logits: NDArray) -> NDArray:

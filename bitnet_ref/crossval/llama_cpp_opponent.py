@@ -106,6 +106,8 @@ def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model,
         ids = trace.token_ids[:tokens]
         mine, theirs = until(right, tokens), until(trace, tokens)
         free = compare(mine, theirs, reference.config, ids, own_engine=False)
+        if tokens < len(trace.token_ids):
+            free.mode = f"free-running up to token {tokens}, where an activation rounds to its other neighbour"
         crossing.comparisons.append(free)
         crossing.evidence = evidence(mine, theirs, free)
     if rule is not None:

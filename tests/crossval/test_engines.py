@@ -1,0 +1,269 @@
+"""Other people's engines as opponents: recorded in a process of their own, judged here."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers import GOLDEN, golden, model, rng
+
+import bitnet_ref
+from bitnet_ref.backends import Backend
+from bitnet_ref.cli import cli
+from bitnet_ref.crossval import cross_all, cross_engine, cross_engine_on, make_receipt, verify_receipt
+from bitnet_ref.crossval.engines import LLAMA_CPP, ONNXRUNTIME, TRANSFORMERS, Engine
+from bitnet_ref.crossval.llama_cpp_opponent import _unflipped, block_rule
+from bitnet_ref.crossval.outside import until
+from bitnet_ref.crossval.table import cell
+from bitnet_ref.errors import ConfigError
+from bitnet_ref.tracing.receipt import write_receipt
+from bitnet_ref.tracing.replay import judge_trace
+from bitnet_ref.tracing.trace import Trace
+from bitnet_ref.tracing.variants import Setting
+
+CASE = GOLDEN / "bitnet-packed-offline"
+RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "recorders"
+
+# The interpreter that has torch, transformers and llama-cpp-python, where this one has not
+PYTHON = os.environ.get("BITNET_REF_ENGINES_PYTHON") or None
+needs_onnx = pytest.mark.skipif(
+    find_spec("onnx") is None or ONNXRUNTIME.missing() is not None, reason="needs onnx and onnxruntime"
+)
+WHY = "set BITNET_REF_ENGINES_PYTHON to an interpreter that has it"
+
+
+def needs(engine):
+    reason = engine.missing(PYTHON)
+    return pytest.mark.skipif(reason is not None, reason=f"{reason}; {WHY}")
+
+
+class Run(dict):
+    """A run of an engine that is not ours, as a trace of it would be."""
+
+    own_engine = False
+
+    def __init__(self, tensors, tokens):
+        super().__init__(tensors)
+        self.token_ids = list(tokens)
+
+
+def tokens_of(case):
+    return golden(case)["tokens"].tolist()
+
+
+# -- onnxruntime -------------------------------------------------------------------------------------------------------
+
+
+@needs_onnx
+def test_onnxruntime_agrees_and_its_receipt_holds(tmp_path):
+    cases = ["bitnet-packed-offline", "llama-packed-rmsnorm", "rope-dynamic"]  # the others: slow
+    found = cross_engine_on("onnxruntime", [(GOLDEN / case, tokens_of(case)) for case in cases])
+    for case, (crossing,) in zip(cases, found, strict=True):
+        assert crossing.agrees, f"{case}: {crossing.verdict}"
+        free = crossing.comparisons[-1]
+        assert free.logits.top1_agreement == 1
+        if model(GOLDEN / case).config.quantization is not None:
+            assert free.accumulators[0] > 0
+            assert free.accumulators[1] == 0
+            assert [found.mode for found in crossing.comparisons] == ["op by op", "free-running"]
+            assert all(op.equal for op in free.ops if op.kind != "logits")
+    receipt = make_receipt("onnxruntime", str(CASE), model(CASE), tokens_of(CASE.name), found[0])
+    write_receipt(tmp_path / "r.json", receipt)
+    assert verify_receipt(tmp_path / "r.json").holds
+
+
+@pytest.mark.slow
+@needs_onnx
+def test_onnxruntime_on_every_case():
+    cases = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+    subjects = [("storyteller", None), *((GOLDEN / case, tokens_of(case)) for case in cases)]
+    for (subject, _), (crossing,) in zip(subjects, cross_engine_on("onnxruntime", subjects), strict=True):
+        assert crossing.agrees, f"{subject}: {crossing.verdict}"
+
+
+@needs_onnx
+def test_the_shell_runs_an_engine():
+    result = CliRunner().invoke(cli, ["crossval", "onnxruntime", str(CASE), "--tokens", "1,5,9"])
+    assert result.exit_code == 0, result.output
+    assert "AGREES" in result.stdout
+
+
+# -- what is missing or breaks -----------------------------------------------------------------------------------------
+
+
+def test_a_missing_engine_is_named_with_its_command(tmp_path):
+    lacking = Engine("transformers", ("no_such_package_at_all",), "no-such-package")
+    assert "no_such_package_at_all is not installed: pip install no-such-package" in lacking.missing()
+    nothing = tmp_path / "python"
+    (crossing,) = cross_engine("onnxruntime", CASE, [1, 5], python=str(nothing))
+    assert crossing.agrees is None
+    assert "does not run as a Python interpreter" in crossing.verdict
+    command = ["crossval", "llama-cpp", str(CASE), "--tokens", "1,5", "--python", str(nothing)]
+    assert CliRunner().invoke(cli, command).exit_code == 4
+    assert CliRunner().invoke(cli, [*command, "--require"]).exit_code == 1
+
+
+def test_an_unknown_engine_or_variant():
+    with pytest.raises(ConfigError, match="llama_cpp"):
+        cross_engine("torchscript", CASE, [1])
+    (crossing,) = cross_engine("onnxruntime", CASE, [1], only=["onnxruntime cuda"])
+    assert crossing.unavailable == "no variant has this name"
+
+
+@needs_onnx
+def test_an_engine_that_breaks_is_no_agreement(tmp_path):
+    """The first job's file is no model, the second's is: the engine's words for the one, a trace of the other."""
+    from bitnet_ref.crossval.onnxruntime_opponent import _prepare
+
+    (tmp_path / "bad.onnx").write_bytes(b"not a model")
+    _, job = _prepare(CASE, tmp_path)
+    jobs = [{**job, "tokens": [1, 5], "out": str(tmp_path / name)} for name in ("a", "b")]
+    jobs[0]["model"] = str(tmp_path / "bad.onnx")
+    bad, good = ONNXRUNTIME.record(jobs)
+    assert "bad.onnx" in bad
+    assert good is None
+    with Trace(tmp_path / "b") as trace:
+        assert trace.token_ids == [1, 5]
+
+
+def test_an_engine_that_dies_has_last_words(tmp_path):
+    """Not every job was done: those that are left have the reason."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport sys\nprint('{{\"failed\": null}}')\nsys.exit('out of luck')\n")
+    script.chmod(0o755)
+    assert ONNXRUNTIME.record([{}, {}], str(script)) == [None, "onnxruntime ended with status 1: out of luck"]
+
+
+# -- llama.cpp's rule --------------------------------------------------------------------------------------------------
+
+
+def test_the_block_rule_is_ggml_s_own(tmp_path):
+    """Q8_K, from its source: iscale = -127 / the value of largest magnitude; min(127, round(iscale * x))."""
+    m = model("storyteller")
+    backend = block_rule(Setting.of(m, [1, 5])).backend()
+    x = rng(3).standard_normal((3, 768)).astype(np.float32)
+    x[1, :256] = 0
+    x_q, scale = backend.quantize_activations(x)
+    for row, ours, scales in zip(x, x_q, scale, strict=True):
+        for block in range(3):
+            values = row[256 * block : 256 * (block + 1)]
+            largest = values[np.abs(values).argmax()]
+            iscale = np.float32(0) if largest == 0 else np.float32(-127) / largest
+            np.testing.assert_array_equal(
+                ours[256 * block : 256 * (block + 1)], np.minimum(127, np.rint(iscale * values))
+            )
+            assert scales[block] == iscale
+
+
+def test_a_run_by_the_block_rule_is_judged_by_it():
+    """By the rule it agrees op by op, and not one op fewer; by the contract it does not."""
+    m = model(CASE)
+    changed = block_rule(Setting.of(m, tokens_of(CASE.name)))
+    run = changed.run()
+    shown = {name: array for name, array in run.items() if not name.endswith(("int8", "x_scale", "int32"))}
+    seen = Run(shown, changed.tokens)
+    assert judge_trace(m, seen, backend=changed.backend()).agrees
+    by_contract = judge_trace(m, seen)
+    assert by_contract.first_divergence.name == "blocks.0.mlp.down_proj.hook_out"  # the first that is wider than 256
+    # an engine that follows the rule but gets one linear wrong
+    seen["blocks.1.attn.v_proj.hook_out"] = seen["blocks.1.attn.v_proj.hook_out"] * np.float32(1.01)
+    found = judge_trace(m, seen, backend=changed.backend())
+    assert found.first_divergence.name == "blocks.1.attn.v_proj.hook_out"
+
+
+def test_tokens_before_a_flip_are_those_that_are_compared():
+    m = model(CASE)
+    setting = Setting.of(m, [1, 5, 9, 17])
+    run, backend = setting.run(), Backend("float32", threads=1)
+
+    candidate = Run(run, setting.tokens)
+    assert _unflipped(run, candidate, backend, m) == 4
+    x = run["blocks.1.ln2.hook_normalized"].copy()
+    x[2, 0] *= np.float32(1.5)
+    candidate["blocks.1.ln2.hook_normalized"] = x
+    assert _unflipped(run, candidate, backend, m) == 2
+    cut = until(run, 2)
+    assert cut["hook_embed"].shape[0] == 2
+    assert cut["blocks.0.attn.hook_pattern"].shape[1:] == (2, 2)
+
+
+# -- the engines, where an interpreter has them ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs(TRANSFORMERS)
+def test_transformers():
+    cases = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+    subjects = [("storyteller", None), *((GOLDEN / case, tokens_of(case)) for case in cases)]
+    for (subject, _), found in zip(subjects, cross_engine_on("transformers", subjects, python=PYTHON), strict=True):
+        by_name = {crossing.opponent: crossing for crossing in found}
+        single = by_name["transformers float32"]
+        assert single.agrees, f"{subject}: {single.verdict}"
+        half = by_name["transformers bfloat16"]
+        assert half.agrees, f"{subject}: {half.verdict}"
+        assert "bfloat16 cannot hold the integers" in half.verdict
+        assert half.comparisons[-1].logits.kl_max > 100 * single.comparisons[-1].logits.kl_max
+    packed = cross_engine("transformers", GOLDEN / "llama-packed-bitlinear", [1, 5, 9], python=PYTHON)
+    assert packed[0].comparisons[-1].accumulators[1] == 0
+    assert packed[1].comparisons[-1].accumulators[1] > 0  # bfloat16
+
+
+@pytest.mark.slow
+@needs(TRANSFORMERS)
+def test_every_hook_of_transformers_is_mapped(tmp_path):
+    """What a trace of it holds: every module's result, and what is read before it."""
+    job = {"model": str(CASE), "tokens": [1, 5, 9], "dtype": "float32", "out": str(tmp_path / "t")}
+    assert TRANSFORMERS.record([job], PYTHON) == [None]
+    block = ["hook_resid_pre", "hook_resid_mid", "hook_resid_post", "ln1.hook_normalized", "ln2.hook_normalized"]
+    block += [f"attn.{name}_proj.hook_out" for name in "qkvo"] + ["attn.hook_z", "attn.hook_pattern"]
+    block += [f"mlp.{name}_proj.hook_out" for name in ("gate", "up", "down")] + ["mlp.hook_post"]
+    block += ["attn.sub_norm.hook_normalized", "mlp.sub_norm.hook_normalized"]
+    expected = {"hook_embed", "ln_final.hook_normalized", "lm_head.hook_out"}
+    expected |= {f"blocks.{i}.{name}" for i in range(2) for name in block}
+    with Trace(tmp_path / "t") as trace:
+        assert set(trace) == expected
+        _, seen = model(CASE).run_with_cache([1, 5, 9])
+        for name in expected:
+            np.testing.assert_allclose(
+                trace[name].reshape(seen[name].shape), seen[name], rtol=0, atol=2e-4, err_msg=name
+            )
+
+
+@pytest.mark.slow
+@needs(LLAMA_CPP)
+@pytest.mark.parametrize("case", ["storyteller", "bitnet-packed-offline", "llama-packed-bitlinear", "llama-dense"])
+def test_llama_cpp_is_explained(case):
+    path = case if case == "storyteller" else GOLDEN / case
+    for crossing in cross_engine("llama_cpp", path, None, python=PYTHON):
+        assert crossing.agrees, crossing.verdict
+        by_rule = crossing.comparisons[-1].logits.kl_max
+        assert by_rule < 1e-9
+        if case == "llama-dense":
+            assert crossing.rule is None
+        else:
+            assert not crossing.contract.agrees
+            assert crossing.contract.logits.kl_max > 1e4 * by_rule
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table():
+    nowhere = {"": str(RECORDERS / "no-python")}
+    table = cross_all([("one", CASE, [1, 5, 9])], nowhere, backends=["cython"])
+    text = table.markdown()
+    assert set(table.missing()) >= {"onnxruntime", "llama.cpp tq2_0"}
+    assert "- onnxruntime: not available" in text
+    if bitnet_ref.available_backends()["cython"] is None:
+        assert table.agrees
+        assert text.splitlines()[0] == "| | cython |"
+        found = table.rows["one"]["cython"]
+        assert cell(found).split(",")[0] in ("equal", "agrees")
+        found.comparisons[-1].problem = "planted"
+        assert "DIFFERS" in table.markdown()
+        assert not table.agrees
+    else:
+        assert not table.agrees
