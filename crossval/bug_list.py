@@ -185,9 +185,9 @@ BLOCK_BUGS = (
         "storyteller",
         "generated_ids",
         (
-            "generation/generate.py",
-            "len(self.prompt) + len(self.chunks) - 1,",
-            "len(self.prompt) + len(self.chunks) - 2,",
+            "generation/sequence.py",
+            "return self.slot, len(self.ids) - 1,",
+            "return self.slot, len(self.ids) - 2,",
         ),
         level="generation",
     ),

@@ -319,7 +319,7 @@ def test_a_reader_that_left_before_the_report():
 
 
 def test_a_stdout_that_is_not_utf8():
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
     child = process("generate", "Æ", "--max-tokens", 1, *FAST, "--json", stdout=subprocess.PIPE, env=env)
     out, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (0, b"")

@@ -25,6 +25,8 @@ from .variants import Setting
 if TYPE_CHECKING:
     from ..api import Model
 
+_ENDS = ("hook_embed", LOGITS)
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -81,9 +83,10 @@ def diagnose(
     thorough: test the hypotheses that the pattern
     speaks against, too, when none of those that it speaks for is confirmed.   depth: how many mistakes at once.
     Sorted: confirmed first, then what explains a part, then the rest by likelihood. All that fit equally are listed.
-    Empty when the comparison agrees, and when a tensor has another shape: that is another model.
+    Empty when the comparison agrees, and when the embedding or the logits have another shape: that is another model.
     """
-    if comparison.agrees or any(op.note.startswith(OTHER_SHAPE) for op in comparison.ops):
+    other_model = any(op.name in _ENDS and op.note.startswith(OTHER_SHAPE) for op in comparison.ops)
+    if comparison.agrees or other_model:
         return []
     if comparison.problem is not None:
         other = getattr(candidate, "token_ids", None)
