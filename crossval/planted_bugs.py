@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from bug_list import BLOCK_BUGS, Bug
 from bug_list_linears import LINEAR_BUGS
 from planted_models import CHAT, MODELS

@@ -19,6 +19,7 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
+os.environ["COLUMNS"] = "100"  # the width of tables, whatever runs the tests
 REQUIRED = {name for name in os.environ.get("BITNET_REF_REQUIRE_BACKENDS", "").split(",") if name}
 
 

@@ -69,9 +69,10 @@ def backends(
 @crossval.command(short_help="A trace file that some engine recorded.")
 @click.argument("model")
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference, which takes many runs.")
 @outputs
 @common_options
-def trace(model: str, file: Path, html_path: Path | None, receipt: Path | None, require: bool) -> None:
+def trace(model: str, file: Path, no_causes: bool, html_path: Path | None, receipt: Path | None, require: bool) -> None:
     """Hold the trace FILE of some engine against MODEL on the reference.
 
     The format of a trace is in crossval/README.md.
@@ -82,7 +83,17 @@ def trace(model: str, file: Path, html_path: Path | None, receipt: Path | None, 
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_model(model)
-    finish("trace", model, loaded, ids, [cross_trace(loaded, file)], file, html_path, receipt, require)
+    finish(
+        "trace",
+        model,
+        loaded,
+        ids,
+        [cross_trace(loaded, file, causes=not no_causes)],
+        file,
+        html_path,
+        receipt,
+        require,
+    )
 
 
 @crossval.command(short_help="Record a run as a trace file.")

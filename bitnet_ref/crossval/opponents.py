@@ -188,8 +188,10 @@ def _cross_backend(
     return crossing
 
 
-def cross_trace(model: Model, path: str | os.PathLike[str]) -> Crossing:
+def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole beside the reference's run.
+
+    causes: look for the cause of a difference, which runs the reference once for each mistake that is tried.
 
     Raises FormatError for a file that is no trace.
     """
@@ -216,7 +218,8 @@ def cross_trace(model: Model, path: str | os.PathLike[str]) -> Crossing:
                 free = compare(right, trace, model.config)
                 crossing.comparisons.append(free)
                 crossing.evidence = evidence(right, trace, free)
-                crossing.causes = diagnose(reference, trace.token_ids, trace, free)
+                if causes:
+                    crossing.causes = diagnose(reference, trace.token_ids, trace, free)
     return crossing
 
 

@@ -128,7 +128,7 @@ def _verify(
             return out
         if not _statement(out, "trace_sha256", subject["trace_sha256"], file_hash(file)):
             return out
-        again = [cross_trace(model, file)]
+        again = [cross_trace(model, file, causes=False)]
     elif kind == "backends":
         again = cross_backends(model, subject["token_ids"], [result["opponent"] for result in receipt["results"]])
     elif kind in ENGINES:

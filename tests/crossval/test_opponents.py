@@ -121,13 +121,13 @@ def test_a_trace_of_another_engine(tmp_path):
     noisy = prepared_model(m, NoisyBackend())
     _, seen = noisy.run_with_cache(TOKENS)
     write_trace(tmp_path / "good", seen, TOKENS, engine="another")
-    crossing = cross_trace(m, tmp_path / "good")
+    crossing = cross_trace(m, tmp_path / "good", causes=False)
     assert crossing.opponent == "another"
     free = crossing.comparisons[-1]
     assert free.agrees, free.verdict
     seen["blocks.1.attn.v_proj.hook_acc_int32"][3, 4] += 1
     write_trace(tmp_path / "bad", seen, TOKENS, engine="another")
-    crossing = cross_trace(m, tmp_path / "bad")
+    crossing = cross_trace(m, tmp_path / "bad", causes=False)
     assert crossing.agrees is False
     assert all(
         found.first_divergence.name == "blocks.1.attn.v_proj.hook_acc_int32" for found in crossing.comparisons[1:]
@@ -138,22 +138,22 @@ def test_logits_alone(tmp_path):
     m = model(CASE)
     for logits in (m.logits(TOKENS), m.logits(TOKENS)[-1]):
         write_trace(tmp_path / "t", {"logits": logits}, TOKENS, engine="another")
-        crossing = cross_trace(m, tmp_path / "t")
+        crossing = cross_trace(m, tmp_path / "t", causes=False)
         assert crossing.agrees, crossing.verdict
         assert [found.mode for found in crossing.comparisons] == ["free-running"]
         write_trace(tmp_path / "t", {"logits": logits + np.float32(0.01)}, TOKENS, engine="another")
-        assert cross_trace(m, tmp_path / "t").agrees is False
+        assert cross_trace(m, tmp_path / "t", causes=False).agrees is False
 
 
 def test_a_trace_of_other_tokens_or_of_another_model(tmp_path):
     m = model(CASE)
     record_to_file(m, TOKENS, tmp_path / "t")
-    crossing = cross_trace(model(GOLDEN / "llama-dense"), tmp_path / "t")
+    crossing = cross_trace(model(GOLDEN / "llama-dense"), tmp_path / "t", causes=False)
     assert crossing.agrees is False
     write_trace(tmp_path / "t", {"logits": m.logits(TOKENS)}, [*TOKENS, m.config.vocab_size], engine="another")
-    assert "another model" in cross_trace(m, tmp_path / "t").verdict
+    assert "another model" in cross_trace(m, tmp_path / "t", causes=False).verdict
     write_trace(tmp_path / "t", {"logits": m.logits(TOKENS)}, [1, *TOKENS], engine="another")
-    assert cross_trace(m, tmp_path / "t").agrees is False
+    assert cross_trace(m, tmp_path / "t", causes=False).agrees is False
 
 
 ODD = st.sampled_from([0.0, 1.0, -1.5, 1e-30, 300.0, 3e38, 1e300, np.inf, -np.inf, np.nan])
@@ -174,7 +174,7 @@ def test_traces_of_any_contents_are_judged(tmp_path, data):
         seen.pop(name)
     if seen:
         write_safetensors(tmp_path / "t", seen, trace_metadata([1, 5], engine="another"))
-        crossing = cross_trace(m, tmp_path / "t")
+        crossing = cross_trace(m, tmp_path / "t", causes=False)
         json.dumps(crossing.to_dict(), allow_nan=False)
         write_html(tmp_path / "r.html", "t", [crossing], {})
 
@@ -237,7 +237,7 @@ def test_a_report_of_tensors_that_are_not_finite(tmp_path, monkeypatch):
     seen["blocks.0.attn.hook_rot_q"][2, 1] = np.nan
     seen["lm_head.hook_out"][4, 3] = np.inf
     write_trace(tmp_path / "t", seen, TOKENS, engine="another")
-    crossing = cross_trace(m, tmp_path / "t")
+    crossing = cross_trace(m, tmp_path / "t", causes=False)
     assert crossing.agrees is False
     write_html(tmp_path / "r.html", "t", [crossing], {})
     assert len(svgs((tmp_path / "r.html").read_text())) == 6

@@ -12,6 +12,8 @@ sys.path.insert(0, str(FOLDER))
 import planted_bugs  # noqa: E402
 import planting  # noqa: E402
 
+sys.path[:] = [path for path in sys.path if path != str(FOLDER)]  # its other scripts have the names of packages
+
 QUICK = (
     "silu_for_relu2",
     "sub_norms_missing",
