@@ -15,7 +15,7 @@ from ..errors import TokenizerError
 from ..formats.checkpoint import Checkpoint, Progress, linear_names, norm_sizes, parts, read_head, read_layer
 from ..kv_cache import KVCache, TokenBatch
 from ..tracing import checked_forward
-from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear
+from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 
 # A scale or a float tensor may come back rounded by a format that stores it narrower: half a unit in the last place of
 # float16's 11 bits, and of its smallest step.
@@ -161,7 +161,9 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
     if isinstance(a, DenseWeight):
         yield "", proof.tensors, _difference(a.array, b.array)
     else:
-        yield "", proof.planes, float(not np.array_equal(a.ternary(), b.ternary()))
+        packed = isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)  # one form, padding and all
+        same = np.array_equal(a.packed, b.packed) if packed else np.array_equal(a.ternary(), b.ternary())
+        yield "", proof.planes, float(not same)
         yield " (scale)", proof.scales, _difference(np.array([a.w_dequant_scale]), np.array([b.w_dequant_scale]))
         norms = [None if w.input_norm is None else w.input_norm.weight for w in (a, b)]
         if norms[0] is not None or norms[1] is not None:
