@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _MODEL = click.argument("model", default="storyteller")
 
 
+def what_to_run(function: Any) -> Any:
+    """--prompt and --tokens, for `load_and_encode`."""
+    prompt = click.option("--prompt", help="The text to run.  [default: a sentence]")
+    tokens = click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+    return prompt(tokens(function))
+
+
 def outputs(function: Any) -> Any:
     """What every comparison can write, and how strict it is."""
     html = click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a report with plots there.")
@@ -38,8 +45,7 @@ def crossval() -> None:
 
 @crossval.command(short_help="Every backend and kernel set of this package.")
 @_MODEL
-@click.option("--prompt", help="The text to run.  [default: a sentence]")
-@click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+@what_to_run
 @click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
 @outputs
 @common_options
@@ -56,12 +62,9 @@ def backends(
 
     Each backend is fed the reference's inputs, op by op, and then runs by itself.
     """
-    from ..crossval import cross_backends, default_tokens
+    from ..crossval import cross_backends
 
-    if prompt is not None and tokens is not None:
-        raise click.UsageError("--prompt and --tokens exclude each other")
-    loaded = load_model(model)
-    ids = token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
+    loaded, ids = load_and_encode(model, prompt, tokens)
     crossings = cross_backends(loaded, ids, only or None)
     finish("backends", model, loaded, ids, crossings, None, html_path, receipt, require)
 
@@ -99,8 +102,7 @@ def trace(model: str, file: Path, no_causes: bool, html_path: Path | None, recei
 @crossval.command(short_help="Record a run as a trace file.")
 @_MODEL
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--prompt", help="The text to run.  [default: a sentence]")
-@click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+@what_to_run
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")
 @common_options
@@ -108,13 +110,9 @@ def record(
     model: str, file: Path, prompt: str | None, tokens: str | None, names: tuple[str, ...], backend: str
 ) -> None:
     """Run MODEL and write its named tensors to the trace FILE."""
-    from ..crossval import default_tokens
     from ..tracing.trace import Trace, record_to_file
 
-    if prompt is not None and tokens is not None:
-        raise click.UsageError("--prompt and --tokens exclude each other")
-    loaded = load_model(model, backend)
-    ids = token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
+    loaded, ids = load_and_encode(model, prompt, tokens, backend)
     record_to_file(loaded, ids, file, names or None, prompt)
     with Trace(file) as written:
         count = len(written)
@@ -149,6 +147,18 @@ def load_model(model: str, backend: str = "numpy") -> Model:
 
     with LoadingBar("loading") as bar:
         return load(model, backend=backend, progress=bar)
+
+
+def load_and_encode(
+    model: str, prompt: str | None, tokens: str | None, backend: str = "numpy"
+) -> tuple[Model, list[int]]:
+    """The model, and the token ids that `what_to_run` asks for."""
+    from ..crossval import default_tokens
+
+    if prompt is not None and tokens is not None:
+        raise click.UsageError("--prompt and --tokens exclude each other")
+    loaded = load_model(model, backend)
+    return loaded, token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
 
 
 def token_ids(text: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .crossval_command import crossval, finish, load_model, outputs, token_ids
+from .crossval_command import crossval, finish, load_and_encode, load_model, outputs, what_to_run
 from .shell import common_options
 
 _ENGINES = {
@@ -21,8 +21,7 @@ _ENGINES = {
 def _register(name: str, says: str) -> None:
     @crossval.command(name.replace("_", "-"), short_help=says)
     @click.argument("model", default="storyteller")
-    @click.option("--prompt", help="The text to run.  [default: a sentence]")
-    @click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+    @what_to_run
     @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
     @click.option("--only", multiple=True, metavar="NAME", help='One variant, such as "llama.cpp tq2_0".')
     @outputs
@@ -37,12 +36,9 @@ def _register(name: str, says: str) -> None:
         receipt: Path | None,
         require: bool,
     ) -> None:
-        from ..crossval import cross_engine, default_tokens
+        from ..crossval import cross_engine
 
-        if prompt is not None and tokens is not None:
-            raise click.UsageError("--prompt and --tokens exclude each other")
-        loaded = load_model(model)
-        ids = token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
+        loaded, ids = load_and_encode(model, prompt, tokens)
         loaded.check_tokens(ids)
         found = cross_engine(name, model, ids, python=python, only=only or None)
         finish(name, model, loaded, ids, found, None, html_path, receipt, require)

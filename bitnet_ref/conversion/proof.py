@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import TokenizerError
-from ..formats.checkpoint import Checkpoint, Progress, linear_names, norm_sizes, parts, read_head, read_layer
+from ..formats.checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer
 from ..kv_cache import KVCache, TokenBatch
 from ..tracing import checked_forward
 from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
@@ -131,7 +131,7 @@ def _nearly(a: Any, b: Any) -> bool:
 
 
 def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
-    total = len(linear_names(source.config)) + len(norm_sizes(source.config)) + 2 - source.config.tie_word_embeddings
+    total = part_count(source.config)
     pairs = zip_longest(parts(source), parts(written), fillvalue=("nothing", None))
     for done, ((name, a), (other, b)) in enumerate(pairs, 1):
         if name != other or _kind(a) != _kind(b):

@@ -40,9 +40,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         if temporary.stat().st_size == 0:
             raise FileNotFoundError(f"nothing was written to {temporary}, which was to become {path}")
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)  # the new name too must survive a power cut
+        sync(path.parent)  # the new name too must survive a power cut
     finally:
         _being_written.discard(temporary)
         temporary.unlink(missing_ok=True)
@@ -63,10 +63,10 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         os.rename(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
@@ -111,7 +111,8 @@ def _escaped(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the system write a file's bytes, or a folder's names, to the disk."""
     if os.name == "nt" and path.is_dir():
         return
     file = os.open(path, os.O_RDONLY)

@@ -106,6 +106,17 @@ def linear_names(config: ModelConfig) -> list[str]:
     return [linear_name(index, name) for index in range(config.num_hidden_layers) for name in config.linear_shapes()]
 
 
+def all_linears(config: ModelConfig) -> list[str]:
+    """Of every linear of the blocks, and of the head when it is not tied."""
+    return [*linear_names(config), *([] if config.tie_word_embeddings else ["lm_head"])]
+
+
+def part_count(config: ModelConfig) -> int:
+    """How many things `parts` gives. Counted, not listed: a config may claim billions of layers."""
+    of_layer = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
+    return 2 + config.num_hidden_layers * of_layer + (not config.tie_word_embeddings)
+
+
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
     """(out_features, in_features) of a linear, by its name."""
     if name == "lm_head":
@@ -170,9 +181,7 @@ def read_weights(
 ) -> ModelWeights:
     """All of a checkpoint. Each linear goes through `prepare` as soon as it is read: it is never held twice."""
     config = checkpoint.config
-    # Counted, not listed: a config may claim billions of layers, and the first missing tensor says so.
-    of_layer = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
-    total = 2 + config.num_hidden_layers * of_layer + (not config.tie_word_embeddings)
+    total = part_count(config)
     counter = iter(range(1, total + 1))
 
     def done() -> None:

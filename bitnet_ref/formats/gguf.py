@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory
+from .binary_file import read_exactly
 from .ggml_types import TYPES, GgmlType
 
 MAGIC = b"GGUF"
@@ -134,18 +135,7 @@ class GgufFile:
 
     def read_into(self, target: memoryview, offset: int, field: str) -> None:
         """Fill `target` from `offset` on. FormatError when the file has become shorter."""
-        done = 0
-        try:
-            self._file.seek(offset)
-            while done < len(target):
-                count = self._file.readinto(target[done:])
-                if not count:
-                    raise FormatError(
-                        f"the file ends after {done} of {len(target)} bytes", path=self.path, offset=offset, field=field
-                    )
-                done += count
-        except OSError as problem:
-            raise FormatError(f"cannot be read: {problem}", path=self.path, offset=offset, field=field) from problem
+        read_exactly(self._file, self.path, target, offset, field)
 
 
 class _Header:

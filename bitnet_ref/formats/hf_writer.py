@@ -24,6 +24,7 @@ from ..weights import DenseWeight, LinearWeight, TernaryLinear
 from .checkpoint import (
     Checkpoint,
     Progress,
+    all_linears,
     has_bias,
     hf_module,
     is_ternary,
@@ -64,7 +65,7 @@ def hf_quantization(checkpoint: Checkpoint, masters: bool) -> QuantizationConfig
     config = checkpoint.config
     if config.quantization is None:
         return None
-    skipped = [hf_module(name) for name in _linears(config) if not is_ternary(config, name)]
+    skipped = [hf_module(name) for name in all_linears(config) if not is_ternary(config, name)]
     return replace(
         config.quantization,
         linear_class="autobitlinear" if masters else _linear_class(checkpoint),
@@ -76,7 +77,7 @@ def hf_quantization(checkpoint: Checkpoint, masters: bool) -> QuantizationConfig
 def _linear_class(checkpoint: Checkpoint) -> str:
     """ "autobitlinear", which stores the scale itself; unless a bias, which it stores divided by the scale, forbids."""
     config = checkpoint.config
-    biased = [name for name in _linears(config) if is_ternary(config, name) and has_bias(config, name)]
+    biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
     for linear_class in ("autobitlinear", "bitlinear") if biased else ():
         if all(_stored(linear_class, checkpoint.linear(name)) is not None for name in biased):
             return linear_class
@@ -110,10 +111,6 @@ def _solve(
         hit = ~found & (function(x) == wanted)
         out[hit], found = x[hit], found | hit
     return out if found.all() else None
-
-
-def _linears(config: ModelConfig) -> list[str]:
-    return [*linear_names(config), *([] if config.tie_word_embeddings else ["lm_head"])]
 
 
 def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None) -> dict[str, Any]:
@@ -188,7 +185,7 @@ def _layout(checkpoint: Checkpoint, kind: str, masters: bool, written: Quantizat
     layout: Layout = {hf_norm_names(name)[0]: ("F32", (size,)) for name, size in norm_sizes(config).items()}
     stored = dtype_name(checkpoint.dense_dtype("embedding"))
     layout["model.embed_tokens.weight"] = stored, (config.vocab_size, config.hidden_size)
-    for name in _linears(config):
+    for name in all_linears(config):
         module, (rows, columns) = hf_module(name), linear_shape(config, name)
         if has_bias(config, name):
             layout[f"{module}.bias"] = "F32", (rows,)
@@ -228,7 +225,7 @@ def _tensors(
     del embedding
     for name in norm_sizes(config):
         yield hf_norm_names(name)[0], checkpoint.norm(name)
-    for name in _linears(config):
+    for name in all_linears(config):
         module, weight = hf_module(name), checkpoint.linear(name)
         if isinstance(weight, DenseWeight):
             yield f"{module}.weight", weight.array

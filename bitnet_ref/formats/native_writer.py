@@ -15,7 +15,17 @@ from ..errors import ConfigError, ShapeError
 from ..weights import DenseWeight, LinearWeight, TernaryWeight
 from .atomic import atomic_path
 from .base3 import TRITS_PER_BYTE, pack_base3
-from .checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes, parts
+from .checkpoint import (
+    Checkpoint,
+    Progress,
+    all_linears,
+    has_bias,
+    is_ternary,
+    linear_shape,
+    norm_sizes,
+    part_count,
+    parts,
+)
 from .native import FORMAT, SUFFIX, TOKENIZER_PREFIX, VERSION, content_hash
 from .safetensors import SafetensorsWriter, dtype_name
 
@@ -46,7 +56,7 @@ def write_native(
         "config": json.dumps(config.to_dict(), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
-    total = len(linear_names(config)) + len(norm_sizes(config)) + 1 + (not config.tie_word_embeddings)
+    total = part_count(config)
     digests = {}
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
 
@@ -75,7 +85,7 @@ def _layout(checkpoint: Checkpoint, storage: str) -> Layout:
         "embedding": (dtype_name(checkpoint.dense_dtype("embedding")), (config.vocab_size, config.hidden_size))
     }
     out |= {name: ("F32", (size,)) for name, size in norm_sizes(config).items()}
-    for name in linear_names(config) + ([] if config.tie_word_embeddings else ["lm_head"]):
+    for name in all_linears(config):
         n, k = linear_shape(config, name)
         if has_bias(config, name):
             out[f"{name}.bias"] = "F32", (n,)

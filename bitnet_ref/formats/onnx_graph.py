@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..layers import rope_frequencies
 from ..weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight
-from .checkpoint import Checkpoint, Progress, hf_module, linear_name, linear_names, norm_sizes
+from .checkpoint import Checkpoint, Progress, hf_module, linear_name, part_count
 from .hf_folder import hf_norm_names
 from .onnx_library import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
 from .onnx_nodes import AddTensor, Graph
@@ -78,8 +78,7 @@ class DecoderGraph:
     def _tick(self) -> None:
         self._done += 1
         if self._progress is not None:
-            total = 1 + len(norm_sizes(self.cfg)) + len(linear_names(self.cfg)) + (not self.cfg.tie_word_embeddings)
-            self._progress(self._done, total)
+            self._progress(self._done, part_count(self.cfg))
 
     # -- once for all layers -------------------------------------------------------------------------------------------
 

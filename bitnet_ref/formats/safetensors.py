@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ..errors import FormatError, OutOfMemory, ShapeError
 from ..json_file import parse_json_object
 from .atomic import atomic_path
+from .binary_file import read_exactly
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -117,18 +118,7 @@ class SafetensorsFile:
         return array
 
     def _read_into(self, target: memoryview, offset: int, field: str) -> None:
-        done = 0
-        try:
-            self._file.seek(offset)
-            while done < len(target):
-                count = self._file.readinto(target[done:])
-                if not count:
-                    raise FormatError(
-                        f"the file ends after {done} of {len(target)} bytes", path=self.path, offset=offset, field=field
-                    )
-                done += count
-        except OSError as problem:
-            raise FormatError(f"cannot be read: {problem}", path=self.path, offset=offset, field=field) from problem
+        read_exactly(self._file, self.path, target, offset, field)
 
     def _read_header(self) -> dict[str, TensorInfo]:
         prefix = bytearray(8)

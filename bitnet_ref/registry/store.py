@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, RegistryError
-from ..formats.atomic import atomic_path
+from ..formats.atomic import atomic_path, sync
 from ..formats.hf_folder import SINGLE_FILE, stays_inside
 from ..formats.native import NativeCheckpoint
 from ..formats.open import open_checkpoint
@@ -136,8 +136,8 @@ class Store:
     def commit(self, folder: Path, entry: Entry) -> Entry:
         """Make a folder of files in `incoming` a version of the store."""
         for file in folder.iterdir():
-            _sync(file)
-        _sync(folder)
+            sync(file)
+        sync(folder)
         with self._changing() as kept:
             target = self.models / entry.digest
             if target.exists():
@@ -145,7 +145,7 @@ class Store:
             else:
                 self.models.mkdir(exist_ok=True)
                 os.rename(folder, target)
-                _sync(self.models)
+                sync(self.models)
             same = (entry.name, entry.digest, entry.revision)
             kept[:] = [e for e in kept if (e.name, e.digest, e.revision) != same] + [entry]
         return entry
@@ -331,13 +331,3 @@ def find(name: str) -> Path | None:
 def remove(name: str) -> list[Entry]:
     """Forget a name, or one version of it ("name@revision"), and delete the files that nothing else names."""
     return Store().remove(parse_reference(name))
-
-
-def _sync(path: Path) -> None:
-    if os.name == "nt":
-        return
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

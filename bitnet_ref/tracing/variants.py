@@ -19,7 +19,7 @@ from ..backends import Backend
 from ..config import ModelConfig
 from ..kv_cache import KVCache, TokenBatch
 from ..model import forward
-from ..weights import LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..weights import LayerWeights, ModelWeights, TernaryWeight, plain_weights
 from .record import NamesFilter, Recorder
 
 if TYPE_CHECKING:
@@ -139,23 +139,6 @@ class _Recorder(Recorder):
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
-
-
-def plain_weights(weights: ModelWeights) -> ModelWeights:
-    """The weights as the NumPy backend has them, out of any backend's layout."""
-    head = weights.lm_head if weights.tied else _plain(weights.lm_head)
-    layers = tuple(
-        replace(w, **{name: _plain(weight) for name, weight in w.linears()})  # type: ignore[arg-type]
-        for w in weights.layers
-    )
-    return replace(weights, layers=layers, lm_head=head)
-
-
-def _plain(weight: LinearWeight) -> LinearWeight:
-    if isinstance(weight, TernaryWeight) or not isinstance(weight, TernaryLinear):
-        return weight
-    plain = TernaryWeight.from_ternary(weight.ternary(), float(weight.w_dequant_scale))
-    return replace(plain, bias=weight.bias, input_norm=weight.input_norm)
 
 
 def with_matrix(weight: TernaryWeight, w_t: NDArray[np.int8]) -> TernaryWeight:
