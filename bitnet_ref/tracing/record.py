@@ -65,7 +65,7 @@ def checked_forward(
     # What NumPy would warn about ends in the logits, and is then reported by name.
     with np.errstate(all="ignore"), be.running():
         try:
-            logits = forward(recorder or be, w, cfg, batch, cache)
+            logits = be.to_host(forward(recorder or be, w, cfg, batch, cache))
             if np.isfinite(logits).all():
                 return logits
         except NumericsError:
@@ -88,8 +88,9 @@ def checked_candidates(
     """
     with np.errstate(all="ignore"), be.running():
         try:
-            x = final_hidden(be, w, cfg, batch, cache)
+            x = be.run(final_hidden, w, cfg, batch, cache)
             found = be.head_candidates(x, w.lm_head, k, also)
+            x = be.to_host(x)
             if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
                 return x, found
         except NumericsError:
@@ -137,8 +138,14 @@ class Recorder(Backend):
 
     def keep(self, name: str, array: NDArray) -> None:
         if self.wants(name):
-            self.seen[name] = np.array(array)
+            self.seen[name] = np.array(self.inner.to_host(array))
         self.current = name
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        return self.inner.place(batch)
+
+    def to_host(self, array: NDArray) -> NDArray:
+        return self.inner.to_host(array)
 
     # -- primitives, each passed on and kept ---------------------------------------------------------------------------
 
@@ -159,7 +166,7 @@ class Recorder(Backend):
         elif name == "ln_final":
             self.keep(f"{self._block}.hook_resid_post", x)
         self.current = f"{name}.hook_scale"
-        self.keep(self.current, layers.rms_scale(x, eps))
+        self.keep(self.current, layers.rms_scale(self.inner.to_host(x), eps))
         y = self.inner.rms_norm(x, weight, eps)
         self.keep(f"{name}.hook_normalized", y)
         return y
@@ -207,6 +214,12 @@ class Recorder(Backend):
         self.keep(f"{self._block}.mlp.hook_post", y)
         return y
 
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        return self.inner.add(x, y)
+
+    def take_rows(self, x: NDArray, rows: NDArray) -> NDArray:
+        return self.inner.take_rows(x, rows)
+
     # -- fused: inherited compositions, with the names that only they know ---------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
@@ -249,7 +262,7 @@ class _Watch(Recorder):
 
     def keep(self, name: str, array: NDArray) -> None:
         masked = name.endswith("hook_attn_scores")  # -inf there is the causal mask
-        values = np.asarray(array)
+        values = np.asarray(self.inner.to_host(array))
         bad = np.isnan(values) | np.isposinf(values) if masked else ~np.isfinite(values)
         if bad.any():
             where = tuple(int(i) for i in np.argwhere(bad)[0])
