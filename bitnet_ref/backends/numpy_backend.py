@@ -95,6 +95,19 @@ class Backend:
     def close(self) -> None:
         """Give back what the backend holds outside this process's memory; it cannot compute after that"""
 
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        """An empty KV cache where this backend reads it, in its own dtype unless another is given; see `KVCache`."""
+        chosen = self.dtype if dtype is None else np.dtype(dtype)
+        return KVCache(config, slots, capacity, chosen.type, page_size=page_size, pages=pages)
+
     # -- primitives ----------------------------------------------------------------------------------------------------
 
     def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:

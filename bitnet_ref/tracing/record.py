@@ -48,7 +48,7 @@ def record(
 ) -> tuple[NDArray, dict[str, NDArray]]:
     """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
     recorder = Recorder(be, w, cfg, names_filter)
-    cache = KVCache(cfg, slots=1, capacity=max(1, len(tokens)), dtype=be.dtype.type)
+    cache = be.new_cache(cfg, 1, max(1, len(tokens)))
     logits = checked_forward(be, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache, recorder)
     return logits, recorder.seen
 
@@ -121,6 +121,7 @@ class Recorder(Backend):
         self.name, self.dtype, self.threads = inner.name, inner.dtype, inner.threads
         self.wants = names_matcher(names_filter)
         self.seen: dict[str, NDArray] = {}
+        self._host_batch: TokenBatch | None = None  # what `place` was given
         self.current = ""  # the tensor being computed, or the last one kept
         self._linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
         self._norm_names = {id(w.final_norm): "ln_final"}
@@ -142,10 +143,22 @@ class Recorder(Backend):
         self.current = name
 
     def place(self, batch: TokenBatch) -> TokenBatch:
+        self._host_batch = batch
         return self.inner.place(batch)
 
     def to_host(self, array: NDArray) -> NDArray:
         return self.inner.to_host(array)
+
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        return self.inner.new_cache(config, slots, capacity, dtype, page_size, pages)
 
     # -- primitives, each passed on and kept ---------------------------------------------------------------------------
 
@@ -237,9 +250,10 @@ class Recorder(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         attn = f"{self._block}.attn"
-        self.keep(f"{attn}.hook_v", cache.values[layer, batch.slots, batch.positions])
+        here = batch if self._host_batch is None else self._host_batch
+        self.keep(f"{attn}.hook_v", cache.stored(layer, here)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
-            self._keep_pattern(q, cache, batch, layer, window)
+            self._keep_pattern(self.inner.to_host(q), cache, here, layer, window)
         z = self.inner.attention(q, cache, batch, layer, window)  # the backend's own, fused or not
         self.keep(f"{attn}.hook_z", z)
         return z
