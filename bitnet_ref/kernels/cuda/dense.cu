@@ -16,22 +16,34 @@
 constexpr int ROWS = 4;
 constexpr int WIDE = 8;  // elements a lane takes at a time
 
-struct alignas(16) Sixteen {
-    unsigned words[4];
-};
+// The floats in a 32-bit word, lower half first; a float32 is one.
+__device__ __forceinline__ void unfold(unsigned word, const float*, float* out) { out[0] = __uint_as_float(word); }
+__device__ __forceinline__ void unfold(unsigned word, const bf16*, float* out) {
+    out[0] = __uint_as_float(word << 16);
+    out[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void unfold(unsigned word, const f16*, float* out) {
+    out[0] = half_to_float((unsigned short)word);
+    out[1] = half_to_float((unsigned short)(word >> 16));
+}
 
 // Elements k, ..., k + 7 of a row as floats; zeros beyond its end. Rows of a multiple of 8 elements are aligned.
 template <class T>
-__device__ inline void load(const T* row, int k, int width, float (&out)[WIDE]) {
+__device__ __forceinline__ void load(const T* row, int k, int width, float (&out)[WIDE]) {
     if (width % WIDE == 0) {
-        if (k >= width) return;
-        constexpr int LOADS = WIDE * sizeof(T) / sizeof(Sixteen), EACH = WIDE / LOADS;
-        for (int i = 0; i < LOADS; i++) {
-            const Sixteen bytes = ((const Sixteen*)(row + k))[i];
-            for (int e = 0; e < EACH; e++) out[i * EACH + e] = as_float(((const T*)&bytes)[e]);
+        if (k >= width) return;  // out holds zeros
+        constexpr int EACH = 4 / sizeof(T);  // floats in a word
+#pragma unroll
+        for (int i = 0; i < WIDE; i += 4 * EACH) {
+            const uint4 words = *reinterpret_cast<const uint4*>(row + k + i);
+            unfold(words.x, row, out + i);
+            unfold(words.y, row, out + i + EACH);
+            unfold(words.z, row, out + i + 2 * EACH);
+            unfold(words.w, row, out + i + 3 * EACH);
         }
         return;
     }
+#pragma unroll
     for (int e = 0; e < WIDE; e++) out[e] = k + e < width ? as_float(row[k + e]) : 0.0f;
 }
 

@@ -19,6 +19,8 @@ __device__ __forceinline__ void assign(float& to, float x) { to = x; }
 __device__ __forceinline__ void assign(f16& to, float x) { to.bits = float_to_half(x); }
 __device__ __forceinline__ void assign(bf16& to, float x) { to.bits = float_to_bfloat16(x); }
 
+__device__ __forceinline__ bool is_finite(double x) { return x - x == 0; }  // Inf - Inf and NaN - NaN are NaN
+
 // Which operation met a value that is not finite, and in which row: the first one to say so stays. The host reads it
 // when it reads results, so a NaN costs no wait in between.
 enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3 };

@@ -49,7 +49,7 @@ extern "C" __global__ void rows(int source, const float* a, const float* b, int 
     }
     if (weight) {
         const double mean_square = block_sum(squares, sum_scratch) / width;
-        if (threadIdx.x == 0 && !isfinite(mean_square)) complain(trouble, RMS_NORM, blockIdx.x);
+        if (threadIdx.x == 0 && !is_finite(mean_square)) complain(trouble, RMS_NORM, blockIdx.x);
         const float rms = (float)sqrt(mean_square + eps);
         for (int i = threadIdx.x; i < width; i += blockDim.x) {
             row[i] = row[i] / rms * weight[i];
@@ -60,7 +60,7 @@ extern "C" __global__ void rows(int source, const float* a, const float* b, int 
     float largest = 0;
     for (int i = threadIdx.x; i < width; i += blockDim.x) largest = Max::combine(largest, fabsf(row[i]));  // NaN wins
     largest = block_max(largest, max_scratch);
-    if (threadIdx.x == 0 && !isfinite(largest)) complain(trouble, QUANTIZE, blockIdx.x);
+    if (threadIdx.x == 0 && !is_finite(largest)) complain(trouble, QUANTIZE, blockIdx.x);
     const float scale = 127.0f / fmaxf(largest, 1e-5f);
     signed char* out = x_q + (size_t)blockIdx.x * stride;
     for (int i = threadIdx.x; i < stride; i += blockDim.x)
@@ -74,10 +74,11 @@ extern "C" __global__ void add_vector(const float* x, const float* bias, size_t 
     if (i < n * width) y[i] = x[i] + bias[i % width];
 }
 
-// y = x + z, n floats; one thread an element.
-extern "C" __global__ void add(const float* x, const float* z, size_t n, float* y) {
+// y = acc * (w_dequant_scale / x_quant_scale), (n, width): a quotient and a product, each rounded once.
+extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, const float* x_quant_scale, size_t n,
+                                      int width, float* y) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = x[i] + z[i];
+    if (i < n * width) y[i] = (float)acc[i] * (w_dequant_scale / x_quant_scale[i / width]);
 }
 
 // y[i] = table[ids[i]], widened to float: the embedding, the RoPE tables, the tokens whose logits are wanted.

@@ -21,7 +21,7 @@ extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thr
     const float* row = logits + (size_t)blockIdx.y * vocab;
     unsigned mine = 0;
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
-        if (!isfinite(row[id])) complain(trouble, LM_HEAD, blockIdx.y);
+        if (!is_finite(row[id])) complain(trouble, LM_HEAD, blockIdx.y);
         const unsigned key = key_of(row[id]);
         if (key > mine) mine = key;
     }
@@ -46,7 +46,7 @@ extern "C" __global__ void kth_largest(const float* logits, int vocab, int k, un
         __syncthreads();
         for (int id = threadIdx.x; id < vocab; id += blockDim.x) {
             const unsigned key = key_of(row[id]);
-            if (shift == 24 && !isfinite(row[id])) complain(trouble, LM_HEAD, blockIdx.x);
+            if (shift == 24 && !is_finite(row[id])) complain(trouble, LM_HEAD, blockIdx.x);
             if (shift == 24 || key >> (shift + 8) == begins) atomicAdd(bins + (key >> shift & 255), 1);
         }
         __syncthreads();
