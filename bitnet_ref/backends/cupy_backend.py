@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -22,13 +22,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import layers, quantization
+from .. import layers
 from ..config import ModelConfig, RopeConfig
 from ..errors import BackendUnavailable, NumericsError, ShapeError
 from ..kv_cache import KVCache, TokenBatch
-from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates
 from .cuda import Device, open_device
+from .cuda.ternary import TernaryKernels, TiledWeight, padded_columns
 from .cupy_cache import DeviceBatch, DeviceKVCache
 from .cupy_graph import Arena, RecordedStep
 from .cupy_rows import GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned
@@ -36,7 +37,6 @@ from .numpy_backend import Backend, check_attention, check_dequantize, check_rop
 
 DEFERRED = (Rows, Normed, Turned)
 CHUNK = 128  # attention.cu: keys a block
-TILE_ROWS, TILE_COLUMNS = 16, 128  # ternary.cu
 SHARED_FLOATS = 8192  # a row longer than this waits in global memory
 SCORES_BYTES = 256 << 20  # of one attention call: a long prompt is taken in parts
 MOST_SELECTED = 512  # k beyond this: all logits cross the bus
@@ -52,31 +52,6 @@ class DeviceDense(DenseWeight):
 
     rows: Any = None
     kind: str = "float32"  # of `rows`: float32, float16 or bfloat16 (as its bits)
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceTernary(TernaryLinear):
-    """A ternary matrix on the device, in tiles (see ternary.cu)."""
-
-    tiles: Any
-    scales: Any  # (N,) float32: w_dequant_scale for each row
-    out_features: int
-    in_features: int
-    w_dequant_scale: np.float32
-    bias: NDArray[np.float32] | None = None
-    input_norm: InputNorm | None = None
-    backend: Any = field(default=None, repr=False)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.tiles.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
-
-    def ternary(self) -> NDArray[np.int8]:
-        return self.backend.unpacked(self)
 
 
 def in_kind(op: Callable) -> Callable:
@@ -119,6 +94,7 @@ class CupyBackend(Backend):
         self._array_type: type = EmulatedArray if self.device.emulated else self.device.xp.ndarray
         self.arena: Arena | None = None  # where arrays come from while a step is recorded
         self.reach = 0  # the largest position that RoPE tables must cover
+        self._kernels = TernaryKernels(self.device)
         self._lock = threading.RLock()
         self._trouble, self._done = self.zeros((1,), np.int32), self.zeros((4096,), np.int32)
         self._vectors: dict[int, tuple[NDArray, Any]] = {}  # norms and biases on the device, by the host array's id
@@ -128,7 +104,7 @@ class CupyBackend(Backend):
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if isinstance(w, TernaryWeight):
-            return self._ternary(w)
+            return self._kernels.prepare(w)
         if type(w) is DenseWeight:
             array = np.ascontiguousarray(w.array)
             if array.dtype.name not in ("float32", "float16", "bfloat16"):
@@ -324,9 +300,8 @@ class CupyBackend(Backend):
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
             got = f"x_q {x_q.dtype} {x_q.shape}"
             raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
-        padded = self._empty((len(x_q), -(-w.in_features // TILE_COLUMNS) * TILE_COLUMNS), np.int8)
-        self._each("ternary.cu", "ternary_pad", padded.size, x_q, len(x_q), w.in_features, padded)
-        return self._ternary_run(padded, self._ternary(w))
+        acc = self._empty((len(x_q), w.shape[0]), np.int32)
+        return self._kernels.matmul(x_q, self._tiled(w), acc)
 
     @in_kind
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
@@ -352,7 +327,7 @@ class CupyBackend(Backend):
                     quantized = self._quantized(self.rms_norm(self.value(x), w.input_norm.weight, w.input_norm.eps))
                 else:
                     quantized = shared = shared or self._quantized(x)
-                y = self._ternary_run(quantized[0], self._ternary(w), quantized[1])
+                y = self._kernels.linear(*quantized, self._tiled(w), self._empty((len(x), w.shape[0]), np.float32))
             outputs.append(y)
         return tuple(outputs)
 
@@ -457,40 +432,6 @@ class CupyBackend(Backend):
             self._tables[rope, head_dim] = cos, sin, covered
         return cos, sin
 
-    # -- ternary -------------------------------------------------------------------------------------------------------
-
-    def _ternary(self, w: TernaryLinear) -> DeviceTernary:
-        """The weight in tiles: what `prepare` made of it, or made here for one that was not prepared."""
-        if isinstance(w, DeviceTernary):
-            return w
-        plain = w if isinstance(w, TernaryWeight) else TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale))
-        rows, columns = plain.shape
-        tiles = self.make((-(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), 128), np.uint32)
-        self._each("ternary.cu", "ternary_pack", tiles.size, self.upload(plain.packed), rows, columns, tiles)
-        scales = self.upload(np.full(rows, w.w_dequant_scale, dtype=np.float32))
-        return DeviceTernary(tiles, scales, rows, columns, w.w_dequant_scale, w.bias, w.input_norm, self)
-
-    def unpacked(self, w: DeviceTernary) -> NDArray[np.int8]:
-        """The matrix itself, on the host. (N, K) int8"""
-        words = self.device.to_host(w.tiles)  # (row tiles, column tiles, 32 lanes of 4 words)
-        crumbs = (words.reshape(*words.shape[:2], 8, 4, 2, 2)[..., None] >> (2 * np.arange(16, dtype=np.uint32))) & 3
-        codes = ((crumbs + 1) & 3).astype(np.int8) - 1  # R, C, g, t, half, r, byte * 4 + crumb
-        codes = codes.reshape(*words.shape[:2], 8, 4, 2, 2, 4, 4)  # ... byte, crumb
-        rows = codes.transpose(0, 5, 2, 1, 4, 3, 7, 6)  # R, r, g, C, half, t, crumb, byte
-        whole = rows.reshape(words.shape[0] * TILE_ROWS, words.shape[1] * TILE_COLUMNS)
-        return np.ascontiguousarray(whole[: w.out_features, : w.in_features])
-
-    def _ternary_run(self, x_q: Any, w: DeviceTernary, scale: Any = None) -> Any:
-        """The sums (N, out) int32, or with x_quant_scale what the BitLinear gives, float32."""
-        out = self._empty((len(x_q), w.out_features), np.int32 if scale is None else np.float32)
-        results = (None, None, None, out, None) if scale is None else (w.scales, scale, self._bias(w), None, out)
-        arguments = x_q, x_q.shape[1], w.tiles, len(x_q), w.out_features, w.in_features
-        self._each("ternary.cu", "ternary_plain", out.size, *arguments, *results)
-        return out
-
-    def _bias(self, w: LinearWeight) -> Any:
-        return None if w.bias is None else self._vector(w.bias)
-
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _on_device(self, array: Any) -> bool:
@@ -571,7 +512,7 @@ class CupyBackend(Backend):
     def _quantized(self, x: Any, pad: bool = True) -> tuple[Any, Any]:
         """x_q int8 (N, K, padded to whole tiles) and x_quant_scale (N, 1), in one launch from what x is made of."""
         n, width = x.shape
-        x_q = self._empty((n, -(-width // TILE_COLUMNS) * TILE_COLUMNS if pad else width), np.int8)
+        x_q = self._empty((n, padded_columns(width) if pad else width), np.int8)
         scale = self._empty((n, 1), np.float32)
         if isinstance(x, Normed) and x.value is not None:
             x = x.value
@@ -598,6 +539,12 @@ class CupyBackend(Backend):
             return vector
         known = self._vectors.get(id(vector))
         return known[1] if known is not None else self.upload(_float32(vector))
+
+    def _tiled(self, w: TernaryLinear) -> TiledWeight:
+        """The weight in tiles: what `prepare` made of it, or made here for one that was not prepared."""
+        if isinstance(w, TiledWeight):
+            return w
+        return self._kernels.prepare(w if isinstance(w, TernaryWeight) else _plain(w))
 
     def _dense(self, w: DenseWeight) -> DeviceDense:
         prepared = w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.array, w.bias))
@@ -647,6 +594,13 @@ def parse_bytes(limit: int | str | None) -> int | None:
 def _threads(width: int) -> int:
     """Of a block that takes a row: four elements a thread, whole warps."""
     return min(1024, max(32, -(-width // 128) * 32))
+
+
+def _plain(w: TernaryLinear) -> TernaryWeight:
+    """A weight that another backend has prepared."""
+    return replace(
+        TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale)), bias=w.bias, input_norm=w.input_norm
+    )
 
 
 def _bits(array: NDArray) -> NDArray:
