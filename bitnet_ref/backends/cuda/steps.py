@@ -15,45 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig
-from ..errors import BackendError
-from ..kv_cache import TokenBatch
-from ..weights import ModelWeights
-from .cupy_cache import DeviceBatch, DeviceKVCache
+from ...config import ModelConfig
+from ...kv_cache import TokenBatch
+from ...weights import ModelWeights
+from .cache import DeviceBatch, DeviceKVCache
+from .rows import value
+from .workspace import Arena
 
 if TYPE_CHECKING:
-    from .cupy_backend import CupyBackend
-
-
-class Arena:
-    """Arrays for one pass, made in the first one and handed out again, in the same order, in every later one."""
-
-    def __init__(self, make: Callable[[tuple[int, ...], np.dtype], Any]) -> None:
-        self._make = make
-        self._arrays: list[Any] = []
-        self._scratch: dict[Any, Any] = {}
-        self._next = 0
-
-    def begin(self) -> None:
-        """From the first array again."""
-        self._next = 0
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An array of the pass."""
-        if self._next == len(self._arrays):
-            self._arrays.append(self._make(shape, dtype))
-        array = self._arrays[self._next]
-        if array.shape != tuple(shape) or array.dtype != dtype:
-            raise BackendError(f"a step that asked for {array.dtype} {array.shape} now asks for {dtype} {shape}")
-        self._next += 1
-        return array
-
-    def scratch(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An array whose contents nobody needs after the next kernels: one for all layers."""
-        key = tuple(shape), dtype
-        if key not in self._scratch:
-            self._scratch[key] = self._make(shape, dtype)
-        return self._scratch[key]
+    from ..cupy_backend import CupyBackend
 
 
 class RecordedStep:
@@ -64,9 +34,9 @@ class RecordedStep:
         self, be: CupyBackend, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, size: int
     ) -> None:
         self._be, self._compute, self._w, self._cfg, self._size = be, compute, w, cfg, size
-        self._sheet = be.zeros((3, size), np.int64)
+        self._sheet = be.ws.zeros((3, size), np.int64)
         self._batch = DeviceBatch(self._sheet[0], self._sheet[1], self._sheet[2])
-        self._arena = Arena(be.make)
+        self._arena = Arena(be.ws.make)
         self._graph: Any = None
         self._result: Any = None
 
@@ -74,22 +44,23 @@ class RecordedStep:
         """What `compute` gives for the batch.   -> (N, D) on the device, until the next call"""
         n = len(batch)
         sheet = np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64)
-        self._be.device.copy(self._sheet, sheet[:, np.minimum(np.arange(self._size), n - 1)])
+        self._be.ws.device.copy(self._sheet, sheet[:, np.minimum(np.arange(self._size), n - 1)])
         cache.copy_table()
         if self._graph is not None:
             self._graph.launch()
         else:
             self._result = self._run(cache)
-            with self._be.device.capture() as graph:
+            with self._be.ws.device.capture() as graph:
                 self._run(cache)
             self._graph = graph
         return self._result[:n]
 
     def _run(self, cache: DeviceKVCache) -> Any:
         be = self._be
+        be.rope_positions.reach = max(be.rope_positions.reach, cache.capacity - 1)
         self._arena.begin()
-        be.arena, be.reach = self._arena, max(be.reach, cache.capacity - 1)
+        be.ws.arena = self._arena
         try:
-            return be.value(self._compute(be, self._w, self._cfg, self._batch, cache))
+            return value(be.ws, self._compute(be, self._w, self._cfg, self._batch, cache))
         finally:
-            be.arena = None
+            be.ws.arena = None

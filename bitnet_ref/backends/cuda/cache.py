@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig
-from ..errors import ShapeError
-from ..kv_cache import KVCache, TokenBatch
-
-if TYPE_CHECKING:
-    from .cupy_backend import CupyBackend
+from ...config import ModelConfig
+from ...errors import ShapeError
+from ...kv_cache import KVCache, TokenBatch
+from .rows import Turned, value
+from .workspace import Workspace
 
 CACHE_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # bfloat16 as its bits
+BLOCK = 128
 ROUND_CAPACITY_TO = 256  # tokens: caches of about the same length then have the same shape, and share recorded steps
 
 
@@ -32,6 +32,16 @@ class DeviceBatch(TokenBatch):
         assert self.host is not None
         return self.host.extent
 
+    @classmethod
+    def placed(cls, ws: Workspace, batch: TokenBatch) -> DeviceBatch:
+        """The batch on the device, if it is not there yet. Wanting every token, in order, is wanting no choice."""
+        if isinstance(batch, DeviceBatch):
+            return batch
+        sheet = ws.upload(np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64))
+        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(len(batch)))
+        rows = None if all_wanted else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
+        return cls(sheet[0], sheet[1], sheet[2], rows, batch)
+
 
 class DeviceKVCache(KVCache):
     """`keys` and `values` are device arrays; `page_table` stays with its owner on the host and is copied when it has
@@ -39,7 +49,7 @@ class DeviceKVCache(KVCache):
 
     def __init__(
         self,
-        be: CupyBackend,
+        ws: Workspace,
         config: ModelConfig,
         slots: int,
         capacity: int,
@@ -50,33 +60,33 @@ class DeviceKVCache(KVCache):
     ) -> None:
         if dtype not in CACHE_DTYPES:
             raise ShapeError("KV cache on cupy", expected=f"dtype {', '.join(CACHE_DTYPES)}", got=dtype)
-        self._be, self.kind = be, dtype
+        self._ws, self.kind = ws, dtype
         if page_size is None and pages is None:
             page_size = max(1, -(-capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page a slot
         super().__init__(config, slots, capacity, CACHE_DTYPES[dtype], page_size=page_size, pages=pages)
-        self.table = be.upload(self.page_table)
+        self.table = ws.upload(self.page_table)
         self._copied = self.page_table.copy()
-        self.steps: dict[Any, Any] = {}  # recorded decoding steps over these very arrays, see cupy_graph.py
+        self.steps: dict[Any, Any] = {}  # recorded decoding steps over these very arrays, see steps.py
 
     @classmethod
-    def of(cls, be: CupyBackend, host: KVCache, config: ModelConfig | None = None) -> DeviceKVCache:
+    def of(cls, ws: Workspace, host: KVCache) -> DeviceKVCache:
         """A copy of a cache in the host's memory."""
         self = cls.__new__(cls)
-        self._be, self.kind = be, host.keys.dtype.name
+        self._ws, self.kind = ws, host.keys.dtype.name
         self.slots, self.capacity, self.page_size, self.pages = host.slots, host.capacity, host.page_size, host.pages
         self._fixed, self.page_table = host._fixed, host.page_table
-        self.keys, self.values = be.upload(host.keys), be.upload(host.values)
-        self.table, self._copied, self.steps = be.upload(host.page_table), host.page_table.copy(), {}
+        self.keys, self.values = ws.upload(host.keys), ws.upload(host.values)
+        self.table, self._copied, self.steps = ws.upload(host.page_table), host.page_table.copy(), {}
         return self
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-        return self._be.make(shape, dtype)
+        return self._ws.make(shape, dtype)
 
     def copy_table(self) -> None:
         """Bring the device's copy of the page table up to date. Its place in memory stays."""
         if not self._fixed and not np.array_equal(self._copied, self.page_table):
             self._copied[:] = self.page_table
-            self._be.device.copy(self.table, self._copied)
+            self._ws.device.copy(self.table, self._copied)
 
     def check(self, batch: TokenBatch, window: int | None = None, reading: bool = False) -> None:
         """Raises ShapeError unless every token of the batch has a place here, and every one that it reads: a kernel
@@ -102,11 +112,23 @@ class DeviceKVCache(KVCache):
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
             raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
-        batch = self._be.place(batch)
-        if layer == 0 and not self._be.recording:
+        ws, batch, v = self._ws, DeviceBatch.placed(self._ws, batch), value(self._ws, self._ws.upload(v))
+        if not ws.recording and (layer == 0 or not self._fixed):
             self.check(batch)
             self.copy_table()
-        self._be.write_cache(self, layer, batch, k, v)
+        n, (kv_heads, head_dim) = len(batch), self.keys.shape[-2:]
+        table = self.table, self.table.shape[1], self.page_size, kv_heads, head_dim
+        to = self.keys[layer], self.values[layer]
+        if isinstance(k, Turned) and k.rotation.q_turned is None:  # turned on its way in, and the q beside it
+            r, heads = k.rotation, k.rotation.q.shape[1]
+            r.q_turned = ws.empty(r.q.shape, np.float32)
+            grid = (-(-(heads + kv_heads) * (head_dim // 2) // BLOCK), n)
+            arguments = r.q, r.k, v, r.cos, r.sin, batch.slots, batch.positions, heads, *table, r.q_turned, *to
+            ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments)
+            return
+        grid = (-(-kv_heads * head_dim // BLOCK), n)
+        arguments = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to
+        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *arguments)
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
         pages, offsets = self._places(batch.slots, batch.positions)
@@ -123,7 +145,7 @@ class DeviceKVCache(KVCache):
         out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
         for page in np.unique(pages):
             here = pages == page
-            raw = self._be.device.to_host(pool[int(page)])
+            raw = self._ws.device.to_host(pool[int(page)])
             wide = raw.view(ml_dtypes.bfloat16) if self.kind == "bfloat16" else raw
             out[here] = wide[offsets[here]]
         return out
@@ -139,9 +161,14 @@ class DeviceKVCache(KVCache):
             ):
                 end = min(self.page_size, length - index * self.page_size)
                 pieces += [(pool, int(old), int(new), end) for pool in (self.keys, self.values)]
-        held = [pool[:, old, :end].copy() for pool, old, _, end in pieces]  # all at the same time: read, then write
-        for (pool, _, new, end), rows in zip(pieces, held, strict=True):
-            pool[:, new, :end] = rows
+        with self._ws.device.use():
+            held = [pool[:, old, :end].copy() for pool, old, _, end in pieces]  # all at the same time: read, then write
+            for (pool, _, new, end), rows in zip(pieces, held, strict=True):
+                pool[:, new, :end] = rows
+
+    def fill_with_zeros(self) -> None:
+        for pool in (self.keys, self.values):
+            self._ws.device.fill(pool, 0)
 
     def take_over(self, other: KVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
@@ -151,6 +178,7 @@ class DeviceKVCache(KVCache):
                 (to,), (at,) = self._places(np.array([slot]), np.array([position]))
                 (page,), (start,) = other._places(np.array([slot]), np.array([position]))
                 n = min(length - position, self.page_size - int(at), other.page_size - int(start))
-                for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-                    mine[:, int(to), int(at) : int(at) + n] = theirs[:, int(page), int(start) : int(start) + n]
+                with self._ws.device.use():
+                    for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                        mine[:, int(to), int(at) : int(at) + n] = theirs[:, int(page), int(start) : int(start) + n]
                 position += n
