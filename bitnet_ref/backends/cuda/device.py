@@ -155,9 +155,9 @@ def plain_argument(value: Any) -> Any:
     """A kernel's argument: an array as it is, a number as the NumPy scalar that has the parameter's size."""
     if value is None:
         return np.uint64(0)
-    if isinstance(value, np.generic):  # np.float64 is a float too, and stays a double
+    if isinstance(value, np.generic):  # before the next: a float64 is a float too
         return value
-    if isinstance(value, bool | int):
+    if isinstance(value, int):
         if not -(2**31) <= value < 2**31:
             raise ShapeError("kernel launch", expected="an int32, or a NumPy scalar of the right size", got=str(value))
         return np.int32(value)
