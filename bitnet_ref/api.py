@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, HeadCandidates, ScreenedHead, choose_backend
+from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_backend
 from .config import ModelConfig
 from .errors import FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
@@ -77,8 +77,8 @@ def load(
     model: the name of a shipped model ("storyteller") or of a pulled one ("org/repo", "org/repo@revision"), a Hugging
         Face folder (config.json beside model.safetensors or its shards), a .safetensors file in such a folder, a
         native file (.bitnet.safetensors), a .gguf or an .onnx file.
-    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA; or, with BITNET_REF_CUDA=emulated, its
-        kernels on the processor).
+    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA; with BITNET_REF_CUDA=emulated the
+        same kernels on the processor, slowly).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by. cupy
@@ -184,7 +184,7 @@ class Model:
         return ChatSession(self, system, **params)
 
     def close(self) -> None:
-        """Give back what the backend holds of a card. The model cannot compute after that; on the processor: nothing."""
+        """Give back what the backend holds of a card; the model cannot compute after that. Otherwise: nothing."""
         self.backend.close()
 
     # -- for the generation package ------------------------------------------------------------------------------------
@@ -216,14 +216,13 @@ class Model:
         return checked_forward(self.backend, self.weights, self.config, batch, cache)
 
     def candidates(
-        self, batch: TokenBatch, cache: KVCache, k: int | None, also: Sequence[int] = ()
+        self, batch: TokenBatch, cache: KVCache, needs: Sequence[HeadNeed]
     ) -> tuple[NDArray, list[HeadCandidates]]:
-        """`forward`, but only the logits that a choice among the k largest needs (None: all), and those of the ids
-        `also`; and what the head saw.
+        """`forward`, but of the logits of each wanted token only what it needs; and what the head saw.
 
         -> final hidden (wanted, D), [HeadCandidates of each wanted token].  Checked like `forward`.
         """
-        return checked_candidates(self.backend, self.weights, self.config, batch, cache, k, also)
+        return checked_candidates(self.backend, self.weights, self.config, batch, cache, needs)
 
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""

@@ -19,8 +19,8 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-# The CuPy backend runs on a GPU where there is one; elsewhere its kernels are emulated, if there is a C++ compiler. With
-# neither its tests are skipped, with the reason. BITNET_REF_CUDA, if it is set, decides.
+# The CuPy backend runs on a GPU where there is one; elsewhere its kernels are emulated, if there is a C++ compiler.
+# With neither its tests are skipped, with the reason. BITNET_REF_CUDA, if it is set, decides.
 if "BITNET_REF_CUDA" not in os.environ and cuda.why_unavailable() is not None:
     os.environ["BITNET_REF_CUDA"] = "emulated"
     if cuda.why_unavailable() is not None:

@@ -26,11 +26,12 @@ from ..config import ModelConfig, RopeConfig
 from ..errors import ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from .candidates import HeadCandidates
-from .cuda import Device, open_device, select
+from .candidates import HeadCandidates, HeadNeed
+from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
 from .cuda.cache import DeviceBatch, DeviceKVCache
 from .cuda.rows import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned, quantized, take, value
+from .cuda.select import select
 from .cuda.steps import RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
@@ -290,15 +291,10 @@ class CupyBackend(Backend):
                 pool.check(batch, window, reading=True)
         return self._attention(value(self.ws, q), pool, placed, layer, window, longest)
 
-    def head_candidates(
-        self, x: NDArray, w: LinearWeight, k: int | None, also: Sequence[int] = ()
-    ) -> list[HeadCandidates]:
-        if k is None or k > select.MOST_SELECTED or k >= w.shape[0] or not len(x):
-            logits = self.to_host(self.lm_head(x, w))
-            ids = np.arange(logits.shape[1])
-            return [HeadCandidates(ids, row, len(ids)) for row in logits]
+    def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
+        require("head_candidates", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
         with self.running():
-            return select.largest(self.ws, value(self.ws, self.lm_head(self.ws.upload(x), w)), k, also)
+            return select(self.ws, self.lm_head(self.ws.upload(x), w), needs) if len(needs) else []
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

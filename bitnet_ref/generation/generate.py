@@ -149,7 +149,4 @@ def _step(
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The parts through the model; at the last tokens of the parts `ending`, what their `rows` need to go on."""
     needs = [row.needs() for row in rows]
-    ks = [k for k, _ in needs]
-    also = np.unique(np.concatenate([ids for _, ids in needs])).tolist() if needs else []
-    k = None if None in ks else max((k for k in ks if k is not None), default=1)
-    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, k, also)
+    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, needs)

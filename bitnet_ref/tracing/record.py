@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers
-from ..backends import Backend, HeadCandidates
+from ..backends import Backend, HeadCandidates, HeadNeed
 from ..config import ModelConfig, RopeConfig
 from ..errors import NumericsError
 from ..kv_cache import KVCache, TokenBatch, TokenIds
@@ -79,8 +79,7 @@ def checked_candidates(
     cfg: ModelConfig,
     batch: TokenBatch,
     cache: KVCache,
-    k: int | None,
-    also: Sequence[int] = (),
+    needs: Sequence[HeadNeed],
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The forward pass with `head_candidates` in place of `lm_head`, checked alike.   -> final hidden (wanted, D), ...
 
@@ -89,7 +88,7 @@ def checked_candidates(
     with np.errstate(all="ignore"), be.running():
         try:
             x = be.run(final_hidden, w, cfg, batch, cache)
-            found = be.head_candidates(x, w.lm_head, k, also)
+            found = be.head_candidates(x, w.lm_head, needs)
             x = be.to_host(x)
             if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
                 return x, found

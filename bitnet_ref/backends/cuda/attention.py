@@ -48,9 +48,9 @@ class Attention:
             ws.launch(FILE, f"attention_scores_{cache.kind}", grid, BLOCK, *arguments, shared=shared)
             parts = ws.scratch((len(some), heads, stride // CHUNK, head_dim), np.float64)
             done = self._counters(len(some) * kv_heads)
-            arguments = scores, stride, 0, cache.values[layer], *here, *sizes, *table, parts, done, z[part]
+            last = scores, stride, 0, cache.values[layer], *here, *sizes, *table, parts, done, z[part]
             shared = heads // kv_heads * CHUNK * 4
-            ws.launch(FILE, f"attention_values_{cache.kind}", grid, BLOCK, *arguments, shared=shared)
+            ws.launch(FILE, f"attention_values_{cache.kind}", grid, BLOCK, *last, shared=shared)
         return z
 
     # -- one token, its keys side by side: the primitives --------------------------------------------------------------

@@ -28,7 +28,7 @@ class DeviceBatch(TokenBatch):
     host: TokenBatch | None = None
 
     @property
-    def extent(self) -> tuple[int, int]:  # type: ignore[override]
+    def extent(self) -> tuple[int, int]:
         assert self.host is not None
         return self.host.extent
 
@@ -127,8 +127,8 @@ class DeviceKVCache(KVCache):
             ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments)
             return
         grid = (-(-kv_heads * head_dim // BLOCK), n)
-        arguments = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to
-        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *arguments)
+        flat = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to
+        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *flat)
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
         pages, offsets = self._places(batch.slots, batch.positions)

@@ -33,14 +33,15 @@ extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thr
     if (threadIdx.x == 0) atomicMax(thresholds + blockIdx.y, block);
 }
 
-// thresholds (n,) -> the key of each token's k-th largest logit; one block a token.
-extern "C" __global__ void kth_largest(const float* logits, int vocab, int k, unsigned* thresholds, int* trouble) {
+// thresholds (n,) -> the key of each token's ks[token]-th largest logit; one block a token.
+extern "C" __global__ void kth_largest(const float* logits, int vocab, const int* ks, unsigned* thresholds,
+                                       int* trouble) {
     __shared__ int bins[256];
     __shared__ unsigned chosen;
     __shared__ int left;
     const float* row = logits + (size_t)blockIdx.x * vocab;
     unsigned begins = 0;
-    int rank = k;
+    int rank = ks[blockIdx.x];
     for (int shift = 24; shift >= 0; shift -= 8) {
         for (int bin = threadIdx.x; bin < 256; bin += blockDim.x) bins[bin] = 0;
         __syncthreads();
@@ -78,8 +79,10 @@ extern "C" __global__ void collect(const float* logits, int vocab, const unsigne
     }
 }
 
-// values (n, m) = the logits of the given ids (m,); grid (ceil(m / blockDim), n).
+// values (n, m) = each token's logits of its ids (n, m), where those are not negative; grid (ceil(m / blockDim), n).
 extern "C" __global__ void pick(const float* logits, int vocab, const long long* ids, int m, float* values) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < m) values[(size_t)blockIdx.y * m + i] = logits[(size_t)blockIdx.y * vocab + ids[i]];
+    if (i >= m) return;
+    const long long id = ids[(size_t)blockIdx.y * m + i];
+    if (id >= 0) values[(size_t)blockIdx.y * m + i] = logits[(size_t)blockIdx.y * vocab + id];
 }
