@@ -66,6 +66,19 @@ def be(request) -> Backend:
     return CythonBackend(threads=2, simd=kernel_set, layout=layout or DEFAULT_LAYOUT)
 
 
+EMULATED = os.environ.get("BITNET_REF_CUDA") == "emulated"
+# What the emulation takes seconds for, and what says nothing about it (a number of threads).
+LONG_IN_EMULATION = ("storyteller", "test_any_number_of_threads", "test_joining_late", "test_rows_in_any_order")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The long tests of the emulated CuPy backend are `slow`; on a GPU they are not."""
+    for item in items:
+        if EMULATED and "cupy" in item.name and any(word in item.nodeid for word in LONG_IN_EMULATION):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def a_store_of_its_own(tmp_path_factory):
     """No test sees, or changes, the models that the user has pulled."""

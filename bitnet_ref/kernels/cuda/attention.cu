@@ -61,11 +61,10 @@ __device__ inline void scores_of_chunk(const float* q, const T* keys, const long
                     for (int t = 0; t < HEADS; t++)
                         if (h + t < group) sum[t] += query[(h + t) * d + i] * x;
                 }
-                for (int t = 0; t < HEADS && h + t < group; t++) {
-                    for (int apart = LANES / 2; apart > 0; apart /= 2)
-                        sum[t] += __shfl_xor_sync(0xffffffffu, sum[t], apart);
-                    if (key && lane == 0) scores[(mine + h + t) * stride + j] = (float)(sum[t] * factor);
-                }
+                add_lanes<HEADS, LANES>(sum, lane);
+                constexpr int EACH = LANES / HEADS;  // lanes that have the same sum
+                const int t = h + lane / EACH;
+                if (key && lane % EACH == 0 && t < group) scores[(mine + t) * stride + j] = (float)(sum[0] * factor);
             }
         }
     }
