@@ -3,12 +3,13 @@
 from .chat import ChatSession
 from .generate import TokenStream, generate, stream
 from .params import SamplingParams
-from .results import Generation, GenerationStats, StreamChunk
+from .results import Generation, GenerationStats, Overflow, StreamChunk
 
 __all__ = [
     "ChatSession",
     "Generation",
     "GenerationStats",
+    "Overflow",
     "SamplingParams",
     "StreamChunk",
     "TokenStream",
