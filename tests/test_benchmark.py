@@ -245,7 +245,7 @@ def test_the_shell_offers_every_shape():
 
 def test_profile_forwards_every_operation():
     public = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    assert public == {*OPS, "prepare", "prepare_model", "running"}
+    assert public == {*OPS, "prepare", "prepare_model", "running", "new_cache"}
     assert all(name in vars(ProfiledBackend) for name in public)
 
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..backends import Backend, ScreenedHead
+from ..config import ModelConfig
+from ..kv_cache import KVCache
 from ..weights import LinearWeight, ModelWeights
 
 OPS = (
@@ -56,6 +58,17 @@ class ProfiledBackend(Backend):
 
     def running(self) -> AbstractContextManager[None]:
         return self.inner.running()
+
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        return self.inner.new_cache(config, slots, capacity, dtype, page_size, pages)
 
     @property
     def total_s(self) -> float:
