@@ -1,14 +1,20 @@
 """Text generation: from the logits of the model to tokens, and from tokens to text."""
 
+from .batching import Engine
 from .chat import ChatSession
+from .engine_config import EngineConfig
 from .generate import TokenStream, generate, stream
 from .params import SamplingParams
 from .results import Generation, GenerationStats, StreamChunk
+from .tickets import RequestHandle
 
 __all__ = [
     "ChatSession",
+    "Engine",
+    "EngineConfig",
     "Generation",
     "GenerationStats",
+    "RequestHandle",
     "SamplingParams",
     "StreamChunk",
     "TokenStream",
