@@ -112,6 +112,11 @@ class Continuation:
         return ids
 
     @property
+    def known(self) -> int:
+        """How many those are."""
+        return len(self.request.prompt) + len(self.chunks)
+
+    @property
     def finished(self) -> bool:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
