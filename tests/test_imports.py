@@ -111,6 +111,7 @@ HEAVY = (
         "hypothesis",
         "onnx",
         "llguidance",
+        "prometheus_client",
     ),
 )
 LOADED = (

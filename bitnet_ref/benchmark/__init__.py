@@ -9,6 +9,7 @@ memory, and reported as the best and the median and as a ratio to what the read 
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
     peers.py      the same shape on other engines               cache.py      what a narrow KV cache costs
+    serve.py      the engine under load
 """
 
 from .bandwidth import MemoryReader
@@ -18,6 +19,7 @@ from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
 from .profile import OpTime, ProfiledBackend
+from .serve import Load, LoadPoint, ServeBench, Together, measure_serve
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .timing import Timing
 from .tokenizer import TokenizerBench, measure_tokenizer
@@ -32,13 +34,17 @@ __all__ = [
     "Check",
     "KernelBench",
     "KernelResult",
+    "Load",
+    "LoadPoint",
     "MemoryReader",
     "ModelBench",
     "OpTime",
     "PeerBench",
     "ProfiledBackend",
+    "ServeBench",
     "StepBytes",
     "Timing",
+    "Together",
     "TokenizerBench",
     "bytes_of_step",
     "candidates",
@@ -49,6 +55,7 @@ __all__ = [
     "measure_kernels",
     "measure_model",
     "measure_peer",
+    "measure_serve",
     "measure_tokenizer",
     "random_ternary_weight",
     "synthetic_model",
