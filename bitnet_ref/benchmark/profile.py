@@ -8,15 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ..backends import Backend, ScreenedHead
 from ..config import ModelConfig
-from ..kv_cache import KVCache
+from ..kv_cache import KVCache, TokenBatch
 from ..weights import LinearWeight, ModelWeights
 
 OPS = (
     *("embed", "rms_norm", "rope_tables", "rope", "quantize_activations", "ternary_matmul", "dequantize"),
     *("dense_matmul", "attention_scores", "softmax", "attention_values", "gated", "linear", "linears"),
-    *("attention", "lm_head", "head_candidates"),
+    *("add", "take_rows", "attention", "lm_head", "head_candidates"),
 )
 _OF_ONE_WEIGHT = ("linear", "lm_head", "head_candidates", "dense_matmul")
 
@@ -59,6 +61,12 @@ class ProfiledBackend(Backend):
     def running(self) -> AbstractContextManager[None]:
         return self.inner.running()
 
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        return self.inner.place(batch)
+
+    def to_host(self, array: NDArray) -> NDArray:
+        return self.inner.to_host(array)
+
     def new_cache(
         self,
         config: ModelConfig,
@@ -78,7 +86,7 @@ class ProfiledBackend(Backend):
     def slowest_first(self) -> list[OpTime]:
         return sorted(self.ops.values(), key=lambda op: -op.total_s)
 
-    def add(self, op: str, weights: tuple[LinearWeight, ...], taken_s: float) -> None:
+    def count(self, op: str, weights: tuple[LinearWeight, ...], taken_s: float) -> None:
         """One call of `op`, over these weights."""
         name = " ".join(
             [op, *(self._names.get(id(w), "?") for w in weights if not op.startswith(("lm_head", "head_")))]
@@ -96,7 +104,7 @@ def _forwarding(op: str) -> Callable[..., Any]:
         result = getattr(self.inner, op)(*args)
         taken = time.perf_counter() - start
         weights = args[1] if op == "linears" else (args[1],) if op in _OF_ONE_WEIGHT else ()
-        self.add(op, tuple(weights), taken)
+        self.count(op, tuple(weights), taken)
         return result
 
     method.__name__, method.__doc__ = op, getattr(Backend, op).__doc__
