@@ -7,8 +7,7 @@ memory, and reported as the best and the median and as a ratio to what the read 
     timing.py     repetitions of several actions in turn      bandwidth.py  the ceiling: memory, read and nothing else
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
-    profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
-    peers.py      the same shape on other engines
+    peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
 """
 
 from .bandwidth import MemoryReader
@@ -16,7 +15,6 @@ from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
-from .profile import OpTime, ProfiledBackend
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .timing import Timing
 from .tokenizer import TokenizerBench, measure_tokenizer
@@ -31,9 +29,7 @@ __all__ = [
     "KernelResult",
     "MemoryReader",
     "ModelBench",
-    "OpTime",
     "PeerBench",
-    "ProfiledBackend",
     "StepBytes",
     "Timing",
     "TokenizerBench",

@@ -1,0 +1,8 @@
+"""Figures (matplotlib, `pip install 'bitnet-ref[notebooks]'`) of what other parts of the package found out.
+
+Each function takes plain data, draws it and gives the figure back. Nothing here computes, and nothing knows a model.
+"""
+
+from .icicle import icicles
+
+__all__ = ["icicles"]
