@@ -184,7 +184,8 @@ class Model:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
         With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
-        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See `profiling.Profile`: print it, `plot()`, `save(path)`.
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        `profiling.Profile`: print it, `plot()`, `save(path)`.
         """
         from .profiling import Profile
 
