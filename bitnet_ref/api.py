@@ -206,9 +206,20 @@ class Model:
 
         return Vocabulary(self.tokenizer, self.config.vocab_size)
 
-    def new_cache(self, slots: int, capacity: int) -> KVCache:
-        """An empty KV cache in this backend's dtype."""
-        return KVCache(self.config, slots, capacity, self.backend.dtype.type)
+    def new_cache(
+        self,
+        slots: int,
+        capacity: int,
+        *,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        """An empty KV cache for so many sequences of so many tokens, in the backend's dtype unless another is given.
+
+        page_size, pages: make it a pool whose page table the caller fills; see `KVCache`.
+        """
+        return self.backend.new_cache(self.config, slots, capacity, dtype, page_size, pages)
 
     def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
         """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""

@@ -301,8 +301,10 @@ class CythonBackend(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
         z = np.empty(q.shape, dtype=np.float32)
-        keys, values = cache.keys[layer], cache.values[layer]
-        _cpu.attention(_floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set)
+        pool = cache.keys[layer], cache.values[layer], cache.page_table
+        where = batch.slots, batch.positions, window or 0
+        if (i := _cpu.attention(_floats(q), *pool, *where, z, self.threads, self._set)) >= 0:
+            cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
         return z
 
     def head_candidates(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers, quantization
-from ..config import RopeConfig
+from ..config import ModelConfig, RopeConfig
 from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..threads import blas_threads, resolve_threads
@@ -76,6 +76,19 @@ class Backend:
     def running(self) -> AbstractContextManager[None]:
         """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
         return blas_threads(self.threads)
+
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        """An empty KV cache where this backend reads it, in its own dtype unless another is given; see `KVCache`."""
+        chosen = self.dtype if dtype is None else np.dtype(dtype)
+        return KVCache(config, slots, capacity, chosen.type, page_size=page_size, pages=pages)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 

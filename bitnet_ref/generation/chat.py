@@ -39,8 +39,7 @@ class PrefixCache:
             larger = max(capacity, 0 if self._cache is None else 2 * self._cache.capacity)
             cache = self._model.new_cache(1, min(larger, max(capacity, self._model.config.context_length)))
             if self._cache is not None:
-                cache.keys[:, :, :same] = self._cache.keys[:, :, :same]
-                cache.values[:, :, :same] = self._cache.values[:, :, :same]
+                cache.take_over(self._cache, same)
             self._cache = cache
         self._ids = prompt[:same]
         return self._cache, same

@@ -27,6 +27,11 @@ cdef extern from "kernels.h" nogil:
         void (*run)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *, size_t, size_t,
                     void *) noexcept nogil
         size_t max_k
+    ctypedef struct kv_view:
+        const float *keys
+        const float *values
+        const int32_t *pages
+        size_t page_size, page_stride, stride, first, n_keys
     const ternary_method METHODS[]
     const int N_METHODS
     ctypedef struct kernel_set:
@@ -39,8 +44,7 @@ cdef extern from "kernels.h" nogil:
         void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
         size_t (*attend_workspace)(size_t, size_t, size_t) noexcept nogil
-        void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *,
-                       float *) noexcept nogil
+        void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
@@ -405,32 +409,46 @@ def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] 
             KERNEL_SETS[kernels].rope(&x[m, 0, 0], heads, half, &cos[m, 0], &sin[m, 0], &y[m, 0, 0])
 
 
+cdef inline Py_ssize_t keys_seen(Py_ssize_t position, Py_ssize_t window) noexcept nogil:
+    return window if window and window <= position else position + 1
+
+
 def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const float[:, :, :, ::1] values,
-              const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
-              int threads, Py_ssize_t kernels):
-    """q (M, H, d), one layer's keys and values (slots, capacity, G, d) -> z (M, H, d). window 0: no limit.
+              const int32_t[:, ::1] page_table, const int64_t[::1] slots, const int64_t[::1] positions,
+              Py_ssize_t window, float[:, :, ::1] z, int threads, Py_ssize_t kernels):
+    """q (M, H, d), one layer's keys and values (pages, page_size, G, d), page_table (slots, pages a slot) -> z (M, H, d).
+
+    window 0: no limit. Returns -1, or the first token that sees a position for which the table has no page.
 
     (token, kv head) pairs over threads. Each goes through all of its keys in one order. Few pairs that leave some threads
     idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads, whose results are the
     same alone. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
     """
-    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], capacity = keys.shape[1]
-    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], page_size = keys.shape[1]
+    cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count, page
     if (M != slots.shape[0] or M != positions.shape[0] or keys.shape[3] != d or R * G != H or values.shape[3] != d
-            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
-        raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], capacity, G, keys.shape[3]}")
+            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d or values.shape[0] != keys.shape[0]
+            or values.shape[1] != page_size or values.shape[2] != G or page_size == 0):
+        raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], page_size, G, keys.shape[3]}")
     for m in range(M):
-        if positions[m] < 0 or positions[m] >= capacity or slots[m] < 0 or slots[m] >= keys.shape[0]:
-            raise ValueError(f"attention: slot {slots[m]}, position {positions[m]} of {keys.shape[0]} x {capacity}")
-        n_keys = positions[m] + 1
-        if window and window < n_keys:
-            n_keys = window
+        if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
+            raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
+        n_keys = keys_seen(positions[m], window)
+        if positions[m] // page_size >= page_table.shape[1]:
+            return m
+        for page in range((positions[m] + 1 - n_keys) // page_size, positions[m] // page_size + 1):
+            if page_table[slots[m], page] < 0 or page_table[slots[m], page] >= keys.shape[0]:
+                return m
         longest = max(longest, n_keys)
         work += n_keys * H * d
+    if M == 0:
+        return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
+    cdef kv_view view
+    view.page_size, view.page_stride, view.stride = page_size, page_size * G * d, G * d
     whole = M * G
     if whole < 8 * team:
         whole -= whole % team
@@ -445,14 +463,20 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
             count = R if item < whole else min(piece, R - head)
             m = g // G
             g = g % G
-            n_keys = positions[m] + 1
-            start = 0
-            if window and window < n_keys:
-                start = n_keys - window
-                n_keys = window
-            chosen.attend(&q[m, g * R + head, 0], count, d, &keys[slots[m], start, g, 0],
-                          &values[slots[m], start, g, 0], n_keys, G * d, scale, workspace, &z[m, g * R + head, 0])
+            attend_one(chosen, &q[m, g * R + head, 0], count, d, view, &keys[0, 0, g, 0], &values[0, 0, g, 0],
+                       &page_table[slots[m], 0], positions[m], window, scale, workspace, &z[m, g * R + head, 0])
         free(workspace)
+    return -1
+
+
+cdef inline void attend_one(const kernel_set *chosen, const float *q, Py_ssize_t heads, Py_ssize_t d, kv_view view,
+                            const float *keys, const float *values, const int32_t *pages, Py_ssize_t position,
+                            Py_ssize_t window, double scale, double *workspace, float *z) noexcept nogil:
+    """One token's heads of one kv head; `view` (a copy) knows how the pages lie, and learns here which rows are seen."""
+    view.keys, view.values, view.pages = keys, values, pages
+    view.n_keys = keys_seen(position, window)
+    view.first = position + 1 - view.n_keys
+    chosen.attend(q, heads, d, &view, scale, workspace, z)
 
 
 def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):

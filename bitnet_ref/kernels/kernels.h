@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "dense_avx512.h"
+#include "kv_view.h"
 #include "peaks.h"
 #include "table_avx2.h"
 #include "ternary_amx.h"
@@ -68,7 +69,7 @@ typedef struct {
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     size_t (*attend_workspace)(size_t, size_t, size_t);
-    void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *, float *);
+    void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);

@@ -48,7 +48,7 @@ def record(
 ) -> tuple[NDArray, dict[str, NDArray]]:
     """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
     recorder = Recorder(be, w, cfg, names_filter)
-    cache = KVCache(cfg, slots=1, capacity=max(1, len(tokens)), dtype=be.dtype.type)
+    cache = be.new_cache(cfg, 1, max(1, len(tokens)))
     logits = checked_forward(be, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache, recorder)
     return logits, recorder.seen
 
@@ -140,6 +140,17 @@ class Recorder(Backend):
             self.seen[name] = np.array(array)
         self.current = name
 
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        return self.inner.new_cache(config, slots, capacity, dtype, page_size, pages)
+
     # -- primitives, each passed on and kept ---------------------------------------------------------------------------
 
     def embed(self, w: DenseWeight, tokens: NDArray) -> NDArray:
@@ -224,7 +235,7 @@ class Recorder(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         attn = f"{self._block}.attn"
-        self.keep(f"{attn}.hook_v", cache.values[layer, batch.slots, batch.positions])
+        self.keep(f"{attn}.hook_v", cache.stored(layer, batch)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
             self._keep_pattern(q, cache, batch, layer, window)
         z = self.inner.attention(q, cache, batch, layer, window)  # the backend's own, fused or not

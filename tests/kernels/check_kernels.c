@@ -119,15 +119,29 @@ static void check_steps(const kernel_set *set, size_t n) {
 
 static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_keys) {
     const kernel_set *plain = &KERNEL_SETS[0];
-    const size_t stride = d + between(0, 3) * d;
-    float *q = random_floats(R * d), *keys = random_floats(n_keys * stride), *values = random_floats(n_keys * stride);
+    const size_t stride = d + between(0, 3) * d, page_size = between(1, 40), first = between(0, 3), pages = 3 + n_keys / page_size + 1;
+    float *q = random_floats(R * d), *keys = random_floats(pages * page_size * stride), *values = random_floats(pages * page_size * stride);
+    int32_t *table = allocate(pages * sizeof *table);
+    for (size_t i = 0; i < pages; i++) table[i] = (int32_t)(pages - 1 - i);
+    kv_view kv = {keys, values, table, page_size, page_size * stride, stride, first, n_keys};
     float *a = allocate(R * d * sizeof *a), *b = allocate(R * d * sizeof *b);
+    float *one = allocate(2 * n_keys * stride * sizeof *one);
     double *workspace = allocate(set->attend_workspace(R, d, n_keys) * sizeof *workspace);
-    set->attend(q, R, d, keys, values, n_keys, stride, 0.3, workspace, a);
-    plain->attend(q, R, d, keys, values, n_keys, stride, 0.3, workspace, b);
+    set->attend(q, R, d, &kv, 0.3, workspace, a);
+    plain->attend(q, R, d, &kv, 0.3, workspace, b);
     for (size_t i = 0; i < R * d; i++) /* sums in double, in another order: at most a last bit of float32 apart */
         if (!(fabsf(a[i] - b[i]) <= 1.2e-7f * fmaxf(1, fabsf(b[i])))) fail(set, "attend", R, d, n_keys);
-    free(q), free(keys), free(values), free(a), free(b), free(workspace);
+    /* the same rows in one page: the same bits */
+    for (size_t s = 0; s < n_keys; s++) {
+        const size_t from = (size_t)table[(first + s) / page_size] * page_size + (first + s) % page_size;
+        memcpy(one + s * stride, keys + from * stride, d * sizeof *one);
+        memcpy(one + (n_keys + s) * stride, values + from * stride, d * sizeof *one);
+    }
+    const int32_t zero = 0;
+    kv_view whole = {one, one + n_keys * stride, &zero, n_keys, n_keys * stride, stride, 0, n_keys};
+    set->attend(q, R, d, &whole, 0.3, workspace, b);
+    must_equal(set, "attend over pages", a, b, R * d * sizeof *a, R, d, n_keys);
+    free(q), free(keys), free(values), free(a), free(b), free(workspace), free(table), free(one);
 }
 
 static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
