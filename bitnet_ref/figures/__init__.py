@@ -3,6 +3,8 @@
 Each function takes plain data, draws it and gives the figure back. Nothing here computes, and nothing knows a model.
 """
 
+from .beams import beam_tree
 from .icicle import icicles
+from .tokens import token_bars
 
-__all__ = ["icicles"]
+__all__ = ["beam_tree", "icicles", "token_bars"]

@@ -1,0 +1,8 @@
+"""What moves in a notebook (ipywidgets, `pip install 'bitnet-ref[notebooks]'`): sliders, and the view of an engine.
+
+Each takes functions that give plain data or a figure, and knows nothing of where they come from.
+"""
+
+from .explorer import Explorer, Slider
+
+__all__ = ["Explorer", "Slider"]
