@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from .backends import Backend, HeadCandidates, ScreenedHead, choose_backend
 from .config import ModelConfig
-from .errors import FormatError, GenerationError, TokenizerError
+from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
 from .formats.open import open_checkpoint, read_tokenizer_files
 from .kv_cache import KVCache, TokenBatch
@@ -23,12 +24,13 @@ from .tracing.record import NamesFilter
 from .weights import ModelWeights
 
 if TYPE_CHECKING:
-    from .generation import ChatSession, Generation, TokenStream
+    from .generation import ChatSession, Engine, EngineConfig, Generation, TokenStream
     from .generation.vocabulary import Vocabulary
     from .profiling import Profile
     from .tokenizers import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
+log = logging.getLogger(__name__)
 
 
 def shipped_models() -> list[str]:
@@ -109,6 +111,31 @@ def load(
     return shared((str(path), identity(path), chosen.name, tuple(how), options), read)
 
 
+def load_engine(
+    model: str | os.PathLike[str] = "storyteller", config: EngineConfig | None = None, **options: Any
+) -> Engine:
+    """Load a model and start an engine on it, for the config's `backend`, or where that is not available here, for the
+    first of its `fallback` that is. config: by default `EngineConfig.load()`. options: of `load`.
+
+    Raises what `load` raises, and ConfigError.
+    """
+    from .generation import Engine, EngineConfig
+
+    config = EngineConfig.load() if config is None else config
+    missing: BackendUnavailable | None = None
+    for backend in (config.backend, *config.fallback):
+        try:
+            loaded = load(model, **{**options, "backend": backend})
+        except BackendUnavailable as error:
+            missing = missing or error
+            continue
+        if missing is not None:
+            log.warning("backend %s is not available (%s): using %s", config.backend, missing, loaded.backend.name)
+        return Engine(loaded, config)
+    assert missing is not None
+    raise missing
+
+
 class Model:
     """A loaded model. Holds no state between calls; any number of threads may use it."""
 
@@ -180,6 +207,7 @@ class Model:
 
         return ChatSession(self, system, **params)
 
+<<<<<<< HEAD
     def profile(self, prompt: Any = None, **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
@@ -196,6 +224,13 @@ class Model:
             with profile:
                 profile.outcome = self.generate(prompt, **params)
         return profile
+=======
+    def engine(self, **settings: Any) -> Engine:
+        """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""
+        from .generation import Engine
+
+        return Engine(self, **settings)
+>>>>>>> w-engine
 
     # -- for the generation package ------------------------------------------------------------------------------------
 
@@ -226,10 +261,10 @@ class Model:
         return checked_forward(self.backend, self.weights, self.config, batch, cache)
 
     def candidates(
-        self, batch: TokenBatch, cache: KVCache, k: int | None, also: Sequence[int] = ()
+        self, batch: TokenBatch, cache: KVCache, k: int | Sequence[int | None] | None, also: Sequence[int] = ()
     ) -> tuple[NDArray, list[HeadCandidates]]:
         """`forward`, but only the logits that a choice among the k largest needs (None: all), and those of the ids
-        `also`; and what the head saw.
+        `also`; and what the head saw. k: one for all wanted tokens, or one for each.
 
         -> final hidden (wanted, D), [HeadCandidates of each wanted token].  Checked like `forward`.
         """

@@ -112,6 +112,7 @@ HEAVY = (
         "hypothesis",
         "onnx",
         "llguidance",
+        "prometheus_client",
     ),
 )
 LOADED = (

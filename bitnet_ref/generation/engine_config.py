@@ -42,7 +42,7 @@ class EngineConfig:
     prefix_sharing: whether prompts that begin alike are computed once. The texts are the same either way.
     memory_limit: bytes that the process may hold; the cache takes no more than the model leaves of them.
 
-    Device (for `Engine.load`):
+    Device (for `bitnet_ref.load_engine`):
     backend: as in `load`. fallback: backends to try, in order, when that one is not available here.
 
     What for:

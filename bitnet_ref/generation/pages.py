@@ -122,7 +122,8 @@ class PagePool:
         blank, idle = set(self._blank), set(self._idle)
         assert len(blank) == len(self._blank), "a page is blank twice"
         assert blank | idle | set(held) == set(range(self.pages)), "a page is lost"
-        assert not (blank & idle or blank & set(held) or idle & set(held)), "a page is in two places"
+        for one, other in ((blank, idle), (blank, set(held)), (idle, set(held))):
+            assert not one & other, "a page is in two places"
         indexed = {page: key for page, key in enumerate(self._keys) if key is not None}
         assert {page: key for key, page in self._index.items()} == indexed, "the index and the pages disagree"
         assert not blank & set(indexed), "a blank page is in the index"

@@ -60,17 +60,18 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `start + count - 1` of a job. `ends`: the next token can be chosen after them."""
+    """So many tokens of a job from `start` on, in its slot. `ends`: the next one can be chosen after them."""
 
     job: Job
+    slot: int
     start: int
-    count: int
+    tokens: int
     ends: bool
 
 
 @dataclass
 class Plan:
-    """One step. copies: (page, the page that must become equal to it) before it. stopped: jobs that lost their place."""
+    """One step. copies: (page, the page that must become equal to it), before it. stopped: who lost their place."""
 
     pieces: list[Piece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -80,9 +81,7 @@ class Plan:
 class Scheduler:
     """max_batch: jobs that run at a time. max_batch_tokens: tokens in a step, more than max_batch."""
 
-    def __init__(
-        self, pool: PagePool, max_batch: int, max_batch_tokens: int, priority_wait_s: float = 10.0
-    ) -> None:
+    def __init__(self, pool: PagePool, max_batch: int, max_batch_tokens: int, priority_wait_s: float = 10.0) -> None:
         assert max_batch_tokens > max_batch
         self.pool, self.max_batch, self.max_batch_tokens = pool, max_batch, max_batch_tokens
         self.priority_wait_s = priority_wait_s
@@ -98,7 +97,7 @@ class Scheduler:
         insort(self.waiting, job)
 
     def remove(self, job: Job) -> None:
-        """It is finished, or not wanted any more: its slot and its pages are free now. Harmless for one that is gone."""
+        """It is finished, or not wanted any more: its slot and pages are free now. Harmless for one that is gone."""
         if job.running:
             self._pause(job)
         elif job in self.waiting:
@@ -201,7 +200,7 @@ class Scheduler:
             elif (count := _affordable(lease, start, count)) == 0:
                 return  # those before it go on, and will leave pages
         plan.copies += copies
-        plan.pieces.append(Piece(job, start, count, ends=start + count == len(row.ids)))
+        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == len(row.ids)))
 
     # -- who has to stop -----------------------------------------------------------------------------------------------
 

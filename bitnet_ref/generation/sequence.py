@@ -224,6 +224,12 @@ def prefill_steps(
         yield parts, complete
 
 
+def merged_needs(needs: Sequence[tuple[int | None, NDArray[np.int64]]]) -> tuple[list[int | None], list[int]]:
+    """What several rows need, as one question to `Model.candidates`."""
+    also = np.unique(np.concatenate([ids for _, ids in needs])).tolist() if needs else []
+    return [k for k, _ in needs], also
+
+
 def end_tokens(model: Model) -> frozenset[int]:
     """Every token that ends a text, by the model's config or its tokenizer."""
     tokenizer = _tokenizer(model, required=False)

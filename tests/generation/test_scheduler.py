@@ -1,4 +1,4 @@
-"""The scheduler by itself, with rows that are lists of tokens: who runs, with how many tokens, and whether all finish."""
+"""The scheduler by itself, with rows that are lists of tokens: who runs, with how much, and whether all finish."""
 
 from dataclasses import dataclass, field
 
@@ -35,13 +35,14 @@ class Cache:
 
     def step(self):
         plan = self.scheduler.plan()
-        assert sum(piece.count for piece in plan.pieces) <= self.scheduler.max_batch_tokens
+        assert sum(piece.tokens for piece in plan.pieces) <= self.scheduler.max_batch_tokens
         slots = [piece.job.row.slot for piece in plan.pieces]
         assert len(set(slots)) == len(slots) <= self.scheduler.max_batch
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        for job, start, count, ends in plan.pieces:
+        for job, slot, start, count, ends in plan.pieces:
             row = job.row
+            assert (row.slot, job.running) == (slot, True)
             assert start == row.computed
             for at in range(start, start + count):
                 self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(row.tokens[: at + 1])
@@ -78,7 +79,7 @@ def test_a_long_prompt_delays_nobody_who_decodes():
     scheduler.add(long)
     for step in range(6):
         plan = cache.step()
-        assert [(p.job, p.count) for p in plan.pieces] == [(short, 1), (long, 11 if step < 5 else 5)]
+        assert [(p.job, p.tokens) for p in plan.pieces] == [(short, 1), (long, 11 if step < 5 else 5)]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
@@ -87,7 +88,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     scheduler.add(long)
     scheduler.add(short)
     plan = cache.step()
-    assert [(p.job, p.count, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
+    assert [(p.job, p.tokens, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
 
 
 def test_arrival_decides_and_priority_is_worth_some_seconds():
@@ -107,7 +108,7 @@ def test_more_important_work_takes_a_slot_and_the_other_keeps_its_pages():
     assert [p.job for p in cache.step().pieces] == [urgent]
     assert usual.lease is not None
     cache.step()
-    assert [(p.job, p.count) for p in cache.step().pieces] == [(usual, 1)]
+    assert [(p.job, p.tokens) for p in cache.step().pieces] == [(usual, 1)]
 
 
 def test_equal_beginnings_are_computed_once():
@@ -115,8 +116,8 @@ def test_equal_beginnings_are_computed_once():
     prompts = [[*range(16), number] for number in range(4)]
     for number, prompt in enumerate(prompts):
         scheduler.add(job(number, prompt))
-    assert sum(piece.count for piece in cache.step().pieces) == 17
-    assert sum(piece.count for piece in cache.step().pieces) == 1 + 3  # the first decodes, the others' last tokens
+    assert sum(piece.tokens for piece in cache.step().pieces) == 17
+    assert sum(piece.tokens for piece in cache.step().pieces) == 1 + 3  # the first decodes, the others' last tokens
     assert scheduler.cached_tokens == 3 * 16
 
 
