@@ -207,7 +207,6 @@ class Model:
 
         return ChatSession(self, system, **params)
 
-<<<<<<< HEAD
     def profile(self, prompt: Any = None, **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
@@ -224,13 +223,12 @@ class Model:
             with profile:
                 profile.outcome = self.generate(prompt, **params)
         return profile
-=======
+
     def engine(self, **settings: Any) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""
         from .generation import Engine
 
         return Engine(self, **settings)
->>>>>>> w-engine
 
     # -- for the generation package ------------------------------------------------------------------------------------
 
