@@ -73,13 +73,13 @@ class Engine:
         priority: higher goes first; see `EngineConfig.priority_wait_s`. timeout_s: to be finished by then. params: of
         `SamplingParams`. Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
         """
-        return self._submit(prompt, self.config.params(params), priority, timeout_s)
+        return self._submit(prompt, self._sampling(params), priority, timeout_s)
 
     def stream(
         self, prompt: str | Sequence[int], *, priority: int = 0, timeout_s: float | None = None, **params: Any
     ) -> RequestHandle:
         """`submit` for one continuation, to read chunk by chunk: `for` and `async for` both work."""
-        sampling = self.config.params(params)
+        sampling = self._sampling(params)
         check_streamable(sampling)
         return self._submit(prompt, sampling, priority, timeout_s)
 
@@ -104,6 +104,14 @@ class Engine:
         finally:
             requests.close()
 
+    def _sampling(self, params: dict[str, Any]) -> SamplingParams:
+        sampling = self.config.params(params)
+        if sampling.num_beams > 1:
+            raise GenerationError(
+                f"num_beams: the engine has no beam search, got {sampling.num_beams}; use model.generate"
+            )
+        return sampling
+
     def _submit(
         self, prompt: str | Sequence[int], params: SamplingParams, priority: int, timeout_s: float | None
     ) -> RequestHandle:
@@ -114,10 +122,6 @@ class Engine:
             raise GenerationError(f"priority: expected a whole number, got {priority!r}")
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise GenerationError(f"timeout_s: expected a number > 0, got {timeout_s!r}")
-        if params.num_beams > 1:
-            raise GenerationError(
-                f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
-            )
         request = Request(self.model, prompt, params)
         pool = self._worker.pool
         if pool.pages_for(request.capacity) > pool.pages:
