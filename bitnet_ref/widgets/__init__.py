@@ -4,5 +4,6 @@ Each takes functions that give plain data or a figure, and knows nothing of wher
 """
 
 from .explorer import Explorer, Slider
+from .live import LiveView
 
-__all__ = ["Explorer", "Slider"]
+__all__ = ["Explorer", "LiveView", "Slider"]
