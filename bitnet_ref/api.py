@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, HeadCandidates, ScreenedHead, choose_backend
+from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_backend
 from .config import ModelConfig
 from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
@@ -259,14 +259,13 @@ class Model:
         return checked_forward(self.backend, self.weights, self.config, batch, cache)
 
     def candidates(
-        self, batch: TokenBatch, cache: KVCache, k: int | Sequence[int | None] | None, also: Sequence[int] = ()
+        self, batch: TokenBatch, cache: KVCache, needs: Sequence[HeadNeed]
     ) -> tuple[NDArray, list[HeadCandidates]]:
-        """`forward`, but only the logits that a choice among the k largest needs (None: all), and those of the ids
-        `also`; and what the head saw. k: one for all wanted tokens, or one for each.
+        """`forward`, but of the logits of each wanted token only what it needs; and what the head saw.
 
         -> final hidden (wanted, D), [HeadCandidates of each wanted token].  Checked like `forward`.
         """
-        return checked_candidates(self.backend, self.weights, self.config, batch, cache, k, also)
+        return checked_candidates(self.backend, self.weights, self.config, batch, cache, needs)
 
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from ..errors import BackendUnavailable
-from .candidates import HeadCandidates
+from .candidates import HeadCandidates, HeadNeed
 from .numpy_backend import HEADS, Backend
 from .screened_head import ScreenedHead
 
-__all__ = ["HEADS", "NAMES", "Backend", "HeadCandidates", "ScreenedHead", "available_backends", "choose_backend"]
+__all__ = [
+    "HEADS",
+    "NAMES",
+    "Backend",
+    "HeadCandidates",
+    "HeadNeed",
+    "ScreenedHead",
+    "available_backends",
+    "choose_backend",
+]
 
 NAMES = ("numpy", "cython", "cupy")
 

@@ -19,7 +19,7 @@ from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..threads import blas_threads, resolve_threads
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from .candidates import HeadCandidates
+from .candidates import HeadCandidates, HeadNeed
 
 HEADS = ("auto", "exact", "screened")
 
@@ -189,15 +189,12 @@ class Backend:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)
 
-    def head_candidates(
-        self, x: NDArray, w: LinearWeight, k: int | None, also: Sequence[int] = ()
-    ) -> list[HeadCandidates]:
-        """x (N, D) -> for each token the logits that a choice among its k largest needs, and those of the ids `also`.
+    def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
+        """x (N, D), and what each token needs -> its logits, or those of them that it needs.
 
-        k None needs all of them. Here they are all logits; a backend that can tell faster which ones matter returns
-        those, and the same bits for them. A rule that moves some logits before it takes the k largest asks for
-        k + (how many it moves), and for those ids in `also`.
+        Here they are all logits; a backend that can tell faster which ones matter returns those, and the same bits.
         """
+        require("head_candidates", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
         logits = self.lm_head(x, w)
         ids = np.arange(logits.shape[1])
         return [HeadCandidates(ids, row, len(ids)) for row in logits]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import HeadCandidates, ScreenedHead
+from ..backends import HeadCandidates, HeadNeed, ScreenedHead
 from ..config import ModelConfig
 from ..errors import GenerationError
 from ..generation.generate import PREFILL_CHUNK
@@ -268,13 +268,15 @@ def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> HeadCand
     for start in range(0, len(prompt), PREFILL_CHUNK):
         piece = prompt[start : start + PREFILL_CHUNK]
         last = [0] if start + len(piece) == len(prompt) else []
-        _, found = model.candidates(TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, 1)
+        _, found = model.candidates(
+            TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, [HeadNeed(1)] * len(last)
+        )
     return found[0]
 
 
 def decode(model: Model, token: int, position: int, cache: KVCache) -> HeadCandidates:
     """One more token of slot 0, as greedy generation takes it.   -> what may follow it"""
-    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, 1)[1][0]
+    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, [HeadNeed(1)])[1][0]
 
 
 def likeliest(found: HeadCandidates) -> int:

@@ -19,7 +19,7 @@ from ..kv_cache import KVCache, TokenBatch, TokenIds
 from .params import SamplingParams
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
-from .sequence import Continuation, Request, merged_needs, prefill_steps
+from .sequence import Continuation, Request, prefill_steps
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -148,5 +148,5 @@ def _step(
     cache: KVCache,
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The parts through the model; at the last tokens of the parts `ending`, what their `rows` need to go on."""
-    k, also = merged_needs([row.needs() for row in rows])
-    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, k, also)
+    needs = [row.needs() for row in rows]
+    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, needs)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends import HeadNeed
 from ..kv_cache import KVCache, TokenBatch
 from .logprobs import Entry
 from .results import Generation, GenerationStats
@@ -186,6 +187,7 @@ def beam_search(
 
 
 def _logits(model: Model, batch: TokenBatch, cache: KVCache, stats: GenerationStats) -> list[NDArray]:
-    _, found = model.candidates(batch, cache, None)
+    wanted = len(batch) if batch.wanted is None else len(batch.wanted)
+    _, found = model.candidates(batch, cache, [HeadNeed()] * wanted)
     stats.head_rows += sum(len(candidates.ids) for candidates in found)
     return [candidates.logits for candidates in found]

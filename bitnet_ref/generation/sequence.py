@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends import HeadCandidates, HeadNeed
 from ..errors import GenerationError, TokenizerError
 from ..kv_cache import TokenIds
 from .banned import BannedWords
@@ -120,13 +120,13 @@ class Continuation:
         """(slot, position, [token]) of the newest token, which the model has not seen yet."""
         return self.slot, len(self.ids) - 1, [self.chunks[-1].token_id]
 
-    def needs(self) -> tuple[int | None, NDArray[np.int64]]:
-        """The k and the `also` of `Backend.head_candidates` for the next token; a k of None is all logits."""
+    def needs(self) -> HeadNeed:
+        """What the choice of the next token needs of its logits."""
         k = candidates_needed(self.request.params, self.request.model.config.vocab_size)
         moved = self.rules.moved(self.ids) if k is not None and self.request.params.strategy is None else None
         if k is None or moved is None:
-            return None, np.empty(0, dtype=np.int64)
-        return k + len(moved), moved
+            return HeadNeed()
+        return HeadNeed(k + len(moved), moved)
 
     def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
         """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
@@ -222,12 +222,6 @@ def prefill_steps(
                 parts, complete, room = [], [], tokens
     if parts:
         yield parts, complete
-
-
-def merged_needs(needs: Sequence[tuple[int | None, NDArray[np.int64]]]) -> tuple[list[int | None], list[int]]:
-    """What several rows need, as one question to `Model.candidates`."""
-    also = np.unique(np.concatenate([ids for _, ids in needs])).tolist() if needs else []
-    return [k for k, _ in needs], also
 
 
 def end_tokens(model: Model) -> frozenset[int]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import Backend, HeadCandidates
+from ..backends import Backend, HeadCandidates, HeadNeed
 from ..errors import EngineClosed, GenerationError, QueueFull, RequestTimeout
 from ..kv_cache import NO_PAGE, KVCache, TokenBatch, TokenIds
 from .engine_config import EngineConfig
@@ -26,7 +25,7 @@ from .metrics import EngineMetrics
 from .pages import PagePool
 from .results import StreamChunk
 from .scheduler import Job, Piece, Plan, Scheduler
-from .sequence import Continuation, merged_needs
+from .sequence import Continuation
 from .tickets import Outbox, RequestState, Ticket, cancelled, wake_all
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ class Worker:
         for job, x, candidates in zip(ends, hidden, found, strict=True):
             self._accept(job, x, candidates)
 
-    def _ask(self, job: Job) -> tuple[int | None, NDArray[np.int64]] | None:
+    def _ask(self, job: Job) -> HeadNeed | None:
         """What the row needs of the head. None, and the request has failed, where its own rules do."""
         try:
             return _row(job).needs()
@@ -252,7 +251,7 @@ class Worker:
         self,
         copies: Sequence[tuple[int, int]],
         pieces: Sequence[Piece],
-        needs: Sequence[tuple[int | None, NDArray[np.int64]]],
+        needs: Sequence[HeadNeed],
     ) -> tuple[NDArray, list[HeadCandidates]]:
         """The pieces through the model; the last tokens of those that end, through the head."""
         cache = self.cache
@@ -269,8 +268,7 @@ class Worker:
                 lease.changed = False
             parts.append((slot, start, job.row.ids[start : start + count]))
         wanted = [index for index, piece in enumerate(pieces) if piece.ends]
-        k, also = merged_needs(needs)
-        return self.model.candidates(TokenBatch.of(parts, logits_of_last=wanted), cache, k, also)
+        return self.model.candidates(TokenBatch.of(parts, logits_of_last=wanted), cache, needs)
 
     def _accept(self, job: Job, x: NDArray, candidates: HeadCandidates) -> None:
         """One more token of a job, if its request is still wanted."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers
-from ..backends import Backend, HeadCandidates
+from ..backends import Backend, HeadCandidates, HeadNeed
 from ..config import ModelConfig, RopeConfig
 from ..errors import NumericsError
 from ..kv_cache import KVCache, TokenBatch, TokenIds
@@ -79,37 +79,21 @@ def checked_candidates(
     cfg: ModelConfig,
     batch: TokenBatch,
     cache: KVCache,
-    k: int | Sequence[int | None] | None,
-    also: Sequence[int] = (),
+    needs: Sequence[HeadNeed],
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The forward pass with `head_candidates` in place of `lm_head`, checked alike.   -> final hidden (wanted, D), ...
 
-    k: one for all wanted tokens, or one for each. A logit that is not a candidate is finite too: its bounds are.
+    A logit that is not a candidate is finite too: its bounds are.
     """
     with np.errstate(all="ignore"), be.running():
         try:
             x = final_hidden(be, w, cfg, batch, cache)
-            found = _candidates(be, x, w, k, also)
+            found = be.head_candidates(x, w.lm_head, needs)
             if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
                 return x, found
         except NumericsError:
             pass
         raise first_non_finite(be, w, cfg, batch, cache)
-
-
-def _candidates(
-    be: Backend, x: NDArray, w: ModelWeights, k: int | Sequence[int | None] | None, also: Sequence[int]
-) -> list[HeadCandidates]:
-    """One call for the tokens that need all logits, and one for those that do not: nobody makes the others wait."""
-    if not isinstance(k, Sequence):
-        return be.head_candidates(x, w.lm_head, k, also)
-    few = [each for each in k if each is not None]
-    if len(few) in (0, len(k)):
-        return be.head_candidates(x, w.lm_head, max(few, default=None), also)
-    need_all = np.array([each is None for each in k])
-    whole = iter(be.head_candidates(x[need_all], w.lm_head, None))
-    some = iter(be.head_candidates(x[~need_all], w.lm_head, max(few), also))
-    return [next(whole if all_of_them else some) for all_of_them in need_all]
 
 
 def first_non_finite(
