@@ -8,9 +8,11 @@ memory, and reported as the best and the median and as a ratio to what the read 
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
+    cache.py      what a narrow KV cache costs
 """
 
 from .bandwidth import MemoryReader
+from .cache import CacheBench, CacheError, measure_cache
 from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
@@ -23,6 +25,8 @@ from .validate import Check, check_linear, check_model
 __all__ = [
     "PEERS",
     "SHAPES",
+    "CacheBench",
+    "CacheError",
     "Ceiling",
     "Check",
     "KernelBench",
@@ -37,6 +41,7 @@ __all__ = [
     "candidates",
     "check_linear",
     "check_model",
+    "measure_cache",
     "measure_ceiling",
     "measure_kernels",
     "measure_model",
