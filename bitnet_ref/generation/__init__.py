@@ -2,6 +2,7 @@
 
 from .batching import Engine
 from .beam_tree import BeamTree, beam_tree
+from .cache_memory import cache_memory
 from .chat import ChatSession
 from .engine_config import EngineConfig
 from .generate import TokenStream, generate, stream
@@ -23,6 +24,7 @@ __all__ = [
     "StreamChunk",
     "TokenStream",
     "beam_tree",
+    "cache_memory",
     "generate",
     "stream",
 ]
