@@ -288,15 +288,15 @@ class Model:
         with self.backend.running():
             return self.backend.lm_head(hidden, self.weights.lm_head)
 
-    def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """token_ids as an int64 array, non-empty, within the vocabulary and the context."""
+    def check_tokens(self, token_ids: Sequence[int], *, any_length: bool = False) -> NDArray[np.int64]:
+        """token_ids as an int64 array, non-empty, within the vocabulary and (but for `any_length`) the context."""
         try:
             tokens = np.asarray(token_ids)
         except (ValueError, TypeError, OverflowError):  # lists of different lengths, and things that are no numbers
             tokens = np.empty(0)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
-        if tokens.size > self.config.context_length:
+        if tokens.size > self.config.context_length and not any_length:
             raise GenerationError(
                 f"{tokens.size} tokens do not fit the model's context of {self.config.context_length}; shorten them"
             )

@@ -115,7 +115,9 @@ def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: 
 
 def vars_of(out: Generation) -> dict[str, Any]:
     """A generation's fields, with what is not there left out."""
-    return {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
+    found = {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
+    overflows = [asdict(overflow) for overflow in found.pop("overflows")]
+    return {**found, "overflows": overflows} if overflows else found
 
 
 def encode(model: Model, prompt: str) -> list[int]:
@@ -163,7 +165,9 @@ class Reply:
 
     def facts(self, prompt_token_ids: list[int], stats: GenerationStats) -> dict[str, Any]:
         """For --json."""
-        tops = [chunk.top_logprobs for chunk in self.chunks]
+        from ..generation import Overflow
+
+        tops, overflows = [chunk.top_logprobs for chunk in self.chunks], Overflow.of(self.chunks)
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -173,6 +177,7 @@ class Reply:
             "prompt_token_ids": prompt_token_ids,
             "stats": stats_facts(stats),
             **({"top_logprobs": tops} if any(top is not None for top in tops) else {}),
+            **({"overflows": [asdict(overflow) for overflow in overflows]} if overflows else {}),
         }
 
 
@@ -207,6 +212,9 @@ def say_stats(stats: GenerationStats) -> None:
     parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
     if stats.cache_dtype not in ("float32", "float64"):
         parts.append(f"{stats.cache_dtype} cache of {size_in_words(stats.cache_bytes_per_token)} a token")
+    if stats.dropped_tokens:
+        again = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
+        parts.append(f"{stats.dropped_tokens} oldest tokens dropped{again}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
     click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
 

@@ -8,7 +8,7 @@ from .engine_config import EngineConfig
 from .generate import TokenStream, generate, stream
 from .next_token import NextToken
 from .params import SamplingParams
-from .results import Generation, GenerationStats, StreamChunk
+from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .tickets import RequestHandle
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "NextToken",
+    "Overflow",
     "RequestHandle",
     "SamplingParams",
     "StreamChunk",

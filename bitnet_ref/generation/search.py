@@ -138,11 +138,12 @@ class BeamSearch:
             token_ids=list(beam.tokens),
             finish_reason="filtered" if text.filtered else "stop" if by_token or matched else "length",
             logprobs=[chosen for chosen, _ in beam.entries],
-            prompt_token_ids=self.request.prompt.tolist(),
+            prompt_token_ids=self.request.given.tolist(),
             stats=stats,
             stop_reason=text.banned_by if text.filtered else last if by_token else None,
             top_logprobs=None if self.params.logprobs is None else [likely for _, likely in beam.entries],
             score=beam.score,
+            overflows=self.request.overflows,
         )
 
 
@@ -160,6 +161,7 @@ def beam_search(
     stats.describe(cache)
     started = time.perf_counter()
     stats.prompt_tokens = sum(len(request.prompt) for request in requests)
+    stats.dropped_tokens = sum(len(request.given) - len(request.prompt) for request in requests)
     prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]
     for parts, complete in prefill_steps(prompts, prefill_chunk):
         logits = _logits(model, TokenBatch.of(parts, [part for part, _ in complete]), cache, stats)

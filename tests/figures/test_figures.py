@@ -6,6 +6,7 @@ from helpers import model
 from bitnet_ref.figures import memory_lines, timeline
 from bitnet_ref.figures.style import plain
 from bitnet_ref.generation import cache_memory
+from bitnet_ref.generation.cache_memory import tokens_held
 
 pytest.importorskip("matplotlib")
 
@@ -43,7 +44,7 @@ def test_cache_memory_is_what_a_cache_holds():
     story = model("storyteller")
     tokens = [1, 16, 17, 64, 200]
     found = cache_memory(story.config, tokens, window=32)
-    assert list(found) == ["reserved", "float32", "float16", "int8", "float32, the last 32"]
+    assert list(found) == ["reserved", "float32", "float16", "int8", "sliding", "sinks"]
     pages = [1, 1, 2, 4, 13]
     for dtype in ("float32", "float16", "int8"):
         pool = story.new_cache(1, 256, dtype=dtype, page_size=16, pages=13)
@@ -52,7 +53,21 @@ def test_cache_memory_is_what_a_cache_holds():
     assert found["float16"].tolist() == (found["float32"] // 2).tolist()
     assert (found["int8"] > found["float32"] // 4).all()  # and its scales
     page = found["float32"][0]
-    assert (found["float32, the last 32"] // page).tolist() == [1, 1, 2, 2, 3]
+    assert (found["sliding"] // page).max() == 2
+
+
+@pytest.mark.parametrize(("policy", "sinks"), [("sliding", 0), ("sinks", 4)])
+def test_tokens_held_are_those_that_generation_sees(policy, sinks):
+    """After each overflow that a real run reports, the tokens that it says the model saw."""
+    out = model("storyteller").generate(
+        [1, 5, 9], max_tokens=60, window=24, overflow=policy, sink_tokens=4, ignore_eos=True
+    )
+    held = tokens_held(3 + 60, 24, policy, sinks)
+    assert len(out.overflows) > 2
+    drops = [count for count in range(1, len(held)) if held[count] < held[count - 1]]
+    for overflow, count in zip(out.overflows, drops, strict=True):
+        assert count == overflow.kept[-1][1]
+        assert held[count] == sum(stop - start for start, stop in overflow.kept)
 
 
 def test_memory_lines():
