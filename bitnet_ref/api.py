@@ -26,6 +26,7 @@ from .weights import ModelWeights
 if TYPE_CHECKING:
     from .generation import ChatSession, Engine, EngineConfig, Generation, TokenStream
     from .generation.vocabulary import Vocabulary
+    from .profiling import Profile
     from .tokenizers import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
@@ -225,6 +226,23 @@ class Model:
         from .generation import ChatSession
 
         return ChatSession(self, system, **params)
+
+    def profile(self, prompt: Any = None, **params: Any) -> Profile:
+        """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
+
+        With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        `profiling.Profile`: print it, `plot()`, `save(path)`.
+        """
+        from .profiling import Profile
+
+        profile = Profile(self)
+        if prompt is None and params:
+            raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
+        if prompt is not None:
+            with profile:
+                profile.outcome = self.generate(prompt, **params)
+        return profile
 
     def engine(self, **settings: Any) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from .shell import (
     LoadingBar,
     SectionedCommand,
     common_options,
+    console,
     paint,
     print_json,
     size_in_words,
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options
 @several_options
+@click.option("--profile", is_flag=True, help="Show on standard error where the time went.")
 @click.option("--raw-ids", is_flag=True, help='PROMPT is token ids ("1 3797 537"), and so is the output.')
 @common_options
-def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
+def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
     """Continue PROMPT and show the text as it comes; "-" reads the prompt from standard input.
 
     On a terminal the prompt is shown before its continuation; a pipe gets the continuation alone. Speed and memory
@@ -48,6 +51,12 @@ def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
     model = load_model(options)
     ids = encode(model, prompt) if ids is None else ids
     params = given_only(options)
+    with show_profile(model) if profile else nullcontext():
+        show_text(model, prompt, ids, params, raw_ids)
+
+
+def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
+    """Generate, and show it."""
     if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
         show_several(model, ids, params, raw_ids)
         return
@@ -70,6 +79,18 @@ def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
         say_stats(stream.stats)
     if reply.finish_reason == "interrupted":
         raise click.exceptions.Exit(INTERRUPTED)
+
+
+@contextmanager
+def show_profile(model: Model) -> Iterator[None]:
+    """Where the time of what runs inside went, on stderr, also when it was interrupted."""
+    profile = model.profile()
+    try:
+        with profile:
+            yield
+    finally:
+        out = console(sys.stderr)
+        out.print(profile.table())
 
 
 def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
