@@ -23,7 +23,9 @@ from bitnet_ref.errors import (
 
 
 def test_public_names():
-    assert set(bitnet_ref.__all__) == {"Model", "__version__", "available_backends", "load"}
+    names = {"Engine", "EngineConfig", "Model", "__version__", "available_backends", "load", "load_engine"}
+    assert set(bitnet_ref.__all__) == names
+    assert all(hasattr(bitnet_ref, name) for name in names)
     assert set(bitnet_ref.available_backends()) >= {"numpy", "cython", "cupy"}
     assert bitnet_ref.available_backends()["numpy"] is None
 

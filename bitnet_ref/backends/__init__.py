@@ -6,7 +6,7 @@ import warnings
 
 from ..errors import BackendError, BackendUnavailable
 from .candidates import HeadCandidates, HeadNeed
-from .numpy_backend import HEADS, Backend
+from .numpy_backend import HEADS, Backend, choose_cache_dtype
 from .screened_head import ScreenedHead
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ScreenedHead",
     "available_backends",
     "choose_backend",
+    "choose_cache_dtype",
 ]
 
 NAMES = ("numpy", "cython", "cupy")
