@@ -67,15 +67,26 @@ def be(request) -> Backend:
 
 
 EMULATED = os.environ.get("BITNET_REF_CUDA") == "emulated"
-# What the emulation takes seconds for, and what says nothing about it (a number of threads).
-LONG_IN_EMULATION = ("storyteller", "test_any_number_of_threads", "test_joining_late", "test_rows_in_any_order")
+# What is quick on the emulated CuPy backend too, and what of it is not (or says nothing: a number of threads).
+QUICK = (
+    "contract/",
+    "backends/",
+    "kernels/",
+    "test_golden",
+    "test_kv_",
+    "test_api",
+    "test_trace.py",
+    "test_engine_config",
+)
+LONG = ("storyteller", "number_of_threads", "joining_late", "rows_in_any_order", "loaded_with_a_cache_dtype")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The long tests of the emulated CuPy backend are `slow`; on a GPU they are not."""
+    """The emulated CuPy backend's longer tests are `slow`; those of one on a GPU are not."""
     for item in items:
-        if EMULATED and "cupy" in item.name and any(word in item.nodeid for word in LONG_IN_EMULATION):
+        place, long = item.nodeid, any(word in item.nodeid for word in LONG)
+        if EMULATED and "cupy" in item.name and (long or not any(word in place for word in QUICK)):
             item.add_marker(pytest.mark.slow)
 
 

@@ -279,7 +279,7 @@ def test_more_equals_than_there_is_room_for(be):
 def test_sixteen_bit_floats_are_rounded_as_numpy_rounds_them():
     """Through the cache: every exponent, ties, subnormals, the largest and beyond."""
     m = model(GOLDEN / "llama-dense", "cupy")
-    be, (kv_heads, head_dim) = m.backend, (m.config.num_key_value_heads, m.config.head_dim)
+    kv_heads, head_dim = m.config.num_key_value_heads, m.config.head_dim
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)  # all of them that are finite
     odd = np.array([65504, 65519.996, 65520, 1e30, 3e38, 1e-8, 2**-25, 2**-24, 6e-8, -0.0, np.inf], dtype=np.float32)
     between = halves * np.float32(1 + 2**-11)  # half-way to the next one, for normal halves
@@ -292,7 +292,8 @@ def test_sixteen_bit_floats_are_rounded_as_numpy_rounds_them():
     rows = values.reshape(count, kv_heads, head_dim)
     batch = TokenBatch.of([(0, 0, [0] * count)])
     for dtype, host in (("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)):
-        cache = be.new_cache(m.config, 1, count, dtype)
+        be = choose_backend("cupy", dtype=dtype)
+        cache = be.new_cache(m.config, 1, count)
         cache.append(0, batch, rows, rows)
         with warnings.catch_warnings(), np.errstate(over="ignore"):
             warnings.simplefilter("ignore")

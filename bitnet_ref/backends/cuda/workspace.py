@@ -15,6 +15,7 @@ from .device import Device
 
 THREADS = 256  # of a block of kernels with one thread an element
 _TROUBLES = {1: "rms_norm: token {}", 2: "quantize_activations: the activation of token {}", 3: "lm_head: token {}"}
+_TROUBLES[4] = "KVCache.append: the cache's dtype cannot hold token {}: it"
 
 
 class EmulatedArray(np.ndarray):
@@ -108,7 +109,7 @@ class Workspace:
         code = int(self.device.to_host(self.trouble)[0])
         if code:
             self.device.fill(self.trouble, 0)
-            raise NumericsError(f"{_TROUBLES[code & 3].format(code >> 2)} holds NaN or Inf")
+            raise NumericsError(f"{_TROUBLES[code & 7].format(code >> 3)} holds NaN or Inf")
         return host
 
     # -- launches ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ struct bf16 {
 };
 
 __device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(signed char x) { return (float)x; }
 __device__ __forceinline__ float as_float(f16 x) { return half_to_float(x.bits); }
 __device__ __forceinline__ float as_float(bf16 x) { return bfloat16_to_float(x.bits); }
 
@@ -44,6 +45,6 @@ template <int COUNT, int LANES, typename T> __device__ __forceinline__ void add_
 
 // Which operation met a value that is not finite, and in which row: the first one to say so stays. The host reads it
 // when it reads results, so a NaN costs no wait in between.
-enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3 };
+enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3, CACHE = 4 };
 
-__device__ __forceinline__ void complain(int* trouble, Trouble op, int row) { atomicCAS(trouble, 0, row << 2 | op); }
+__device__ __forceinline__ void complain(int* trouble, Trouble op, int row) { atomicCAS(trouble, 0, row << 3 | op); }
