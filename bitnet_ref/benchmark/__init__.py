@@ -8,11 +8,12 @@ memory, and reported as the best and the median and as a ratio to what the read 
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
-    peers.py      the same shape on other engines
+    peers.py      the same shape on other engines            cuda_kernels.py  the ternary kernels of a GPU
 """
 
 from .bandwidth import MemoryReader
 from .ceiling import Ceiling, measure_ceiling
+from .cuda_kernels import CudaKernelBench, CudaKernelResult, measure_cuda_kernels
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
@@ -27,6 +28,8 @@ __all__ = [
     "SHAPES",
     "Ceiling",
     "Check",
+    "CudaKernelBench",
+    "CudaKernelResult",
     "KernelBench",
     "KernelResult",
     "MemoryReader",
@@ -42,6 +45,7 @@ __all__ = [
     "check_linear",
     "check_model",
     "measure_ceiling",
+    "measure_cuda_kernels",
     "measure_kernels",
     "measure_model",
     "measure_peer",
