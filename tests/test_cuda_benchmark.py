@@ -75,14 +75,14 @@ def test_arguments():
 
 def test_the_command(monkeypatch):
     monkeypatch.setenv("BITNET_REF_CUDA", "emulated")
-    command = ["bench", "cuda", "--shape", "200x5000", "--tokens", "1,9", "--repeats", "1", "--cold-mb", "1"]
+    command = ["bench", "cuda", "--shape", "200x5000", "--tokens", "1", "--repeats", "1", "--cold-mb", "1"]
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 0, done.output
     assert "Emulated on the host: the times say nothing about a GPU." in done.output
     assert "200 x 5000, " in done.output
     assert ", 4 copies" in done.output
     assert "* gemv_dp4a" in done.output
-    assert "All 6 equal the NumPy reference" in done.output
+    assert "All 2 equal the NumPy reference" in done.output
 
 
 def test_no_gpu_is_exit_code_4(monkeypatch):
