@@ -168,6 +168,7 @@ class CupyBackend(Backend):
         with self._lock:
             self._vectors.clear()
             self.rope_positions.close()
+            self.ws.shelf.clear()
             self.ws.device.close()
 
     # -- primitives ----------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ class CupyBackend(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
         pool = cache if isinstance(cache, DeviceKVCache) else DeviceKVCache.of(self.ws, cache)
-        placed, longest = DeviceBatch.placed(self.ws, batch), pool.capacity
+        placed, longest = DeviceBatch.placed(self.ws, batch), pool.reach
         if not self.ws.recording:
             longest = batch.extent[1] + 1
             if layer == 0:

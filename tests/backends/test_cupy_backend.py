@@ -163,6 +163,23 @@ def test_sequences_that_come_and_go_use_the_same_records():
     assert sorted(size for size, _ in cache.steps) == [2, 4]
 
 
+def test_a_new_cache_takes_over_what_a_dropped_one_left():
+    """Arrays and records; what the old cache held is not seen. Other lengths of about the same size share them."""
+    m = load()
+    prompts = [rng(n).integers(1, 50, 5) for n in range(2)]
+    first, cache = decode(m, prompts[:1], 3, m.new_cache(1, 24))
+    keys, steps = cache.keys, cache.steps
+    other = m.new_cache(1, 24)
+    assert other.keys is not keys
+    del cache, other
+    second, cache = decode(m, prompts[1:], 3, m.new_cache(1, 200))
+    assert cache.keys is keys
+    assert cache.steps is steps
+    assert len(steps) == 1
+    np.testing.assert_array_equal(second, decode(load(graphs=False), prompts[1:], 3)[0])
+    assert m.new_cache(2, 24).keys.shape != keys.shape
+
+
 def test_many_tokens_are_not_recorded():
     m = load()
     n = MOST_REPLAYED + 1

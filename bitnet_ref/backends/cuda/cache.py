@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -44,9 +45,21 @@ class DeviceBatch(TokenBatch):
         return cls(sheet[0], sheet[1], sheet[2], rows, batch)
 
 
+@dataclass(eq=False)
+class Storage:
+    """The device arrays of a cache, and the decoding steps that were recorded over these very arrays (steps.py)."""
+
+    arrays: list[Any] = field(default_factory=list)
+    steps: dict[Any, Any] = field(default_factory=dict)
+
+
 class DeviceKVCache(KVCache):
     """`keys` and `values` are device arrays; `page_table` stays with its owner on the host and is copied when it has
-    changed. `visible` and `stored`, which recorders ask, give NumPy arrays."""
+    changed. `visible` and `stored`, which recorders ask, give NumPy arrays.
+
+    What a dropped cache leaves, its arrays and recorded steps, the next one of the same shape takes over: a new text of
+    about the same length then needs no new record.
+    """
 
     def __init__(
         self,
@@ -62,10 +75,17 @@ class DeviceKVCache(KVCache):
         self._ws, self.kind = ws, dtype
         if page_size is None and pages is None:
             page_size = max(1, -(-capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page a slot
+        sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        shape = *sizes, slots, page_size, pages, -(-capacity // (page_size or 1)), dtype
+        storage = ws.shelf.take(shape) or Storage()
+        self._left = list(storage.arrays)
         super().__init__(config, slots, capacity, KEPT_AS[dtype], page_size=page_size, pages=pages)
-        self.table = ws.upload(self.page_table)
+        self.table = self._empty(self.page_table.shape, self.page_table.dtype)
+        ws.device.copy(self.table, np.ascontiguousarray(self.page_table))
         self._copied = self.page_table.copy()
-        self.steps: dict[Any, Any] = {}  # recorded decoding steps over these very arrays, see steps.py
+        storage.arrays = [*self._pools, self.table]
+        self.steps = storage.steps
+        weakref.finalize(self, ws.shelf.put, shape, storage)
 
     @classmethod
     def of(cls, ws: Workspace, host: KVCache) -> DeviceKVCache:
@@ -80,7 +100,12 @@ class DeviceKVCache(KVCache):
         return self
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-        return self._ws.make(shape, dtype)
+        return self._left.pop(0) if self._left else self._ws.make(shape, dtype)
+
+    @property
+    def reach(self) -> int:
+        """Positions that the tables have room for: at least the capacity, and of all caches of this shape the same."""
+        return self.page_table.shape[1] * self.page_size
 
     def copy_table(self) -> None:
         """Bring the device's copy of the page table up to date. Its place in memory stays."""
