@@ -257,8 +257,7 @@ class Worker:
         """The pieces through the model; the last tokens of those that end, through the head."""
         cache = self.cache
         for source, target in copies:
-            cache.keys[:, target] = cache.keys[:, source]
-            cache.values[:, target] = cache.values[:, source]
+            cache.copy_page(source, target)
         parts: list[tuple[int, int, TokenIds]] = []
         for job, slot, start, count, _ in pieces:
             lease = job.lease
