@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_backend
+from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_backend, choose_cache_dtype
 from .config import ModelConfig
 from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
@@ -65,6 +65,7 @@ def load(
     backend: str = "auto",
     threads: int | None = None,
     dtype: str = "float32",
+    cache_dtype: str | None = None,
     head: str = "auto",
     allow_unquantized: bool = False,
     verify: bool = False,
@@ -82,6 +83,9 @@ def load(
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.
     dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
+    cache_dtype: how keys and values are kept: "float32", which is the contract and the default, "float16" or "int8" (a
+        scale a token and kv head), for a half or a quarter of the bytes. A narrow cache changes the logits a little;
+        `benchmark.measure_cache`, or `bitnet-ref bench cache`, says how much on a text.
     head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
         certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
         held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
@@ -97,17 +101,18 @@ def load(
     """
     path = find_model(model)
     chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
+    choose_cache_dtype(chosen, cache_dtype)  # raises before anything is read
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
     def read() -> Model:
         with open_checkpoint(path, options) as checkpoint:
             weights = read_weights(checkpoint, progress, chosen.prepare)
-        return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path)
+        return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path, cache_dtype=cache_dtype)
 
     if not share:
         return read()
     how = sorted((key, str(value)) for key, value in vars(chosen).items() if not key.startswith("_"))
-    return shared((str(path), identity(path), chosen.name, tuple(how), options), read)
+    return shared((str(path), identity(path), chosen.name, tuple(how), options, cache_dtype), read)
 
 
 def load_engine(
@@ -138,8 +143,17 @@ def load_engine(
 class Model:
     """A loaded model. Holds no state between calls; any number of threads may use it."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        backend: Backend,
+        path: Path | None = None,
+        *,
+        cache_dtype: str | None = None,
+    ) -> None:
         self.config, self.weights, self.backend, self.path = config, weights, backend, path
+        self.cache_dtype = cache_dtype  # None: the backend's own
 
     def __repr__(self) -> str:
         where = self.path.name if self.path is not None else "in memory"
@@ -181,7 +195,9 @@ class Model:
 
         names_filter: None for all, a glob ("blocks.*.attn.hook_pattern"), a list of globs, or a callable.
         """
-        return record(self.backend, self.weights, self.config, self.check_tokens(token_ids), names_filter)
+        tokens = self.check_tokens(token_ids)
+        cache = self.new_cache(slots=1, capacity=len(tokens))
+        return record(self.backend, self.weights, self.config, tokens, names_filter, cache)
 
     def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each of a list of prompts.
@@ -230,11 +246,11 @@ class Model:
         page_size: int | None = None,
         pages: int | None = None,
     ) -> KVCache:
-        """An empty KV cache for so many sequences of so many tokens, in the backend's dtype unless another is given.
+        """An empty KV cache for so many sequences of so many tokens, in `cache_dtype` unless another dtype is given.
 
         page_size, pages: make it a pool whose page table the caller fills; see `KVCache`.
         """
-        return self.backend.new_cache(self.config, slots, capacity, dtype, page_size, pages)
+        return self.backend.new_cache(self.config, slots, capacity, dtype or self.cache_dtype, page_size, pages)
 
     def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
         """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from .config import ModelConfig
 from .errors import OutOfMemory, ShapeError
+from .kv_dtypes import narrow, widen
 
 TokenIds = Sequence[int] | NDArray[np.int64]
 NO_PAGE = -1
@@ -58,7 +59,9 @@ class TokenBatch:
 class KVCache:
     """Keys and values of every layer, in pages: a pool of them, and a table that says which page holds what.
 
-    keys, values: (L, pages, page_size, G, d), the pool.
+    keys, values: (L, pages, page_size, G, d), the pool. float32 is the contract (float64 its yardstick); float16 and
+        int8 keep less of each number (`kv_dtypes`).
+    key_scales, value_scales: (L, pages, page_size, G) float32, what int8 is multiplied by; None of the other dtypes.
     page_table: (slots, pages_per_slot) int32. page_table[s, i] is the page that holds positions i * page_size to
         (i + 1) * page_size - 1 of slot s; NO_PAGE (-1) where there is none.
 
@@ -77,7 +80,7 @@ class KVCache:
         config: ModelConfig,
         slots: int,
         capacity: int,
-        dtype: type = np.float32,
+        dtype: DTypeLike = np.float32,
         *,
         page_size: int | None = None,
         pages: int | None = None,
@@ -91,8 +94,11 @@ class KVCache:
         self.pages = slots * pages_per_slot if pages is None else pages
         shape = (config.num_hidden_layers, self.pages, self.page_size, config.num_key_value_heads, config.head_dim)
         try:
-            self.keys: NDArray = self._empty(shape, np.dtype(dtype))
-            self.values: NDArray = self._empty(shape, np.dtype(dtype))
+            self.keys, self.values = (self._empty(shape, np.dtype(dtype)) for _ in range(2))
+            self.key_scales: NDArray[np.float32] | None = None
+            self.value_scales: NDArray[np.float32] | None = None
+            if np.dtype(dtype) == np.int8:
+                self.key_scales, self.value_scales = (self._empty(shape[:-1], np.dtype(np.float32)) for _ in range(2))
             self.page_table: NDArray[np.int32] = np.full((slots, pages_per_slot), NO_PAGE, dtype=np.int32)
         except (MemoryError, ValueError) as error:
             what = (
@@ -111,9 +117,24 @@ class KVCache:
         return np.empty(shape, dtype=dtype)
 
     @property
+    def dtype(self) -> np.dtype:
+        """What keys and values are kept in."""
+        return self.keys.dtype
+
+    @property
+    def _pools(self) -> list[NDArray]:
+        """All that is kept, each array (L, pages, page_size, ...)."""
+        return [a for a in (self.keys, self.values, self.key_scales, self.value_scales) if a is not None]
+
+    @property
     def nbytes(self) -> int:
         """Bytes reserved, used or not."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(pool.nbytes for pool in self._pools)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes, of all layers."""
+        return self.nbytes // max(1, self.pages * self.page_size)
 
     def pages_of(self, slots: Any, first: int, stop: int) -> NDArray[np.int32]:
         """The pages of positions `first` to `stop` - 1 of a slot, or of several.   -> (..., pages)
@@ -145,11 +166,12 @@ class KVCache:
         """(page, place in it) of tokens at those slots and positions (N,)."""
         if self.page_size >= self.capacity and self._fixed:
             return slots, positions
-        indices, offsets = np.divmod(positions, self.page_size)
+        indices = positions // self.page_size
         pages = self.page_table[slots, indices]
-        for i in np.flatnonzero((pages < 0) | (pages >= self.pages))[:1]:
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self.pages:
+            i = int(np.flatnonzero((pages < 0) | (pages >= self.pages))[0])
             self._check_page(int(slots[i]), int(positions[i]), int(positions[i]) + 1)
-        return pages, offsets
+        return pages, positions - indices * self.page_size
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         """Write k and v (N, G, d) of the batch's tokens at their slots and positions."""
@@ -164,13 +186,21 @@ class KVCache:
                 got=f"position {last_position}, slot {last_slot}",
             )
         places = self._places(batch.slots, batch.positions)
-        self.keys[layer, *places] = k
-        self.values[layer, *places] = v
+        where = (layer, *places)
+        self.keys[where], key_scales = narrow(k, self.dtype)
+        self.values[where], value_scales = narrow(v, self.dtype)
+        if self.key_scales is not None and self.value_scales is not None:
+            self.key_scales[where], self.value_scales[where] = key_scales, value_scales
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
-        """Keys and values (N, G, d) of the batch's tokens, as `append` left them."""
+        """Keys and values (N, G, d) of the batch's tokens, as attention sees what `append` kept of them."""
         places = self._places(batch.slots, batch.positions)
-        return self.keys[layer, *places], self.values[layer, *places]
+        return self._read((layer, *places))
+
+    def _read(self, where: tuple) -> tuple[NDArray, NDArray]:
+        """Keys and values there, as floats."""
+        key_scales, value_scales = (None if a is None else a[where] for a in (self.key_scales, self.value_scales))
+        return widen(self.keys[where], key_scales), widen(self.values[where], value_scales)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Give each target slot the first `length` tokens of its source slot, all at the same time."""
@@ -179,20 +209,26 @@ class KVCache:
             froms, to = (self.pages_of(list(slots), 0, length) for slots in zip(*moves, strict=True))
             for i in range(froms.shape[1]):
                 here = slice(0, min(self.page_size, length - i * self.page_size))
-                for pool in (self.keys, self.values):
+                for pool in self._pools:
                     pool[:, to[:, i], here] = pool[:, froms[:, i], here]
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Make each target page what its source page is, one after the other."""
+        for source, target in zip(sources, targets, strict=True):
+            for pool in self._pools:
+                pool[:, target] = pool[:, source]
 
     def take_over(self, other: KVCache, length: int) -> None:
         """Give each slot the first `length` tokens of the same slot of another cache, of the same dtype."""
         slots, positions = np.divmod(np.arange(self.slots * length), max(1, length))
         here, there = self._places(slots, positions), other._places(slots, positions)
-        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+        for mine, theirs in zip(self._pools, other._pools, strict=True):
             for layer in range(len(mine)):
                 mine[layer, *here] = theirs[layer, *there]
 
     def fill_with_zeros(self) -> None:
         """Make zeros of all keys and values, so that positions that are never written hold some."""
-        for pool in (self.keys, self.values):
+        for pool in self._pools:
             pool.fill(0)
 
     def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
@@ -203,9 +239,7 @@ class KVCache:
         first = here.start // self.page_size * self.page_size
         inside = slice(here.start - first, here.stop - first)
         if len(pages) == 1:
-            return self.keys[layer, pages[0], inside], self.values[layer, pages[0], inside]
-        rows = self.keys.shape[-2:]
-        return (
-            self.keys[layer, pages].reshape(-1, *rows)[inside],
-            self.values[layer, pages].reshape(-1, *rows)[inside],
-        )
+            return self._read((layer, pages[0], inside))
+        keys, values = self._read((layer, pages))  # (pages, page_size, G, d)
+        rows = keys.shape[-2:]
+        return keys.reshape(-1, *rows)[inside], values.reshape(-1, *rows)[inside]

@@ -13,7 +13,7 @@ PACKAGE = Path(bitnet_ref.__file__).parent
 # Each row may import from the rows above it, and from its own package. A new module needs a place here.
 ROWS = [
     {"errors"},
-    {"config", "threads", "kernels", "json_file", "memory"},
+    {"config", "threads", "kernels", "json_file", "memory", "kv_dtypes"},
     {"quantization", "layers", "kv_cache"},
     {"weights"},
     {"tokenizers"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import BackendUnavailable
 from .candidates import HeadCandidates, HeadNeed
-from .numpy_backend import HEADS, Backend
+from .numpy_backend import HEADS, Backend, choose_cache_dtype
 from .screened_head import ScreenedHead
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ScreenedHead",
     "available_backends",
     "choose_backend",
+    "choose_cache_dtype",
 ]
 
 NAMES = ("numpy", "cython", "cupy")

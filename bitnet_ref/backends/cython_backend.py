@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
+from ..kv_dtypes import CACHE_DTYPES
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates, HeadNeed
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
@@ -165,6 +166,7 @@ class CythonBackend(Backend):
 
     name = "cython"
     dtypes = ("float32",)
+    cache_dtypes = CACHE_DTYPES
 
     def __init__(
         self,
@@ -301,9 +303,10 @@ class CythonBackend(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
         z = np.empty(q.shape, dtype=np.float32)
-        pool = cache.keys[layer], cache.values[layer], cache.page_table
-        where = batch.slots, batch.positions, window or 0
-        if (i := _cpu.attention(_floats(q), *pool, *where, z, self.threads, self._set)) >= 0:
+        keys, values = (_halves(pool[layer]) for pool in (cache.keys, cache.values))
+        scales = [None if a is None else a[layer] for a in (cache.key_scales, cache.value_scales)]
+        where = cache.page_table, batch.slots, batch.positions, window or 0
+        if (i := _cpu.attention(_floats(q), keys, values, *scales, *where, z, self.threads, self._set)) >= 0:
             cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
         return z
 
@@ -387,6 +390,11 @@ def _kernels_take(w: NDArray) -> bool:
 def _bits(w: NDArray) -> NDArray:
     """float32 as it is, bfloat16 as the uint16 that Cython can take"""
     return w if w.dtype == np.float32 else w.view(np.uint16)
+
+
+def _halves(x: NDArray) -> NDArray:
+    """float16 as the uint16 that Cython can take; others as they are"""
+    return x.view(np.uint16) if x.dtype == np.float16 else x
 
 
 def _floats(x: NDArray) -> NDArray[np.float32]:

@@ -17,6 +17,7 @@ from .. import layers, quantization
 from ..config import ModelConfig, RopeConfig
 from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
+from ..kv_dtypes import CACHE_DTYPES
 from ..threads import blas_threads, resolve_threads
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates, HeadNeed
@@ -48,11 +49,21 @@ def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
     require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
 
 
+def choose_cache_dtype(be: Backend, dtype: str | None) -> str:
+    """The dtype of a cache that is asked for so; None asks for the backend's own. Raises ShapeError."""
+    chosen = be.dtype.name if dtype is None else dtype
+    if chosen not in be.cache_dtypes:
+        expected = f"cache dtype {', '.join(be.cache_dtypes[:-1])} or {be.cache_dtypes[-1]}"
+        raise ShapeError(f"backend {be.name}", expected=expected, got=repr(chosen))
+    return chosen
+
+
 class Backend:
     """The NumPy backend. `dtype` float32 is the contract; float64 runs the same text as the yardstick of its error."""
 
     name = "numpy"
     dtypes: tuple[str, ...] = ("float32", "float64")
+    cache_dtypes: tuple[str, ...] = ("float64", *CACHE_DTYPES)
 
     def __init__(self, dtype: str = "float32", threads: int | None = None, *, head: str = "auto") -> None:
         if dtype not in self.dtypes:
@@ -87,8 +98,8 @@ class Backend:
         pages: int | None = None,
     ) -> KVCache:
         """An empty KV cache where this backend reads it, in its own dtype unless another is given; see `KVCache`."""
-        chosen = self.dtype if dtype is None else np.dtype(dtype)
-        return KVCache(config, slots, capacity, chosen.type, page_size=page_size, pages=pages)
+        chosen = choose_cache_dtype(self, dtype)
+        return KVCache(config, slots, capacity, chosen, page_size=page_size, pages=pages)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,12 @@ memory, and reported as the best and the median and as a ratio to what the read 
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
-    peers.py      the same shape on other engines           serve.py      the engine under load
+    peers.py      the same shape on other engines           cache.py      what a narrow KV cache costs
+    serve.py      the engine under load
 """
 
 from .bandwidth import MemoryReader
+from .cache import CacheBench, CacheError, measure_cache
 from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
@@ -26,6 +28,8 @@ from .validate import Check, check_linear, check_model
 __all__ = [
     "PEERS",
     "SHAPES",
+    "CacheBench",
+    "CacheError",
     "Ceiling",
     "Check",
     "KernelBench",
@@ -46,6 +50,7 @@ __all__ = [
     "candidates",
     "check_linear",
     "check_model",
+    "measure_cache",
     "measure_ceiling",
     "measure_kernels",
     "measure_model",

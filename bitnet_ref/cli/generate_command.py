@@ -184,6 +184,8 @@ def say_stats(stats: GenerationStats) -> None:
     parts = [f"{stats.prompt_tokens} prompt tokens at {stats.prompt_tokens_per_s:.1f} tok/s"] if stats.prefill_s else []
     new = f"{stats.generated_tokens} new token{'s' if stats.generated_tokens != 1 else ''}"
     parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
+    if stats.cache_dtype not in ("float32", "float64"):
+        parts.append(f"{stats.cache_dtype} cache of {size_in_words(stats.cache_bytes_per_token)} a token")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
     click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
 

@@ -109,6 +109,7 @@ def run(
     leaders, rows = [group[0] for group in groups], [row for group in groups for row in group]
     if cache is None:
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
+    stats.describe(cache)
     stats.prompt_tokens = sum(len(row.request.prompt) for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
     by_slot = {group[0].slot: group for group in groups}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..kv_cache import KVCache
 from .logprobs import lazy_fields
 
 
@@ -37,7 +38,13 @@ class GenerationStats:
     decode_s: float = 0.0  # from the first new token to the last
     decode_tokens: int = 0  # new tokens that took a step of their own: all but each row's first
     screened_tokens: int = 0  # new tokens that were chosen among a few logits, by certain bounds on all others
+    cache_dtype: str = "float32"  # how keys and values were kept
+    cache_bytes_per_token: int = 0
     head_rows: int = 0  # logits computed to choose all tokens; the whole vocabulary for each that is not screened
+
+    def describe(self, cache: KVCache) -> None:
+        """What the keys and values of this call are kept in."""
+        self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -129,6 +129,7 @@ def beam_search(
     width = requests[0].params.num_beams
     searches = [BeamSearch(request) for request in requests]
     cache = model.new_cache(width * len(requests), capacity=max(request.capacity for request in requests))
+    stats.describe(cache)
     started = time.perf_counter()
     stats.prompt_tokens = sum(len(request.prompt) for request in requests)
     prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]

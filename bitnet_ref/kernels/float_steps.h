@@ -269,7 +269,30 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *e, 
 
 /* doubles of workspace that `attend` needs */
 STEP_TARGET static size_t STEP(attend_workspace)(size_t R, size_t d, size_t n_keys) {
-    return 2 * R * d + n_keys + R * n_keys + (R * n_keys + 1) / 2;
+    return 2 * R * d + n_keys + R * n_keys + (R * n_keys + STEP(BLOCK_KEYS) * d + 1) / 2;
+}
+
+/* `count` rows of a pool as floats, *stride apart: where they lie, or of a narrow kind, widened into `buffer` */
+STEP_INLINE const float *STEP(as_floats)(const kv_view *kv, const kv_pool *pool, size_t row, size_t count, size_t d,
+                                         float *buffer, size_t *stride) {
+    *stride = kv->kind == KV_FLOAT32 ? kv->stride : d;
+    if (kv->kind == KV_FLOAT32) return (const float *)pool->rows + row * kv->stride;
+    for (size_t n = 0; n < count; n++) {
+        float *y = buffer + n * d;
+        if (kv->kind == KV_FLOAT16) {
+            STEP(half_to_float)((const uint16_t *)pool->rows + (row + n) * kv->stride, d, y);
+            continue;
+        }
+        const int8_t *q = (const int8_t *)pool->rows + (row + n) * kv->stride;
+        const float scale = pool->scales[(row + n) * kv->scale_stride];
+        for (size_t i = 0; i < d; i++) y[i] = (float)q[i] * scale;
+    }
+    return buffer;
+}
+
+STEP_INLINE void STEP(fetch)(const kv_view *kv, const kv_pool *pool, size_t row, size_t d) {
+    const char *bytes = kv_row(kv, pool, row);
+    for (size_t i = 0; i < kv_row_bytes(kv, d); i += 64) __builtin_prefetch(bytes + i);
 }
 
 /* q (R, d) -> z (R, d); see layers.py: attention_scores, softmax, attention_values. A head's result does not depend on
@@ -285,21 +308,20 @@ STEP_TARGET static size_t STEP(attend_workspace)(size_t R, size_t d, size_t n_ke
  * ms, of 16, which is also a usual page, 2.05; pages of 16 tokens in a random order 2.2. */
 STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const kv_view *kv, double scale,
                                      double *workspace, float *z) {
-    const size_t n_keys = kv->n_keys, stride = kv->stride;
+    const size_t n_keys = kv->n_keys;
     double *wide_q = workspace, *sums = wide_q + R * d, *e = sums + R * d, *pattern = e + n_keys;
-    float *scores = (float *)(pattern + R * n_keys);
-    const float *rows, *next, *values;
-    size_t count = kv_rows(kv, kv->keys, 0, STEP(BLOCK_KEYS), &rows), ahead;
-    const size_t first_values = kv_rows(kv, kv->values, 0, STEP(BLOCK_KEYS), &values);
+    float *scores = (float *)(pattern + R * n_keys), *buffer = scores + R * n_keys;
+    size_t stride, row = 0, next = 0, first_value = 0, ahead, count = kv_rows(kv, 0, STEP(BLOCK_KEYS), &row);
+    const size_t first_values = kv_rows(kv, 0, STEP(BLOCK_KEYS), &first_value);
     for (size_t i = 0; i < R * d; i++) wide_q[i] = q[i];
-    for (size_t start = 0; start < n_keys; start += count, rows = next, count = ahead) {
-        ahead = kv_rows(kv, kv->keys, start + count, STEP(BLOCK_KEYS), &next);
-        for (size_t s = start; s < start + count; s++) {
-            const float *key = rows + (s - start) * stride;
+    for (size_t start = 0; start < n_keys; start += count, row = next, count = ahead) {
+        const float *key = STEP(as_floats)(kv, &kv->keys, row, count, d, buffer, &stride);
+        ahead = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
+        for (size_t s = start; s < start + count; s++, key += stride) {
             if (s - start < ahead) /* the keys of one head lie too far apart for the hardware to see what comes next */
-                for (size_t i = 0; i < d; i += 16) __builtin_prefetch(next + (s - start) * stride + i);
+                STEP(fetch)(kv, &kv->keys, next + s - start, d);
             if (n_keys - 1 - s < first_values) /* the first values, at the end */
-                for (size_t i = 0; i < d; i += 16) __builtin_prefetch(values + (first_values + s - n_keys) * stride + i);
+                STEP(fetch)(kv, &kv->values, first_value + first_values + s - n_keys, d);
             size_t r = 0;
             for (; r + 4 <= R; r += 4) STEP(scores_4)(wide_q + r * d, d, key, n_keys, scale, scores + r * n_keys + s);
             for (; r + 2 <= R; r += 2) STEP(scores_2)(wide_q + r * d, d, key, n_keys, scale, scores + r * n_keys + s);
@@ -308,15 +330,18 @@ STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const k
     }
     for (size_t r = 0; r < R; r++) STEP(softmax)(scores + r * n_keys, n_keys, e, pattern + r, R);
     memset(sums, 0, R * d * sizeof(double));
-    count = first_values;
-    for (size_t start = 0; start < n_keys; start += count, values = next, count = ahead) {
+    row = first_value, count = first_values;
+    for (size_t start = 0; start < n_keys; start += count, row = next, count = ahead) {
+        const float *values = STEP(as_floats)(kv, &kv->values, row, count, d, buffer, &stride), *later = values;
         const double *p = pattern + start * R;
-        ahead = kv_rows(kv, kv->values, start + count, STEP(BLOCK_KEYS), &next);
-        if (!ahead) next = values; /* there is no more to fetch */
+        ahead = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
+        if (ahead && kv->kind == KV_FLOAT32) later = (const float *)kv->values.rows + next * stride;
+        else
+            for (size_t n = 0; n < ahead; n++) STEP(fetch)(kv, &kv->values, next + n, d);
         size_t r = 0;
-        for (; r + 4 <= R; r += 4) STEP(values_4)(p + r, R, values, count, next, d, stride, sums + r * d);
-        for (; r + 2 <= R; r += 2) STEP(values_2)(p + r, R, values, count, next, d, stride, sums + r * d);
-        if (r < R) STEP(values_1)(p + r, R, values, count, next, d, stride, sums + r * d);
+        for (; r + 4 <= R; r += 4) STEP(values_4)(p + r, R, values, count, later, d, stride, sums + r * d);
+        for (; r + 2 <= R; r += 2) STEP(values_2)(p + r, R, values, count, later, d, stride, sums + r * d);
+        if (r < R) STEP(values_1)(p + r, R, values, count, later, d, stride, sums + r * d);
     }
     for (size_t i = 0; i < R * d; i++) z[i] = (float)sums[i];
 }

@@ -27,7 +27,7 @@
 #define STEP(name) name##_avx2
 #define STEP_BYTES 32
 #define STEP_MULADD(a, b, c) ((STEP(f64v))_mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c)))
-#define STEP_TARGET __attribute__((target("avx2,fma")))
+#define STEP_TARGET __attribute__((target("avx2,fma,f16c")))
 #include "float_steps.h"
 #define STEP(name) name##_avx512
 #define STEP_BYTES 64
@@ -116,8 +116,8 @@ static const char *kernel_set_lacks(size_t index) {
     const char *name = KERNEL_SETS[index].name;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
-        return "the processor has no AVX2 with FMA";
+    if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()))
+        return "the processor has no AVX2 with FMA and F16C";
 #if defined(BITNET_REF_HAS_AVXVNNI)
     if (!strcmp(name, "avxvnni")) return avxvnni_lacks();
 #endif

@@ -44,11 +44,19 @@ def names_matcher(names_filter: NamesFilter) -> Callable[[str], bool]:
 
 
 def record(
-    be: Backend, w: ModelWeights, cfg: ModelConfig, tokens: TokenIds, names_filter: NamesFilter = None
+    be: Backend,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    tokens: TokenIds,
+    names_filter: NamesFilter = None,
+    cache: KVCache | None = None,
 ) -> tuple[NDArray, dict[str, NDArray]]:
-    """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
+    """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation
+
+    cache: an empty one to compute with; None makes the backend's own.
+    """
     recorder = Recorder(be, w, cfg, names_filter)
-    cache = be.new_cache(cfg, 1, max(1, len(tokens)))
+    cache = be.new_cache(cfg, 1, max(1, len(tokens))) if cache is None else cache
     logits = checked_forward(be, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache, recorder)
     return logits, recorder.seen
 
