@@ -26,6 +26,7 @@ from .weights import ModelWeights
 if TYPE_CHECKING:
     from .generation import ChatSession, Engine, EngineConfig, Generation, TokenStream
     from .generation.vocabulary import Vocabulary
+    from .profiling import Profile
     from .tokenizers import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
@@ -67,6 +68,7 @@ def load(
     dtype: str = "float32",
     cache_dtype: str | None = None,
     head: str = "auto",
+    memory_limit: int | str | None = None,
     allow_unquantized: bool = False,
     verify: bool = False,
     i2_s_layout: str | None = None,
@@ -79,16 +81,19 @@ def load(
     model: the name of a shipped model ("storyteller") or of a pulled one ("org/repo", "org/repo@revision"), a Hugging
         Face folder (config.json beside model.safetensors or its shards), a .safetensors file in such a folder, a
         native file (.bitnet.safetensors), a .gguf or an .onnx file.
-    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
+    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA; with BITNET_REF_CUDA=emulated the
+        same kernels on the processor, slowly).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.
-    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
+    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by. cupy
+        also has "float16" and "bfloat16": attention cache, head and dense matrices in 16 bits.
     cache_dtype: how keys and values are kept: "float32", which is the contract and the default, "float16" or "int8" (a
         scale a token and kv head), for a half or a quarter of the bytes. A narrow cache changes the logits a little;
         `benchmark.measure_cache`, or `bitnet-ref bench cache`, says how much on a text.
     head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
         certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
         held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
+    memory_limit: the most memory of the card that the model may take (cupy), in bytes or as "8GiB".
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
@@ -100,7 +105,7 @@ def load(
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
-    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
+    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head, memory_limit=memory_limit)
     choose_cache_dtype(chosen, cache_dtype)  # raises before anything is read
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
@@ -222,11 +227,32 @@ class Model:
 
         return ChatSession(self, system, **params)
 
+    def profile(self, prompt: Any = None, **params: Any) -> Profile:
+        """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
+
+        With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        `profiling.Profile`: print it, `plot()`, `save(path)`.
+        """
+        from .profiling import Profile
+
+        profile = Profile(self)
+        if prompt is None and params:
+            raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
+        if prompt is not None:
+            with profile:
+                profile.outcome = self.generate(prompt, **params)
+        return profile
+
     def engine(self, **settings: Any) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""
         from .generation import Engine
 
         return Engine(self, **settings)
+
+    def close(self) -> None:
+        """Give back what the backend holds of a card; the model cannot compute after that. Otherwise: nothing."""
+        self.backend.close()
 
     # -- for the generation package ------------------------------------------------------------------------------------
 
@@ -268,17 +294,17 @@ class Model:
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""
         with self.backend.running():
-            return self.backend.lm_head(hidden, self.weights.lm_head)
+            return self.backend.to_host(self.backend.lm_head(hidden, self.weights.lm_head))
 
-    def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """token_ids as an int64 array, non-empty, within the vocabulary and the context."""
+    def check_tokens(self, token_ids: Sequence[int], *, any_length: bool = False) -> NDArray[np.int64]:
+        """token_ids as an int64 array, non-empty, within the vocabulary and (but for `any_length`) the context."""
         try:
             tokens = np.asarray(token_ids)
         except (ValueError, TypeError, OverflowError):  # lists of different lengths, and things that are no numbers
             tokens = np.empty(0)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
-        if tokens.size > self.config.context_length:
+        if tokens.size > self.config.context_length and not any_length:
             raise GenerationError(
                 f"{tokens.size} tokens do not fit the model's context of {self.config.context_length}; shorten them"
             )

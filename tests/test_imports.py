@@ -13,6 +13,7 @@ PACKAGE = Path(bitnet_ref.__file__).parent
 # Each row may import from the rows above it, and from its own package. A new module needs a place here.
 ROWS = [
     {"errors"},
+    {"figures", "widgets"},  # they draw plain data, and know nothing of where it comes from
     {"config", "threads", "kernels", "json_file", "memory", "kv_dtypes"},
     {"quantization", "layers", "kv_cache"},
     {"weights"},
@@ -20,7 +21,7 @@ ROWS = [
     {"formats"},
     {"backends", "registry"},
     {"model", "sharing"},
-    {"tracing"},
+    {"tracing", "profiling"},
     {"generation"},
     {"api"},
     {"__init__"},  # the public names, and __version__

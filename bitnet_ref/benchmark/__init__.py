@@ -7,9 +7,8 @@ memory, and reported as the best and the median and as a ratio to what the read 
     timing.py     repetitions of several actions in turn      bandwidth.py  the ceiling: memory, read and nothing else
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
-    profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
-    peers.py      the same shape on other engines           cache.py      what a narrow KV cache costs
-    serve.py      the engine under load
+    peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
+    cache.py      what a narrow KV cache costs                serve.py      the engine under load
 """
 
 from .bandwidth import MemoryReader
@@ -18,7 +17,6 @@ from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
-from .profile import OpTime, ProfiledBackend
 from .serve import Load, LoadPoint, ServeBench, Together, measure_serve
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .timing import Timing
@@ -38,9 +36,7 @@ __all__ = [
     "LoadPoint",
     "MemoryReader",
     "ModelBench",
-    "OpTime",
     "PeerBench",
-    "ProfiledBackend",
     "ServeBench",
     "StepBytes",
     "Timing",

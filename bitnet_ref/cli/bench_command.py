@@ -365,7 +365,7 @@ def draw_profile(profile: Profile, out: Console) -> None:
     table = new_table("operation", "calls", "ms a token", "share", "GB/s")
     for op in profile.ops:
         speed = "" if op.gb_per_s is None else f"{op.gb_per_s:.1f}"
-        table.add_row(op.op, str(op.calls), *share(op.total_s, profile), speed)
+        table.add_row(op.name, str(op.calls), *share(op.total_s, profile), speed)
     table.add_row("outside the operations", "", *share(profile.outside_s, profile), "")
     out.print(table)
 

@@ -15,6 +15,8 @@ from .shell import AnyFunction, SectionOption
 
 HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
 CACHE_HELP = "How keys and values are kept: the narrow ones change the logits (bench cache).  [default: --dtype]"
+OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
+OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or go on without the oldest tokens.  [default: error]"
 LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "cache_dtype", "head", "allow_unquantized")
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
@@ -57,6 +59,9 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
             "--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End at this token. May be given again."
         ),
         end("--ignore-eos", is_flag=True, help="Go on after the model's end tokens."),
+        end("--overflow", type=click.Choice(OVERFLOW), help=OVERFLOW_HELP),
+        end("--window", type=int, help="Tokens that the model sees at a time.  [default: its context]"),
+        end("--sink-tokens", type=int, help="First tokens that --overflow sinks keeps.  [default: 4]"),
         choice("--temperature", type=float, help="0 takes the likeliest token.  [default: 0]"),
         choice("--top-k", type=int, help="Sample among the k likeliest.  [default: no limit]"),
         choice("--top-p", type=float, help="Sample among the likeliest that reach p.  [default: 1]"),

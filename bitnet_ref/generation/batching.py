@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, GenerationError, QueueFull
@@ -25,11 +25,12 @@ from .metrics import EngineMetrics
 from .params import SamplingParams
 from .results import Generation
 from .sequence import Request
-from .tickets import RequestHandle, Ticket
+from .tickets import RequestHandle, RequestState, Ticket
 from .worker import StepRecord, Worker
 
 if TYPE_CHECKING:
     from ..api import Model
+    from ..widgets import LiveView
 
 CACHE_SHARE = 4  # the default cache takes at most one part in so many of the memory that is free
 
@@ -151,6 +152,22 @@ class Engine:
         return self._worker.timeline
 
     @property
+    def requests(self) -> list[RequestState]:
+        """What is not finished: who waits, who runs, and how far each is."""
+        return self._worker.requests()
+
+    @property
+    def closed(self) -> bool:
+        return self._worker.closed
+
+    def live(self, interval_s: float = 0.5) -> LiveView:
+        """A view of all this that keeps itself up to date, in JupyterLab or by rich; see `widgets.LiveView`. It keeps
+        neither the engine nor the model alive."""
+        from ..widgets import LiveView
+
+        return LiveView(_looking_at(weakref.ref(self)), interval_s)
+
+    @property
     def cache(self) -> KVCache:
         """The pages of all sequences."""
         return self._worker.cache
@@ -180,6 +197,20 @@ class Engine:
 
     async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         await self.aclose(drain=error is None)
+
+
+def _looking_at(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestState], bool]]:
+    """-> metrics, requests and whether it has ended, of an engine that may be gone: then what was seen last."""
+    last: dict[str, Any] = {}
+
+    def look() -> tuple[dict[str, Any], list[RequestState], bool]:
+        here = engine()
+        if here is None:
+            return last, [], True
+        last.update(here.metrics.snapshot())
+        return last, here.requests, here.closed
+
+    return look
 
 
 class _Requests:

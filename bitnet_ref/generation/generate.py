@@ -110,10 +110,11 @@ def run(
     if cache is None:
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
     stats.describe(cache)
-    stats.prompt_tokens = sum(len(row.request.prompt) for row in leaders)
+    stats.prompt_tokens = sum(len(row.context) for row in leaders)
+    stats.dropped_tokens = sum(len(row.request.given) - len(row.context) for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
     by_slot = {group[0].slot: group for group in groups}
-    prompts = [(row.slot, row.cached, row.request.prompt) for row in leaders]
+    prompts = [(row.slot, row.cached, row.context) for row in leaders]
     for parts, complete in prefill_steps(prompts, PREFILL_CHUNK):
         started = time.perf_counter()
         ending = [leaders[number] for _, number in complete]
@@ -131,11 +132,14 @@ def run(
         stats.prefill_s += time.perf_counter() - started
     while active := [row for row in rows if not row.finished]:
         started = time.perf_counter()
-        hidden, found = _step(model, [row.next_input for row in active], range(len(active)), active, cache)
         chunks = []
-        for row, x, candidates in zip(active, hidden, found, strict=True):
-            row.computed += 1
-            chunks.append(row.accept(x, candidates, stats))
+        texts = [(row.slot, row.computed, row.context) for row in active]  # of each one new token, or what was kept
+        for parts, complete in prefill_steps(texts, max(PREFILL_CHUNK, len(active))):
+            ending = [active[number] for _, number in complete]
+            hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
+            for row, x, candidates in zip(ending, hidden, found, strict=True):
+                row.computed = len(row.context)
+                chunks.append(row.accept(x, candidates, stats))
         stats.decode_s += time.perf_counter() - started
         stats.decode_tokens += len(chunks)
         yield from chunks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,21 @@ def _wake(outboxes: Sequence[Outbox]) -> None:
         outbox.wake()
 
 
+@dataclass(frozen=True)
+class RequestState:
+    """What a request is doing, for those who watch."""
+
+    request_id: int
+    state: str  # "waiting", "running"
+    prompt_tokens: int
+    generated_tokens: int  # of all its n continuations
+    age_s: float
+    newest_text: str  # of the first of them
+
+
+NEWEST_CHUNKS = 16
+
+
 class Ticket:
     """One request in the engine: its rows (n of them), and what has become of it. Made by the user's thread, then only
     the engine's touches it."""
@@ -98,6 +114,18 @@ class Ticket:
     @property
     def streams(self) -> bool:
         return len(self.rows) == 1
+
+    def state(self, now_s: float) -> RequestState:
+        """As it is now; any thread may ask."""
+        newest = self.rows[0].chunks[-NEWEST_CHUNKS:]
+        return RequestState(
+            request_id=self.number,
+            state="waiting" if self.began_s is None else "running",
+            prompt_tokens=self.stats.prompt_tokens,
+            generated_tokens=self.stats.generated_tokens,
+            age_s=now_s - self.arrival_s,
+            newest_text="".join(chunk.text for chunk in newest),
+        )
 
     def result(self) -> Generation | list[Generation]:
         results = [row.result(self.stats) for row in self.rows]

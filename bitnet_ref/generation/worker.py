@@ -26,7 +26,7 @@ from .pages import PagePool
 from .results import StreamChunk
 from .scheduler import Job, Piece, Plan, Scheduler
 from .sequence import Continuation
-from .tickets import Outbox, Ticket, cancelled, wake_all
+from .tickets import Outbox, RequestState, Ticket, cancelled, wake_all
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -116,6 +116,13 @@ class Worker:
     @property
     def closed(self) -> bool:
         return self._closing is not None
+
+    def requests(self) -> list[RequestState]:
+        """Those that are not finished, in the order of their arrival."""
+        now_s = time.perf_counter()
+        with self._changed:
+            alive = list(self._alive.values())
+        return [ticket.state(now_s) for ticket in alive]
 
     def check_process(self) -> None:
         if self._process != os.getpid():
