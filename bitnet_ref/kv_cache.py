@@ -219,9 +219,10 @@ class KVCache:
                     pool[:, to[:, i], here] = pool[:, froms[:, i], here]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Make each target page equal to its source page, all at the same time; the table stays as it is."""
-        for pool in self._pools:
-            pool[:, list(targets)] = pool[:, list(sources)]
+        """Make each target page what its source page is, one after the other."""
+        for source, target in zip(sources, targets, strict=True):
+            for pool in self._pools:
+                pool[:, target] = pool[:, source]
 
     def take_over(self, other: KVCache, length: int) -> None:
         """Give each slot the first `length` tokens of the same slot of another cache, of the same dtype."""
