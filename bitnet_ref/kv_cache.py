@@ -232,11 +232,6 @@ class KVCache:
             for layer in range(len(mine)):
                 mine[layer, *here] = theirs[layer, *there]
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Give one page what another holds, in all layers."""
-        for pool in self._pools:
-            pool[:, target] = pool[:, source]
-
     def fill_with_zeros(self) -> None:
         """Make zeros of all keys and values, so that positions that are never written hold some."""
         for pool in self._pools:
