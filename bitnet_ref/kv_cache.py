@@ -197,10 +197,16 @@ class KVCache:
         places = self._places(batch.slots, batch.positions)
         return self._read((layer, *places))
 
-    def _read(self, where: tuple) -> tuple[NDArray, NDArray]:
-        """Keys and values there, as floats."""
-        key_scales, value_scales = (None if a is None else a[where] for a in (self.key_scales, self.value_scales))
-        return widen(self.keys[where], key_scales), widen(self.values[where], value_scales)
+    def _read(self, where: tuple, inside: slice | None = None) -> tuple[NDArray, NDArray]:
+        """Keys and values there, as floats. inside: of whole pages end to end, only these rows."""
+
+        def rows(pool: NDArray) -> NDArray:
+            there = pool[where]
+            # cut before it is widened: the other rows may never have been written
+            return there if inside is None else there.reshape(-1, *there.shape[2:])[inside]
+
+        key_scales, value_scales = (None if a is None else rows(a) for a in (self.key_scales, self.value_scales))
+        return widen(rows(self.keys), key_scales), widen(rows(self.values), value_scales)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Give each target slot the first `length` tokens of its source slot, all at the same time."""
@@ -212,6 +218,12 @@ class KVCache:
                 for pool in self._pools:
                     pool[:, to[:, i], here] = pool[:, froms[:, i], here]
 
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Make each target page what its source page is, one after the other."""
+        for source, target in zip(sources, targets, strict=True):
+            for pool in self._pools:
+                pool[:, target] = pool[:, source]
+
     def take_over(self, other: KVCache, length: int) -> None:
         """Give each slot the first `length` tokens of the same slot of another cache, of the same dtype."""
         slots, positions = np.divmod(np.arange(self.slots * length), max(1, length))
@@ -219,11 +231,6 @@ class KVCache:
         for mine, theirs in zip(self._pools, other._pools, strict=True):
             for layer in range(len(mine)):
                 mine[layer, *here] = theirs[layer, *there]
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Give one page what another holds, in all layers."""
-        for pool in self._pools:
-            pool[:, target] = pool[:, source]
 
     def fill_with_zeros(self) -> None:
         """Make zeros of all keys and values, so that positions that are never written hold some."""
@@ -239,6 +246,4 @@ class KVCache:
         inside = slice(here.start - first, here.stop - first)
         if len(pages) == 1:
             return self._read((layer, pages[0], inside))
-        keys, values = self._read((layer, pages))  # (pages, page_size, G, d)
-        rows = keys.shape[-2:]
-        return keys.reshape(-1, *rows)[inside], values.reshape(-1, *rows)[inside]
+        return self._read((layer, pages), inside)

@@ -132,8 +132,9 @@ class Engine:
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
+        handle = RequestHandle(self, ticket)  # first: an interrupt from here on drops it, which cancels
         self._worker.submit(ticket)
-        return RequestHandle(self, ticket)
+        return handle
 
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)

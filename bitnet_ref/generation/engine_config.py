@@ -13,6 +13,7 @@ from typing import Any
 
 from ..backends import NAMES
 from ..errors import ConfigError, GenerationError
+from ..kv_dtypes import CACHE_DTYPES
 from .params import ALIASES, SamplingParams
 
 PREFIX = "BITNET_REF_ENGINE_"
@@ -38,7 +39,8 @@ class EngineConfig:
     cache_tokens: tokens that the cache holds, of all sequences together; or
     cache_bytes: its bytes. By default what max_batch sequences of full length need, but a quarter of the memory that
         is free at most.
-    cache_dtype: how the cache stores keys and values; None is the backend's own, which the contract speaks of.
+    cache_dtype: how the cache keeps keys and values, as in `load`; None is the model's own. With another one than the
+        model's, texts are those of a model that was loaded with it.
     prefix_sharing: whether prompts that begin alike are computed once. The texts are the same either way.
     memory_limit: bytes that the process may hold; the cache takes no more than the model leaves of them.
 
@@ -93,7 +95,7 @@ class EngineConfig:
         _check(good, "fallback", f"a list of {', '.join(backends)}", fallback)
         object.__setattr__(self, "fallback", tuple(fallback))
         dtype = self.cache_dtype
-        _check(dtype is None or (isinstance(dtype, str) and dtype != ""), "cache_dtype", "a dtype's name", dtype)
+        _check(dtype is None or dtype in CACHE_DTYPES, "cache_dtype", f"one of {', '.join(CACHE_DTYPES)}", dtype)
         _check(isinstance(self.sampling, Mapping), "sampling", "a table of generation parameters", self.sampling)
         object.__setattr__(self, "sampling", {ALIASES.get(name, name): v for name, v in self.sampling.items()})
         try:

@@ -108,6 +108,7 @@ class Ticket:
         self.began_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
+        self.submitted = False
         self.ended = False
 
     @property
@@ -164,7 +165,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     def cancel(self) -> None:
         """End it. What was generated can still be read; then comes RequestCancelled. Harmless when it is done."""
-        if not self.done:
+        if self._ticket.submitted and not self.done:
             self._engine._cancel(self._ticket)
 
     def close(self) -> None:
@@ -176,9 +177,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self.close()
 
     def __del__(self) -> None:
-        outbox = getattr(self, "_outbox", None)  # its absence: a constructor that failed
-        if outbox is not None and not outbox.done.is_set():
-            self._engine._cancel(self._ticket)
+        self.cancel()
 
     # -- sync ----------------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class Worker:
             self._in_queue += 1
             self._alive[ticket.number] = ticket
             self._arrived.append(ticket)
+            ticket.submitted = True
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="bitnet_ref engine", daemon=True)
                 self._thread.start()
@@ -162,7 +163,7 @@ class Worker:
     def _take_in(self) -> bool:
         """Wait for something to do and let new requests in. False: it is time to stop."""
         with self._changed:
-            if not self._alive:
+            if not (self._scheduler.running or self._scheduler.waiting):
                 while not self._alive and self._closing is None:
                     self._changed.wait()
                 self._wait_for_company()
@@ -170,6 +171,8 @@ class Worker:
                 return False
             arrived, self._arrived = self._arrived, []
         for ticket in arrived:
+            if ticket.ended:  # cancelled in the moment before
+                continue
             self._scheduler.add(ticket.jobs[0])
             if ticket.deadline_s is not None:
                 heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
@@ -256,8 +259,7 @@ class Worker:
     ) -> tuple[NDArray, list[HeadCandidates]]:
         """The pieces through the model; the last tokens of those that end, through the head."""
         cache = self.cache
-        for source, target in copies:
-            cache.copy_page(source, target)
+        cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
         parts: list[tuple[int, int, TokenIds]] = []
         for job, slot, start, count, _ in pieces:
             lease = job.lease

@@ -45,6 +45,10 @@ def check(engine):
     pool = engine._worker.pool
     pool.check([])
     assert pool.in_use == 0
+    scheduler = engine._worker._scheduler
+    assert (scheduler.running, scheduler.waiting, engine._worker._alive) == ([], [], {})
+    now = engine.metrics.snapshot()
+    assert (now["num_requests_running"], now["num_requests_waiting"]) == (0, 0)
 
 
 def until(condition, timeout_s=20.0):
@@ -230,6 +234,40 @@ def test_a_stream_that_ends_early_frees_its_pages_within_a_step(engine, how):
     assert after == []
     other.close()
     until(lambda: engine._worker.pool.in_use == 0)
+
+
+def test_cancelled_in_the_moment_of_its_arrival(engine, monkeypatch):
+    """After the thread has let requests in, and before it looks for those to cancel."""
+    worker, handles = engine._worker, []
+    take_in = worker._take_in
+
+    def and_cancel():
+        goes_on = take_in()
+        if goes_on and len(handles) < 3:
+            handles.append(engine.submit("Alice", max_tokens=200))
+            handles[-1].cancel()
+        return goes_on
+
+    monkeypatch.setattr(worker, "_take_in", and_cancel)
+    assert engine.generate("Alice", max_tokens=5).text
+    for handle in handles:
+        with pytest.raises(RequestCancelled, match="after 0 tokens"):
+            handle.result()
+    assert engine.metrics.counters["generation_tokens"] == 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_engine_itself_ends_all_requests(story, monkeypatch):
+    engine = story.engine()
+    stream = engine.stream("Alice", max_tokens=200)
+    next(stream)
+    monkeypatch.setattr(engine._worker._scheduler, "plan", lambda: 1 / 0)
+    with pytest.raises(EngineClosed, match="by a fault of its own: ZeroDivisionError"):
+        list(stream)
+    engine._worker._thread.join()
+    with pytest.raises(EngineClosed, match="by a fault of its own"):
+        engine.submit("Alice")
+    check(engine)
 
 
 def test_the_result_of_a_cancelled_request_is_an_error(engine):
@@ -436,6 +474,18 @@ def test_the_cache_takes_what_it_is_given():
         story.engine(memory_limit=1000)
     with pytest.raises(ConfigError, match="cache_bytes"):
         story.engine(cache_bytes=10)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_narrow_caches_share_and_copy_pages_too(dtype):
+    narrow = bitnet_ref.load("storyteller", cache_dtype=dtype)
+    params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 8}
+    prompts = ["Once upon a time there was", "Once upon a time there was a king"]
+    expected = [[gist(out) for out in group] for group in narrow.generate(prompts, **params)]
+    for whole, settings in ((narrow, {}), (model("storyteller", "auto"), {"cache_dtype": dtype})):
+        with whole.engine(max_batch=3, page_size=4, cache_tokens=100, **settings) as engine:
+            assert engine.cache.keys.dtype == dtype
+            assert [[gist(out) for out in group] for group in engine.generate(prompts, **params)] == expected
 
 
 def test_settings_beside_a_config_are_refused():

@@ -60,6 +60,7 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
         ({"prefix_sharing": 1}, "prefix_sharing"),
         ({"backend": "cuda"}, "backend"),
         ({"fallback": ["gpu"]}, "fallback"),
+        ({"cache_dtype": "int4"}, "cache_dtype: expected one of float32, float16, int8"),
         ({"sampling": {"temprature": 1}}, "sampling: .*temperature"),
         ({"sampling": {"top_p": 3}}, "sampling: top_p"),
         ({"max_bach": 3}, "max_bach: there is no such setting; did you mean 'max_batch'"),

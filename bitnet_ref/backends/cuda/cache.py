@@ -207,9 +207,9 @@ class DeviceKVCache(KVCache):
         for pool in self._pools:
             self._ws.device.fill(pool, 0)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         with self._ws.device.use():
-            super().copy_page(source, target)
+            super().copy_pages(sources, targets)
 
     def take_over(self, other: KVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
