@@ -61,7 +61,8 @@ def test_calls_are_counted_in_their_places(story):
     }
     forward = profile.phases["decode"].forward
     assert list(forward.children) == [
-        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers)), "rms_norm final_norm", "head_candidates")
+        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers))),
+        *("rms_norm final_norm", "head_candidates", "to_host"),
     ]
     block = forward.children["blocks.0"]
     assert list(block.children) == ["attention_block", "feed_forward"]
