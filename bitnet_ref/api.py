@@ -68,6 +68,7 @@ def load(
     dtype: str = "float32",
     cache_dtype: str | None = None,
     head: str = "auto",
+    memory_limit: int | str | None = None,
     allow_unquantized: bool = False,
     verify: bool = False,
     i2_s_layout: str | None = None,
@@ -80,16 +81,19 @@ def load(
     model: the name of a shipped model ("storyteller") or of a pulled one ("org/repo", "org/repo@revision"), a Hugging
         Face folder (config.json beside model.safetensors or its shards), a .safetensors file in such a folder, a
         native file (.bitnet.safetensors), a .gguf or an .onnx file.
-    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
+    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA; with BITNET_REF_CUDA=emulated the
+        same kernels on the processor, slowly).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.
-    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
+    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by. cupy
+        also has "float16" and "bfloat16": attention cache, head and dense matrices in 16 bits.
     cache_dtype: how keys and values are kept: "float32", which is the contract and the default, "float16" or "int8" (a
         scale a token and kv head), for a half or a quarter of the bytes. A narrow cache changes the logits a little;
         `benchmark.measure_cache`, or `bitnet-ref bench cache`, says how much on a text.
     head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
         certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
         held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
+    memory_limit: the most memory of the card that the model may take (cupy), in bytes or as "8GiB".
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
@@ -101,7 +105,7 @@ def load(
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
-    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
+    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head, memory_limit=memory_limit)
     choose_cache_dtype(chosen, cache_dtype)  # raises before anything is read
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
@@ -246,6 +250,10 @@ class Model:
 
         return Engine(self, **settings)
 
+    def close(self) -> None:
+        """Give back what the backend holds of a card; the model cannot compute after that. Otherwise: nothing."""
+        self.backend.close()
+
     # -- for the generation package ------------------------------------------------------------------------------------
 
     @cached_property
@@ -286,7 +294,7 @@ class Model:
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""
         with self.backend.running():
-            return self.backend.lm_head(hidden, self.weights.lm_head)
+            return self.backend.to_host(self.backend.lm_head(hidden, self.weights.lm_head))
 
     def check_tokens(self, token_ids: Sequence[int], *, any_length: bool = False) -> NDArray[np.int64]:
         """token_ids as an int64 array, non-empty, within the vocabulary and (but for `any_length`) the context."""

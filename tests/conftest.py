@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import bitnet_ref
-from bitnet_ref.backends import Backend, choose_backend
+from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cython_backend import DEFAULT_LAYOUT, CythonBackend, layouts, simd_variants
 
 settings.register_profile(
@@ -18,6 +18,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixtures used below hold no state
 )
 settings.load_profile("suite")
+
+# The CuPy backend runs on a GPU where there is one; elsewhere its kernels are emulated, if there is a C++ compiler.
+# With neither its tests are skipped, with the reason. BITNET_REF_CUDA, if it is set, decides.
+if "BITNET_REF_CUDA" not in os.environ and cuda.why_unavailable() is not None:
+    os.environ["BITNET_REF_CUDA"] = "emulated"
+    if cuda.why_unavailable() is not None:
+        del os.environ["BITNET_REF_CUDA"]
 
 os.environ["COLUMNS"] = "100"  # the width of tables, whatever runs the tests
 REQUIRED = {name for name in os.environ.get("BITNET_REF_REQUIRE_BACKENDS", "").split(",") if name}

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 import bitnet_ref
@@ -184,3 +185,16 @@ def run_python(code: str, *arguments: str | Path, env: dict[str, str] | None = N
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_sanitized(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the code in a fresh interpreter with AddressSanitizer loaded, for emulated kernels that are built with it.
+
+    Skips the test where gcc has none.
+    """
+    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    if found.returncode != 0 or "/" not in found.stdout:
+        pytest.skip("gcc has no AddressSanitizer")
+    env = {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)

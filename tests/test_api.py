@@ -96,7 +96,7 @@ def test_unknown_backends_and_dtypes():
     with pytest.raises(BackendUnavailable, match="auto, numpy, cython, cupy"):
         bitnet_ref.load(backend="cuda")
     with pytest.raises(BitNetRefError, match="float32"):
-        bitnet_ref.load(dtype="bfloat16")
+        bitnet_ref.load(dtype="int8")
     with pytest.raises(BitNetRefError, match="float64"):
         bitnet_ref.load(dtype="float64", backend="cython")
 

@@ -7,7 +7,7 @@ the composition under the numerical contract.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -88,6 +88,24 @@ class Backend:
         """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
         return blas_threads(self.threads)
 
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        """The batch where this backend computes from it: on a card its arrays are device arrays. Here: as it is"""
+        return batch
+
+    def to_host(self, array: NDArray) -> NDArray:
+        """What an operation gave, as a NumPy array. On a card this waits for it, and raises what has gone wrong there:
+        NumericsError for NaN or Inf where the operations above raise it, DeviceError."""
+        return array
+
+    def run(
+        self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
+    ) -> NDArray:
+        """compute(self, w, cfg, batch, cache), a forward pass. A backend may replay what an earlier one recorded"""
+        return compute(self, w, cfg, batch, cache)
+
+    def close(self) -> None:
+        """Give back what the backend holds outside this process's memory; it cannot compute after that"""
+
     def new_cache(
         self,
         config: ModelConfig,
@@ -162,6 +180,15 @@ class Backend:
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         return layers.gated(gate, up, activation)
 
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        """x (N, D), y (N, D) or a bias (D,) -> (N, D)"""
+        require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
+        return x + y
+
+    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
+        """x (N, D), rows (n,) -> (n, D)"""
+        return x[rows]
+
     # -- fused: compositions of the above ------------------------------------------------------------------------------
 
     def linear(self, x: NDArray, w: LinearWeight) -> NDArray:
@@ -183,7 +210,7 @@ class Backend:
                 else:
                     x_q, x_quant_scale = shared = shared or self.quantize_activations(x)
                 y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)
-            outputs.append(y if w.bias is None else y + w.bias)
+            outputs.append(y if w.bias is None else self.add(y, w.bias))
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:

@@ -8,7 +8,7 @@ memory, and reported as the best and the median and as a ratio to what the read 
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
-    cache.py      what a narrow KV cache costs
+    cache.py      what a narrow KV cache costs                serve.py      the engine under load
 """
 
 from .bandwidth import MemoryReader
@@ -17,6 +17,7 @@ from .ceiling import Ceiling, measure_ceiling
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
+from .serve import Load, LoadPoint, ServeBench, Together, measure_serve
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .timing import Timing
 from .tokenizer import TokenizerBench, measure_tokenizer
@@ -31,11 +32,15 @@ __all__ = [
     "Check",
     "KernelBench",
     "KernelResult",
+    "Load",
+    "LoadPoint",
     "MemoryReader",
     "ModelBench",
     "PeerBench",
+    "ServeBench",
     "StepBytes",
     "Timing",
+    "Together",
     "TokenizerBench",
     "bytes_of_step",
     "candidates",
@@ -46,6 +51,7 @@ __all__ = [
     "measure_kernels",
     "measure_model",
     "measure_peer",
+    "measure_serve",
     "measure_tokenizer",
     "random_ternary_weight",
     "synthetic_model",

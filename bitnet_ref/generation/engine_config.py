@@ -103,8 +103,9 @@ class EngineConfig:
 
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
         """The parameters of one request: what was given, and the defaults. Raises GenerationError."""
-        SamplingParams.of(**given)  # names both of an alias that is given twice, before the merge hides one
-        return SamplingParams.of(**{**self.sampling, **{ALIASES.get(name, name): v for name, v in given.items()}})
+        said = {ALIASES.get(name, name) for name in given}
+        defaults = {name: value for name, value in self.sampling.items() if name not in said}
+        return SamplingParams.of(**defaults, **given)
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

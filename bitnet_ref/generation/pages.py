@@ -178,10 +178,13 @@ class Lease:
 
         None, and nothing is changed, when the pool has too few pages.
         """
+        shared = self._shared(start, stop)
+        if stop <= len(self.pages) * self.pool.page_size and not shared:  # as for most tokens that are decoded
+            return []
         if self.missing(start, stop) > self.pool.available:
             return None
         copies = []
-        for place in self._shared(start, stop):
+        for place in shared:
             page = self.pool.take()
             copies.append((self.pages[place], page))
             self.pool.drop(self.pages[place])

@@ -31,7 +31,10 @@ class Row(Protocol):
     computed: int  # tokens in the cache
 
     @property
-    def ids(self) -> NDArray[np.int64]: ...  # the prompt, and what came of it so far
+    def known(self) -> int: ...  # tokens: the prompt, and what came of it so far
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...  # those tokens
 
 
 NO_SLOT = -1
@@ -56,7 +59,7 @@ class Job:
     @property
     def behind(self) -> int:
         """Tokens that the model has to see before the next one can be chosen: 1 while decoding."""
-        return len(self.row.ids) - self.row.computed
+        return self.row.known - self.row.computed
 
 
 class Piece(NamedTuple):
@@ -200,7 +203,7 @@ class Scheduler:
             elif (count := _affordable(lease, start, count)) == 0:
                 return  # those before it go on, and will leave pages
         plan.copies += copies
-        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == len(row.ids)))
+        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == row.known))
 
     # -- who has to stop -----------------------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class Scheduler:
 def _pages_to_come(job: Job) -> int:
     """Pages that it has yet to take for the tokens that are known, and one more."""
     assert job.lease is not None
-    return job.lease.missing(job.row.computed, len(job.row.ids) + 1)
+    return job.lease.missing(job.row.computed, job.row.known + 1)
 
 
 def _affordable(lease: Lease, start: int, count: int) -> int:

@@ -234,7 +234,8 @@ class Worker:
         for job, _, start, count, _ in pieces:
             job.row.computed = start + count
             assert job.lease is not None
-            job.lease.commit(job.row.ids, job.row.computed)
+            if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
+                job.lease.commit(job.row.ids, job.row.computed)
         ends = [piece.job for piece in pieces if piece.ends]
         for job, x, candidates in zip(ends, hidden, found, strict=True):
             self._accept(job, x, candidates)

@@ -21,7 +21,7 @@ from ..backends import Backend, ScreenedHead
 from ..kv_cache import TokenBatch
 
 # What is no operation on numbers. `running` is timed too, but as the step that holds the others.
-NOT_TIMED = frozenset({"prepare", "prepare_model", "new_cache", "running"})
+NOT_TIMED = frozenset({"prepare", "prepare_model", "place", "run", "new_cache", "running", "close"})
 OPS = frozenset(
     name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
 ) - frozenset(NOT_TIMED)

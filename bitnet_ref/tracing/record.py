@@ -73,7 +73,7 @@ def checked_forward(
     # What NumPy would warn about ends in the logits, and is then reported by name.
     with np.errstate(all="ignore"), be.running():
         try:
-            logits = forward(recorder or be, w, cfg, batch, cache)
+            logits = be.to_host(forward(recorder or be, w, cfg, batch, cache))
             if np.isfinite(logits).all():
                 return logits
         except NumericsError:
@@ -95,8 +95,9 @@ def checked_candidates(
     """
     with np.errstate(all="ignore"), be.running():
         try:
-            x = final_hidden(be, w, cfg, batch, cache)
+            x = be.run(final_hidden, w, cfg, batch, cache)
             found = be.head_candidates(x, w.lm_head, needs)
+            x = be.to_host(x)
             if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
                 return x, found
         except NumericsError:
@@ -127,6 +128,7 @@ class Recorder(Backend):
         self.name, self.dtype, self.threads = inner.name, inner.dtype, inner.threads
         self.wants = names_matcher(names_filter)
         self.seen: dict[str, NDArray] = {}
+        self._host_batch: TokenBatch | None = None  # what `place` was given
         self.current = ""  # the tensor being computed, or the last one kept
         self._linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
         self._norm_names = {id(w.final_norm): "ln_final"}
@@ -144,8 +146,15 @@ class Recorder(Backend):
 
     def keep(self, name: str, array: NDArray) -> None:
         if self.wants(name):
-            self.seen[name] = np.array(array)
+            self.seen[name] = np.array(self.inner.to_host(array))
         self.current = name
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        self._host_batch = batch
+        return self.inner.place(batch)
+
+    def to_host(self, array: NDArray) -> NDArray:
+        return self.inner.to_host(array)
 
     def new_cache(
         self,
@@ -177,7 +186,7 @@ class Recorder(Backend):
         elif name == "ln_final":
             self.keep(f"{self._block}.hook_resid_post", x)
         self.current = f"{name}.hook_scale"
-        self.keep(self.current, layers.rms_scale(x, eps))
+        self.keep(self.current, layers.rms_scale(self.inner.to_host(x), eps))
         y = self.inner.rms_norm(x, weight, eps)
         self.keep(f"{name}.hook_normalized", y)
         return y
@@ -225,6 +234,12 @@ class Recorder(Backend):
         self.keep(f"{self._block}.mlp.hook_post", y)
         return y
 
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        return self.inner.add(x, y)
+
+    def take_rows(self, x: NDArray, rows: NDArray) -> NDArray:
+        return self.inner.take_rows(x, rows)
+
     # -- fused: inherited compositions, with the names that only they know ---------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
@@ -242,9 +257,10 @@ class Recorder(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         attn = f"{self._block}.attn"
-        self.keep(f"{attn}.hook_v", cache.stored(layer, batch)[1])
+        here = batch if self._host_batch is None else self._host_batch
+        self.keep(f"{attn}.hook_v", cache.stored(layer, here)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
-            self._keep_pattern(q, cache, batch, layer, window)
+            self._keep_pattern(self.inner.to_host(q), cache, here, layer, window)
         z = self.inner.attention(q, cache, batch, layer, window)  # the backend's own, fused or not
         self.keep(f"{attn}.hook_z", z)
         return z
@@ -267,7 +283,7 @@ class _Watch(Recorder):
 
     def keep(self, name: str, array: NDArray) -> None:
         masked = name.endswith("hook_attn_scores")  # -inf there is the causal mask
-        values = np.asarray(array)
+        values = np.asarray(self.inner.to_host(array))
         bad = np.isnan(values) | np.isposinf(values) if masked else ~np.isfinite(values)
         if bad.any():
             where = tuple(int(i) for i in np.argwhere(bad)[0])

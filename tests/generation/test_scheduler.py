@@ -23,6 +23,10 @@ class Row:
     seen: list[int] = field(default_factory=list)
 
     @property
+    def known(self):
+        return len(self.tokens)
+
+    @property
     def ids(self):
         return np.array(self.tokens, dtype=np.int64)
 

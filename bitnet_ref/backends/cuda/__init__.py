@@ -1,0 +1,46 @@
+"""The CUDA device: a GPU through CuPy, or with `BITNET_REF_CUDA=emulated` the host in its place."""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import BackendUnavailable
+from .device import Device, DeviceArray, Event, Graph, Kernel, MemoryInfo
+
+__all__ = ["Device", "DeviceArray", "Event", "Graph", "Kernel", "MemoryInfo", "emulation_wanted", "open_device"]
+__all__ += ["why_unavailable"]
+
+VARIABLE = "BITNET_REF_CUDA"
+
+
+def emulation_wanted() -> bool:
+    """Whether BITNET_REF_CUDA asks for the emulation: "emulated" does, "" and "gpu" do not."""
+    wish = os.environ.get(VARIABLE, "")
+    if wish not in ("", "gpu", "emulated"):
+        raise BackendUnavailable(f"{VARIABLE}={wish!r}: expected gpu, the default, or emulated")
+    return wish == "emulated"
+
+
+def why_unavailable(index: int = 0) -> str | None:
+    """None when `open_device` gives a device, else the reason and the remedy."""
+    if emulation_wanted():
+        from . import emulated_device
+
+        return emulated_device.why_unavailable()
+    from . import cupy_device
+
+    return cupy_device.why_unavailable(index)
+
+
+def open_device(index: int = 0, memory_limit: int | None = None) -> Device:
+    """The GPU of that number, or the emulation. memory_limit: the most bytes of it that arrays may take.
+
+    Raises BackendUnavailable when there is none; the message says why.
+    """
+    if emulation_wanted():
+        from .emulated_device import EmulatedDevice
+
+        return EmulatedDevice(memory_limit)
+    from .cupy_device import CupyDevice
+
+    return CupyDevice(index, memory_limit)

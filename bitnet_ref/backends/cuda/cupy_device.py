@@ -1,0 +1,226 @@
+"""A GPU, through CuPy: the package's `.cu` files compiled by NVRTC, a stream and a memory pool of the device's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
+from .sources import NVRTC_OPTIONS, flattened
+
+INSTALL = 'pip install "bitnet-ref[cuda12]" (or [cuda13], as nvidia-smi says)'
+LEAST_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
+ALWAYS_SHARED = 48 << 10  # bytes of dynamic shared memory that need no asking
+
+
+@cache
+def why_unavailable(index: int = 0) -> str | None:
+    """None when CuPy is here and finds a GPU that the kernels can run on, else the reason and the remedy."""
+    if find_spec("cupy") is None:
+        return f"CuPy is not installed: {INSTALL}"
+    try:
+        import cupy
+    except Exception as error:  # whatever its libraries raise when they do not load
+        return f"CuPy is installed and does not load ({type(error).__name__}: {error}); {INSTALL}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+        if index >= count:
+            return f"there is no GPU {index}: this machine has {count}"
+        facts = cupy.cuda.runtime.getDeviceProperties(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy finds no GPU that it can use ({error}); see nvidia-smi for the driver and its CUDA version"
+    if (capability := (facts["major"], facts["minor"])) < LEAST_CAPABILITY:
+        name = facts["name"].decode()
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 (Ampere) or later"
+    return None
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """CuPy's exceptions as the package's own."""
+    import cupy
+
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        raise OutOfMemory(f"the GPU has not enough memory: {error}") from error
+    except cupy.cuda.compiler.CompileException as error:
+        raise DeviceError(f"NVRTC does not compile the kernels: {error}") from error
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise DeviceError(f"the GPU answered with an error: {error}") from error
+
+
+class CupyKernel:
+    """A kernel of a RawModule, on the device's stream."""
+
+    def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
+        self.name, self._device, self._function = name, device, function
+
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
+        sizes = three(grid), three(block)
+        check_launch(self.name, *sizes, shared_mem)
+        plain = tuple(plain_argument(value) for value in args)
+        with device_errors(), self._device.gpu:
+            if shared_mem > ALWAYS_SHARED and self._function.max_dynamic_shared_size_bytes < shared_mem:
+                self._function.max_dynamic_shared_size_bytes = shared_mem
+            self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
+
+
+class CupyGraph(Graph):
+    """A CUDA graph, instantiated."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        self.graph: Any = None
+
+    def launch(self) -> None:
+        with device_errors(), self._device.gpu:
+            self.graph.launch(self._device.stream)
+
+
+class CupyEvent(Event):
+    """A CUDA event, recorded when made."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        with device_errors(), device.gpu:
+            self._elapsed_ms = device.xp.cuda.get_elapsed_time
+            self.event = device.xp.cuda.Event()
+            self.event.record(device.stream)
+
+    def synchronize(self) -> None:
+        with device_errors():
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CupyEvent)
+        self.synchronize()
+        return float(self._elapsed_ms(earlier.event, self.event)) / 1e3
+
+
+class CupyDevice(Device):
+    """One GPU. memory_limit: the most bytes that its pool takes."""
+
+    emulated = False
+
+    def __init__(self, index: int = 0, memory_limit: int | None = None) -> None:
+        if (reason := why_unavailable(index)) is not None:
+            raise BackendUnavailable(reason)
+        import cupy
+
+        self.xp = cupy
+        self.index = index
+        self.gpu = cupy.cuda.Device(index)
+        facts = cupy.cuda.runtime.getDeviceProperties(index)
+        self.name = facts["name"].decode()
+        self.compute_capability = facts["major"], facts["minor"]
+        self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
+        self._limit, self._peak, self._capturing = memory_limit, 0, False
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, str], CupyKernel] = {}
+        with device_errors(), self.gpu:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            self.pool = cupy.cuda.MemoryPool()
+            if memory_limit is not None:
+                self.pool.set_limit(size=memory_limit)
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(device_errors())
+            stack.enter_context(self.gpu)
+            stack.enter_context(self.stream)
+            stack.enter_context(self.xp.cuda.using_allocator(self.pool.malloc))
+            yield
+        self._peak = max(self._peak, self.pool.used_bytes())
+
+    def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
+        if self._capturing:
+            raise DeviceError("an array was asked for while a graph is captured; make all of them before")
+        with self.use():
+            return self.xp.empty(shape, dtype=dtype)
+
+    def fill(self, array: DeviceArray, byte: int) -> None:
+        with self.use():
+            array.data.memset_async(byte, array.nbytes, self.stream)
+
+    def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+        if target.shape != source.shape or target.dtype != source.dtype:
+            got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
+            raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
+        with self.use():
+            if isinstance(source, np.ndarray):
+                target.set(np.ascontiguousarray(source), stream=self.stream)
+            else:
+                target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
+
+    def to_host(self, array: DeviceArray) -> NDArray:
+        with self.use():
+            return array.get(stream=self.stream)
+
+    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
+        with self.use():
+            source.get(stream=self.stream, out=target, blocking=False)
+
+    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
+        import cupyx
+
+        with device_errors():
+            return cupyx.empty_pinned(shape, dtype)
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def kernel(self, file: str, name: str) -> CupyKernel:
+        if (file, name) not in self._kernels:
+            with device_errors(), self.gpu:
+                if file not in self._modules:
+                    self._modules[file] = self.xp.RawModule(code=flattened(file), options=NVRTC_OPTIONS)
+                self._kernels[file, name] = CupyKernel(self, self._modules[file].get_function(name), name)
+        return self._kernels[file, name]
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        if self._capturing:
+            raise DeviceError("a graph is being captured already")
+        graph = CupyGraph(self)
+        with self.use():
+            self.stream.begin_capture()
+            self._capturing = True
+            try:
+                yield graph
+            finally:
+                self._capturing = False
+                graph.graph = self.stream.end_capture()
+
+    def event(self) -> Event:
+        return CupyEvent(self)
+
+    def synchronize(self) -> None:
+        if self._capturing:
+            raise DeviceError("the device was waited for while a graph is captured")
+        with device_errors():
+            self.stream.synchronize()
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryInfo:
+        with device_errors(), self.gpu:
+            free, total = self.xp.cuda.runtime.memGetInfo()
+        used = self.pool.used_bytes()
+        self._peak = max(self._peak, used)
+        return MemoryInfo(total, free, used, self.pool.total_bytes(), self._peak, self._limit)
+
+    def close(self) -> None:
+        self._kernels.clear()
+        self._modules.clear()
+        with device_errors(), self.gpu:
+            self.stream.synchronize()
+            self.pool.free_all_blocks()

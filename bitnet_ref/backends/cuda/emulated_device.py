@@ -1,0 +1,307 @@
+"""A CUDA device that is the host: its kernels are the same `.cu` files, built by the host's C++ compiler.
+
+For tests and for reading kernels where there is no GPU (`BITNET_REF_CUDA=emulated`): some thousand times slower than
+a GPU, and stricter. See `kernels/cuda/emulated.h` for what it finds out. Compiled files are kept in
+`$XDG_CACHE_HOME/bitnet_ref/cuda` (or ~/.cache), under a hash of their text, the compiler and its options.
+
+`BITNET_REF_CUDA_SANITIZE=1` builds with AddressSanitizer, which must be loaded before Python is:
+LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
+from .sources import FOLDER, find, flattened
+
+FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-fvisibility=hidden", "-shared"]
+FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-attributes"]
+SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
+
+# An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
+MULTIPROCESSORS = 132
+L2_BYTES = 60 << 20
+
+_KINDS = {"int32": "i", "uint32": "i", "float32": "f", "float64": "d", "int64": "l", "uint64": "l"}
+_one_at_a_time = threading.Lock()  # a compiled file keeps the state of its launch in static variables
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first of g++, clang++ and c++ that is installed."""
+    names = (os.environ["CXX"].split()[0],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def why_unavailable() -> str | None:
+    """None, or why kernels cannot be emulated here."""
+    if compiler() is None:
+        return "emulating CUDA needs a C++17 compiler (Debian/Ubuntu: apt install g++; or set CXX), and there is none"
+    return None
+
+
+@cache
+def compiled(file: str, sanitize: bool) -> tuple[Path, tuple[str, ...]]:
+    """The shared library of a file of kernels, and the kernels' names. Compiles it unless that has been done."""
+    found = compiler()
+    if found is None:
+        raise BackendUnavailable(str(why_unavailable()))
+    version = _run([found, "--version"], "the compiler does not run")
+    flags = [*FLAGS, *(SANITIZERS if sanitize else [])]
+    headers = "".join((FOLDER / name).read_text() for name in ("emulated.h", "emulated_functions.h"))
+    key = "\0".join([flattened(file), headers, version, *flags])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:20]
+    folder = _cache_folder()
+    path = find(file)
+    library, listing = folder / f"{path.name}-{digest}.so", folder / f"{path.name}-{digest}.txt"
+    if not (library.is_file() and listing.is_file()):
+        include = [f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            source = [found, "-x", "c++", *include]
+            text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], file)
+            names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
+            lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), ""]
+            shim, built, listed = Path(work, "kernels.cpp"), Path(work, "kernels.so"), Path(work, "names")
+            shim.write_text("\n".join(lines))
+            listed.write_text("\n".join(names))
+            _run([*source, *flags, "-o", str(built), str(shim)], f"{file} does not compile")
+            os.replace(listed, listing)
+            os.replace(built, library)
+    return library, tuple(listing.read_text().split())
+
+
+def _run(command: list[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DeviceError(f"{what}: {' '.join(command[:1])} says\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _cache_folder() -> Path:
+    wished = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitnet_ref" / "cuda"
+    try:
+        wished.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(wished, os.W_OK):
+            return wished
+    except OSError:
+        pass
+    return _temporary_folder()
+
+
+@cache
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="bitnet_ref-cuda-")
+    weakref.finalize(compiled, shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+class _Launch(ctypes.Structure):
+    """`emulated::Launch`"""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_bytes", ctypes.c_uint),
+        ("order", ctypes.c_uint),
+    )
+
+
+class EmulatedKernel:
+    """A kernel in a shared library of the host."""
+
+    def __init__(self, device: EmulatedDevice, library: ctypes.CDLL, file: str, name: str) -> None:
+        self.name, self._device, self._file = name, device, file
+        kinds = library[f"emulated_kinds_{name}"]
+        kinds.restype = ctypes.c_char_p
+        self.kinds = kinds().decode()  # of each parameter: p pointer, i 32-bit integer, l 64-bit, f float, d double
+        self._launch = library[f"emulated_launch_{name}"]
+        self._launch.restype = ctypes.c_char_p
+
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
+        sizes = three(grid), three(block)
+        check_launch(self.name, *sizes, shared_mem)
+        plain = [plain_argument(value) for value in args]
+        found = "".join(map(_kind, plain))
+        for place, (kind, value) in enumerate(zip(self.kinds, plain, strict=False)):
+            if found[place] != kind and not (kind == "p" and isinstance(value, np.uint64)):
+                got = f"argument {place + 1} of {len(plain)}: {getattr(value, 'dtype', value)}; kinds {found}"
+                raise ShapeError(f"launch of {self.name}", expected=f"arguments of kinds {self.kinds}", got=got)
+        if len(plain) != len(self.kinds):
+            raise ShapeError(f"launch of {self.name}", expected=f"{len(self.kinds)} arguments", got=str(len(plain)))
+        self._device._do(lambda: self._run(sizes, plain, shared_mem))
+
+    def _run(self, sizes: tuple[tuple[int, ...], ...], args: list[Any], shared_mem: int) -> None:
+        cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in args]
+        pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
+        how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared_mem, self._device.order)
+        with _one_at_a_time:
+            wrong = self._launch(ctypes.byref(how), pointers)
+        if wrong is not None:
+            raise DeviceError(f"kernel {self.name} of {self._file}: {wrong.decode()}")
+
+
+def _kind(value: Any) -> str:
+    return "p" if isinstance(value, np.ndarray) else _KINDS.get(value.dtype.name, "?")
+
+
+class EmulatedGraph(Graph):
+    """Recorded calls."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self._device = device
+
+    def launch(self) -> None:
+        for call in self.calls:
+            self._device._do(call)
+
+
+class EmulatedEvent(Event):
+    """The time at which it was made: all work before it is done by then."""
+
+    def __init__(self) -> None:
+        self.reached_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, EmulatedEvent)
+        return self.reached_s - earlier.reached_s
+
+
+class EmulatedDevice(Device):
+    """NumPy arrays, kernels on the host. order: 0, threads and blocks run ascending; 1 descending; else a shuffle's
+    seed. Results that depend on it are a race."""
+
+    emulated = True
+    compute_capability = (9, 0)
+    multiprocessors = MULTIPROCESSORS
+    l2_bytes = L2_BYTES
+    xp = np
+
+    def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:
+        if (reason := why_unavailable()) is not None:
+            raise BackendUnavailable(reason)
+        self.name = "emulated on the host"
+        self.order = order
+        self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
+        self._limit, self._used, self._peak = memory_limit, 0, 0
+        self._recording: EmulatedGraph | None = None
+        self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
+
+    def _do(self, call: Callable[[], object]) -> None:
+        if self._recording is not None:
+            self._recording.calls.append(call)
+        else:
+            call()
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
+        if self._recording is not None:
+            raise DeviceError("an array was asked for while a graph is captured; make all of them before")
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if self._limit is not None and self._used + size > self._limit:
+            raise OutOfMemory(f"{size} bytes beside {self._used} in use are over the limit of {self._limit}")
+        if size == 0:
+            return np.empty(shape, dtype=dtype)
+        place = ctypes.c_void_p()
+        if _libc().posix_memalign(ctypes.byref(place), 256, size) != 0:
+            raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
+        address = int(place.value or 0)
+        memory: Any = (ctypes.c_char * size).from_address(address)
+        weakref.finalize(memory, self._release, address, size)
+        self._used += size
+        self._peak = max(self._peak, self._used)
+        ctypes.memset(address, UNWRITTEN, size)
+        return np.frombuffer(memory, dtype=dtype).reshape(shape)
+
+    def _release(self, place: int, size: int) -> None:
+        self._used -= size
+        _libc().free(ctypes.c_void_p(place))
+
+    def fill(self, array: DeviceArray, byte: int) -> None:
+        self._do(lambda: ctypes.memset(array.ctypes.data, byte, array.nbytes))
+
+    def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+        if target.shape != source.shape or target.dtype != source.dtype:
+            got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
+            raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
+        self._do(lambda: np.copyto(target, source))
+
+    def to_host(self, array: DeviceArray) -> NDArray:
+        if self._recording is not None:
+            raise DeviceError("an array was read while a graph is captured")
+        return np.array(array)
+
+    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
+        self.copy(target, source)
+
+    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
+        return np.zeros(shape, dtype=dtype)
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def kernel(self, file: str, name: str) -> EmulatedKernel:
+        if (file, name) not in self._kernels:
+            library, names = compiled(file, self.sanitize)
+            if name not in names:
+                raise DeviceError(f"{file} has no kernel {name!r}; there are: {', '.join(names)}")
+            self._kernels[file, name] = EmulatedKernel(self, ctypes.CDLL(str(library)), file, name)
+        return self._kernels[file, name]
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        if self._recording is not None:
+            raise DeviceError("a graph is being captured already")
+        graph = self._recording = EmulatedGraph(self)
+        try:
+            yield graph
+        finally:
+            self._recording = None
+
+    def event(self) -> Event:
+        return EmulatedEvent()
+
+    def synchronize(self) -> None:
+        if self._recording is not None:
+            raise DeviceError("the device was waited for while a graph is captured")
+
+    def use(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryInfo:
+        total = self._limit if self._limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryInfo(total, total - self._used, self._used, self._used, self._peak, self._limit)
+
+    def close(self) -> None:
+        self._kernels.clear()
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)

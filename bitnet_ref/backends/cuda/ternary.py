@@ -1,0 +1,220 @@
+"""Host side of `kernels/cuda/ternary.cu`: weights into tiles, which kernel runs on what grid, and the calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ShapeError
+from ...weights import InputNorm, TernaryLinear, TernaryWeight
+from .device import Device, DeviceArray
+
+__all__ = ["KERNELS", "Launch", "TernaryKernels", "TiledWeight", "choose_launch", "padded_columns", "unpack_tiles"]
+
+FILE = "ternary.cu"
+TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
+TILES_AHEAD = 4  # tiles that a warp of kernels 1 and 2 asks for at once
+GEMM_ROWS = 128  # of a block of kernel 3
+COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
+MOST_WARPS = 16  # of a block of kernels 1 and 2
+WARPS_A_MULTIPROCESSOR = 48  # that the registers of kernel 1 allow (40 each, by ptxas)
+THREADS = 256  # of a block of the kernels with one thread an element
+
+# kernel -> the most tokens that it takes at once; chosen in this order
+GEMV = {"ternary_gemv_dp4a": 1, "ternary_gemv_mma_8": 8, "ternary_gemv_mma_16": 16, "ternary_gemv_mma_32": 32}
+GEMM = {"ternary_gemm_64": 64, "ternary_gemm_128": 128}  # tokens of a block
+PLAIN = "ternary_plain"
+KERNELS = (PLAIN, *GEMV, *GEMM)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: parts > 1 means that so many blocks add to each sum, which must be zero before."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    shared_mem: int
+    parts: int
+
+
+def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, kernel: str | None = None) -> Launch:
+    """The kernel for a shape, or the one asked for, and its grid. ShapeError where that one cannot take it.
+
+    The limits between kernels follow from counted bytes and operations; none has been measured on a GPU.
+    """
+    tiles_n, tiles_k = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    if kernel is None:
+        kernel = next((name for name, most in GEMV.items() if tokens <= most), None)
+        kernel = kernel or next((name for name, most in GEMM.items() if tokens <= most), "ternary_gemm_128")
+        kernel = PLAIN if columns >= COLUMNS_TIMES_64 else kernel
+    fits = kernel == PLAIN or (columns < COLUMNS_TIMES_64 and tokens <= GEMV.get(kernel, tokens))
+    if kernel not in KERNELS or not fits:
+        expected = f"one of {', '.join(KERNELS)}, and one that takes {tokens} tokens of {columns} columns"
+        raise ShapeError("ternary_matmul", expected=expected, got=repr(kernel))
+    if kernel == PLAIN:
+        return Launch(kernel, (-(-tokens * rows // THREADS), 1, 1), THREADS, 0, 1)
+    if kernel in GEMV:
+        # Few rows and a long K: several blocks to a row of tiles, each with enough for all its warps.
+        parts = min(-(-tiles_k // (MOST_WARPS * TILES_AHEAD)), max(1, multiprocessors // tiles_n))
+        share = -(-tiles_k // parts)
+        # All blocks at once on the multiprocessors, with as many warps as fit: each then has few tiles, and asks for
+        # all of them at once.
+        blocks_each = -(-tiles_n * parts // multiprocessors)
+        warps = min(MOST_WARPS, share, max(4, WARPS_A_MULTIPROCESSOR // blocks_each))
+        warps = -(-share // -(-share // warps))  # as many as have the same number of tiles, but for the last
+        shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
+        return Launch(kernel, (tiles_n, parts, 1), 32 * warps, shared, parts)
+    grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM[kernel])
+    parts = max(1, min(multiprocessors // (grid[0] * grid[1]), tiles_k // 4))
+    stages = 3 * GEMM[kernel] * TILE_COLUMNS
+    return Launch(kernel, (*grid, parts), 2 * GEMM[kernel], stages, parts)
+
+
+def padded_columns(columns: int) -> int:
+    """The stride of activations that kernels read in place: K rounded up to whole tiles, with anything behind K."""
+    return -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+
+
+def unpack_tiles(tiles: NDArray[np.uint32], rows: int, columns: int) -> NDArray[np.int8]:
+    """tiles (ceil(N/16), ceil(K/128), 128) uint32 -> w_t (N, K) int8; the layout is described in ternary.cu."""
+    tiles_n, tiles_k, _ = tiles.shape
+    # words by lane (g, t) and number (half, upper): bytes b, crumbs i
+    by = tiles.astype("<u4").view(np.uint8).reshape(tiles_n, tiles_k, 8, 4, 2, 2, 4, 1)
+    crumbs = by >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3  # (R, C, g, t, half, upper, b, i)
+    w_t = np.array([0, 1, 0, -1], dtype=np.int8)[crumbs.transpose(0, 5, 2, 1, 4, 3, 7, 6)]
+    return w_t.reshape(tiles_n * TILE_ROWS, tiles_k * TILE_COLUMNS)[:rows, :columns]
+
+
+@dataclass(frozen=True, eq=False)
+class TiledWeight(TernaryLinear):
+    """A ternary matrix, or several of one input on top of each other, on a device in tiles of 16 x 128."""
+
+    device: Device
+    tiles: DeviceArray  # (ceil(N/16), ceil(K/128), 128) uint32
+    w_scales: DeviceArray  # (N,) float32: each row's scale
+    bias_on_device: DeviceArray | None  # (N,) float32
+    out_features: int
+    in_features: int
+    w_dequant_scale: np.float32  # of the first matrix: of all, where there is one
+    bias: NDArray[np.float32] | None = None  # the same, on the host
+    input_norm: InputNorm | None = None
+    parts: tuple[int, ...] = field(default=())  # rows of each matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.nbytes + self.w_scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def ternary(self) -> NDArray[np.int8]:
+        return unpack_tiles(self.device.to_host(self.tiles), *self.shape)
+
+
+class TernaryKernels:
+    """The ternary product on a device.
+
+    What it needs beyond the arguments (x with longer rows, sums of several blocks) is made at the first call of that
+    size and kept, since graphs may refer to it: call once before a capture.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._kernels = {name: device.kernel(FILE, name) for name in KERNELS}
+        self._pack, self._pad = device.kernel(FILE, "ternary_pack"), device.kernel(FILE, "ternary_pad")
+        self._finish = device.kernel(FILE, "ternary_finish")
+        self._scratch: dict[str, list[DeviceArray]] = {}
+
+    def prepare(self, *weights: TernaryWeight) -> TiledWeight:
+        """One weight in tiles; or several of the same input, one above the other, as one."""
+        first = weights[0]
+        if any(w.in_features != first.in_features or w.input_norm is not first.input_norm for w in weights):
+            got = ", ".join(f"{w.shape}" for w in weights)
+            raise ShapeError("prepare", expected="ternary weights of one input", got=got)
+        parts = tuple(w.shape[0] for w in weights)
+        rows, columns = sum(parts), first.in_features
+        packed = first.packed if len(weights) == 1 else np.concatenate([w.packed for w in weights])
+        tiles_n, tiles_k = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+        tiles = self.device.empty((tiles_n, tiles_k, TILE_WORDS), np.uint32)
+        on_device = self.device.array(np.ascontiguousarray(packed))
+        self._pack(-(-tiles.size // THREADS), THREADS, (on_device, rows, columns, tiles))
+        scales = np.repeat(np.array([w.w_dequant_scale for w in weights], dtype=np.float32), parts)
+        biases = [np.zeros(w.shape[0], dtype=np.float32) if w.bias is None else w.bias for w in weights]
+        bias = np.concatenate(biases) if any(w.bias is not None for w in weights) else None
+        return TiledWeight(
+            self.device,
+            tiles,
+            self.device.array(scales),
+            None if bias is None else self.device.array(bias),
+            rows,
+            columns,
+            first.w_dequant_scale,
+            bias,
+            first.input_norm,
+            parts,
+        )
+
+    def matmul(
+        self, x_q: DeviceArray, w: TiledWeight, acc: DeviceArray | None = None, kernel: str | None = None
+    ) -> DeviceArray:
+        """x_q (M, K), or (M, padded_columns(K)) with anything behind K, int8 -> acc (M, N) int32, exact."""
+        return self._run(x_q, None, w, acc, np.int32, kernel)
+
+    def linear(
+        self,
+        x_q: DeviceArray,
+        x_quant_scale: DeviceArray,
+        w: TiledWeight,
+        y: DeviceArray | None = None,
+        kernel: str | None = None,
+    ) -> DeviceArray:
+        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale), plus the bias if any."""
+        if x_quant_scale.dtype != np.float32 or x_quant_scale.shape != (len(x_q), 1):
+            got = f"{x_quant_scale.dtype} {x_quant_scale.shape}"
+            raise ShapeError("ternary linear", expected=f"x_quant_scale float32 ({len(x_q)}, 1)", got=got)
+        return self._run(x_q, x_quant_scale, w, y, np.float32, kernel)
+
+    def _run(
+        self, x_q: DeviceArray, x_scale: DeviceArray | None, w: TiledWeight, out: Any, dtype: Any, kernel: str | None
+    ) -> DeviceArray:
+        (rows, columns), tokens, stride = w.shape, len(x_q), padded_columns(w.in_features)
+        if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] not in (columns, stride):
+            expected = f"x_q int8 (M, {columns}) or, with anything behind, (M, {stride})"
+            raise ShapeError("ternary_matmul", expected=expected, got=f"x_q {x_q.dtype} {x_q.shape}")
+        if out is None:
+            out = self.device.empty((tokens, rows), dtype)
+        if out.dtype != dtype or out.shape != (tokens, rows):
+            expected = f"out {np.dtype(dtype).name} ({tokens}, {rows})"
+            raise ShapeError("ternary_matmul", expected=expected, got=f"{out.dtype} {out.shape}")
+        if tokens == 0:
+            return out
+        if x_q.shape[1] != stride:
+            padded = self._room("x_q", tokens * stride, np.int8)
+            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded))
+            x_q = padded
+        how = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
+        outputs = (out, None) if x_scale is None else (None, out)
+        if how.parts > 1:
+            sums = out if x_scale is None else self._room("sums", tokens * rows, np.int32)
+            self.device.fill(sums, 0)
+            outputs = (sums, None)
+        args = (x_q, stride, w.tiles, tokens, rows, columns, w.w_scales, x_scale, w.bias_on_device, *outputs)
+        self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem)
+        if how.parts > 1 and x_scale is not None:
+            finish = (outputs[0], tokens, rows, w.w_scales, x_scale, w.bias_on_device, out)
+            self._finish(-(-tokens * rows // THREADS), THREADS, finish)
+        return out
+
+    def _room(self, name: str, size: int, dtype: Any) -> DeviceArray:
+        """So many elements of an array that is kept. A larger one does not replace a smaller that a graph may have."""
+        kept = self._scratch.setdefault(name, [])
+        large = next((array for array in kept if array.size >= size), None)
+        if large is None:
+            large = self.device.empty(size, dtype)
+            kept.append(large)
+        return large[:size]

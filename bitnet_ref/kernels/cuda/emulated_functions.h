@@ -1,0 +1,285 @@
+// The device's functions on the host: warp shuffles and votes, mma, atomics, integer and float intrinsics. See emulated.h.
+#pragma once
+
+// -- warps ------------------------------------------------------------------------------------------------------------
+
+namespace emulated {
+
+template <typename T> struct Shuffle { T value, result; int source; };  // source: a lane, or -1: its own value
+
+template <typename T> static void finish_shuffle(Warp &warp, unsigned mask) {
+    for (unsigned lane = 0; lane < warp.count; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        auto &mine = warp.payload<Shuffle<T>>(lane);
+        const unsigned source = mine.source < 0 ? lane : unsigned(mine.source);
+        if (source >= warp.count || !(mask >> source & 1)) {
+            fail("thread %u: a shuffle from lane %u, which takes no part in it", warp.lanes[lane].number, source);
+            return;
+        }
+        mine.result = warp.payload<Shuffle<T>>(source).value;
+    }
+}
+
+template <typename T> static T shuffle(unsigned mask, T value, int source) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 4 or 8 bytes");
+    Shuffle<T> mine{value, value, source};
+    collective("__shfl_sync", mask, finish_shuffle<T>, &mine);
+    return mine.result;
+}
+
+static inline int lane() { return machine.current->number % 32; }
+
+struct Vote { unsigned value, result; };
+
+static void finish_ballot(Warp &warp, unsigned mask) {
+    unsigned votes = 0;
+    for (unsigned lane = 0; lane < warp.count; lane++)
+        if (mask >> lane & 1 && warp.payload<Vote>(lane).value) votes |= 1u << lane;
+    for (unsigned lane = 0; lane < warp.count; lane++)
+        if (mask >> lane & 1) warp.payload<Vote>(lane).result = votes;
+}
+
+static void finish_nothing(Warp &, unsigned) {}
+
+template <typename T, typename Combine> static T reduce(unsigned mask, T value, Combine combine) {
+    T all[32], result = value;  // by shuffles: the same on every lane
+    bool first = true;
+    for (int source = 0; source < 32; source++)
+        if (mask >> source & 1) {
+            all[source] = shuffle(mask, value, source);
+            result = first ? all[source] : combine(result, all[source]);
+            first = false;
+        }
+    return result;
+}
+
+}  // namespace emulated
+
+template <typename T> static T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+    const int base = emulated::lane() & ~(width - 1);
+    return emulated::shuffle(mask, value, base + (source & (width - 1)));
+}
+template <typename T> static T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+    const int source = emulated::lane() ^ bits, end = (emulated::lane() & ~(width - 1)) + width;
+    return emulated::shuffle(mask, value, source < end ? source : -1);
+}
+template <typename T> static T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
+    const int source = emulated::lane() + int(by), end = (emulated::lane() & ~(width - 1)) + width;
+    return emulated::shuffle(mask, value, source < end ? source : -1);
+}
+template <typename T> static T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
+    const int source = emulated::lane() - int(by);
+    return emulated::shuffle(mask, value, source >= (emulated::lane() & ~(width - 1)) ? source : -1);
+}
+static inline unsigned __ballot_sync(unsigned mask, int value) {
+    emulated::Vote mine{value != 0, 0};
+    emulated::collective("__ballot_sync", mask, emulated::finish_ballot, &mine);
+    return mine.result;
+}
+static inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value) != 0; }
+static inline int __all_sync(unsigned mask, int value) { return __ballot_sync(mask, !value) == 0; }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) {
+    emulated::collective("__syncwarp", mask, emulated::finish_nothing, nullptr);
+}
+static inline int __reduce_add_sync(unsigned mask, int value) {
+    return emulated::reduce(mask, value, [](int a, int b) { return int(unsigned(a) + unsigned(b)); });
+}
+static inline int __reduce_max_sync(unsigned mask, int value) {
+    return emulated::reduce(mask, value, [](int a, int b) { return std::max(a, b); });
+}
+static inline int __reduce_min_sync(unsigned mask, int value) {
+    return emulated::reduce(mask, value, [](int a, int b) { return std::min(a, b); });
+}
+
+// -- mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ------------------------------------------------------------------
+
+namespace emulated {
+
+struct Mma { int *d; const unsigned *a, *b; };
+
+/* D = A B + D, the fragments as the PTX ISA lays them out ("Matrix Fragments for mma.m16n8k32", 8-bit types):
+ *
+ *   groupID = laneid / 4, threadID_in_group = laneid % 4
+ *   A, four registers of four .s8, a0 .. a15:  row = groupID            for a0-a3 and a8-a11, else groupID + 8
+ *                                              col = threadID_in_group * 4 + (i & 3)      for i < 8, else that + 16
+ *   B, two registers of four .s8, b0 .. b7:    row = threadID_in_group * 4 + (i & 3)      for i < 4, else that + 16
+ *                                              col = groupID
+ *   C and D, four .s32, c0 .. c3:              row = groupID for i < 2, else groupID + 8
+ *                                              col = threadID_in_group * 2 + (i & 1)                              */
+static void finish_mma(Warp &warp, unsigned mask) {
+    if (mask != 0xffffffffu || warp.count != 32) {
+        fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
+        return;
+    }
+    int8_t a[16][32], b[8][32];  // b by columns
+    for (int lane = 0; lane < 32; lane++) {
+        const Mma &mine = warp.payload<Mma>(lane);
+        const int group = lane / 4, thread = lane % 4;
+        for (int i = 0; i < 16; i++) {
+            const int row = (i < 4 || (8 <= i && i < 12)) ? group : group + 8;
+            a[row][thread * 4 + (i & 3) + (i < 8 ? 0 : 16)] = int8_t(mine.a[i / 4] >> 8 * (i & 3));
+        }
+        for (int i = 0; i < 8; i++)
+            b[group][thread * 4 + (i & 3) + (i < 4 ? 0 : 16)] = int8_t(mine.b[i / 4] >> 8 * (i & 3));
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        const Mma &mine = warp.payload<Mma>(lane);
+        for (int i = 0; i < 4; i++) {
+            const int row = lane / 4 + (i < 2 ? 0 : 8), col = lane % 4 * 2 + (i & 1);
+            int sum = 0;
+            for (int k = 0; k < 32; k++) sum += a[row][k] * b[col][k];
+            mine.d[i] = int(unsigned(mine.d[i]) + unsigned(sum));  // wraps, as without .satfinite
+        }
+    }
+}
+
+static inline void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    Mma mine{d, a, b};
+    collective("mma.sync.m16n8k32", 0xffffffffu, finish_mma, &mine);
+}
+
+}  // namespace emulated
+
+// -- atomics: one host thread runs everything -------------------------------------------------------------------------
+
+#define EMULATED_ATOMIC(name, type, expression)                                                                       \
+    static inline type name(type *place, type value) {                                                                \
+        const type old = *place;                                                                                      \
+        *place = (expression);                                                                                        \
+        return old;                                                                                                   \
+    }
+#define EMULATED_ATOMICS(type)                                                                                        \
+    EMULATED_ATOMIC(atomicMax, type, std::max(old, value))                                                            \
+    EMULATED_ATOMIC(atomicMin, type, std::min(old, value))                                                            \
+    EMULATED_ATOMIC(atomicOr, type, old | value)                                                                      \
+    EMULATED_ATOMIC(atomicAnd, type, old & value)                                                                     \
+    EMULATED_ATOMIC(atomicXor, type, old ^ value)                                                                     \
+    EMULATED_ATOMIC(atomicExch, type, value)                                                                          \
+    static inline type atomicCAS(type *place, type expected, type value) {                                            \
+        const type old = *place;                                                                                      \
+        if (old == expected) *place = value;                                                                          \
+        return old;                                                                                                   \
+    }
+EMULATED_ATOMICS(int)
+EMULATED_ATOMICS(unsigned)
+EMULATED_ATOMICS(unsigned long long)
+EMULATED_ATOMIC(atomicAdd, int, int(unsigned(old) + unsigned(value)))
+EMULATED_ATOMIC(atomicAdd, unsigned, old + value)
+EMULATED_ATOMIC(atomicAdd, unsigned long long, old + value)
+EMULATED_ATOMIC(atomicAdd, float, old + value)
+EMULATED_ATOMIC(atomicAdd, double, old + value)
+EMULATED_ATOMIC(atomicExch, float, value)
+EMULATED_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
+EMULATED_ATOMIC(atomicSub, int, int(unsigned(old) - unsigned(value)))
+#undef EMULATED_ATOMIC
+#undef EMULATED_ATOMICS
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+static inline void __threadfence_system() {}
+static inline void __nanosleep(unsigned) {}
+
+// -- loads and stores with a cache hint -------------------------------------------------------------------------------
+
+template <typename T> static T __ldg(const T *place) { return *place; }
+template <typename T> static T __ldcg(const T *place) { return *place; }
+template <typename T> static T __ldcs(const T *place) { return *place; }
+template <typename T> static T __ldca(const T *place) { return *place; }
+template <typename T> static T __ldlu(const T *place) { return *place; }
+template <typename T> static void __stcg(T *place, T value) { *place = value; }
+template <typename T> static void __stcs(T *place, T value) { *place = value; }
+template <typename T> static void __stwt(T *place, T value) { *place = value; }
+
+// -- integers ---------------------------------------------------------------------------------------------------------
+
+static inline int __dp4a(int a, int b, int c) {
+    int sum = 0;
+    for (int i = 0; i < 32; i += 8) sum += int8_t(a >> i) * int8_t(b >> i);
+    return int(unsigned(c) + unsigned(sum));
+}
+static inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+    return c;
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long both = (unsigned long long)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) {
+        const unsigned choice = selector >> 4 * i & 15;
+        unsigned byte = both >> 8 * (choice & 7) & 255;
+        if (choice & 8) byte = byte & 128 ? 255 : 0;  // prmt's sign mode
+        result |= byte << 8 * i;
+    }
+    return result;
+}
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned __brev(unsigned x) {
+    unsigned result = 0;
+    for (int i = 0; i < 32; i++) result |= (x >> i & 1) << (31 - i);
+    return result;
+}
+static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return ((unsigned long long)high << 32 | low) << (by & 31) >> 32;
+}
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return ((unsigned long long)high << 32 | low) >> (by & 31);
+}
+static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+static inline int __mulhi(int a, int b) { return (long long)a * b >> 32; }
+#define EMULATED_MINMAX(type)                                                                                         \
+    static inline type min(type a, type b) { return b < a ? b : a; }                                                  \
+    static inline type max(type a, type b) { return a < b ? b : a; }
+EMULATED_MINMAX(int)
+EMULATED_MINMAX(unsigned)
+EMULATED_MINMAX(long long)
+EMULATED_MINMAX(unsigned long long)
+#undef EMULATED_MINMAX
+static inline float min(float a, float b) { return fminf(a, b); }
+static inline float max(float a, float b) { return fmaxf(a, b); }
+
+// -- floats: each rounded once, to nearest, as the device does with --fmad=false ---------------------------------------
+
+template <typename To, typename From> static To emulated_bits(From value) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To result;
+    memcpy(&result, &value, sizeof result);
+    return result;
+}
+static inline float __int_as_float(int x) { return emulated_bits<float>(x); }
+static inline int __float_as_int(float x) { return emulated_bits<int>(x); }
+static inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+static inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
+static inline double __longlong_as_double(long long x) { return emulated_bits<double>(x); }
+static inline long long __double_as_longlong(double x) { return emulated_bits<long long>(x); }
+
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __frcp_rn(float a) { return 1.0f / a; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dsub_rn(double a, double b) { return a - b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double __dsqrt_rn(double a) { return sqrt(a); }
+static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+
+static inline int emulated_to_int(float x) {  // saturates; NaN gives 0
+    if (!(x == x)) return 0;
+    return x >= 2147483648.0f ? INT32_MAX : x < -2147483648.0f ? INT32_MIN : int(x);
+}
+static inline int __float2int_rn(float x) { return emulated_to_int(nearbyintf(x)); }
+static inline int __float2int_rz(float x) { return emulated_to_int(truncf(x)); }
+static inline int __float2int_rd(float x) { return emulated_to_int(floorf(x)); }
+static inline int __float2int_ru(float x) { return emulated_to_int(ceilf(x)); }
+static inline float __int2float_rn(int x) { return float(x); }
+static inline float __uint2float_rn(unsigned x) { return float(x); }
+static inline float __ll2float_rn(long long x) { return float(x); }
+static inline float __double2float_rn(double x) { return float(x); }
+static inline double __int2double_rn(int x) { return double(x); }
+static inline float rsqrtf(float x) { return float(1.0 / sqrt(double(x))); }
+static inline float __saturatef(float x) { return x > 0.0f ? fminf(x, 1.0f) : 0.0f; }  // NaN gives 0

@@ -1,0 +1,28 @@
+// What the float kernels share: float32, float16 and bfloat16 in one text, and the place where a kernel notes NaN or Inf.
+#pragma once
+#include "common.cuh"
+
+// 16-bit floats travel as structs around their bits, so that a template tells them apart.
+struct f16 {
+    unsigned short bits;
+};
+struct bf16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(f16 x) { return half_to_float(x.bits); }
+__device__ __forceinline__ float as_float(bf16 x) { return bfloat16_to_float(x.bits); }
+
+// Rounding to 16 bits is half to even, as NumPy rounds.
+__device__ __forceinline__ void assign(float& to, float x) { to = x; }
+__device__ __forceinline__ void assign(f16& to, float x) { to.bits = float_to_half(x); }
+__device__ __forceinline__ void assign(bf16& to, float x) { to.bits = float_to_bfloat16(x); }
+
+__device__ __forceinline__ bool is_finite(double x) { return x - x == 0; }  // Inf - Inf and NaN - NaN are NaN
+
+// Which operation met a value that is not finite, and in which row: the first one to say so stays. The host reads it
+// when it reads results, so a NaN costs no wait in between.
+enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3 };
+
+__device__ __forceinline__ void complain(int* trouble, Trouble op, int row) { atomicCAS(trouble, 0, row << 2 | op); }

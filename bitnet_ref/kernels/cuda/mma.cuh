@@ -1,0 +1,24 @@
+// The tensor cores' int8 product, behind one function: D += A B with A 16x32, B 32x8, D 16x8, of one warp.
+//
+// Each lane holds four registers of A, two of B and four of D; which elements is in `emulated_functions.h`, in the words
+// of the PTX ISA, and in the comments of the kernels that use it. In short, with g = lane / 4 and t = lane % 4:
+//
+//     a[0]  row g,   columns 4t .. 4t+3       a[1]  row g+8, the same columns
+//     a[2]  row g,   columns 4t+16 .. +19     a[3]  row g+8, the same columns
+//     b[0]  rows 4t .. 4t+3 of column g       b[1]  rows 4t+16 .. 4t+19 of column g
+//     d[0], d[1]  row g, columns 2t, 2t+1     d[2], d[3]  row g+8, columns 2t, 2t+1
+//
+// The sum over the 32 may be taken in any order of them, as long as A and B have the same one.
+#pragma once
+
+__device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+#ifdef BITNET_REF_EMULATED
+    emulated::mma_m16n8k32_s8(d, a, b);
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}

@@ -1,0 +1,383 @@
+// The ternary product y[M,N] = x[M,K] w[N,K]^T on a GPU: int8 activations, 2-bit weights, exact int32 sums.
+//
+// This file reads top to bottom as an explanation: the layout, the plain version, and then the fast ones.
+#include "common.cuh"
+#include "mma.cuh"
+
+// -- the layout -------------------------------------------------------------------------------------------------------
+//
+// Weights are stored as 2-bit two's complement (-1 = 11, 0 = 00, +1 = 01), in tiles of 16 rows by 128 columns, 512
+// bytes: what one warp reads with one 16-byte load a lane. Tiles lie along K first, then along N; rows and columns that
+// fill up the last tiles are zeros, which add nothing whatever they meet.
+//
+// Lane 4g + t of a tile holds four words. Crumb i (bits 2i, 2i+1) of byte b of word r is the weight of
+//
+//     row 16 R + g + 8 (r & 1),    column 128 C + 64 (r >> 1) + 16 t + 4 i + b
+//
+// so a lane's weights belong to two rows and to two runs of 16 columns, which are two 16-byte loads of x; and with all
+// crumbs i of the four words a lane has its part of an mma's A (see mma.cuh), for columns in an order of our own.
+static constexpr int TILE_ROWS = 16, TILE_COLUMNS = 128, TILE_WORDS = 128;
+
+/* The row (within the tile's 16) and the first of 4 columns (within its 128) of crumb i of word r of a lane. */
+__device__ __forceinline__ int row_of(int lane, int word) { return lane / 4 + 8 * (word & 1); }
+__device__ __forceinline__ int column_of(int lane, int word, int crumb) {
+    return 64 * (word >> 1) + 16 * (lane % 4) + 4 * crumb;
+}
+
+/* Crumb i of each of a word's four bytes, as four int8 of 64 times the weight: 11 -> -64, 00 -> 0, 01 -> 64.
+ * Shifted to the top of its byte a crumb *is* that number, so there is nothing to subtract and nothing to look up; a
+ * sum of such products is 64 times the sum wanted, and fits: |sum| <= 128 * 64 * K < 2^31 for K < 262,144. */
+__device__ __forceinline__ unsigned times_64(unsigned word, int crumb) { return word << (6 - 2 * crumb) & 0xc0c0c0c0u; }
+
+/* One thread a word: from rows of 4 codes a byte (w + 1, the first in the lowest bits) to tiles. */
+extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, int columns, unsigned *tiles) {
+    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, row_bytes = (columns + 3) / 4;
+    const long long tile = index / TILE_WORDS;
+    const int lane = int(index % TILE_WORDS) / 4, word = int(index % 4);
+    const long long row = tile / tiles_k * TILE_ROWS + row_of(lane, word);
+    if (tile >= (long long)((rows + TILE_ROWS - 1) / TILE_ROWS) * tiles_k) return;
+    unsigned result = 0;
+    #pragma unroll
+    for (int crumb = 0; crumb < 4; crumb++) {
+        const int column = int(tile % tiles_k) * TILE_COLUMNS + column_of(lane, word, crumb);
+        if (row >= rows || column >= columns) continue;
+        const unsigned codes = packed[row * row_bytes + column / 4];
+        for (int b = 0; b < 4; b++) {
+            const unsigned weight = ((codes >> 2 * b & 3) + 3) & 3;  // w + 1 -> w, modulo 4
+            if (column + b < columns) result |= weight << (8 * b + 2 * crumb);
+        }
+    }
+    tiles[index] = result;
+}
+
+/* Rows of `columns` int8 into rows of whole tiles: for x whose rows the kernels below cannot read. */
+extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int columns, signed char *padded) {
+    const int stride = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
+    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= (long long)tokens * stride) return;
+    const long long token = index / stride;
+    const int column = int(index % stride);
+    padded[index] = column < columns ? x_q[token * columns + column] : (signed char)0;
+}
+
+// -- what becomes of a sum --------------------------------------------------------------------------------------------
+
+/* Writes one sum: the int32 itself where `acc` is given, or y = sum * (w_scale / x_scale) (+ bias), each operation
+ * rounded once, as `quantization.dequantize` writes it. w_scales has one value for each row, so that matrices of
+ * different scales can lie on top of each other; for x_scales and bias see the parameters of the kernels. */
+__device__ __forceinline__ void write_sum(int sum, long long token, int row, int rows, const float *w_scales,
+                                          const float *x_scales, const float *bias, int *acc, float *y) {
+    if (acc != nullptr) {
+        acc[token * rows + row] = sum;
+        return;
+    }
+    float value = __fmul_rn(__int2float_rn(sum), __fdiv_rn(w_scales[row], x_scales[token]));
+    if (bias != nullptr) value = __fadd_rn(value, bias[row]);
+    y[token * rows + row] = value;
+}
+
+/* What is left to do where several blocks have added to the sums. */
+extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, const float *w_scales,
+                                          const float *x_scales, const float *bias, float *y) {
+    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= (long long)tokens * rows) return;
+    write_sum(sums[index], index / rows, int(index % rows), rows, w_scales, x_scales, bias, nullptr, y);
+}
+
+// Parameters of the kernels 1 to 3:
+//
+//   x_q       (tokens, x_stride) int8, x_stride a multiple of 128, at least `columns`; what lies past `columns` does
+//             not matter, since weights there are zeros
+//   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see above
+//   w_scales  (rows,) float32   x_scales (tokens,) float32   bias (rows,) float32 or null
+//   acc       (tokens, rows) int32, or null; where it is given nothing but the sums is written, and where the grid
+//             has several blocks along K (gridDim.y, or .z of the last kernel) they are *added* to what it holds
+//   y         (tokens, rows) float32, or null where acc is given
+
+// -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
+
+extern "C" __global__ void ternary_plain(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens,
+                                         int rows, int columns, const float *w_scales, const float *x_scales,
+                                         const float *bias, int *acc, float *y) {
+    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= (long long)tokens * rows) return;
+    const long long token = index / rows;
+    const int row = int(index % rows), tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    int sum = 0;
+    for (int column = 0; column < columns; column++) {
+        const int within = column % TILE_COLUMNS, half = within / 64, t = within / 16 % 4;
+        const int lane = row % 8 * 4 + t, word = row % 16 / 8 + 2 * half, crumb = within / 4 % 4, byte = within % 4;
+        const long long tile = (long long)(row / TILE_ROWS) * tiles_k + column / TILE_COLUMNS;
+        const unsigned bits = tiles[tile * TILE_WORDS + lane * 4 + word] >> (8 * byte + 2 * crumb) & 3;
+        sum += (bits == 3 ? -1 : int(bits)) * x_q[token * x_stride + column];
+    }
+    write_sum(sum, token, row, rows, w_scales, x_scales, bias, acc, y);
+}
+
+// -- 1: one token, dp4a -----------------------------------------------------------------------------------------------
+//
+// A step of decoding reads every weight once and does four operations with it: its limit is memory. What counts is how
+// many bytes are on their way at once; at 4.3 TB/s (a copy, measured on an H200) and a latency of some 0.7 us (assumed)
+// 3 MB, 23 KB for each multiprocessor, which is the whole of a small matrix. So a block takes 16 rows and all of K, its
+// warps take the tiles of a row of tiles in turn, and each asks for its first four tiles (16 bytes a lane and tile)
+// before it does anything else. Nothing of the weights goes through shared memory.
+//
+// Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a; x comes from the first-level cache.
+static constexpr int TILES_AHEAD = 4;
+
+/* A lane's four words of the tiles first, first + step, ... below `end`; zeros past it. Read once: not to be kept. */
+__device__ __forceinline__ void load_tiles(uint4 (&words)[TILES_AHEAD], const uint4 *row_of_tiles, int first, int step,
+                                           int end) {
+    #pragma unroll
+    for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
+        const int tile = first + ahead * step;
+        words[ahead] = tile < end ? __ldcs(row_of_tiles + tile * 32ll + lane_of_warp()) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* The tiles along K of this block: all, or its share where gridDim.y blocks divide them. */
+__device__ __forceinline__ int first_tile(int tiles_k, int part, int parts) {
+    return int((long long)tiles_k * part / parts);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    ternary_gemv_dp4a(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
+                      const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    __shared__ int partial[16][TILE_ROWS];  // of each warp
+    const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
+    const int end = first_tile(tiles_k, blockIdx.y + 1, gridDim.y), t = lane_of_warp() % 4;
+    const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
+    int tile = first_tile(tiles_k, blockIdx.y, gridDim.y) + warp_of_block();
+    int sums[2] = {0, 0};  // 64 times those of rows g and g + 8
+    for (; tile < end; tile += TILES_AHEAD * warps) {
+        uint4 words[TILES_AHEAD];
+        load_tiles(words, row_of_tiles, tile, warps, end);
+        #pragma unroll
+        for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
+            const int column = (tile + ahead * warps) * TILE_COLUMNS + 16 * t;
+            if (tile + ahead * warps >= end) break;
+            const uint4 low = *reinterpret_cast<const uint4 *>(x_q + column);
+            const uint4 high = *reinterpret_cast<const uint4 *>(x_q + column + 64);
+            const unsigned x[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+            const unsigned w[4] = {words[ahead].x, words[ahead].y, words[ahead].z, words[ahead].w};
+            #pragma unroll
+            for (int word = 0; word < 4; word++)
+                #pragma unroll
+                for (int crumb = 0; crumb < 4; crumb++)
+                    sums[word & 1] = __dp4a(int(times_64(w[word], crumb)), int(x[word >> 1][crumb]), sums[word & 1]);
+        }
+    }
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 1);
+        sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 2);
+        if (t == 0) partial[warp_of_block()][lane_of_warp() / 4 + 8 * half] = sums[half];
+    }
+    __syncthreads();
+    const int row = blockIdx.x * TILE_ROWS + threadIdx.x;
+    if (threadIdx.x >= TILE_ROWS || row >= rows) return;
+    int sum = 0;
+    for (int warp = 0; warp < warps; warp++) sum += partial[warp][threadIdx.x];
+    if (gridDim.y > 1)
+        atomicAdd(acc + row, sum >> 6);
+    else
+        write_sum(sum >> 6, 0, row, rows, w_scales, x_scales, bias, acc, y);
+}
+
+// -- 2: few tokens, tensor cores, weights read once -------------------------------------------------------------------
+//
+// The same plan for up to 8 GROUPS tokens: a lane's words, unpacked, *are* its part of A (16 rows of weights), and its
+// 16-byte loads of x are its part of B (8 tokens): nothing is exchanged, and a tile costs 4 mma in place of 16 dp4a for
+// each token. With one token seven columns of B are zeros, and it is still fewer operations than kernel 1.
+//
+// x is read once for each 16 rows: 1 KB for 8 tokens beside 512 bytes of weights. All blocks of a multiprocessor read
+// the same, so it comes from the first-level cache, which the weights pass by; past 32 tokens kernel 3 is the better.
+// Independent chains of sums hide the latency of mma: there are four, whatever GROUPS is.
+template <int GROUPS>
+__device__ __forceinline__ void gemv_mma(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens,
+                                         int rows, int columns, const float *w_scales, const float *x_scales,
+                                         const float *bias, int *acc, float *y) {
+    constexpr int CHAINS = 4 / GROUPS, TOKENS = 8 * GROUPS;
+    int *partial = dynamic_shared<int>();  // [warp][token][row]
+    const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
+    const int end = first_tile(tiles_k, blockIdx.y + 1, gridDim.y);
+    const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
+    const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
+    int tile = first_tile(tiles_k, blockIdx.y, gridDim.y) + warp_of_block();
+    int sums[GROUPS][CHAINS][4] = {};
+    for (; tile < end; tile += TILES_AHEAD * warps) {
+        uint4 words[TILES_AHEAD];
+        load_tiles(words, row_of_tiles, tile, warps, end);
+        #pragma unroll
+        for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
+            const int column = (tile + ahead * warps) * TILE_COLUMNS + 16 * t;
+            if (tile + ahead * warps >= end) break;  // all lanes alike
+            #pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                uint4 low = make_uint4(0, 0, 0, 0), high = low;
+                if (8 * group + g < tokens) {
+                    const signed char *x = x_q + (8ll * group + g) * x_stride + column;
+                    low = *reinterpret_cast<const uint4 *>(x);
+                    high = *reinterpret_cast<const uint4 *>(x + 64);
+                }
+                const unsigned b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
+                #pragma unroll
+                for (int crumb = 0; crumb < 4; crumb++) {
+                    const unsigned a[4] = {times_64(words[ahead].x, crumb), times_64(words[ahead].y, crumb),
+                                           times_64(words[ahead].z, crumb), times_64(words[ahead].w, crumb)};
+                    mma_s8(sums[group][crumb % CHAINS], a, b[crumb]);
+                }
+            }
+        }
+    }
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int sum = 0;
+            #pragma unroll
+            for (int chain = 0; chain < CHAINS; chain++) sum += sums[group][chain][i];
+            const int token = 8 * group + 2 * t + (i & 1), row = g + 8 * (i >> 1);
+            partial[(warp_of_block() * TOKENS + token) * TILE_ROWS + row] = sum;
+        }
+    __syncthreads();
+    for (int index = threadIdx.x; index < tokens * TILE_ROWS; index += blockDim.x) {
+        const int token = index / TILE_ROWS, row = blockIdx.x * TILE_ROWS + index % TILE_ROWS;
+        if (row >= rows) continue;
+        int sum = 0;
+        for (int warp = 0; warp < warps; warp++) sum += partial[warp * TOKENS * TILE_ROWS + index];
+        if (gridDim.y > 1)
+            atomicAdd(acc + (long long)token * rows + row, sum >> 6);
+        else
+            write_sum(sum >> 6, token, row, rows, w_scales, x_scales, bias, acc, y);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    ternary_gemv_mma_8(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
+                       const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    gemv_mma<1>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    ternary_gemv_mma_16(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
+                        const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    gemv_mma<2>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    ternary_gemv_mma_32(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
+                        const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    gemv_mma<4>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+}
+
+// -- 3: many tokens ---------------------------------------------------------------------------------------------------
+//
+// Prompts and large batches: the limit is the tensor cores. A warp has 32 rows by 64 tokens of sums; a block has four
+// warps along the rows and TOKEN_WARPS along the tokens. Of x, 128 columns of the block's tokens lie in shared memory,
+// three times over: while one is multiplied, two are on their way. Weights go from memory to registers, as above, one
+// step ahead, and are unpacked once for 64 tokens: 56 operations beside 64 mma.
+//
+// In shared memory a token's 128 bytes are eight chunks of 16; those of odd tokens have their halves exchanged. So the
+// eight lanes that read at a time (g = 0 and 1, t = 0 to 3, chunk t or t + 4) take all 32 banks once.
+static constexpr int STAGES = 3, WARP_ROW_TILES = 2, ROW_WARPS = 4, WARP_GROUPS = 8;
+
+__device__ __forceinline__ int chunk_place(int token, int chunk) {
+    return token * TILE_COLUMNS + 16 * (chunk ^ (token & 1) << 2);
+}
+
+/* Columns 128 k .. 128 k + 127 of the block's tokens into a stage; zeros past the last token. */
+template <int TOKENS>
+__device__ __forceinline__ void fetch_x(signed char *stage, const signed char *x_q, int x_stride, int first, int tokens,
+                                        int k) {
+    for (int index = threadIdx.x; index < TOKENS * 8; index += blockDim.x) {
+        const int token = index / 8, chunk = index % 8;
+        const bool valid = first + token < tokens;
+        const signed char *from = x_q + (valid ? (long long)(first + token) * x_stride + k * 128ll + 16 * chunk : 0);
+        copy_async_16(stage + chunk_place(token, chunk), from, valid);
+    }
+}
+
+template <int TOKEN_WARPS>
+__device__ __forceinline__ void gemm(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows,
+                                     int columns, const float *w_scales, const float *x_scales, const float *bias,
+                                     int *acc, float *y) {
+    constexpr int TOKENS = 8 * WARP_GROUPS * TOKEN_WARPS, STAGE_BYTES = TOKENS * TILE_COLUMNS;
+    signed char *stages = dynamic_shared<signed char>();
+    const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles_n = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int begin = first_tile(tiles_k, blockIdx.z, gridDim.z), end = first_tile(tiles_k, blockIdx.z + 1, gridDim.z);
+    const int g = lane_of_warp() / 4, t = lane_of_warp() % 4, first_token = blockIdx.y * TOKENS;
+    const int row_tile = (blockIdx.x * ROW_WARPS + warp_of_block() % ROW_WARPS) * WARP_ROW_TILES;
+    const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
+
+    const uint4 *weights[WARP_ROW_TILES];  // of rows past the last: those of the last, and not written
+    uint4 words[WARP_ROW_TILES];
+    #pragma unroll
+    for (int i = 0; i < WARP_ROW_TILES; i++) {
+        const long long tile = min(row_tile + i, tiles_n - 1);
+        weights[i] = reinterpret_cast<const uint4 *>(tiles) + tile * tiles_k * 32 + lane_of_warp();
+        words[i] = weights[i][begin * 32ll];
+    }
+    #pragma unroll
+    for (int ahead = 0; ahead < STAGES - 1; ahead++) {
+        if (begin + ahead < end)
+            fetch_x<TOKENS>(stages + ahead * STAGE_BYTES, x_q, x_stride, first_token, tokens, begin + ahead);
+        copies_commit();
+    }
+    int sums[WARP_ROW_TILES][WARP_GROUPS][4] = {};
+    for (int k = begin; k < end; k++) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();  // everybody's copies for k are here, and the stage of k - 1 is free
+        const int later = k + STAGES - 1;
+        if (later < end)
+            fetch_x<TOKENS>(stages + (later - begin) % STAGES * STAGE_BYTES, x_q, x_stride, first_token, tokens, later);
+        copies_commit();
+
+        unsigned a[WARP_ROW_TILES][4][4];  // [][crumb][register]
+        #pragma unroll
+        for (int i = 0; i < WARP_ROW_TILES; i++) {
+            #pragma unroll
+            for (int crumb = 0; crumb < 4; crumb++) {
+                a[i][crumb][0] = times_64(words[i].x, crumb), a[i][crumb][1] = times_64(words[i].y, crumb);
+                a[i][crumb][2] = times_64(words[i].z, crumb), a[i][crumb][3] = times_64(words[i].w, crumb);
+            }
+            if (k + 1 < end) words[i] = weights[i][(k + 1) * 32ll];
+        }
+        const signed char *stage = stages + (k - begin) % STAGES * STAGE_BYTES;
+        #pragma unroll
+        for (int group = 0; group < WARP_GROUPS; group++) {
+            const int token = warp_token + 8 * group + g;
+            const uint4 low = *reinterpret_cast<const uint4 *>(stage + chunk_place(token, t));
+            const uint4 high = *reinterpret_cast<const uint4 *>(stage + chunk_place(token, t + 4));
+            const unsigned b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
+            #pragma unroll
+            for (int crumb = 0; crumb < 4; crumb++)
+                #pragma unroll
+                for (int i = 0; i < WARP_ROW_TILES; i++) mma_s8(sums[i][group], a[i][crumb], b[crumb]);
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < WARP_ROW_TILES; i++)
+        #pragma unroll
+        for (int group = 0; group < WARP_GROUPS; group++)
+            #pragma unroll
+            for (int part = 0; part < 4; part++) {
+                const long long token = first_token + warp_token + 8 * group + 2 * t + (part & 1);
+                const int row = (row_tile + i) * TILE_ROWS + g + 8 * (part >> 1), sum = sums[i][group][part] >> 6;
+                if (token >= tokens || row >= rows) continue;
+                if (gridDim.z > 1)
+                    atomicAdd(acc + token * rows + row, sum);
+                else
+                    write_sum(sum, token, row, rows, w_scales, x_scales, bias, acc, y);
+            }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    ternary_gemm_64(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
+                    const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    gemm<1>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    ternary_gemm_128(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
+                     const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    gemm<2>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+}

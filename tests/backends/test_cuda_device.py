@@ -1,0 +1,175 @@
+"""The device layer: which device there is and why not, arrays, memory, graphs. On the emulation, and on any GPU."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from bitnet_ref.backends import cuda
+from bitnet_ref.backends.cuda import cupy_device, emulated_device
+from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+
+
+@pytest.fixture(params=["emulated", "gpu"])
+def device(request, monkeypatch):
+    monkeypatch.setenv("BITNET_REF_CUDA", request.param)
+    if (reason := cuda.why_unavailable()) is not None:
+        pytest.skip(reason)
+    found = cuda.open_device(memory_limit=1 << 24)
+    yield found
+    found.close()
+
+
+def test_arrays_come_back(device):
+    for host in (np.arange(12, dtype=np.float32).reshape(3, 4), np.ones((2, 0), dtype=np.int8), np.array(5)):
+        array = device.array(host)
+        assert (array.shape, array.dtype) == (host.shape, host.dtype)
+        np.testing.assert_array_equal(device.to_host(array), host)
+    other = device.zeros((3, 4), np.float32)
+    device.copy(other, device.array(np.full((3, 4), 2, dtype=np.float32)))
+    assert device.to_host(other).sum() == 24
+    device.fill(other, 0)
+    assert device.to_host(other).sum() == 0
+    with pytest.raises(ShapeError, match=r"float32 \(3, 4\) and float64 \(4,\)"):
+        device.copy(other, np.zeros(4))
+
+
+def test_pinned_memory_and_events(device):
+    host = device.pinned((4,), np.int32)
+    host[:] = [1, 2, 3, 4]
+    array = device.array(host)
+    before = device.event()
+    back = device.pinned((4,), np.int32)
+    device.to_pinned(back, array)
+    after = device.event()
+    after.synchronize()
+    assert back.tolist() == [1, 2, 3, 4]
+    assert after.seconds_since(before) >= 0
+    device.synchronize()
+
+
+def test_memory_is_counted_limited_and_given_back(device):
+    start = device.memory()
+    array = device.empty(1 << 20, np.float32)
+    assert device.memory().used - start.used == 4 << 20
+    assert device.memory().limit == 1 << 24
+    view = array[10:]
+    del array
+    assert device.memory().used - start.used == 4 << 20  # the view still refers to it
+    del view
+    assert device.memory().used == start.used
+    assert device.memory().peak >= start.used + (4 << 20)
+    with pytest.raises(OutOfMemory):
+        device.empty(1 << 23, np.float32)
+    for _ in range(100):  # nothing leaks, or the limit would be met
+        device.array(np.zeros(1 << 20, dtype=np.uint8))
+
+
+def test_a_graph_runs_when_it_is_launched(device):
+    source, target = device.array(np.arange(4, dtype=np.int32)), device.zeros(4, np.int32)
+    with device.capture() as graph:
+        device.copy(target, source)
+    assert device.to_host(target).tolist() == [0, 0, 0, 0]
+    graph.launch()
+    assert device.to_host(target).tolist() == [0, 1, 2, 3]
+    device.fill(source, 0)
+    graph.launch()
+    assert device.to_host(target).tolist() == [0, 0, 0, 0]
+
+
+def test_what_a_capture_refuses(device):
+    with device.capture(), pytest.raises(DeviceError, match="while a graph is captured"):
+        device.empty(4, np.int32)
+    with device.capture(), pytest.raises(DeviceError, match="while a graph is captured"):
+        device.synchronize()
+    with device.capture(), pytest.raises(DeviceError, match="captured already"), device.capture():
+        pass
+    assert device.to_host(device.zeros(2, np.int8)).tolist() == [0, 0]
+
+
+def test_new_memory_of_the_emulation_is_no_number_and_aligned():
+    array = EmulatedDevice().empty((3, 5), np.float32)
+    assert np.isnan(array).all()
+    assert array.ctypes.data % 256 == 0
+
+
+# -- which device ------------------------------------------------------------------------------------------------------
+
+
+def test_the_variable_chooses(monkeypatch):
+    monkeypatch.setenv("BITNET_REF_CUDA", "emulated")
+    if emulated_device.compiler() is not None:
+        assert cuda.why_unavailable() is None
+        assert cuda.open_device().emulated
+    monkeypatch.setenv("BITNET_REF_CUDA", "imaginary")
+    with pytest.raises(BackendUnavailable, match="BITNET_REF_CUDA='imaginary': expected gpu"):
+        cuda.open_device()
+
+
+@pytest.fixture
+def asked_anew():
+    cupy_device.why_unavailable.cache_clear()
+    yield
+    cupy_device.why_unavailable.cache_clear()
+
+
+def stand_in(monkeypatch, count=1, capability=(9, 0), error=None):
+    """A module in CuPy's place that answers what the checks before any computing ask."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def get_device_count():
+        if error:
+            raise CUDARuntimeError(error)
+        return count
+
+    facts = {"major": capability[0], "minor": capability[1], "name": b"An old card"}
+    runtime = types.SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError, getDeviceCount=get_device_count, getDeviceProperties=lambda index: facts
+    )
+    module = types.ModuleType("cupy")
+    module.cuda = types.SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(cupy_device, "find_spec", lambda name: object())
+
+
+def test_no_cupy(monkeypatch, asked_anew):
+    monkeypatch.setattr(cupy_device, "find_spec", lambda name: None)
+    monkeypatch.delenv("BITNET_REF_CUDA", raising=False)
+    reason = cuda.why_unavailable()
+    assert reason.startswith("CuPy is not installed: pip install")
+    with pytest.raises(BackendUnavailable, match="CuPy is not installed"):
+        cuda.open_device()
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"error": "cudaErrorInsufficientDriver: CUDA driver version is insufficient"}, "CuPy finds no GPU .*driver"),
+        ({"count": 0}, "there is no GPU 0: this machine has 0"),
+        ({"capability": (7, 5)}, "An old card has compute capability 7.5; the kernels need 8.0"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used(facts, reason, monkeypatch, asked_anew):
+    stand_in(monkeypatch, **facts)
+    with pytest.raises(BackendUnavailable, match=reason):
+        cupy_device.CupyDevice()
+
+
+def test_cupy_that_does_not_load(monkeypatch, asked_anew):
+    monkeypatch.setattr(cupy_device, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises ImportError
+    assert "does not load" in cupy_device.why_unavailable()
+
+
+def test_real_cupy_without_a_gpu_says_so(asked_anew):
+    cupy = pytest.importorskip("cupy")
+    reason = cupy_device.why_unavailable()
+    if reason is None:
+        pytest.skip(f"there is a GPU: {cupy.cuda.runtime.getDeviceCount()}")
+    assert "CuPy finds no GPU" in reason or "there is no GPU" in reason
+    with pytest.raises(BackendUnavailable):
+        cupy_device.CupyDevice()
