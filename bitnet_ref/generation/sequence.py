@@ -145,15 +145,16 @@ class Continuation:
         return ids
 
     @property
-    def known(self) -> int:
-        """How many those are."""
-        return len(self.request.prompt) + len(self.chunks)
-
-    @property
     def context(self) -> NDArray[np.int64]:
         """The tokens that the model is to see: positions 0, 1, ... of its slot."""
         ids = self.ids
         return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids))))
+
+    @property
+    def context_tokens(self) -> int:
+        """How many those are."""
+        kept = sum(stop - start for start, stop in self._kept[:-1]) - self._kept[-1][0]
+        return len(self.request.prompt) + len(self.chunks) + kept
 
     @property
     def finished(self) -> bool:
