@@ -197,10 +197,16 @@ class KVCache:
         places = self._places(batch.slots, batch.positions)
         return self._read((layer, *places))
 
-    def _read(self, where: tuple) -> tuple[NDArray, NDArray]:
-        """Keys and values there, as floats."""
-        key_scales, value_scales = (None if a is None else a[where] for a in (self.key_scales, self.value_scales))
-        return widen(self.keys[where], key_scales), widen(self.values[where], value_scales)
+    def _read(self, where: tuple, inside: slice | None = None) -> tuple[NDArray, NDArray]:
+        """Keys and values there, as floats. inside: of whole pages end to end, only these rows."""
+
+        def rows(pool: NDArray) -> NDArray:
+            there = pool[where]
+            # cut before it is widened: the other rows may never have been written
+            return there if inside is None else there.reshape(-1, *there.shape[2:])[inside]
+
+        key_scales, value_scales = (None if a is None else rows(a) for a in (self.key_scales, self.value_scales))
+        return widen(rows(self.keys), key_scales), widen(rows(self.values), value_scales)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Give each target slot the first `length` tokens of its source slot, all at the same time."""
@@ -240,6 +246,4 @@ class KVCache:
         inside = slice(here.start - first, here.stop - first)
         if len(pages) == 1:
             return self._read((layer, pages[0], inside))
-        keys, values = self._read((layer, pages))  # (pages, page_size, G, d)
-        rows = keys.shape[-2:]
-        return keys.reshape(-1, *rows)[inside], values.reshape(-1, *rows)[inside]
+        return self._read((layer, pages), inside)

@@ -66,6 +66,30 @@ def be(request) -> Backend:
     return CythonBackend(threads=2, simd=kernel_set, layout=layout or DEFAULT_LAYOUT)
 
 
+EMULATED = os.environ.get("BITNET_REF_CUDA") == "emulated"
+# What is quick on the emulated CuPy backend too, and what of it is not (or says nothing: a number of threads).
+QUICK = (
+    "contract/",
+    "backends/",
+    "kernels/",
+    "test_golden",
+    "test_kv_",
+    "test_api",
+    "test_trace.py",
+    "test_engine_config",
+)
+LONG = ("storyteller", "number_of_threads", "joining_late", "rows_in_any_order", "loaded_with_a_cache_dtype")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The emulated CuPy backend's longer tests are `slow`; those of one on a GPU are not."""
+    for item in items:
+        place, long = item.nodeid, any(word in item.nodeid for word in LONG)
+        if EMULATED and "cupy" in item.name and (long or not any(word in place for word in QUICK)):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def a_store_of_its_own(tmp_path_factory):
     """No test sees, or changes, the models that the user has pulled."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import OutOfMemory, ShapeError
 from bitnet_ref.kv_cache import NO_PAGE, KVCache, TokenBatch
+from bitnet_ref.kv_dtypes import CACHE_DTYPES, narrow, widen
 
 CONFIG = model(GOLDEN / "llama-dense").config  # 2 layers, 2 kv heads of 32
 
@@ -156,7 +157,7 @@ def test_attention_over_a_position_without_a_page(be):
 
 @st.composite
 def interleavings(draw):
-    """(page_size, lengths of the sequences, order in which pieces of them go into the cache, window)"""
+    """(page_size, dtype, lengths of the sequences, order in which pieces of them go into the cache, window)"""
     lengths = draw(st.lists(st.integers(1, 23), min_size=1, max_size=4))
     pieces, left = [], list(lengths)
     while any(left):
@@ -166,18 +167,19 @@ def interleavings(draw):
             calls.append((slot, lengths[slot] - left[slot], count))
             left[slot] -= count
         pieces.append(calls)
-    return draw(st.integers(1, 9)), lengths, pieces, draw(st.sampled_from([None, 1, 5]))
+    page_size, dtype = draw(st.integers(1, 9)), draw(st.sampled_from(CACHE_DTYPES))
+    return page_size, dtype, lengths, pieces, draw(st.sampled_from([None, 1, 5]))
 
 
 @settings(max_examples=25)
 @given(case=interleavings(), seed=st.integers(0, 2**32 - 1))
 def test_pages_change_no_bit(be, case, seed):
     """Any page table, any order of sequences: what a paged cache gives is what the slots' own pages give."""
-    page_size, lengths, pieces, window = case
+    page_size, dtype, lengths, pieces, window = case
     generator = rng(seed)
     needed = sum(-(-length // page_size) for length in lengths)
-    plain = be.new_cache(CONFIG, len(lengths), 23)
-    paged = be.new_cache(CONFIG, len(lengths), 23, page_size=page_size, pages=needed + 2)
+    plain = be.new_cache(CONFIG, len(lengths), 23, dtype)
+    paged = be.new_cache(CONFIG, len(lengths), 23, dtype, page_size=page_size, pages=needed + 2)
     give_pages(paged, enumerate(lengths), generator)
     for calls in pieces:
         batch = TokenBatch.of([(slot, start, [0] * count) for slot, start, count in calls])
@@ -187,12 +189,28 @@ def test_pages_change_no_bit(be, case, seed):
             cache.append(1, batch, k, v)
         expected, got = (be.attention(q, cache, batch, 1, window) for cache in (plain, paged))
         np.testing.assert_array_equal(got, expected)
-        for mine, theirs in zip(paged.stored(1, batch), (k, v), strict=True):
+        for mine, theirs, x in zip(paged.stored(1, batch), plain.stored(1, batch), (k, v), strict=True):
             np.testing.assert_array_equal(mine, theirs)
+            np.testing.assert_array_equal(mine, widen(*narrow(x, np.dtype(dtype))))
         for slot, position in zip(batch.slots, batch.positions, strict=True):
             got, expected = paged.visible(1, slot, position, window), plain.visible(1, slot, position, window)
             for a, b in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_pages_are_copied_with_all_that_belongs_to_them(dtype):
+    """One sequence goes its own way from a page that another keeps: it is copied, then the table changes."""
+    cache = KVCache(CONFIG, 2, 8, dtype, page_size=4, pages=4)
+    cache.page_table[:] = [[1, 3], [1, 2]]
+    batch = TokenBatch.of([(0, 0, [0] * 8)])
+    k, v = (rng(i).standard_normal((8, 2, 32)).astype(np.float32) for i in (1, 2))
+    cache.append(1, batch, k, v)
+    expected = cache.stored(1, batch)
+    cache.copy_pages([1, 3], [0, 2])
+    cache.page_table[1, 0] = 0
+    for a, b in zip(cache.visible(1, 1, 7, None), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 8])

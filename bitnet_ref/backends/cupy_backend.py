@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ..config import ModelConfig, RopeConfig
 from ..errors import ShapeError
 from ..kv_cache import KVCache, TokenBatch
+from ..kv_dtypes import CACHE_DTYPES
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates, HeadNeed
 from .cuda import Device, open_device
@@ -35,7 +36,7 @@ from .cuda.select import select
 from .cuda.steps import RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
-from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
+from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
 MOST_REPLAYED = 64  # tokens of a recorded decoding step
 DENSE_ROWS = 16  # dense.cu: of a block, 4 warps of 4
@@ -71,6 +72,7 @@ class CupyBackend(Backend):
 
     name = "cupy"
     dtypes = ("float32", "float16", "bfloat16")
+    cache_dtypes = CACHE_DTYPES
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class CupyBackend(Backend):
         page_size: int | None = None,
         pages: int | None = None,
     ) -> KVCache:
-        kind = self.precision if dtype is None else dtype if dtype == "bfloat16" else np.dtype(dtype).name
+        kind = self.precision if dtype is None else choose_cache_dtype(self, dtype)
         return DeviceKVCache(self.ws, config, slots, capacity, kind, page_size=page_size, pages=pages)
 
     def place(self, batch: TokenBatch) -> TokenBatch:
@@ -166,6 +168,7 @@ class CupyBackend(Backend):
         with self._lock:
             self._vectors.clear()
             self.rope_positions.close()
+            self.ws.shelf.clear()
             self.ws.device.close()
 
     # -- primitives ----------------------------------------------------------------------------------------------------
@@ -284,7 +287,7 @@ class CupyBackend(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
         pool = cache if isinstance(cache, DeviceKVCache) else DeviceKVCache.of(self.ws, cache)
-        placed, longest = DeviceBatch.placed(self.ws, batch), pool.capacity
+        placed, longest = DeviceBatch.placed(self.ws, batch), pool.reach
         if not self.ws.recording:
             longest = batch.extent[1] + 1
             if layer == 0:

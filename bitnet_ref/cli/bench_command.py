@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api import Model
-    from ..benchmark import CacheBench, Ceiling, Check, KernelBench, ModelBench, PeerBench, TokenizerBench
+    from ..benchmark import (
+        CacheBench,
+        Ceiling,
+        Check,
+        CudaKernelBench,
+        KernelBench,
+        ModelBench,
+        PeerBench,
+        TokenizerBench,
+    )
     from ..benchmark.models import Profile
 
 SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
@@ -138,6 +147,73 @@ def draw_kernels(found: KernelBench, out: Console) -> None:
         out.print(table)
     if found.equal:
         out.print(f"\nAll {len(found.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+
+
+# -- cuda --------------------------------------------------------------------------------------------------------------
+
+
+@bench.command(short_help="The ternary kernels of a GPU, against a copy within its memory.")
+@click.option("--shape", "shapes", type=WholeNumbers("NxK", "x", 2), multiple=True, help="[default: those of 2B-4T]")
+@click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,8,16,32,64,128,2048", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU.")
+@click.option(
+    "--cold-mb", type=click.IntRange(min=1), help="Weights to read in turn.  [default: 3 second-level caches]"
+)
+@common_options
+def cuda(
+    shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...], repeats: int, device: int, cold_mb: int | None
+) -> None:
+    """Time the ternary kernels of a GPU, each launch on weights that its caches do not hold.
+
+    For one token, the target is a share of the speed of a plain copy: 60% at 13824x2560, 35% elsewhere.
+    BITNET_REF_CUDA=emulated runs the same on the host: it shows that they are right, not how fast they are.
+    """
+    from ..backends.cuda import open_device
+    from ..benchmark.cuda_kernels import SHAPES_2B_4T_FUSED, measure_cuda_kernels
+
+    gpu = open_device(device)
+    sizes = {} if cold_mb is None else {"cold_bytes": cold_mb << 20, "copy_bytes": cold_mb << 20}
+    with LoadingBar("measuring") as bar:
+        found = measure_cuda_kernels(gpu, shapes or SHAPES_2B_4T_FUSED, tokens, repeats=repeats, progress=bar, **sizes)
+    gpu.close()
+    report(found, lambda out: draw_cuda(found, out))
+
+
+def draw_cuda(found: CudaKernelBench, out: Console) -> None:
+    """A row for each kernel; the one that runs by itself is marked, and held to its target."""
+    from rich.text import Text
+
+    out.print(f"{found.device}: a copy moves {found.copy_gb_per_s:,.1f} GB/s (read and written, median)")
+    if found.emulated:
+        out.print("Emulated on the host: the times say nothing about a GPU.", style="yellow")
+    shape: tuple[int, int] | None = None
+    table = None
+    for result in found.results:
+        if shape != (result.out_features, result.in_features):
+            if table is not None:
+                out.print(table)
+            shape = result.out_features, result.in_features
+            words = f"{size_in_words(result.weight_bytes)}, {result.copies} copies"
+            out.print(Text(f"\n{shape[0]} x {shape[1]}, {words}", style="bold"))
+            table = new_table("kernel", "tokens", "blocks", "best", "median", "GB/s", "of copy", "target", "TOP/s")
+        assert table is not None
+        name = ("* " if result.chosen else "  ") + result.kernel.removeprefix("ternary_")
+        name += ", overlapped" if result.overlapped else ""
+        blocks = "x".join(str(size) for size in result.grid if size > 1) or "1"
+        row = [name, str(result.tokens), f"{blocks} of {result.block}"]
+        share, target = found.share(result), result.target_share
+        if result.timing is None or share is None:
+            table.add_row(*row, "DIFFERS", f"{result.unequal_accumulators} acc", f"{result.unequal_floats} floats")
+            continue
+        row += [in_time(result.timing.best_s), in_time(result.timing.median_s), f"{result.gb_per_s:,.1f}"]
+        verdict = "" if target is None or found.emulated else f"{target:.0%} {'met' if share >= target else 'missed'}"
+        table.add_row(*row, f"{share:.1%}", verdict, f"{result.tera_operations_per_s:.2f}")
+    if table is not None:
+        out.print(table)
+    out.print("\n* runs by itself at this shape and number of tokens")
+    if found.equal:
+        out.print(f"All {len(found.results)} equal the NumPy reference: int32 accumulators and float32 results.")
 
 
 # -- ceiling -----------------------------------------------------------------------------------------------------------
@@ -441,7 +517,7 @@ def draw_cache(found: CacheBench, out: Console) -> None:
 # -- shared ------------------------------------------------------------------------------------------------------------
 
 
-def report(found: KernelBench | ModelBench | TokenizerBench, draw: Any, **more: Any) -> None:
+def report(found: KernelBench | CudaKernelBench | ModelBench | TokenizerBench, draw: Any, **more: Any) -> None:
     """JSON or the drawing, and exit code 1 when something differs from the reference."""
     if wants_json():
         print_json({**more, **found.to_dict()})

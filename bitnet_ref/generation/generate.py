@@ -114,8 +114,7 @@ def run(
     stats.dropped_tokens = sum(len(row.request.given) - len(row.context) for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
     by_slot = {group[0].slot: group for group in groups}
-    prompts = [(row.slot, row.cached, row.context) for row in leaders]
-    for parts, complete in prefill_steps(prompts, PREFILL_CHUNK):
+    for parts, complete in prefill_steps([row.next_input for row in leaders], PREFILL_CHUNK):
         started = time.perf_counter()
         ending = [leaders[number] for _, number in complete]
         hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
@@ -133,8 +132,8 @@ def run(
     while active := [row for row in rows if not row.finished]:
         started = time.perf_counter()
         chunks = []
-        texts = [(row.slot, row.computed, row.context) for row in active]  # of each one new token, or what was kept
-        for parts, complete in prefill_steps(texts, max(PREFILL_CHUNK, len(active))):
+        inputs = [row.next_input for row in active]  # one token each, or what was kept when others were dropped
+        for parts, complete in prefill_steps(inputs, max(PREFILL_CHUNK, len(active))):
             ending = [active[number] for _, number in complete]
             hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
             for row, x, candidates in zip(ending, hidden, found, strict=True):

@@ -161,7 +161,7 @@ class Continuation:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property
-    def next_input(self) -> tuple[int, int, TokenIds]:
+    def next_input(self) -> tuple[int, int, NDArray[np.int64]]:
         """(slot, position, tokens) of what the model has not seen yet: the newest token; or the prompt, or after some
         were dropped the context, from its first token on that is not in the cache."""
         return self.slot, self.computed, self.context[self.computed :]
@@ -273,23 +273,24 @@ class Continuation:
 
 
 def prefill_steps(
-    prompts: Sequence[tuple[int, int, NDArray[np.int64]]], tokens: int
+    inputs: Sequence[tuple[int, int, NDArray[np.int64]]], tokens: int
 ) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
-    """The prompts in steps of some tokens at most, which bounds the memory of a long one.
+    """What the model is to see in steps of some tokens at most, which bounds the memory of a long prompt.
 
-    prompts: (slot, tokens in the cache already, token ids). Each step is (parts for TokenBatch.of, (part, prompt) of
-    those that end a prompt).
+    inputs: (slot, position of the first, token ids). Each step is (parts for TokenBatch.of, (part, input) of those that
+    end an input).
     """
     parts: list[tuple[int, int, TokenIds]] = []
     complete: list[tuple[int, int]] = []
     room = tokens
-    for number, (slot, start, ids) in enumerate(prompts):
-        while start < len(ids):
-            piece = ids[start : start + room]
-            if start + len(piece) == len(ids):
+    for number, (slot, start, ids) in enumerate(inputs):
+        done = 0
+        while done < len(ids):
+            piece = ids[done : done + room]
+            if done + len(piece) == len(ids):
                 complete.append((len(parts), number))
-            parts.append((slot, start, piece))
-            start, room = start + len(piece), room - len(piece)
+            parts.append((slot, start + done, piece))
+            done, room = done + len(piece), room - len(piece)
             if room == 0:
                 yield parts, complete
                 parts, complete, room = [], [], tokens

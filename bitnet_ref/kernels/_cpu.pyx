@@ -11,7 +11,7 @@ from cython.parallel cimport parallel, prange
 from libc.math cimport NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
 from libc.stdlib cimport abort, free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
@@ -143,6 +143,16 @@ cdef inline void *aligned_scratch(size_t size) noexcept nogil:
     if posix_memalign(&memory, 64, size) != 0:
         abort()  # a few kilobytes: there is no going on without them
     return memory
+
+
+cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
+    """The same floats on a line of the cache, or NULL: NumPy's arrays lie anywhere, and a load of 64 bytes that takes
+    two lines costs twice."""
+    cdef void *memory = NULL
+    if posix_memalign(&memory, 64, max(n, 1) * sizeof(float)) != 0:
+        return NULL
+    memcpy(memory, x, n * sizeof(float))
+    return <float *> memory
 
 
 def sum_words(const uint64_t[::1] words, int threads):
@@ -540,9 +550,14 @@ cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssi
         return
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef int team = threads_for(N * K * size * M, DENSE_BYTES_A_THREAD, threads)
-    for block in prange(n_blocks, nogil=True, num_threads=team, schedule="static"):
-        chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
-                          &x[0, 0], M, &y[0, block * 16], N)
+    cdef float *tokens = aligned_copy(&x[0, 0], M * K)
+    if tokens == NULL:
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    with nogil:
+        for block in prange(n_blocks, num_threads=team, schedule="static"):
+            chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
+                              tokens, M, &y[0, block * 16], N)
+        free(tokens)
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------
@@ -588,7 +603,9 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
     if M == 0 or N == 0:
         return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    cdef int16_t *tokens = <int16_t *> malloc(M * wide * sizeof(int16_t))
+    cdef int16_t *tokens = NULL
+    if posix_memalign(<void **> &tokens, 64, M * wide * sizeof(int16_t)) != 0:
+        tokens = NULL
     cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
     if tokens == NULL or token_facts == NULL:
         free(tokens)

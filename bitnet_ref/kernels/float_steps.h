@@ -7,11 +7,11 @@
  * Plain version: bitnet_ref/layers.py and quantization.py, which these follow operation by operation: products and
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
  * So every copy gives NumPy's float32, bit for bit, but where a double sum lies within 1e-16 of a rounding boundary.
- * Dense rows are summed in float32, in 32 lanes and then by halves: one fixed order on every machine.
+ * Dense rows (dense_rows.h) are summed in float32, in one fixed order on every machine.
  */
 
 enum { STEP(BLOCK_KEYS) = 16 }; /* of 512 bytes each in most models: a block and the next one are half of L1 */
-enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4, STEP(DENSE_VECTORS) = 32 / (STEP_BYTES / 4) };
+enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4 };
 typedef double STEP(f64v) __attribute__((vector_size(STEP_BYTES)));
 typedef int64_t STEP(i64v) __attribute__((vector_size(STEP_BYTES)));
 typedef float STEP(f32h) __attribute__((vector_size(STEP_BYTES / 2))); /* as many floats as f64v has doubles */
@@ -19,6 +19,11 @@ typedef float STEP(f32v) __attribute__((vector_size(STEP_BYTES)));
 typedef uint32_t STEP(u32v) __attribute__((vector_size(STEP_BYTES)));
 typedef uint16_t STEP(u16h) __attribute__((vector_size(STEP_BYTES / 2)));
 #define STEP_INLINE STEP_TARGET static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define STEP_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define STEP_UNROLL _Pragma("GCC unroll 32")
+#endif
 
 STEP_INLINE double STEP(sum_lanes)(STEP(f64v) v) {
     double sum = 0;
@@ -346,63 +351,11 @@ STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const k
     for (size_t i = 0; i < R * d; i++) z[i] = (float)sums[i];
 }
 
-/* a vector of weights of a row, as float32: kind 0 float32, 1 bfloat16 */
-STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) {
-    if (kind == 0) {
-        STEP(f32v) v;
-        memcpy(&v, (const float *)row + k, sizeof v);
-        return v;
-    }
-    STEP(u16h) half;
-    memcpy(&half, (const uint16_t *)row + k, sizeof half);
-    return (STEP(f32v))(__builtin_convertvector(half, STEP(u32v)) << 16);
-}
-
-STEP_INLINE float STEP(weight)(const void *row, size_t k, const int kind) {
-    if (kind == 0) return ((const float *)row)[k];
-    const uint32_t bits = (uint32_t)((const uint16_t *)row)[k] << 16;
-    float v;
-    memcpy(&v, &bits, 4);
-    return v;
-}
-
-STEP_INLINE void STEP(dense_rows_of)(const int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
-                                     float *y, size_t y_stride) {
-    const size_t size = kind == 0 ? 4 : 2;
-    for (size_t n = 0; n < rows; n++) {
-        const char *row = (const char *)w + n * K * size;
-        for (size_t m = 0; m < M; m++) {
-            const float *xm = x + m * K;
-            STEP(f32v) sum[STEP(DENSE_VECTORS)] = {{0}};
-            size_t k = 0;
-            for (; k + 32 <= K; k += 32) {
-                if (m == 0) __builtin_prefetch(row + k * size + 4096);
-                for (int i = 0; i < STEP(DENSE_VECTORS); i++) {
-                    STEP(f32v) xs;
-                    memcpy(&xs, xm + k + i * STEP(FLOATS), sizeof xs);
-                    sum[i] += STEP(weights)(row, k + i * STEP(FLOATS), kind) * xs;
-                }
-            }
-            float lane[32];
-            memcpy(lane, sum, sizeof lane);
-            for (int width = 16; width; width /= 2)
-                for (int j = 0; j < width; j++) lane[j] += lane[j + width];
-            for (; k < K; k++) lane[0] += STEP(weight)(row, k, kind) * xm[k];
-            y[m * y_stride + n] = lane[0];
-        }
-    }
-}
-
-/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K) */
-STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
-                                         float *y, size_t y_stride) {
-    if (kind == 0) STEP(dense_rows_of)(0, w, rows, K, x, M, y, y_stride);
-    else STEP(dense_rows_of)(1, w, rows, K, x, M, y, y_stride);
-}
-
+#include "dense_rows.h"
 #include "head_screen.h"
 
 #undef STEP_INLINE
+#undef STEP_UNROLL
 #undef STEP
 #undef STEP_BYTES
 #undef STEP_MULADD

@@ -9,6 +9,7 @@
 #include "dense_avx512.h"
 #include "kv_view.h"
 #include "peaks.h"
+#include "screen_avx512.h"
 #include "table_avx2.h"
 #include "ternary_amx.h"
 #include "ternary_avx2.h"

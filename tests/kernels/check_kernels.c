@@ -271,7 +271,7 @@ int main(int argc, char **argv) {
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 60));
             check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
-            check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
+            check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 14));
         }
         for (const ternary_method *method = METHODS; method < METHODS + N_METHODS; method++)
             for (int extreme = -1; extreme <= 1; extreme += 2) {

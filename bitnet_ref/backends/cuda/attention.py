@@ -43,12 +43,34 @@ class Attention:
             sizes = len(some), each, window or 0, heads
             grid = (stride // CHUNK, kv_heads, -(-len(some) // each))
             scores = ws.scratch((len(some), heads, stride), np.float32)
-            arguments = some, cache.keys[layer], *here, *sizes, head_dim**-0.5, *table, scores, stride
+            arguments = (
+                some,
+                cache.keys[layer],
+                cache.scales_of(layer)[0],
+                *here,
+                *sizes,
+                head_dim**-0.5,
+                *table,
+                scores,
+                stride,
+            )
             shared = heads // kv_heads * head_dim * 8
             ws.launch(FILE, f"attention_scores_{cache.kind}", grid, BLOCK, *arguments, shared=shared)
             parts = ws.scratch((len(some), heads, stride // CHUNK, head_dim), np.float64)
             done = self._counters(len(some) * kv_heads)
-            last = scores, stride, 0, cache.values[layer], *here, *sizes, *table, parts, done, z[part]
+            last = (
+                scores,
+                stride,
+                0,
+                cache.values[layer],
+                cache.scales_of(layer)[1],
+                *here,
+                *sizes,
+                *table,
+                parts,
+                done,
+                z[part],
+            )
             shared = heads // kv_heads * CHUNK * 4
             ws.launch(FILE, f"attention_values_{cache.kind}", grid, BLOCK, *last, shared=shared)
         return z
@@ -62,7 +84,7 @@ class Attention:
         scores = self._ws.empty((heads, stride), np.float32)
         slot, position, page = self._one_page(count)
         self._ws.launch(
-            *(FILE, "attention_scores_float32", (stride // CHUNK, kv_heads, 1), BLOCK, q, keys, slot, position),
+            *(FILE, "attention_scores_float32", (stride // CHUNK, kv_heads, 1), BLOCK, q, keys, None, slot, position),
             *(1, 1, 0, heads, head_dim**-0.5, page, 1, count, kv_heads, head_dim, scores, stride),
             shared=heads // kv_heads * head_dim * 8,
         )
@@ -82,7 +104,7 @@ class Attention:
         z = self._ws.empty((heads, head_dim), np.float32)
         parts = self._ws.empty((chunks, heads, head_dim), np.float64)
         self._ws.launch(
-            *(FILE, "attention_values_float32", (chunks, kv_heads, 1), BLOCK, pattern, count, 1, values),
+            *(FILE, "attention_values_float32", (chunks, kv_heads, 1), BLOCK, pattern, count, 1, values, None),
             *(slot, position, 1, 1, 0, heads, page, 1, count, kv_heads, head_dim),
             *(parts, self._counters(kv_heads), z),
             shared=heads // kv_heads * CHUNK * 4,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -13,10 +14,11 @@ from numpy.typing import NDArray
 from ...config import ModelConfig
 from ...errors import ShapeError
 from ...kv_cache import KVCache, TokenBatch
-from .rows import Turned, value
+from ...kv_dtypes import widen
+from .rows import Turned, threads_of, value
 from .workspace import Workspace
 
-CACHE_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # bfloat16 as its bits
+KEPT_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}  # bfloat16: its bits
 BLOCK = 128
 ROUND_CAPACITY_TO = 256  # tokens: caches of about the same length then have the same shape, and share recorded steps
 
@@ -43,9 +45,21 @@ class DeviceBatch(TokenBatch):
         return cls(sheet[0], sheet[1], sheet[2], rows, batch)
 
 
+@dataclass(eq=False)
+class Storage:
+    """The device arrays of a cache, and the decoding steps that were recorded over these very arrays (steps.py)."""
+
+    arrays: list[Any] = field(default_factory=list)
+    steps: dict[Any, Any] = field(default_factory=dict)
+
+
 class DeviceKVCache(KVCache):
     """`keys` and `values` are device arrays; `page_table` stays with its owner on the host and is copied when it has
-    changed. `visible` and `stored`, which recorders ask, give NumPy arrays."""
+    changed. `visible` and `stored`, which recorders ask, give NumPy arrays.
+
+    What a dropped cache leaves, its arrays and recorded steps, the next one of the same shape takes over: a new text of
+    about the same length then needs no new record.
+    """
 
     def __init__(
         self,
@@ -58,15 +72,20 @@ class DeviceKVCache(KVCache):
         page_size: int | None = None,
         pages: int | None = None,
     ) -> None:
-        if dtype not in CACHE_DTYPES:
-            raise ShapeError("KV cache on cupy", expected=f"dtype {', '.join(CACHE_DTYPES)}", got=dtype)
         self._ws, self.kind = ws, dtype
         if page_size is None and pages is None:
             page_size = max(1, -(-capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page a slot
-        super().__init__(config, slots, capacity, CACHE_DTYPES[dtype], page_size=page_size, pages=pages)
-        self.table = ws.upload(self.page_table)
+        sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        shape = *sizes, slots, page_size, pages, -(-capacity // (page_size or 1)), dtype
+        storage = ws.shelf.take(shape) or Storage()
+        self._left = list(storage.arrays)
+        super().__init__(config, slots, capacity, KEPT_AS[dtype], page_size=page_size, pages=pages)
+        self.table = self._empty(self.page_table.shape, self.page_table.dtype)
+        ws.device.copy(self.table, np.ascontiguousarray(self.page_table))
         self._copied = self.page_table.copy()
-        self.steps: dict[Any, Any] = {}  # recorded decoding steps over these very arrays, see steps.py
+        storage.arrays = [*self._pools, self.table]
+        self.steps = storage.steps
+        weakref.finalize(self, ws.shelf.put, shape, storage)
 
     @classmethod
     def of(cls, ws: Workspace, host: KVCache) -> DeviceKVCache:
@@ -76,11 +95,17 @@ class DeviceKVCache(KVCache):
         self.slots, self.capacity, self.page_size, self.pages = host.slots, host.capacity, host.page_size, host.pages
         self._fixed, self.page_table = host._fixed, host.page_table
         self.keys, self.values = ws.upload(host.keys), ws.upload(host.values)
+        self.key_scales, self.value_scales = ws.upload(host.key_scales), ws.upload(host.value_scales)
         self.table, self._copied, self.steps = ws.upload(host.page_table), host.page_table.copy(), {}
         return self
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-        return self._ws.make(shape, dtype)
+        return self._left.pop(0) if self._left else self._ws.make(shape, dtype)
+
+    @property
+    def reach(self) -> int:
+        """Positions that the tables have room for: at least the capacity, and of all caches of this shape the same."""
+        return self.page_table.shape[1] * self.page_size
 
     def copy_table(self) -> None:
         """Bring the device's copy of the page table up to date. Its place in memory stays."""
@@ -119,36 +144,48 @@ class DeviceKVCache(KVCache):
         n, (kv_heads, head_dim) = len(batch), self.keys.shape[-2:]
         table = self.table, self.table.shape[1], self.page_size, kv_heads, head_dim
         to = self.keys[layer], self.values[layer]
+        if self.kind == "int8":
+            rows = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to, *self.scales_of(layer)
+            ws.launch("rope.cu", "append_int8", (kv_heads, n, 2), threads_of(head_dim), *rows, ws.trouble)
+            return
         if isinstance(k, Turned) and k.rotation.q_turned is None:  # turned on its way in, and the q beside it
             r, heads = k.rotation, k.rotation.q.shape[1]
             r.q_turned = ws.empty(r.q.shape, np.float32)
             grid = (-(-(heads + kv_heads) * (head_dim // 2) // BLOCK), n)
             arguments = r.q, r.k, v, r.cos, r.sin, batch.slots, batch.positions, heads, *table, r.q_turned, *to
-            ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments)
+            ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments, ws.trouble)
             return
         grid = (-(-kv_heads * head_dim // BLOCK), n)
         flat = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to
-        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *flat)
+        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *flat, ws.trouble)
+
+    def scales_of(self, layer: int) -> tuple[Any, Any]:
+        """Of keys and of values, where the cache is int8; else None."""
+        if self.key_scales is None or self.value_scales is None:
+            return None, None
+        return self.key_scales[layer], self.value_scales[layer]
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
-        pages, offsets = self._places(batch.slots, batch.positions)
-        return self._rows(self.keys[layer], pages, offsets), self._rows(self.values[layer], pages, offsets)
+        return self._rows(layer, batch.slots, batch.positions)
 
     def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
-        start = 0 if window is None else max(0, position - window + 1)
-        positions = np.arange(start, position + 1)
-        pages, offsets = self._places(np.full(len(positions), slot), positions)
-        return self._rows(self.keys[layer], pages, offsets), self._rows(self.values[layer], pages, offsets)
+        positions = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        return self._rows(layer, np.full(len(positions), slot), positions)
 
-    def _rows(self, pool: Any, pages: NDArray, offsets: NDArray) -> NDArray:
-        """(n, G, d) float32 on the host: whole pages cross the bus, which only recorders ask for."""
-        out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
-        for page in np.unique(pages):
-            here = pages == page
-            raw = self._ws.device.to_host(pool[int(page)])
-            wide = raw.view(ml_dtypes.bfloat16) if self.kind == "bfloat16" else raw
-            out[here] = wide[offsets[here]]
-        return out
+    def _rows(self, layer: int, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
+        """Keys and values there, (n, G, d) float32 on the host: whole pages cross the bus, for recorders only."""
+        pages, offsets = self._places(slots, positions)
+        found = []
+        for pool, scales in zip((self.keys[layer], self.values[layer]), self.scales_of(layer), strict=True):
+            out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
+            for page in np.unique(pages):
+                here = pages == page
+                kept = self._ws.device.to_host(pool[int(page)])[offsets[here]]
+                kept = kept.view(ml_dtypes.bfloat16).astype(np.float32) if self.kind == "bfloat16" else kept
+                scale = None if scales is None else self._ws.device.to_host(scales[int(page)])[offsets[here]]
+                out[here] = widen(kept, scale)
+            found.append(out)
+        return found[0], found[1]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
@@ -160,7 +197,7 @@ class DeviceKVCache(KVCache):
                 zip(self.pages_of(source, 0, length), self.pages_of(target, 0, length), strict=True)
             ):
                 end = min(self.page_size, length - index * self.page_size)
-                pieces += [(pool, int(old), int(new), end) for pool in (self.keys, self.values)]
+                pieces += [(pool, int(old), int(new), end) for pool in self._pools]
         with self._ws.device.use():
             held = [pool[:, old, :end].copy() for pool, old, _, end in pieces]  # all at the same time: read, then write
             for (pool, _, new, end), rows in zip(pieces, held, strict=True):
@@ -173,8 +210,12 @@ class DeviceKVCache(KVCache):
                     pool[:, int(target)] = pool[:, int(source)]
 
     def fill_with_zeros(self) -> None:
-        for pool in (self.keys, self.values):
+        for pool in self._pools:
             self._ws.device.fill(pool, 0)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        with self._ws.device.use():
+            super().copy_pages(sources, targets)
 
     def take_over(self, other: KVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
@@ -185,6 +226,6 @@ class DeviceKVCache(KVCache):
                 (page,), (start,) = other._places(np.array([slot]), np.array([position]))
                 n = min(length - position, self.page_size - int(at), other.page_size - int(start))
                 with self._ws.device.use():
-                    for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                    for mine, theirs in zip(self._pools, other._pools, strict=True):
                         mine[:, int(to), int(at) : int(at) + n] = theirs[:, int(page), int(start) : int(start) + n]
                 position += n

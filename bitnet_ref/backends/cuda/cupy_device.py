@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+from . import overlapped_launch
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
 from .sources import NVRTC_OPTIONS, flattened
 
@@ -63,14 +64,22 @@ class CupyKernel:
     def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
         self.name, self._device, self._function = name, device, function
 
-    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
+    def __call__(
+        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
+    ) -> None:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
             if shared_mem > ALWAYS_SHARED and self._function.max_dynamic_shared_size_bytes < shared_mem:
                 self._function.max_dynamic_shared_size_bytes = shared_mem
-            self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
+            if overlap and self._device.can_overlap:
+                stream = self._device.stream.ptr
+                overlapped_launch.launch(
+                    overlapped_launch.driver(), self._function.kernel.ptr, *sizes, plain, shared_mem, stream
+                )
+            else:
+                self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
 
 
 class CupyGraph(Graph):
@@ -121,6 +130,8 @@ class CupyDevice(Device):
         self.name = facts["name"].decode()
         self.compute_capability = facts["major"], facts["minor"]
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
+        new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
+        self.can_overlap = new_enough and overlapped_launch.driver() is not None
         self._limit, self._peak, self._capturing = memory_limit, 0, False
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
@@ -183,7 +194,9 @@ class CupyDevice(Device):
             with device_errors(), self.gpu:
                 if file not in self._modules:
                     self._modules[file] = self.xp.RawModule(code=flattened(file), options=NVRTC_OPTIONS)
-                self._kernels[file, name] = CupyKernel(self, self._modules[file].get_function(name), name)
+                function = self._modules[file].get_function(name)
+                function.kernel  # noqa: B018  compiles and loads, which no capture allows
+                self._kernels[file, name] = CupyKernel(self, function, name)
         return self._kernels[file, name]
 
     @contextmanager

@@ -39,9 +39,15 @@ class Kernel(Protocol):
 
     name: str
 
-    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
+    def __call__(
+        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
+    ) -> None:
         """Launch. args: device arrays (their pointers), None (a null pointer), NumPy scalars (as they are), int (as
-        int32), float (as float32). shared_mem: bytes of dynamic shared memory, of which 48 KB are always there."""
+        int32), float (as float32). shared_mem: bytes of dynamic shared memory, of which 48 KB are always there.
+
+        overlap: it may start before the kernel before it has ended, if the device `can_overlap`; only for kernels
+        that wait for those before them (`wait_for_kernels_before` of common.cuh).
+        """
 
 
 class Graph(ABC):
@@ -72,6 +78,7 @@ class Device(ABC):
     compute_capability: tuple[int, int]
     multiprocessors: int
     l2_bytes: int
+    can_overlap: bool  # whether `overlap` of a launch means anything
     xp: Any  # numpy or cupy
 
     # -- arrays --------------------------------------------------------------------------------------------------------

@@ -136,7 +136,9 @@ class EmulatedKernel:
         self._launch = library[f"emulated_launch_{name}"]
         self._launch.restype = ctypes.c_char_p
 
-    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
+    def __call__(
+        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
+    ) -> None:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem)
         plain = [plain_argument(value) for value in args]
@@ -197,6 +199,7 @@ class EmulatedDevice(Device):
     compute_capability = (9, 0)
     multiprocessors = MULTIPROCESSORS
     l2_bytes = L2_BYTES
+    can_overlap = False  # one launch ends before the next begins
     xp = np
 
     def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:

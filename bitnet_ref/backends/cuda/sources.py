@@ -11,7 +11,7 @@ from ...errors import DeviceError
 FOLDER = Path(__file__).resolve().parent.parent.parent / "kernels" / "cuda"
 
 # No fused multiply-add and no fast-math: the contract writes every rounding.
-NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
+NVRTC_OPTIONS = ("-std=c++17", "--fmad=false")  # CuPy looks for "-std=" before it adds its own
 
 _INCLUDE = re.compile(r'^#include "([^"]+)".*$', re.MULTILINE)
 

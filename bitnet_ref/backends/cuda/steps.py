@@ -57,7 +57,7 @@ class RecordedStep:
 
     def _run(self, cache: DeviceKVCache) -> Any:
         be = self._be
-        be.rope_positions.reach = max(be.rope_positions.reach, cache.capacity - 1)
+        be.rope_positions.reach = max(be.rope_positions.reach, cache.reach - 1)
         self._arena.begin()
         be.ws.arena = self._arena
         try:

@@ -121,10 +121,13 @@ class TernaryKernels:
 
     What it needs beyond the arguments (x with longer rows, sums of several blocks) is made at the first call of that
     size and kept, since graphs may refer to it: call once before a capture.
+
+    overlap: launch each kernel so that it asks for its weights while the kernel before it ends (`Kernel`). Off unless
+    asked for: it has not run on a GPU yet.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, overlap: bool = False) -> None:
+        self.device, self.overlap = device, overlap
         self._kernels = {name: device.kernel(FILE, name) for name in KERNELS}
         self._pack, self._pad = device.kernel(FILE, "ternary_pack"), device.kernel(FILE, "ternary_pad")
         self._finish = device.kernel(FILE, "ternary_finish")
@@ -143,6 +146,7 @@ class TernaryKernels:
         tiles = self.device.empty((tiles_n, tiles_k, TILE_WORDS), np.uint32)
         on_device = self.device.array(np.ascontiguousarray(packed))
         self._pack(-(-tiles.size // THREADS), THREADS, (on_device, rows, columns, tiles))
+        self.device.synchronize()  # an overlapped launch reads weights before the kernels before it have ended
         scales = np.repeat(np.array([w.w_dequant_scale for w in weights], dtype=np.float32), parts)
         biases = [np.zeros(w.shape[0], dtype=np.float32) if w.bias is None else w.bias for w in weights]
         bias = np.concatenate(biases) if any(w.bias is not None for w in weights) else None
@@ -195,7 +199,7 @@ class TernaryKernels:
             return out
         if x_q.shape[1] != stride:
             padded = self._room("x_q", tokens * stride, np.int8)
-            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded))
+            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded), overlap=self.overlap)
             x_q = padded
         how = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
         outputs = (out, None) if x_scale is None else (None, out)
@@ -204,10 +208,10 @@ class TernaryKernels:
             self.device.fill(sums, 0)
             outputs = (sums, None)
         args = (x_q, stride, w.tiles, tokens, rows, columns, w.w_scales, x_scale, w.bias_on_device, *outputs)
-        self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem)
+        self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem, self.overlap)
         if how.parts > 1 and x_scale is not None:
             finish = (outputs[0], tokens, rows, w.w_scales, x_scale, w.bias_on_device, out)
-            self._finish(-(-tokens * rows // THREADS), THREADS, finish)
+            self._finish(-(-tokens * rows // THREADS), THREADS, finish, overlap=self.overlap)
         return out
 
     def _room(self, name: str, size: int, dtype: Any) -> DeviceArray:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import BackendError, BackendUnavailable, NumericsError
+from ...errors import BackendError, BackendUnavailable, NumericsError, OutOfMemory
 from .device import Device
 
 THREADS = 256  # of a block of kernels with one thread an element
 _TROUBLES = {1: "rms_norm: token {}", 2: "quantize_activations: the activation of token {}", 3: "lm_head: token {}"}
+_TROUBLES[4] = "KVCache.append: the cache's dtype cannot hold token {}: it"
 
 
 class EmulatedArray(np.ndarray):
@@ -53,12 +55,38 @@ class Arena:
         return self._scratch[key]
 
 
+class Shelf:
+    """What dropped caches have left, by shape: the last few, until somebody takes them or the memory is needed."""
+
+    def __init__(self, room: int = 2) -> None:
+        self._room = room
+        self._kept: dict[Hashable, Any] = {}
+
+    def take(self, shape: Hashable) -> Any:
+        """What there is of that shape, or None."""
+        return self._kept.pop(shape, None)
+
+    def put(self, shape: Hashable, storage: Any) -> None:
+        """Keep it, or what is there if only that has recorded steps; let go of the oldest when there are too many."""
+        kept = self._kept.pop(shape, None)
+        self._kept[shape] = kept if kept is not None and kept.steps and not storage.steps else storage
+        while len(self._kept) > self._room:
+            self._kept.pop(next(iter(self._kept)))
+
+    def clear(self) -> bool:
+        """Let go of everything. -> whether there was anything"""
+        had = bool(self._kept)
+        self._kept.clear()
+        return had
+
+
 class Workspace:
     """A device, the place where its kernels note NaN and Inf (`trouble`), and, while a step is recorded, its arena."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.arena: Arena | None = None
+        self.shelf = Shelf()
         self._array_type: type = EmulatedArray if device.emulated else device.xp.ndarray
         self.trouble = self.zeros((1,), np.int32)
 
@@ -75,7 +103,13 @@ class Workspace:
 
     def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """A new array, its contents unknown."""
-        array = self.device.empty(shape, dtype)
+        try:
+            array = self.device.empty(shape, dtype)
+        except OutOfMemory:
+            if not self.shelf.clear():
+                raise
+            gc.collect()  # recorded steps and their backend refer to each other
+            array = self.device.empty(shape, dtype)
         return array.view(EmulatedArray) if self.device.emulated else array
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -108,7 +142,7 @@ class Workspace:
         code = int(self.device.to_host(self.trouble)[0])
         if code:
             self.device.fill(self.trouble, 0)
-            raise NumericsError(f"{_TROUBLES[code & 3].format(code >> 2)} holds NaN or Inf")
+            raise NumericsError(f"{_TROUBLES[code & 7].format(code >> 3)} holds NaN or Inf")
         return host
 
     # -- launches ------------------------------------------------------------------------------------------------------

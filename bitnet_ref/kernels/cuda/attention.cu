@@ -35,10 +35,15 @@ __device__ inline Seen seen_by(const long long* slots, const long long* position
     return {(int)slots[token], start, position + 1 - start};
 }
 
+// What a cache keeps, as the float that it stands for. scales: of int8, one for each d numbers; null of other types.
+template <class T> __device__ __forceinline__ double widened(T kept, const float* scales, size_t row) {
+    return sizeof(T) == 1 ? (double)(as_float(kept) * scales[row]) : (double)as_float(kept);
+}
+
 // q (N, H, d) -> scores (N, H, stride); grid (chunks, G, ceil(N / tokens_each)); shared: H/G * d doubles.
 template <class T>
-__device__ inline void scores_of_chunk(const float* q, const T* keys, const long long* slots, const long long* positions,
-                                       int n, int tokens_each, int window, int heads, double factor, Pages pages,
+__device__ inline void scores_of_chunk(const float* q, const T* keys, const float* scales, const long long* slots,
+                                       const long long* positions, int n, int tokens_each, int window, int heads, double factor, Pages pages,
                                        float* scores, int stride) {
     double* query = dynamic_shared<double>();  // (H/G, d)
     const int g = blockIdx.y, d = pages.head_dim, group = heads / pages.kv_heads;
@@ -53,19 +58,18 @@ __device__ inline void scores_of_chunk(const float* q, const T* keys, const long
         __syncthreads();
         for (int base = first; base < end; base += keys_at_once) {  // the same number of turns for every thread
             const int j = base + threadIdx.x / LANES;
-            const T* key = j < end ? keys + place_of(pages, seen.slot, seen.start + j, g) : nullptr;
+            const size_t place = j < end ? place_of(pages, seen.slot, seen.start + j, g) : 0;
             for (int h = 0; h < group; h += HEADS) {
                 double sum[HEADS] = {};
-                for (int i = lane; key && i < d; i += LANES) {
-                    const double x = as_float(key[i]);
+                for (int i = lane; j < end && i < d; i += LANES) {
+                    const double x = widened(keys[place + i], scales, place / d);
                     for (int t = 0; t < HEADS; t++)
                         if (h + t < group) sum[t] += query[(h + t) * d + i] * x;
                 }
-                for (int t = 0; t < HEADS && h + t < group; t++) {
-                    for (int apart = LANES / 2; apart > 0; apart /= 2)
-                        sum[t] += __shfl_xor_sync(0xffffffffu, sum[t], apart);
-                    if (key && lane == 0) scores[(mine + h + t) * stride + j] = (float)(sum[t] * factor);
-                }
+                add_lanes<HEADS, LANES>(sum, lane);
+                constexpr int EACH = LANES / HEADS;  // lanes that have the same sum
+                const int t = h + lane / EACH;
+                if (j < end && lane % EACH == 0 && t < group) scores[(mine + t) * stride + j] = (float)(sum[0] * factor);
             }
         }
     }
@@ -100,7 +104,7 @@ extern "C" __global__ void softmax(const float* scores, int count, float* patter
 // is_pattern: `scores` holds the pattern itself. parts (N, G, chunks, H/G * d) and done (N, G) zeros: room to work in.
 template <class T>
 __device__ inline void values_of_chunk(const float* scores, int stride, int is_pattern, const T* values,
-                                       const long long* slots, const long long* positions, int n, int tokens_each,
+                                       const float* scales, const long long* slots, const long long* positions, int n, int tokens_each,
                                        int window, int heads, Pages pages, double* parts, int* done, float* z) {
     float* pattern = dynamic_shared<float>();  // (H/G, CHUNK)
     __shared__ float max_scratch[33];
@@ -132,7 +136,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
             for (int h = 0; h < group; h += HEADS) {
                 double sum[HEADS] = {};
                 for (int j = 0; j < count; j++) {
-                    const double x = as_float(values[where[j] + i]);
+                    const double x = widened(values[where[j] + i], scales, where[j] / d);
                     for (int t = 0; t < HEADS; t++)
                         if (h + t < group) sum[t] += pattern[(h + t) * CHUNK + j] * x;
                 }
@@ -163,20 +167,22 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
 
 #define FOR_A_CACHE_OF(T, NAME)                                                                                        \
     extern "C" __global__ void attention_scores_##NAME(                                                                \
-        const float* q, const T* keys, const long long* slots, const long long* positions, int n, int tokens_each,     \
-        int window, int heads, double factor, const int* table, int pages_per_slot, int page_size, int kv_heads,       \
-        int head_dim, float* scores, int stride) {                                                                     \
+        const float* q, const T* keys, const float* scales, const long long* slots, const long long* positions, int n, \
+        int tokens_each, int window, int heads, double factor, const int* table, int pages_per_slot, int page_size,    \
+        int kv_heads, int head_dim, float* scores, int stride) {                                                       \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        scores_of_chunk(q, keys, slots, positions, n, tokens_each, window, heads, factor, pages, scores, stride);      \
+        scores_of_chunk(q, keys, scales, slots, positions, n, tokens_each, window, heads, factor, pages, scores,       \
+                        stride);                                                                                       \
     }                                                                                                                  \
     extern "C" __global__ void attention_values_##NAME(                                                                \
-        const float* scores, int stride, int is_pattern, const T* values, const long long* slots,                      \
+        const float* scores, int stride, int is_pattern, const T* values, const float* scales, const long long* slots, \
         const long long* positions, int n, int tokens_each, int window, int heads, const int* table,                   \
         int pages_per_slot, int page_size, int kv_heads, int head_dim, double* parts, int* done, float* z) {           \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        values_of_chunk(scores, stride, is_pattern, values, slots, positions, n, tokens_each, window, heads, pages,    \
-                        parts, done, z);                                                                               \
+        values_of_chunk(scores, stride, is_pattern, values, scales, slots, positions, n, tokens_each, window, heads,   \
+                        pages, parts, done, z);                                                                        \
     }
 FOR_A_CACHE_OF(float, float32)
 FOR_A_CACHE_OF(f16, float16)
 FOR_A_CACHE_OF(bf16, bfloat16)
+FOR_A_CACHE_OF(signed char, int8)

@@ -6,7 +6,7 @@
 //
 // A matrix product of cuBLAS would take another order of summation for another number of tokens, and a token's logits
 // would depend on its company. Here a warp takes ROWS rows of W and up to TOKENS tokens; lane l takes the elements
-// 8 l, ..., 8 l + 7 of every 256, and the lanes' sums are added at the end, 16 + 16, 8 + 8, ... That is the order for
+// 8 l, ..., 8 l + 7 of every 256, and the lanes' sums are added at the end (`add_lanes`). That is the order for
 // every token, whatever their number: it decides only how many sums a lane keeps, and how often a row is read again.
 //
 // One token reads each weight once, 16 bytes a lane and ROWS loads in flight: such a product is bounded by memory, and
@@ -53,7 +53,7 @@ __device__ inline void product(const float* x, int n, int width, const T* w, int
     const int lane = lane_of_warp(), row = (blockIdx.x * (blockDim.x / 32) + warp_of_block()) * ROWS;
     if (row >= out) return;  // the whole warp does
     for (int token = blockIdx.y * TOKENS; token < n; token += gridDim.y * TOKENS) {
-        float sum[ROWS][TOKENS] = {};
+        float sum[ROWS * TOKENS] = {};
         for (int base = 0; base < width; base += 32 * WIDE) {
             const int k = base + lane * WIDE;
             float a[ROWS][WIDE] = {};
@@ -66,17 +66,13 @@ __device__ inline void product(const float* x, int n, int width, const T* w, int
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
 #pragma unroll
-                    for (int e = 0; e < WIDE; e++) sum[r][t] += a[r][e] * b[e];
+                    for (int e = 0; e < WIDE; e++) sum[r * TOKENS + t] += a[r][e] * b[e];
             }
         }
-#pragma unroll
-        for (int t = 0; t < TOKENS; t++) {
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                const float all = warp_sum(sum[r][t]);
-                if (lane == 0 && token + t < n && row + r < out) y[(size_t)(token + t) * out + row + r] = all;
-            }
-        }
+        add_lanes<ROWS * TOKENS, 32>(sum, lane);
+        constexpr int EACH = 32 / (ROWS * TOKENS);  // lanes that have the same sum
+        const int r = row + lane / EACH / TOKENS, t = token + lane / EACH % TOKENS;
+        if (lane % EACH == 0 && t < n && r < out) y[(size_t)t * out + r] = sum[0];
     }
 }
 
@@ -90,21 +86,3 @@ __device__ inline void product(const float* x, int n, int width, const T* w, int
 FOR_WEIGHTS_OF(float, float32)
 FOR_WEIGHTS_OF(f16, float16)
 FOR_WEIGHTS_OF(bf16, bfloat16)
-
-// float32 to 16 bits and back, for products in half precision; one thread an element.
-extern "C" __global__ void narrow_float16(const float* x, size_t n, f16* y) {
-    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) assign(y[i], x[i]);
-}
-extern "C" __global__ void narrow_bfloat16(const float* x, size_t n, bf16* y) {
-    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) assign(y[i], x[i]);
-}
-extern "C" __global__ void widen_float16(const f16* x, size_t n, float* y) {
-    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = as_float(x[i]);
-}
-extern "C" __global__ void widen_bfloat16(const bf16* x, size_t n, float* y) {
-    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = as_float(x[i]);
-}

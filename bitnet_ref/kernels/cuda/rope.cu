@@ -36,22 +36,28 @@ extern "C" __global__ void rope(const float* q, const float* k, const float* cos
     out[j + half] = y.second;
 }
 
+// One number into the cache. What 16 bits cannot hold is an error, as NaN is.
+template <class T> __device__ __forceinline__ void keep(T& to, float x, int token, int* trouble) {
+    assign(to, x);
+    if (sizeof(T) == 2 && !is_finite(as_float(to))) complain(trouble, CACHE, token);
+}
+
 // k and v (N, G, d) as they are into the cache; grid (ceil(G * d / blockDim), N).
 template <class T>
 __device__ inline void append(const float* k, const float* v, const long long* slots, const long long* positions,
-                              Pages pages, T* keys, T* values) {
+                              Pages pages, T* keys, T* values, int* trouble) {
     const int token = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, width = pages.kv_heads * pages.head_dim;
     if (i >= width) return;
     const size_t to = place_of(pages, slots[token], positions[token], 0) + i;
-    assign(keys[to], k[(size_t)token * width + i]);
-    assign(values[to], v[(size_t)token * width + i]);
+    keep(keys[to], k[(size_t)token * width + i], token, trouble);
+    keep(values[to], v[(size_t)token * width + i], token, trouble);
 }
 
 // q turned to q_turned, k turned into the cache, v into the cache; grid as for `rope`.
 template <class T>
 __device__ inline void rope_append(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                                    const long long* slots, const long long* positions, int heads, Pages pages,
-                                   float* q_turned, T* keys, T* values) {
+                                   float* q_turned, T* keys, T* values, int* trouble) {
     const int half = pages.head_dim / 2, token = blockIdx.y, pair = blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= (heads + pages.kv_heads) * half) return;
     const int j = pair % half, h = pair / half;
@@ -67,24 +73,50 @@ __device__ inline void rope_append(const float* q, const float* k, const float* 
     const size_t from = ((size_t)token * pages.kv_heads + g) * pages.head_dim;
     const size_t to = place_of(pages, slots[token], positions[token], g);
     const Pair y = turned(k + from, j, half, angle_cos, angle_sin);
-    assign(keys[to + j], y.first);
-    assign(keys[to + j + half], y.second);
-    assign(values[to + j], v[from + j]);
-    assign(values[to + j + half], v[from + j + half]);
+    keep(keys[to + j], y.first, token, trouble);
+    keep(keys[to + j + half], y.second, token, trouble);
+    keep(values[to + j], v[from + j], token, trouble);
+    keep(values[to + j + half], v[from + j + half], token, trouble);
+}
+
+// k or v (N, G, d) in int8, each row of d with a scale of its own: x_q = round(x / scale), scale = max|x| / 127.
+// One block a row; grid (G, N, 2), 0 for k and 1 for v.
+extern "C" __global__ void append_int8(const float* k, const float* v, const long long* slots,
+                                       const long long* positions, const int* table, int pages_per_slot, int page_size,
+                                       int kv_heads, int head_dim, signed char* keys, signed char* values,
+                                       float* key_scales, float* value_scales, int* trouble) {
+    __shared__ float scratch[33];
+    const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};
+    const int g = blockIdx.x, token = blockIdx.y;
+    const bool is_key = blockIdx.z == 0;
+    const float* x = (is_key ? k : v) + ((size_t)token * kv_heads + g) * head_dim;
+    const size_t to = place_of(pages, (int)slots[token], (int)positions[token], g);
+    float largest = 0;
+    for (int i = threadIdx.x; i < head_dim; i += blockDim.x) largest = Max::combine(largest, fabsf(x[i]));
+    largest = block_max(largest, scratch);
+    const float scale = fmaxf(largest, 1e-30f) / 127.0f;
+    if (threadIdx.x == 0) {
+        if (!is_finite(largest)) complain(trouble, CACHE, token);
+        (is_key ? key_scales : value_scales)[to / head_dim] = scale;
+    }
+    for (int i = threadIdx.x; i < head_dim; i += blockDim.x)
+        (is_key ? keys : values)[to + i] = (signed char)fminf(fmaxf(rintf(x[i] / scale), -127.0f), 127.0f);
 }
 
 #define FOR_A_CACHE_OF(T, NAME)                                                                                        \
     extern "C" __global__ void append_##NAME(const float* k, const float* v, const long long* slots,                   \
                                              const long long* positions, const int* table, int pages_per_slot,         \
-                                             int page_size, int kv_heads, int head_dim, T* keys, T* values) {          \
-        append(k, v, slots, positions, Pages{table, pages_per_slot, page_size, kv_heads, head_dim}, keys, values);     \
+                                             int page_size, int kv_heads, int head_dim, T* keys, T* values,            \
+                                             int* trouble) {                                                           \
+        const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
+        append(k, v, slots, positions, pages, keys, values, trouble);                                                  \
     }                                                                                                                  \
     extern "C" __global__ void rope_append_##NAME(                                                                     \
         const float* q, const float* k, const float* v, const float* cos, const float* sin, const long long* slots,    \
         const long long* positions, int heads, const int* table, int pages_per_slot, int page_size, int kv_heads,      \
-        int head_dim, float* q_turned, T* keys, T* values) {                                                           \
+        int head_dim, float* q_turned, T* keys, T* values, int* trouble) {                                             \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        rope_append(q, k, v, cos, sin, slots, positions, heads, pages, q_turned, keys, values);                        \
+        rope_append(q, k, v, cos, sin, slots, positions, heads, pages, q_turned, keys, values, trouble);               \
     }
 FOR_A_CACHE_OF(float, float32)
 FOR_A_CACHE_OF(f16, float16)

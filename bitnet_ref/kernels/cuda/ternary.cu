@@ -54,6 +54,8 @@ extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, i
 /* Rows of `columns` int8 into rows of whole tiles: for x whose rows the kernels below cannot read. */
 extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int columns, signed char *padded) {
     const int stride = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
+    let_next_kernel_start();
+    wait_for_kernels_before();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * stride) return;
     const long long token = index / stride;
@@ -80,6 +82,8 @@ __device__ __forceinline__ void write_sum(int sum, long long token, int row, int
 /* What is left to do where several blocks have added to the sums. */
 extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, const float *w_scales,
                                           const float *x_scales, const float *bias, float *y) {
+    let_next_kernel_start();
+    wait_for_kernels_before();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
     write_sum(sums[index], index / rows, int(index % rows), rows, w_scales, x_scales, bias, nullptr, y);
@@ -100,6 +104,8 @@ extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows,
 extern "C" __global__ void ternary_plain(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens,
                                          int rows, int columns, const float *w_scales, const float *x_scales,
                                          const float *bias, int *acc, float *y) {
+    let_next_kernel_start();
+    wait_for_kernels_before();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
     const long long token = index / rows;
@@ -122,6 +128,9 @@ extern "C" __global__ void ternary_plain(const signed char *x_q, int x_stride, c
 // 3 MB, 23 KB for each multiprocessor, which is the whole of a small matrix. So a block takes 16 rows and all of K, its
 // warps take the tiles of a row of tiles in turn, and each asks for its first four tiles (16 bytes a lane and tile)
 // before it does anything else. Nothing of the weights goes through shared memory.
+//
+// Launched to overlap, a kernel starts before the one before it has ended, and asks for its weights while it waits for
+// x; weights are therefore complete before any launch (`TernaryKernels.prepare` waits).
 //
 // Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a; x comes from the first-level cache.
 static constexpr int TILES_AHEAD = 4;
@@ -149,10 +158,12 @@ extern "C" __global__ void __launch_bounds__(512)
     const int end = first_tile(tiles_k, blockIdx.y + 1, gridDim.y), t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
     int tile = first_tile(tiles_k, blockIdx.y, gridDim.y) + warp_of_block();
+    let_next_kernel_start();
+    uint4 words[TILES_AHEAD];
+    load_tiles(words, row_of_tiles, tile, warps, end);
+    wait_for_kernels_before();
     int sums[2] = {0, 0};  // 64 times those of rows g and g + 8
-    for (; tile < end; tile += TILES_AHEAD * warps) {
-        uint4 words[TILES_AHEAD];
-        load_tiles(words, row_of_tiles, tile, warps, end);
+    while (tile < end) {
         #pragma unroll
         for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
             const int column = (tile + ahead * warps) * TILE_COLUMNS + 16 * t;
@@ -167,6 +178,8 @@ extern "C" __global__ void __launch_bounds__(512)
                 for (int crumb = 0; crumb < 4; crumb++)
                     sums[word & 1] = __dp4a(int(times_64(w[word], crumb)), int(x[word >> 1][crumb]), sums[word & 1]);
         }
+        tile += TILES_AHEAD * warps;
+        load_tiles(words, row_of_tiles, tile, warps, end);
     }
     #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -205,10 +218,12 @@ __device__ __forceinline__ void gemv_mma(const signed char *x_q, int x_stride, c
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
     int tile = first_tile(tiles_k, blockIdx.y, gridDim.y) + warp_of_block();
+    let_next_kernel_start();
+    uint4 words[TILES_AHEAD];
+    load_tiles(words, row_of_tiles, tile, warps, end);
+    wait_for_kernels_before();
     int sums[GROUPS][CHAINS][4] = {};
-    for (; tile < end; tile += TILES_AHEAD * warps) {
-        uint4 words[TILES_AHEAD];
-        load_tiles(words, row_of_tiles, tile, warps, end);
+    while (tile < end) {
         #pragma unroll
         for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
             const int column = (tile + ahead * warps) * TILE_COLUMNS + 16 * t;
@@ -230,6 +245,8 @@ __device__ __forceinline__ void gemv_mma(const signed char *x_q, int x_stride, c
                 }
             }
         }
+        tile += TILES_AHEAD * warps;
+        load_tiles(words, row_of_tiles, tile, warps, end);
     }
     #pragma unroll
     for (int group = 0; group < GROUPS; group++)
@@ -309,6 +326,7 @@ __device__ __forceinline__ void gemm(const signed char *x_q, int x_stride, const
     const int row_tile = (blockIdx.x * ROW_WARPS + warp_of_block() % ROW_WARPS) * WARP_ROW_TILES;
     const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
 
+    let_next_kernel_start();
     const uint4 *weights[WARP_ROW_TILES];  // of rows past the last: those of the last, and not written
     uint4 words[WARP_ROW_TILES];
     #pragma unroll
@@ -317,6 +335,7 @@ __device__ __forceinline__ void gemm(const signed char *x_q, int x_stride, const
         weights[i] = reinterpret_cast<const uint4 *>(tiles) + tile * tiles_k * 32 + lane_of_warp();
         words[i] = weights[i][begin * 32ll];
     }
+    wait_for_kernels_before();
     #pragma unroll
     for (int ahead = 0; ahead < STAGES - 1; ahead++) {
         if (begin + ahead < end)
