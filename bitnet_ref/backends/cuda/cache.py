@@ -203,12 +203,6 @@ class DeviceKVCache(KVCache):
             for (pool, _, new, end), rows in zip(pieces, held, strict=True):
                 pool[:, new, :end] = rows
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        with self._ws.device.use():
-            for source, target in zip(sources, targets, strict=True):
-                for pool in (self.keys, self.values):
-                    pool[:, int(target)] = pool[:, int(source)]
-
     def fill_with_zeros(self) -> None:
         for pool in self._pools:
             self._ws.device.fill(pool, 0)
