@@ -151,14 +151,9 @@ class Continuation:
         return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids)))) if self._missing else ids
 
     @property
-    def known(self) -> int:
+    def context_tokens(self) -> int:
         """How many those are."""
         return len(self.request.prompt) + len(self.chunks) - self._missing
-
-    @property
-    def begins_anew(self) -> bool:
-        """Whether what the cache holds of it is of no use any more: tokens were dropped, and the rest moved up."""
-        return self.computed == 0 and bool(self.chunks)
 
     @property
     def finished(self) -> bool:
@@ -225,13 +220,13 @@ class Continuation:
 
     def _make_room(self, stats: GenerationStats) -> None:
         """Where the newest token does not fit the window any more, drop the oldest."""
-        window, before = self.request.window, self.known
+        window, before = self.request.window, self.context_tokens
         if before <= window.size or not window.moves or self.finished:
             return
         self._keep(len(self.ids))
         self._moved, self.computed = True, 0
-        stats.dropped_tokens += before - self.known
-        stats.recomputed_tokens += self.known - 1
+        stats.dropped_tokens += before - self.context_tokens
+        stats.recomputed_tokens += self.context_tokens - 1
 
     def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
         """-> the token, and the model's own logits if all of them were computed"""

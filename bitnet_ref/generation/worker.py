@@ -200,6 +200,8 @@ class Worker:
             self._begin(plan, start)
             self._step(plan)
             self._record(plan, start)
+        elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
+            raise RuntimeError(f"there are {jobs} sequences to run, and none of them can")
         self._hand_out()
 
     def _expire(self) -> None:
@@ -298,12 +300,12 @@ class Worker:
         ticket.stats.decode_s = now - ticket.first_token_s
         if ticket.streams:
             self._news.append((ticket.outbox, chunk))
+        if row.computed == 0:  # tokens were dropped, by its `overflow`
+            self._scheduler.restart(job)
         if chunk.finish_reason is not None:
             self._scheduler.remove(job)
             if all(each.finished for each in ticket.rows):
                 self._end(ticket, None, chunk.finish_reason)
-        elif row.begins_anew:
-            self._scheduler.begin_anew(job)
 
     def _fork(self, ticket: Ticket) -> None:
         """The prompt is computed: the other n - 1 rows go on from the same pages. They compute its last token again,
@@ -312,7 +314,7 @@ class Worker:
         assert lease is not None
         for job in ticket.jobs[1:]:
             job.lease = lease.fork()
-            job.row.computed = job.row.known - 1
+            job.row.computed = job.row.context_tokens - 1
             self._scheduler.add(job)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
@@ -370,9 +372,8 @@ class Worker:
 
 
 def _part(piece: Piece) -> Part:
-    ticket = _ticket(piece.job)
-    decodes = piece.tokens == 1 and piece.start >= len(ticket.request.prompt)
-    return Part(ticket.number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
+    decodes = piece.tokens == 1 and len(_row(piece.job).chunks) > 1  # the newest is of this step
+    return Part(_ticket(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
 
 
 def _ticket(job: Job) -> Ticket:

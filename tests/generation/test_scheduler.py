@@ -23,7 +23,7 @@ class Row:
     seen: list[int] = field(default_factory=list)
 
     @property
-    def known(self):
+    def context_tokens(self):
         return len(self.tokens)
 
     @property
