@@ -225,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
 //
 // x is read once for each 16 rows: 1 KB for 8 tokens beside 512 bytes of weights. All blocks of a multiprocessor read
 // the same, so it comes from the first-level cache, which the weights pass by; past 32 tokens kernel 3 is the better.
-// Independent chains of sums hide the latency of mma: there are four, whatever GROUPS is. Eight loads of x are asked for
-// at once, those of BATCH tiles.
+// Independent chains of sums hide the latency of mma: there are four, whatever GROUPS is. Eight loads of x, those of
+// BATCH tiles, are asked for at once.
 template <int GROUPS>
 __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     constexpr int CHAINS = 4 / GROUPS, BATCH = 4 / GROUPS, TOKENS = 8 * GROUPS;
