@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, HeadCandidates, ScreenedHead, choose_backend
+from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_backend, choose_cache_dtype
 from .config import ModelConfig
-from .errors import FormatError, GenerationError, TokenizerError
+from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
 from .formats.open import open_checkpoint, read_tokenizer_files
 from .kv_cache import KVCache, TokenBatch
@@ -23,11 +24,13 @@ from .tracing.record import NamesFilter
 from .weights import ModelWeights
 
 if TYPE_CHECKING:
-    from .generation import ChatSession, Generation, TokenStream
+    from .generation import ChatSession, Engine, EngineConfig, Generation, TokenStream
     from .generation.vocabulary import Vocabulary
+    from .profiling import Profile
     from .tokenizers import Tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
+log = logging.getLogger(__name__)
 
 
 def shipped_models() -> list[str]:
@@ -63,7 +66,9 @@ def load(
     backend: str = "auto",
     threads: int | None = None,
     dtype: str = "float32",
+    cache_dtype: str | None = None,
     head: str = "auto",
+    memory_limit: int | str | None = None,
     allow_unquantized: bool = False,
     verify: bool = False,
     i2_s_layout: str | None = None,
@@ -76,13 +81,19 @@ def load(
     model: the name of a shipped model ("storyteller") or of a pulled one ("org/repo", "org/repo@revision"), a Hugging
         Face folder (config.json beside model.safetensors or its shards), a .safetensors file in such a folder, a
         native file (.bitnet.safetensors), a .gguf or an .onnx file.
-    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA).
+    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA; with BITNET_REF_CUDA=emulated the
+        same kernels on the processor, slowly).
     threads: how many CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the
         process may use, cut to its cgroup's limit.
-    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by.
+    dtype: "float32", or "float64" (numpy only): the same computation in double precision, to measure float32 by. cupy
+        also has "float16" and "bfloat16": attention cache, head and dense matrices in 16 bits.
+    cache_dtype: how keys and values are kept: "float32", which is the contract and the default, "float16" or "int8" (a
+        scale a token and kv head), for a half or a quarter of the bytes. A narrow cache changes the logits a little;
+        `benchmark.measure_cache`, or `bitnet-ref bench cache`, says how much on a text.
     head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
         certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
         held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
+    memory_limit: the most memory of the card that the model may take (cupy), in bytes or as "8GiB".
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
@@ -94,25 +105,60 @@ def load(
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
-    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head)
+    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head, memory_limit=memory_limit)
+    choose_cache_dtype(chosen, cache_dtype)  # raises before anything is read
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
     def read() -> Model:
         with open_checkpoint(path, options) as checkpoint:
             weights = read_weights(checkpoint, progress, chosen.prepare)
-        return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path)
+        return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path, cache_dtype=cache_dtype)
 
     if not share:
         return read()
     how = sorted((key, str(value)) for key, value in vars(chosen).items() if not key.startswith("_"))
-    return shared((str(path), identity(path), chosen.name, tuple(how), options), read)
+    return shared((str(path), identity(path), chosen.name, tuple(how), options, cache_dtype), read)
+
+
+def load_engine(
+    model: str | os.PathLike[str] = "storyteller", config: EngineConfig | None = None, **options: Any
+) -> Engine:
+    """Load a model and start an engine on it, for the config's `backend`, or where that is not available here, for the
+    first of its `fallback` that is. config: by default `EngineConfig.load()`. options: of `load`.
+
+    Raises what `load` raises, and ConfigError.
+    """
+    from .generation import Engine, EngineConfig
+
+    config = EngineConfig.load() if config is None else config
+    missing: BackendUnavailable | None = None
+    for backend in (config.backend, *config.fallback):
+        try:
+            loaded = load(model, **{**options, "backend": backend})
+        except BackendUnavailable as error:
+            missing = missing or error
+            continue
+        if missing is not None:
+            log.warning("backend %s is not available (%s): using %s", config.backend, missing, loaded.backend.name)
+        return Engine(loaded, config)
+    assert missing is not None
+    raise missing
 
 
 class Model:
     """A loaded model. Holds no state between calls; any number of threads may use it."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        backend: Backend,
+        path: Path | None = None,
+        *,
+        cache_dtype: str | None = None,
+    ) -> None:
         self.config, self.weights, self.backend, self.path = config, weights, backend, path
+        self.cache_dtype = cache_dtype  # None: the backend's own
 
     def __repr__(self) -> str:
         where = self.path.name if self.path is not None else "in memory"
@@ -154,7 +200,9 @@ class Model:
 
         names_filter: None for all, a glob ("blocks.*.attn.hook_pattern"), a list of globs, or a callable.
         """
-        return record(self.backend, self.weights, self.config, self.check_tokens(token_ids), names_filter)
+        tokens = self.check_tokens(token_ids)
+        cache = self.new_cache(slots=1, capacity=len(tokens))
+        return record(self.backend, self.weights, self.config, tokens, names_filter, cache)
 
     def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each of a list of prompts.
@@ -179,6 +227,33 @@ class Model:
 
         return ChatSession(self, system, **params)
 
+    def profile(self, prompt: Any = None, **params: Any) -> Profile:
+        """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
+
+        With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        `profiling.Profile`: print it, `plot()`, `save(path)`.
+        """
+        from .profiling import Profile
+
+        profile = Profile(self)
+        if prompt is None and params:
+            raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
+        if prompt is not None:
+            with profile:
+                profile.outcome = self.generate(prompt, **params)
+        return profile
+
+    def engine(self, **settings: Any) -> Engine:
+        """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""
+        from .generation import Engine
+
+        return Engine(self, **settings)
+
+    def close(self) -> None:
+        """Give back what the backend holds of a card; the model cannot compute after that. Otherwise: nothing."""
+        self.backend.close()
+
     # -- for the generation package ------------------------------------------------------------------------------------
 
     @cached_property
@@ -188,38 +263,48 @@ class Model:
 
         return Vocabulary(self.tokenizer, self.config.vocab_size)
 
-    def new_cache(self, slots: int, capacity: int) -> KVCache:
-        """An empty KV cache in this backend's dtype."""
-        return KVCache(self.config, slots, capacity, self.backend.dtype.type)
+    def new_cache(
+        self,
+        slots: int,
+        capacity: int,
+        *,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        """An empty KV cache for so many sequences of so many tokens, in `cache_dtype` unless another dtype is given.
+
+        page_size, pages: make it a pool whose page table the caller fills; see `KVCache`.
+        """
+        return self.backend.new_cache(self.config, slots, capacity, dtype or self.cache_dtype, page_size, pages)
 
     def forward(self, batch: TokenBatch, cache: KVCache) -> NDArray:
         """Logits of the wanted tokens, all finite: NaN or Inf raises NumericsError naming the first bad tensor."""
         return checked_forward(self.backend, self.weights, self.config, batch, cache)
 
     def candidates(
-        self, batch: TokenBatch, cache: KVCache, k: int | None, also: Sequence[int] = ()
+        self, batch: TokenBatch, cache: KVCache, needs: Sequence[HeadNeed]
     ) -> tuple[NDArray, list[HeadCandidates]]:
-        """`forward`, but only the logits that a choice among the k largest needs (None: all), and those of the ids
-        `also`; and what the head saw.
+        """`forward`, but of the logits of each wanted token only what it needs; and what the head saw.
 
         -> final hidden (wanted, D), [HeadCandidates of each wanted token].  Checked like `forward`.
         """
-        return checked_candidates(self.backend, self.weights, self.config, batch, cache, k, also)
+        return checked_candidates(self.backend, self.weights, self.config, batch, cache, needs)
 
     def head_logits(self, hidden: NDArray) -> NDArray:
         """The whole head for tokens whose final hidden state is known.   hidden (N, D) -> logits (N, V)"""
         with self.backend.running():
-            return self.backend.lm_head(hidden, self.weights.lm_head)
+            return self.backend.to_host(self.backend.lm_head(hidden, self.weights.lm_head))
 
-    def check_tokens(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """token_ids as an int64 array, non-empty, within the vocabulary and the context."""
+    def check_tokens(self, token_ids: Sequence[int], *, any_length: bool = False) -> NDArray[np.int64]:
+        """token_ids as an int64 array, non-empty, within the vocabulary and (but for `any_length`) the context."""
         try:
             tokens = np.asarray(token_ids)
         except (ValueError, TypeError, OverflowError):  # lists of different lengths, and things that are no numbers
             tokens = np.empty(0)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
-        if tokens.size > self.config.context_length:
+        if tokens.size > self.config.context_length and not any_length:
             raise GenerationError(
                 f"{tokens.size} tokens do not fit the model's context of {self.config.context_length}; shorten them"
             )

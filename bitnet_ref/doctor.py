@@ -220,6 +220,8 @@ def _backend_state(name: str, reason: str | None) -> BackendState:
         kernel = "float32 matrix product in BLAS, exact for these integers"
     elif reason is None and name == "cython":
         kernel = _compiled_kernel()
+    elif reason is None and name == "cupy":
+        kernel = _cuda_kernel()
     return BackendState(name, reason is None, reason, kernel)
 
 
@@ -236,6 +238,21 @@ def _compiled_kernel() -> str:
 
     head = f"; heads from {SMALLEST_SCREENED_BYTES >> 20} MiB on are screened"
     return f"{chosen} kernels{head}" + (f" (not here: {', '.join(others)})" if others else "")
+
+
+def _cuda_kernel() -> str:
+    """The card, or that it is emulated."""
+    from .backends import cuda
+
+    try:
+        device = cuda.open_device()
+    except BackendError as error:
+        return str(error)
+    if device.emulated:
+        return "CUDA kernels, emulated on the processor (BITNET_REF_CUDA=emulated): slow, for checking only"
+    major, minor = device.compute_capability
+    memory = device.memory().total / 2**30
+    return f"CUDA kernels on {device.name} (compute capability {major}.{minor}, {memory:.0f} GiB)"
 
 
 def _methods() -> list[dict[str, Any]]:

@@ -16,12 +16,16 @@ __all__ = [
     "BitNetRefError",
     "ConfigError",
     "DeviceError",
+    "EngineClosed",
     "FormatError",
     "GenerationError",
     "HubError",
     "NumericsError",
     "OutOfMemory",
+    "QueueFull",
     "RegistryError",
+    "RequestCancelled",
+    "RequestTimeout",
     "ShapeError",
     "TokenizerError",
 ]
@@ -103,6 +107,22 @@ class NumericsError(BitNetRefError):
 
 class GenerationError(BitNetRefError):
     """A bad generation parameter, a prompt that does not fit the context, a full queue, or a cancelled request."""
+
+
+class QueueFull(GenerationError):
+    """The engine has as many waiting requests as it may: try again later, or elsewhere (HTTP 429 or 503)."""
+
+
+class RequestCancelled(GenerationError):
+    """The request was cancelled before it was finished."""
+
+
+class RequestTimeout(GenerationError):
+    """The request was not finished in the time it was given."""
+
+
+class EngineClosed(GenerationError):
+    """The engine was closed, or belongs to another process."""
 
 
 class RegistryError(BitNetRefError):

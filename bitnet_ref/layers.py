@@ -146,7 +146,7 @@ def attention_values(pattern: NDArray, values: NDArray) -> NDArray:
     n_keys, kv_heads, head_dim = values.shape
     grouped = pattern.reshape(kv_heads, -1, n_keys).astype(np.float64)  # (G, H/G, S)
     z = grouped @ values.transpose(1, 0, 2).astype(np.float64)  # (G, H/G, d)
-    return z.reshape(-1, head_dim).astype(values.dtype)
+    return z.reshape(-1, head_dim).astype(pattern.dtype)
 
 
 # -- dense products ----------------------------------------------------------------------------------------------------

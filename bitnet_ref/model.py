@@ -27,13 +27,14 @@ def forward(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, c
 
 def final_hidden(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
     """All of the above but the head: what the head sees of the wanted tokens.   -> (wanted, D)"""
+    batch = be.place(batch)
     x = be.embed(w.embedding, batch.tokens)  # (N,) -> (N, D)
     rope = be.rope_tables(batch.positions, cfg.rope, cfg.head_dim)  # cos, sin: (N, d/2) each
     for index, layer in enumerate(w.layers):
-        x = x + attention_block(be, x, layer, cfg, rope, batch, cache, index)  # (N, D)
-        x = x + feed_forward(be, x, layer, cfg)  # (N, D)
+        x = be.add(x, attention_block(be, x, layer, cfg, rope, batch, cache, index))  # (N, D)
+        x = be.add(x, feed_forward(be, x, layer, cfg))  # (N, D)
     if batch.wanted is not None:
-        x = x[batch.wanted]  # (wanted, D)
+        x = be.take_rows(x, batch.wanted)  # (wanted, D)
     return be.rms_norm(x, w.final_norm, cfg.norm_eps)
 
 

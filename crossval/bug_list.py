@@ -186,8 +186,8 @@ BLOCK_BUGS = (
         "generated_ids",
         (
             "generation/sequence.py",
-            "return self.slot, len(self.ids) - 1,",
-            "return self.slot, len(self.ids) - 2,",
+            "return self.slot, self.computed, ",
+            "return self.slot, self.computed - bool(self.chunks), ",
         ),
         level="generation",
     ),

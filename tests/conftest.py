@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import bitnet_ref
-from bitnet_ref.backends import Backend, choose_backend
+from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cython_backend import DEFAULT_LAYOUT, CythonBackend, layouts, simd_variants
 
 settings.register_profile(
@@ -18,6 +18,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixtures used below hold no state
 )
 settings.load_profile("suite")
+
+# The CuPy backend runs on a GPU where there is one; elsewhere its kernels are emulated, if there is a C++ compiler.
+# With neither its tests are skipped, with the reason. BITNET_REF_CUDA, if it is set, decides.
+if "BITNET_REF_CUDA" not in os.environ and cuda.why_unavailable() is not None:
+    os.environ["BITNET_REF_CUDA"] = "emulated"
+    if cuda.why_unavailable() is not None:
+        del os.environ["BITNET_REF_CUDA"]
 
 os.environ["COLUMNS"] = "100"  # the width of tables, whatever runs the tests
 REQUIRED = {name for name in os.environ.get("BITNET_REF_REQUIRE_BACKENDS", "").split(",") if name}
@@ -57,6 +64,30 @@ def be(request) -> Backend:
     if (lacks := simd_variants()[kernel_set]) is not None:
         pytest.skip(f"{kernel_set} cannot run here: {lacks}")
     return CythonBackend(threads=2, simd=kernel_set, layout=layout or DEFAULT_LAYOUT)
+
+
+EMULATED = os.environ.get("BITNET_REF_CUDA") == "emulated"
+# What is quick on the emulated CuPy backend too, and what of it is not (or says nothing: a number of threads).
+QUICK = (
+    "contract/",
+    "backends/",
+    "kernels/",
+    "test_golden",
+    "test_kv_",
+    "test_api",
+    "test_trace.py",
+    "test_engine_config",
+)
+LONG = ("storyteller", "number_of_threads", "joining_late", "rows_in_any_order", "loaded_with_a_cache_dtype")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The emulated CuPy backend's longer tests are `slow`; those of one on a GPU are not."""
+    for item in items:
+        place, long = item.nodeid, any(word in item.nodeid for word in LONG)
+        if EMULATED and "cupy" in item.name and (long or not any(word in place for word in QUICK)):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

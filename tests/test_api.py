@@ -23,7 +23,9 @@ from bitnet_ref.errors import (
 
 
 def test_public_names():
-    assert set(bitnet_ref.__all__) == {"Model", "__version__", "available_backends", "load"}
+    names = {"Engine", "EngineConfig", "Model", "__version__", "available_backends", "load", "load_engine"}
+    assert set(bitnet_ref.__all__) == names
+    assert all(hasattr(bitnet_ref, name) for name in names)
     assert set(bitnet_ref.available_backends()) >= {"numpy", "cython", "cupy"}
     assert bitnet_ref.available_backends()["numpy"] is None
 
@@ -94,7 +96,7 @@ def test_unknown_backends_and_dtypes():
     with pytest.raises(BackendUnavailable, match="auto, numpy, cython, cupy"):
         bitnet_ref.load(backend="cuda")
     with pytest.raises(BitNetRefError, match="float32"):
-        bitnet_ref.load(dtype="bfloat16")
+        bitnet_ref.load(dtype="int8")
     with pytest.raises(BitNetRefError, match="float64"):
         bitnet_ref.load(dtype="float64", backend="cython")
 

@@ -1,6 +1,5 @@
 """The measurements: what differs gets no speed, the arithmetic is right, the shell shows it. No time is asserted."""
 
-import inspect
 import json
 import math
 import sys
@@ -15,14 +14,13 @@ from helpers import BITNET, random_ternary, rng, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref import benchmark
-from bitnet_ref.api import Model, find_model
+from bitnet_ref.api import find_model
 from bitnet_ref.backends import Backend, cython_backend
 from bitnet_ref.backends.cython_backend import simd_variants
-from bitnet_ref.benchmark import MemoryReader, ProfiledBackend, Timing
+from bitnet_ref.benchmark import MemoryReader, Timing
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
 from bitnet_ref.benchmark.peers import Peer, peer_config
-from bitnet_ref.benchmark.profile import OPS
 from bitnet_ref.benchmark.timing import take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_command, cli
@@ -243,24 +241,13 @@ def test_the_shell_offers_every_shape():
 # -- the profile -------------------------------------------------------------------------------------------------------
 
 
-def test_profile_forwards_every_operation():
-    public = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    assert public == {*OPS, "prepare", "prepare_model", "running"}
-    assert all(name in vars(ProfiledBackend) for name in public)
-
-
 def test_profile_counts():
-    model = tiny_model()
-    prompt = np.array([1, 2, 3])
-    plain = model.logits([1, 2, 3])
-    watched = Model(model.config, model.weights, ProfiledBackend(model.backend, model.weights))
-    assert np.array_equal(watched.logits([1, 2, 3]), plain)
-    found = profile_model(model, prompt, 4)["decode"]
-    ops = {op.op: op for op in found.ops}
+    found = profile_model(tiny_model(), np.array([1, 2, 3]), 4)["decode"]
+    ops = {op.name: op for op in found.ops}
     assert ops["linears gate_proj up_proj"].calls == 4 * 2
     assert ops["linears gate_proj up_proj"].nbytes == 4 * 2 * 2 * (24 * 16 // 4)
     assert (ops["head_candidates"].calls, ops["head_candidates"].nbytes) == (4, 4 * 40 * 16 * 2)
-    assert ops["rms_norm"].gb_per_s is None
+    assert ops["rms_norm ffn_norm"].gb_per_s is None
     assert found.outside_s >= 0
     assert [op.total_s for op in found.ops] == sorted((op.total_s for op in found.ops), reverse=True)
 

@@ -374,6 +374,17 @@ def test_generate_takes_every_sampling_parameter():
     assert sorted(titles, key=text.index) == list(titles)
 
 
+def test_generate_profile():
+    """The table goes to stderr; what is on stdout stays what it is."""
+    plain = invoke("generate", PROMPT, "--max-tokens", "6", *FAST)
+    result = invoke("generate", PROMPT, "--max-tokens", "6", "--profile", *FAST)
+    assert result.exit_code == 0
+    assert result.stdout == plain.stdout
+    for words in ("decode: 5 steps", "linears gate_proj up_proj", "outside the model"):
+        assert words in result.stderr
+        assert words not in plain.stderr
+
+
 def test_generate_several_texts():
     model = shared_model("storyteller", BACKEND, threads=1)
     outs = model.generate(PROMPT, max_tokens=6, num_beams=3, n=2, early_stopping="never", logit_bias={262: -3})

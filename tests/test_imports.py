@@ -13,14 +13,15 @@ PACKAGE = Path(bitnet_ref.__file__).parent
 # Each row may import from the rows above it, and from its own package. A new module needs a place here.
 ROWS = [
     {"errors"},
-    {"config", "threads", "kernels", "json_file", "memory"},
+    {"figures", "widgets"},  # they draw plain data, and know nothing of where it comes from
+    {"config", "threads", "kernels", "json_file", "memory", "kv_dtypes"},
     {"quantization", "layers", "kv_cache"},
     {"weights"},
     {"tokenizers"},
     {"formats"},
     {"backends", "registry"},
     {"model", "sharing"},
-    {"tracing"},
+    {"tracing", "profiling"},
     {"generation"},
     {"api"},
     {"__init__"},  # the public names, and __version__
@@ -111,6 +112,7 @@ HEAVY = (
         "hypothesis",
         "onnx",
         "llguidance",
+        "prometheus_client",
     ),
 )
 LOADED = (

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from ..errors import BackendUnavailable
-from .candidates import HeadCandidates
-from .numpy_backend import HEADS, Backend
+import warnings
+
+from ..errors import BackendError, BackendUnavailable
+from .candidates import HeadCandidates, HeadNeed
+from .numpy_backend import HEADS, Backend, choose_cache_dtype
 from .screened_head import ScreenedHead
 
-__all__ = ["HEADS", "NAMES", "Backend", "HeadCandidates", "ScreenedHead", "available_backends", "choose_backend"]
+__all__ = [
+    "HEADS",
+    "NAMES",
+    "Backend",
+    "HeadCandidates",
+    "HeadNeed",
+    "ScreenedHead",
+    "available_backends",
+    "choose_backend",
+    "choose_cache_dtype",
+]
 
 NAMES = ("numpy", "cython", "cupy")
 
@@ -23,22 +35,33 @@ def _why_not(name: str) -> str | None:
 
         return cython_backend.why_unavailable()
     if name == "cupy":
-        from . import cupy_probe
+        from . import cuda
 
-        return cupy_probe.why_unavailable()
+        return cuda.why_unavailable()
     return None
 
 
 def choose_backend(
-    name: str = "auto", *, dtype: str = "float32", threads: int | None = None, head: str = "auto"
+    name: str = "auto",
+    *,
+    dtype: str = "float32",
+    threads: int | None = None,
+    head: str = "auto",
+    memory_limit: int | str | None = None,
 ) -> Backend:
     """The backend of that name, ready to use. "auto" takes the fastest that can run here and has the dtype.
 
+    A GPU is the fastest where there is one; its emulation is taken by name only. When the GPU does not answer, "auto"
+    warns and goes on without it.
+
     head: "exact", "screened" (cython) or "auto"; see `CythonBackend.prepare_model`.
+    memory_limit: the most memory of the card (cupy), in bytes or as "8GiB".
 
     Raises BackendUnavailable when a named backend cannot run here.
     """
     if name == "auto":
+        if (card := _card(dtype, threads, head, memory_limit)) is not None:
+            return card
         name = "cython" if dtype == "float32" and _why_not("cython") is None else "numpy"
     if name not in NAMES:
         raise BackendUnavailable(f"no backend is called {name!r}; there are: auto, {', '.join(NAMES)}")
@@ -48,4 +71,23 @@ def choose_backend(
         from .cython_backend import CythonBackend
 
         return CythonBackend(dtype, threads, head=head)
+    if name == "cupy":
+        from .cupy_backend import CupyBackend
+
+        return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit)
     return Backend(dtype, threads, head=head)
+
+
+def _card(dtype: str, threads: int | None, head: str, memory_limit: int | str | None) -> Backend | None:
+    """The CuPy backend if "auto" should take it: there is a GPU, it has the dtype and the head, and it answers."""
+    from . import cuda
+
+    if cuda.emulation_wanted() or dtype == "float64" or head == "screened" or cuda.why_unavailable() is not None:
+        return None
+    from .cupy_backend import CupyBackend
+
+    try:
+        return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit)
+    except BackendError as error:
+        warnings.warn(f"the GPU does not answer, and the processor computes instead: {error}", stacklevel=3)
+        return None

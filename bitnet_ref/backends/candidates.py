@@ -1,11 +1,23 @@
-"""`HeadCandidates`: the logits of one token that can still matter to a choice among its k largest."""
+"""What a token needs of its logits (`HeadNeed`), and those of them that can matter to its choice (`HeadCandidates`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class HeadNeed(NamedTuple):
+    """The logits that a choice among the k largest needs (None: all of them), and those of the ids `also`.
+
+    A rule that moves some logits before it takes the k largest asks for k + (how many it moves), and for those ids.
+    """
+
+    k: int | None = None
+    also: Sequence[int] | NDArray[np.int64] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from .. import quantization
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
+from ..kv_dtypes import CACHE_DTYPES
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from .candidates import HeadCandidates
+from .candidates import HeadCandidates, HeadNeed
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
 from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
@@ -165,6 +166,7 @@ class CythonBackend(Backend):
 
     name = "cython"
     dtypes = ("float32",)
+    cache_dtypes = CACHE_DTYPES
 
     def __init__(
         self,
@@ -301,35 +303,43 @@ class CythonBackend(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
         z = np.empty(q.shape, dtype=np.float32)
-        keys, values = cache.keys[layer], cache.values[layer]
-        _cpu.attention(_floats(q), keys, values, batch.slots, batch.positions, window or 0, z, self.threads, self._set)
+        keys, values = (_halves(pool[layer]) for pool in (cache.keys, cache.values))
+        scales = [None if a is None else a[layer] for a in (cache.key_scales, cache.value_scales)]
+        where = cache.page_table, batch.slots, batch.positions, window or 0
+        if (i := _cpu.attention(_floats(q), keys, values, *scales, *where, z, self.threads, self._set)) >= 0:
+            cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
         return z
 
-    def head_candidates(
-        self, x: NDArray, w: LinearWeight, k: int | None, also: Sequence[int] = ()
-    ) -> list[HeadCandidates]:
-        if not isinstance(w, ScreenedHead) or k is None or k > MOST_CANDIDATES * len(w.array):
-            return super().head_candidates(x, w, k, also)
-        require("head_candidates", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, D), w (V, D)", x=x, w=w.array)
-        lower, upper = self._head_bounds(x, w)
-        found = []
-        for i in range(len(x)):
-            ids = surviving_rows(lower[i], upper[i], k, also)
-            if len(ids) > MOST_CANDIDATES * len(w.array):
-                found += super().head_candidates(x[i : i + 1], w, None)
-                continue
-            logits = np.empty(len(ids), dtype=np.float32)
-            _cpu.dense_rows(_floats(x[i]), _bits(w.array), ids, logits, self.threads, self._set)
-            found.append(HeadCandidates(ids, logits, len(w.array), (lower[i], upper[i])))
-        return found
+    def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
+        if not isinstance(w, ScreenedHead):
+            return super().head_candidates(x, w, needs)
+        require("head_candidates", x.ndim == 2 and x.shape == (len(needs), w.shape[1]), "x (needs, D)", x=x, w=w.array)
+        most = MOST_CANDIDATES * len(w.array)
+        screened = [(i, need.k, need.also) for i, need in enumerate(needs) if need.k is not None and need.k <= most]
+        lower, upper = self._head_bounds(x, w, [i for i, _, _ in screened])
+        found = {}
+        for (i, k, also), low, high in zip(screened, lower, upper, strict=True):
+            ids = surviving_rows(low, high, k, also)
+            if len(ids) <= most:
+                logits = np.empty(len(ids), dtype=np.float32)
+                _cpu.dense_rows(_floats(x[i]), _bits(w.array), ids, logits, self.threads, self._set)
+                found[i] = HeadCandidates(ids, logits, len(w.array), (low, high))
+        if others := [i for i in range(len(x)) if i not in found]:
+            whole = super().head_candidates(x[others], w, [HeadNeed()] * len(others))
+            found.update(zip(others, whole, strict=True))
+        return [found[i] for i in range(len(x))]
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _head_bounds(self, x: NDArray, w: ScreenedHead) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """x (N, D) -> lower and upper (N, V), with every logit that `lm_head` computes between them"""
-        lower, upper = (np.empty((len(x), len(w.array)), dtype=np.float32) for _ in range(2))
-        if (row := _cpu.screen_rows(_floats(x), w.rows_q, w.facts, lower, upper, self.threads, self._set)) >= 0:
-            raise NumericsError(f"head_candidates: token {row} holds NaN or Inf")
+    def _head_bounds(
+        self, x: NDArray, w: ScreenedHead, tokens: Sequence[int] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """x (N, D), n of its rows (None: all) -> lower and upper (n, V): each logit of `lm_head` lies between them"""
+        tokens = range(len(x)) if tokens is None else tokens
+        lower, upper = (np.empty((len(tokens), len(w.array)), dtype=np.float32) for _ in range(2))
+        row = _cpu.screen_rows(_floats(x[list(tokens)]), w.rows_q, w.facts, lower, upper, self.threads, self._set)
+        if row >= 0:
+            raise NumericsError(f"head_candidates: token {tokens[row]} holds NaN or Inf")
         return lower, upper
 
     def _bit_linears(self, x: NDArray, ws: list[PanelWeight]) -> tuple[NDArray, ...]:
@@ -380,6 +390,11 @@ def _kernels_take(w: NDArray) -> bool:
 def _bits(w: NDArray) -> NDArray:
     """float32 as it is, bfloat16 as the uint16 that Cython can take"""
     return w if w.dtype == np.float32 else w.view(np.uint16)
+
+
+def _halves(x: NDArray) -> NDArray:
+    """float16 as the uint16 that Cython can take; others as they are"""
+    return x.view(np.uint16) if x.dtype == np.float16 else x
 
 
 def _floats(x: NDArray) -> NDArray[np.float32]:

@@ -7,19 +7,20 @@ the composition under the numerical contract.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers, quantization
-from ..config import RopeConfig
+from ..config import ModelConfig, RopeConfig
 from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
+from ..kv_dtypes import CACHE_DTYPES
 from ..threads import blas_threads, resolve_threads
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from .candidates import HeadCandidates
+from .candidates import HeadCandidates, HeadNeed
 
 HEADS = ("auto", "exact", "screened")
 
@@ -48,11 +49,21 @@ def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
     require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
 
 
+def choose_cache_dtype(be: Backend, dtype: str | None) -> str:
+    """The dtype of a cache that is asked for so; None asks for the backend's own. Raises ShapeError."""
+    chosen = be.dtype.name if dtype is None else dtype
+    if chosen not in be.cache_dtypes:
+        expected = f"cache dtype {', '.join(be.cache_dtypes[:-1])} or {be.cache_dtypes[-1]}"
+        raise ShapeError(f"backend {be.name}", expected=expected, got=repr(chosen))
+    return chosen
+
+
 class Backend:
     """The NumPy backend. `dtype` float32 is the contract; float64 runs the same text as the yardstick of its error."""
 
     name = "numpy"
     dtypes: tuple[str, ...] = ("float32", "float64")
+    cache_dtypes: tuple[str, ...] = ("float64", *CACHE_DTYPES)
 
     def __init__(self, dtype: str = "float32", threads: int | None = None, *, head: str = "auto") -> None:
         if dtype not in self.dtypes:
@@ -76,6 +87,37 @@ class Backend:
     def running(self) -> AbstractContextManager[None]:
         """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
         return blas_threads(self.threads)
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        """The batch where this backend computes from it: on a card its arrays are device arrays. Here: as it is"""
+        return batch
+
+    def to_host(self, array: NDArray) -> NDArray:
+        """What an operation gave, as a NumPy array. On a card this waits for it, and raises what has gone wrong there:
+        NumericsError for NaN or Inf where the operations above raise it, DeviceError."""
+        return array
+
+    def run(
+        self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
+    ) -> NDArray:
+        """compute(self, w, cfg, batch, cache), a forward pass. A backend may replay what an earlier one recorded"""
+        return compute(self, w, cfg, batch, cache)
+
+    def close(self) -> None:
+        """Give back what the backend holds outside this process's memory; it cannot compute after that"""
+
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        """An empty KV cache where this backend reads it, in its own dtype unless another is given; see `KVCache`."""
+        chosen = choose_cache_dtype(self, dtype)
+        return KVCache(config, slots, capacity, chosen, page_size=page_size, pages=pages)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +180,15 @@ class Backend:
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         return layers.gated(gate, up, activation)
 
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        """x (N, D), y (N, D) or a bias (D,) -> (N, D)"""
+        require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
+        return x + y
+
+    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
+        """x (N, D), rows (n,) -> (n, D)"""
+        return x[rows]
+
     # -- fused: compositions of the above ------------------------------------------------------------------------------
 
     def linear(self, x: NDArray, w: LinearWeight) -> NDArray:
@@ -159,7 +210,7 @@ class Backend:
                 else:
                     x_q, x_quant_scale = shared = shared or self.quantize_activations(x)
                 y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)
-            outputs.append(y if w.bias is None else y + w.bias)
+            outputs.append(y if w.bias is None else self.add(y, w.bias))
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
@@ -176,15 +227,12 @@ class Backend:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)
 
-    def head_candidates(
-        self, x: NDArray, w: LinearWeight, k: int | None, also: Sequence[int] = ()
-    ) -> list[HeadCandidates]:
-        """x (N, D) -> for each token the logits that a choice among its k largest needs, and those of the ids `also`.
+    def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
+        """x (N, D), and what each token needs -> its logits, or those of them that it needs.
 
-        k None needs all of them. Here they are all logits; a backend that can tell faster which ones matter returns
-        those, and the same bits for them. A rule that moves some logits before it takes the k largest asks for
-        k + (how many it moves), and for those ids in `also`.
+        Here they are all logits; a backend that can tell faster which ones matter returns those, and the same bits.
         """
+        require("head_candidates", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
         logits = self.lm_head(x, w)
         ids = np.arange(logits.shape[1])
         return [HeadCandidates(ids, row, len(ids)) for row in logits]

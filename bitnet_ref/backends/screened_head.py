@@ -43,7 +43,7 @@ class ScreenedHead(DenseWeight):
 
 
 def surviving_rows(
-    lower: NDArray[np.float32], upper: NDArray[np.float32], k: int, also: Sequence[int] = ()
+    lower: NDArray[np.float32], upper: NDArray[np.float32], k: int, also: Sequence[int] | NDArray[np.int64] = ()
 ) -> NDArray[np.int64]:
     """The ids that may be among the k largest, or equal to the k-th, and those of `also`, ascending.
 

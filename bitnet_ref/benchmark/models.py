@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import HeadCandidates, ScreenedHead
+from ..backends import HeadCandidates, HeadNeed, ScreenedHead
 from ..config import ModelConfig
 from ..errors import GenerationError
 from ..generation.generate import PREFILL_CHUNK
@@ -24,9 +24,10 @@ from ..generation.params import SamplingParams
 from ..generation.sampling import choose, choose_among, log_probability
 from ..kv_cache import KVCache, TokenBatch
 from ..memory import peak_memory_bytes
+from ..profiling import OpTime
+from ..profiling import Profile as ModelProfile
 from ..weights import ModelWeights, TernaryLinear
 from .bandwidth import MemoryReader, last_level_cache_bytes
-from .profile import OpTime, ProfiledBackend
 from .timing import Timing, seconds
 from .validate import Check, check_model
 
@@ -90,7 +91,9 @@ class Profile:
     ops: list[OpTime]
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ops": [op.to_dict() for op in self.ops]}
+        facts = ("calls", "total_s", "nbytes", "gb_per_s")
+        ops = [{"op": op.name, **{fact: getattr(op, fact) for fact in facts}} for op in self.ops]
+        return {"tokens": self.tokens, "step_s": self.step_s, "outside_s": self.outside_s, "ops": ops}
 
 
 @dataclass(frozen=True)
@@ -265,13 +268,15 @@ def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> HeadCand
     for start in range(0, len(prompt), PREFILL_CHUNK):
         piece = prompt[start : start + PREFILL_CHUNK]
         last = [0] if start + len(piece) == len(prompt) else []
-        _, found = model.candidates(TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, 1)
+        _, found = model.candidates(
+            TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, [HeadNeed(1)] * len(last)
+        )
     return found[0]
 
 
 def decode(model: Model, token: int, position: int, cache: KVCache) -> HeadCandidates:
     """One more token of slot 0, as greedy generation takes it.   -> what may follow it"""
-    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, 1)[1][0]
+    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, [HeadNeed(1)])[1][0]
 
 
 def likeliest(found: HeadCandidates) -> int:
@@ -289,29 +294,18 @@ def profile_model(
     """The same passes once more, each op timed: {"prompt": ..., "decode": ...}."""
     steps = steps or _Steps(None, 0)
     cache = model.new_cache(slots=1, capacity=len(prompt) + new_tokens)
-    watched = _watched(model)
-    start = time.perf_counter()
-    found = prefill(watched, prompt, cache)
-    profiles = {"prompt": _profile(watched, len(prompt), time.perf_counter() - start)}
+    with model.profile() as of_prompt:
+        found = prefill(model, prompt, cache)
     steps.done()
-    watched, total = _watched(model), 0.0
-    for step in range(new_tokens):
-        token = likeliest(found)
-        start = time.perf_counter()
-        found = decode(watched, token, len(prompt) + step, cache)
-        total += time.perf_counter() - start
-        steps.done()
-    return {**profiles, "decode": _profile(watched, new_tokens, total)}
+    with model.profile() as of_decoding:
+        for step in range(new_tokens):
+            found = decode(model, likeliest(found), len(prompt) + step, cache)
+            steps.done()
+    return {"prompt": _profile(of_prompt, len(prompt)), "decode": _profile(of_decoding, new_tokens)}
 
 
-def _watched(model: Model) -> Model:
-    return Model(model.config, model.weights, ProfiledBackend(model.backend, model.weights))
-
-
-def _profile(watched: Model, tokens: int, step_s: float) -> Profile:
-    backend = watched.backend
-    assert isinstance(backend, ProfiledBackend)
-    return Profile(tokens, step_s, step_s - backend.total_s, backend.slowest_first())
+def _profile(found: ModelProfile, tokens: int) -> Profile:
+    return Profile(tokens, found.forward_s, found.forward_s - sum(op.total_s for op in found.ops), found.ops)
 
 
 class _Steps:

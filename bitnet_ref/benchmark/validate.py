@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import Backend
+from ..backends import Backend, HeadNeed
 from ..errors import NumericsError
 from ..kv_cache import TokenBatch
 from ..tracing.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS
@@ -115,7 +115,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
 def check_candidates(subject: Model, batch: TokenBatch) -> Check:
     """The likeliest token of each position, found as greedy generation finds it, and its logit, against all logits."""
     all_logits = subject.forward(batch, subject.new_cache(1, len(batch)))
-    _, found = subject.candidates(batch, subject.new_cache(1, len(batch)), 1)
+    _, found = subject.candidates(batch, subject.new_cache(1, len(batch)), [HeadNeed(1)] * len(batch))
     mine = np.array([(candidates.ids[i := candidates.logits.argmax()], candidates.logits[i]) for candidates in found])
     theirs = np.stack([all_logits.argmax(axis=1), all_logits.max(axis=1)], axis=1)
     return Check(floats=mine.size, unequal_floats=_unequal(mine, theirs.astype(mine.dtype)))

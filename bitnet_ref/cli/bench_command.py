@@ -10,6 +10,7 @@ import click
 
 from ..backends import HEADS, NAMES
 from ..errors import BackendError
+from .generation_options import content_of
 from .shell import (
     DIFFERS,
     AnyFunction,
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api import Model
-    from ..benchmark import Ceiling, Check, CudaKernelBench, KernelBench, ModelBench, PeerBench, TokenizerBench
+    from ..benchmark import (
+        CacheBench,
+        Ceiling,
+        Check,
+        CudaKernelBench,
+        KernelBench,
+        ModelBench,
+        PeerBench,
+        TokenizerBench,
+    )
     from ..benchmark.models import Profile
 
 SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
@@ -431,7 +441,7 @@ def draw_profile(profile: Profile, out: Console) -> None:
     table = new_table("operation", "calls", "ms a token", "share", "GB/s")
     for op in profile.ops:
         speed = "" if op.gb_per_s is None else f"{op.gb_per_s:.1f}"
-        table.add_row(op.op, str(op.calls), *share(op.total_s, profile), speed)
+        table.add_row(op.name, str(op.calls), *share(op.total_s, profile), speed)
     table.add_row("outside the operations", "", *share(profile.outside_s, profile), "")
     out.print(table)
 
@@ -466,6 +476,42 @@ def draw_tokenizer(found: TokenizerBench, out: Console) -> None:
         table.add_row(name, f"{found.tokens_per_s(name):,.0f}", f"{found.tokens / timing.median_s:,.0f}")
     if found.timings:
         out.print(table)
+
+
+# -- cache -------------------------------------------------------------------------------------------------------------
+
+
+@bench.command(short_help="What a float16 or int8 KV cache changes, and its bytes.")
+@click.argument("model", required=False)
+@click.option("--text", help="A text, or @FILE.  [default: a short story]")
+@click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
+@common_options
+def cache(model: str | None, text: str | None, backend: str, threads: int | None) -> None:
+    """Measure each cache dtype on a text, against the float32 cache of the same MODEL (default: storyteller)."""
+    from ..api import load
+    from ..benchmark import measure_cache
+
+    words = content_of(text)
+    with LoadingBar("loading") as bar:
+        subject = load(model or "storyteller", backend=backend, threads=threads, progress=bar)
+    with LoadingBar("measuring"):
+        found = measure_cache(subject, words)
+    if wants_json():
+        print_json({"model": model or "storyteller", **found.to_dict()})
+    else:
+        show(lambda out: draw_cache(found, out))
+
+
+def draw_cache(found: CacheBench, out: Console) -> None:
+    out.print(f"{found.tokens} tokens, {found.backend}; next-token logits against those with the float32 cache")
+    table = new_table("cache", "bytes/token", "max |d logit|", "mean KL", "max KL", "same greedy choice")
+    for error in found.errors:
+        table.add_row(
+            *(error.dtype, f"{error.bytes_per_token:,}", f"{error.max_logit_error:.1e}"),
+            *(f"{error.kl_mean:.1e}", f"{error.kl_max:.1e}", f"{error.greedy_agreement:.2%}"),
+        )
+    out.print(table)
 
 
 # -- shared ------------------------------------------------------------------------------------------------------------

@@ -93,11 +93,12 @@ def talk(session: ChatSession) -> None:
         if not message:
             continue
         try:
-            reply, _, _ = ask(session, message, lambda chunk: write_text(chunk.text))
+            reply, stats, _ = ask(session, message, lambda chunk: write_text(chunk.text))
         except BitNetRefError as error:
             say_error(str(error))
             continue
         write_text("\n")
+        say_dropped(stats)
         if reply.finish_reason == "interrupted":
             click.echo(paint("stopped", sys.stderr, dim=True), err=True)
         elif reply.finish_reason == "length":
@@ -105,6 +106,14 @@ def talk(session: ChatSession) -> None:
             click.echo(paint(f"[{why}]", sys.stderr, dim=True), err=True)
         elif reply.finish_reason == "filtered":
             click.echo(paint("[filtered]", sys.stderr, dim=True), err=True)
+
+
+def say_dropped(stats: GenerationStats) -> None:
+    """What the model did not see of the conversation, on stderr."""
+    for count, what in ((stats.dropped_messages, "message"), (stats.dropped_tokens, "token")):
+        if count:
+            text = f"[the oldest {what if count == 1 else f'{count} {what}s'} dropped: the context is full]"
+            click.echo(paint(text, sys.stderr, dim=True), err=True)
 
 
 def answer_lines(session: ChatSession) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from .shell import (
     LoadingBar,
     SectionedCommand,
     common_options,
+    console,
     paint,
     print_json,
     size_in_words,
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options
 @several_options
+@click.option("--profile", is_flag=True, help="Show on standard error where the time went.")
 @click.option("--raw-ids", is_flag=True, help='PROMPT is token ids ("1 3797 537"), and so is the output.')
 @common_options
-def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
+def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
     """Continue PROMPT and show the text as it comes; "-" reads the prompt from standard input.
 
     On a terminal the prompt is shown before its continuation; a pipe gets the continuation alone. Speed and memory
@@ -48,6 +51,12 @@ def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
     model = load_model(options)
     ids = encode(model, prompt) if ids is None else ids
     params = given_only(options)
+    with show_profile(model) if profile else nullcontext():
+        show_text(model, prompt, ids, params, raw_ids)
+
+
+def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
+    """Generate, and show it."""
     if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
         show_several(model, ids, params, raw_ids)
         return
@@ -72,6 +81,18 @@ def generate(prompt: str, raw_ids: bool, **options: Any) -> None:
         raise click.exceptions.Exit(INTERRUPTED)
 
 
+@contextmanager
+def show_profile(model: Model) -> Iterator[None]:
+    """Where the time of what runs inside went, on stderr, also when it was interrupted."""
+    profile = model.profile()
+    try:
+        with profile:
+            yield
+    finally:
+        out = console(sys.stderr)
+        out.print(profile.table())
+
+
 def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
     """Texts that are certain only when all of them are."""
     found = model.generate(ids, **params)
@@ -94,7 +115,9 @@ def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: 
 
 def vars_of(out: Generation) -> dict[str, Any]:
     """A generation's fields, with what is not there left out."""
-    return {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
+    found = {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
+    overflows = [asdict(overflow) for overflow in found.pop("overflows")]
+    return {**found, "overflows": overflows} if overflows else found
 
 
 def encode(model: Model, prompt: str) -> list[int]:
@@ -142,7 +165,9 @@ class Reply:
 
     def facts(self, prompt_token_ids: list[int], stats: GenerationStats) -> dict[str, Any]:
         """For --json."""
-        tops = [chunk.top_logprobs for chunk in self.chunks]
+        from ..generation import Overflow
+
+        tops, overflows = [chunk.top_logprobs for chunk in self.chunks], Overflow.of(self.chunks)
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -152,6 +177,7 @@ class Reply:
             "prompt_token_ids": prompt_token_ids,
             "stats": stats_facts(stats),
             **({"top_logprobs": tops} if any(top is not None for top in tops) else {}),
+            **({"overflows": [asdict(overflow) for overflow in overflows]} if overflows else {}),
         }
 
 
@@ -184,6 +210,11 @@ def say_stats(stats: GenerationStats) -> None:
     parts = [f"{stats.prompt_tokens} prompt tokens at {stats.prompt_tokens_per_s:.1f} tok/s"] if stats.prefill_s else []
     new = f"{stats.generated_tokens} new token{'s' if stats.generated_tokens != 1 else ''}"
     parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
+    if stats.cache_dtype not in ("float32", "float64"):
+        parts.append(f"{stats.cache_dtype} cache of {size_in_words(stats.cache_bytes_per_token)} a token")
+    if stats.dropped_tokens:
+        again = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
+        parts.append(f"{stats.dropped_tokens} oldest tokens dropped{again}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
     click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
 

@@ -10,10 +10,14 @@ from typing import Any
 import click
 
 from ..backends import HEADS, NAMES
+from ..kv_dtypes import CACHE_DTYPES
 from .shell import AnyFunction, SectionOption
 
 HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
-LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "head", "allow_unquantized")
+CACHE_HELP = "How keys and values are kept: the narrow ones change the logits (bench cache).  [default: --dtype]"
+OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
+OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or go on without the oldest tokens.  [default: error]"
+LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "cache_dtype", "head", "allow_unquantized")
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
@@ -37,6 +41,7 @@ def model_options(function: AnyFunction) -> AnyFunction:
         option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
         option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]"),
         option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
+        option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
         option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
         option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
     ]
@@ -54,6 +59,9 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
             "--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End at this token. May be given again."
         ),
         end("--ignore-eos", is_flag=True, help="Go on after the model's end tokens."),
+        end("--overflow", type=click.Choice(OVERFLOW), help=OVERFLOW_HELP),
+        end("--window", type=int, help="Tokens that the model sees at a time.  [default: its context]"),
+        end("--sink-tokens", type=int, help="First tokens that --overflow sinks keeps.  [default: 4]"),
         choice("--temperature", type=float, help="0 takes the likeliest token.  [default: 0]"),
         choice("--top-k", type=int, help="Sample among the k likeliest.  [default: no limit]"),
         choice("--top-p", type=float, help="Sample among the likeliest that reach p.  [default: 1]"),
@@ -107,6 +115,11 @@ def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 
 
 def _content(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return content_of(value)
+
+
+def content_of(value: str | None) -> str | None:
+    """A text that is given as it is, or as the file that @FILE names."""
     if value is None or not value.startswith("@"):
         return value
     try:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import TokenizerError
 from ..formats.checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer
-from ..kv_cache import KVCache, TokenBatch
+from ..kv_cache import TokenBatch
 from ..tracing import checked_forward
 from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 
@@ -267,5 +267,5 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> ND
     layers: Any = _Layers(checkpoint, be, tick)
     head = read_head(checkpoint, embedding, be.prepare)
     weights = ModelWeights(embedding, layers, checkpoint.norm("final_norm"), head)
-    cache = KVCache(config, 1, count, be.dtype.type)
+    cache = be.new_cache(config, 1, count)
     return checked_forward(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)

@@ -224,14 +224,30 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
 
 
 def _other_tokens(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | None:
-    """How a trace's tokens differ from those of its prompt here, and why; None: they do not, or it has no prompt."""
+    """How a trace's tokens differ from those of its prompt here, and why; None: they do not, or it has no prompt.
+
+    The prompt may be a text, or what a user says in a conversation: an engine that puts it into the model's chat
+    template is right too.
+    """
+    if trace.prompt is None:
+        return None
     try:
-        mine = None if trace.prompt is None else model.tokenizer.encode(trace.prompt)
+        mine = model.tokenizer.encode(trace.prompt)
     except TokenizerError:
-        mine = None
-    if mine is None or (problem := token_parity(mine, trace.token_ids, model.config)) is None:
+        return None
+    if (problem := token_parity(mine, trace.token_ids, model.config)) is None:
+        return None
+    if trace.token_ids == _as_message(model, trace.prompt):
         return None
     return problem, diagnose_prompt(model, mine, trace.token_ids, trace.prompt)
+
+
+def _as_message(model: Model, text: str) -> list[int] | None:
+    """The ids of a conversation that begins with this message; None where the model holds none."""
+    try:
+        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
+    except TokenizerError:
+        return None
 
 
 def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..errors import GenerationError
 from ..kv_cache import KVCache
 from .generate import TokenStream, check_streamable, run
+from .overflow import ContextWindow
 from .params import SamplingParams
 from .results import Generation, GenerationStats, StreamChunk
 from .sequence import Continuation, Request
@@ -39,8 +40,7 @@ class PrefixCache:
             larger = max(capacity, 0 if self._cache is None else 2 * self._cache.capacity)
             cache = self._model.new_cache(1, min(larger, max(capacity, self._model.config.context_length)))
             if self._cache is not None:
-                cache.keys[:, :, :same] = self._cache.keys[:, :, :same]
-                cache.values[:, :, :same] = self._cache.values[:, :, :same]
+                cache.take_over(self._cache, same)
             self._cache = cache
         self._ids = prompt[:same]
         return self._cache, same
@@ -63,6 +63,11 @@ class ChatSession:
     params: of `SamplingParams`, for all replies; `send` and `stream` take others for one. `max_tokens` is 512 or what
     fits, unless given. The replies are those that the whole conversation as one prompt gives, token for token.
     `messages` is the history, which may be changed. Raises GenerationError.
+
+    A conversation that is full is an error, unless `overflow` says otherwise: with "truncate" the oldest turns are
+    dropped, whole messages, until max_tokens (512 or a quarter of the context, unless given) fit behind the rest; the
+    system text stays. `dropped` counts them, and `stats.dropped_messages` those of a reply. "sliding" and "sinks" drop
+    tokens, as they do for any prompt.
     """
 
     how_to_reset = "reset() starts a new one"  # for messages
@@ -85,11 +90,15 @@ class ChatSession:
         if self._stream is not None:
             self._stream.close()
         self.messages = list(self.opening)
+        self.dropped = 0  # messages that had to go
         self._prefix.clear()
 
     def prompt(self, content: str) -> list[int]:
         """Token ids of the conversation with this message, ready for the reply."""
-        return self.model.tokenizer.apply_chat_template(self._with(content), tokenize=True)
+        return self._ids(self._fitting(content, SamplingParams.of(**self.params)))
+
+    def _ids(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.model.tokenizer.apply_chat_template(messages, tokenize=True)
 
     def send(self, content: str, **params: Any) -> Generation:
         """Say this and wait for the reply. An error leaves the history as it was."""
@@ -106,35 +115,52 @@ class ChatSession:
     @property
     def full(self) -> bool:
         """Whether no further message can be answered."""
-        used = len(self.model.tokenizer.apply_chat_template(self.messages, tokenize=True)) if self.messages else 0
-        return used >= self.model.config.context_length
+        params = SamplingParams.of(**self.params)
+        used = len(self._ids(self.messages)) if self.messages else 0
+        return params.overflow == "error" and used >= ContextWindow.of(self.model, params).size
 
-    def _with(self, content: str) -> list[dict[str, str]]:
-        return [*self.messages, {"role": "user", "content": content}]
+    def _fitting(self, content: str, params: SamplingParams) -> list[dict[str, str]]:
+        """The conversation with this message; under "truncate" without the oldest turns that do not fit."""
+        messages = [*self.messages, {"role": "user", "content": content}]
+        if params.overflow != "truncate":
+            return messages
+        size = ContextWindow.of(self.model, params).size
+        reply = min(DEFAULT_REPLY_TOKENS, size // 4) if params.max_tokens is None else params.max_tokens
+        while len(self._ids(messages)) + reply > size:
+            oldest = len(self.opening) if messages[: len(self.opening)] == self.opening else 0
+            turns = [i for i in range(oldest + 1, len(messages)) if messages[i]["role"] == "user"]
+            if not turns:
+                break  # only this message is left
+            messages = messages[:oldest] + messages[turns[0] :]
+        return messages
 
     def _reply(self, content: str, params: dict[str, Any]) -> tuple[Continuation, TokenStream]:
         if self._stream is not None:
             self._stream.close()
         sampling = SamplingParams.of(**{**self.params, **params})
         check_streamable(sampling)
-        ids, context = self.prompt(content), self.model.config.context_length
-        if (room := context - len(ids)) < 1:
-            began = len(self.messages) > len(self.opening)
-            raise GenerationError(
-                f"the conversation has {len(ids)} tokens and the model's context is {context}; "
-                + (self.how_to_reset if began else "shorten the message")
-            )
+        messages = self._fitting(content, sampling)
+        ids, window = self._ids(messages), ContextWindow.of(self.model, sampling)
         wanted = DEFAULT_REPLY_TOKENS if sampling.max_tokens is None else sampling.max_tokens
-        sampling = replace(sampling, max_tokens=min(room, max(wanted, sampling.min_tokens)))
-        row = Continuation(Request(self.model, ids, sampling), slot=0)
+        wanted = max(wanted, sampling.min_tokens)
+        if not window.moves:
+            if (room := window.size - len(ids)) < 1:
+                began = len(messages) > len(self.opening) + 1
+                raise GenerationError(
+                    f"the conversation has {len(ids)} tokens and the model's context is {window.size}; "
+                    + (self.how_to_reset if began else "shorten the message")
+                )
+            wanted = min(room, wanted)
+        row = Continuation(Request(self.model, ids, replace(sampling, max_tokens=wanted)), slot=0)
         stats = GenerationStats(self.model.backend.name)
-        self._stream = TokenStream(self._chunks(row, self._with(content), stats), stats)
+        stats.dropped_messages = len(self.messages) + 1 - len(messages)
+        self._stream = TokenStream(self._chunks(row, messages, stats), stats)
         return row, self._stream
 
     def _chunks(
         self, row: Continuation, messages: list[dict[str, str]], stats: GenerationStats
     ) -> Generator[StreamChunk, None, None]:
-        cache, same = self._prefix.take(row.request.prompt, row.request.capacity)
+        cache, same = self._prefix.take(row.context, row.request.capacity)
         row.cached = row.computed = same
         said = False
         try:
@@ -144,7 +170,8 @@ class ChatSession:
             said = any(chunk.text for chunk in row.chunks)
             raise
         finally:
-            self._prefix.keep(row.ids[: row.computed])
+            self._prefix.keep(row.context[: row.computed])
             if said:
+                self.dropped += stats.dropped_messages
                 text = "".join(chunk.text for chunk in row.chunks)
                 self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -109,11 +109,12 @@ def run(
     leaders, rows = [group[0] for group in groups], [row for group in groups for row in group]
     if cache is None:
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
-    stats.prompt_tokens = sum(len(row.request.prompt) for row in leaders)
+    stats.describe(cache)
+    stats.prompt_tokens = sum(len(row.context) for row in leaders)
+    stats.dropped_tokens = sum(len(row.request.given) - len(row.context) for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
     by_slot = {group[0].slot: group for group in groups}
-    prompts = [(row.slot, row.cached, row.request.prompt) for row in leaders]
-    for parts, complete in prefill_steps(prompts, PREFILL_CHUNK):
+    for parts, complete in prefill_steps([row.next_input for row in leaders], PREFILL_CHUNK):
         started = time.perf_counter()
         ending = [leaders[number] for _, number in complete]
         hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
@@ -130,11 +131,14 @@ def run(
         stats.prefill_s += time.perf_counter() - started
     while active := [row for row in rows if not row.finished]:
         started = time.perf_counter()
-        hidden, found = _step(model, [row.next_input for row in active], range(len(active)), active, cache)
         chunks = []
-        for row, x, candidates in zip(active, hidden, found, strict=True):
-            row.computed += 1
-            chunks.append(row.accept(x, candidates, stats))
+        inputs = [row.next_input for row in active]  # one token each, or what was kept when others were dropped
+        for parts, complete in prefill_steps(inputs, max(PREFILL_CHUNK, len(active))):
+            ending = [active[number] for _, number in complete]
+            hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
+            for row, x, candidates in zip(ending, hidden, found, strict=True):
+                row.computed = len(row.context)
+                chunks.append(row.accept(x, candidates, stats))
         stats.decode_s += time.perf_counter() - started
         stats.decode_tokens += len(chunks)
         yield from chunks
@@ -149,7 +153,4 @@ def _step(
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The parts through the model; at the last tokens of the parts `ending`, what their `rows` need to go on."""
     needs = [row.needs() for row in rows]
-    ks = [k for k, _ in needs]
-    also = np.unique(np.concatenate([ids for _, ids in needs])).tolist() if needs else []
-    k = None if None in ks else max((k for k in ks if k is not None), default=1)
-    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, k, also)
+    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, needs)

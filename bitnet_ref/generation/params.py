@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
+from .overflow import POLICIES
 
 DEFAULT_MAX_TOKENS = 64
 ALIASES = {
@@ -36,6 +37,10 @@ class SamplingParams:
     stop: strings that end the text; they are not part of it.
     stop_token_ids: tokens that end the text, besides the model's own end tokens.
     ignore_eos: go on after the model's own end tokens.
+    overflow: what to do where prompt and text outgrow the context (see `overflow.py`). "error" refuses; "truncate" cuts
+        the prompt's oldest tokens until max_tokens fit behind it; "sliding" goes on, and drops the oldest tokens as
+        often as the window is full; "sinks" does so too, but keeps the first sink_tokens.
+    window: tokens that the model sees at a time; by default its context. sink_tokens: 4, as in StreamingLLM.
 
     Which distribution (in the order of transformers: the logits' own rules, then temperature, then the limits):
     temperature: 0 takes the most likely token (greedy); else logits are divided by it before sampling.
@@ -85,6 +90,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    overflow: str = "error"
+    window: int | None = None
+    sink_tokens: int = 4
     n: int = 1
     logprobs: int | None = None
     echo: bool = False
@@ -110,7 +118,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _token_biases(self.logit_bias))
         for name, (low, what) in _WHOLE.items():
             value = getattr(self, name)
-            optional = name in ("max_tokens", "seed", "logprobs")
+            optional = name in ("max_tokens", "seed", "logprobs", "window")
             _check((optional and value is None) or _is_int(value, low), name, what, value)
         for name, (good, what) in _REAL.items():
             value = getattr(self, name)
@@ -119,6 +127,7 @@ class SamplingParams:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         early = self.early_stopping
         _check(isinstance(early, bool) or early == "never", "early_stopping", 'True, False or "never"', early)
+        _check(self.overflow in POLICIES, "overflow", f"one of {', '.join(POLICIES)}", self.overflow)
         for token in self.stop_token_ids:
             _check(_is_int(token, 0), "stop_token_ids", "token ids", token)
         for processor in self.processors:
@@ -154,8 +163,10 @@ class SamplingParams:
             return
         if self.n > self.num_beams:
             raise GenerationError(f"n: expected at most num_beams, {self.num_beams}, got {self.n}")
-        for name, none in (("temperature", 0), ("strategy", None), ("stop", ()), ("filter", ())):
-            if (value := getattr(self, name)) != none:
+        beside: dict[str, tuple[Any, ...]] = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),)}
+        beside |= {"overflow": ("error", "truncate")}
+        for name, allowed in beside.items():
+            if (value := getattr(self, name)) not in allowed:
                 raise GenerationError(
                     f"{name}: beam search compares whole sequences of tokens and takes no {name}, got {value!r}; "
                     "leave it out, or set num_beams=1"
@@ -192,6 +203,8 @@ class SamplingParams:
 _WHOLE: dict[str, tuple[int, str]] = {
     "max_tokens": (1, "a whole number"),
     "min_tokens": (0, "a whole number >= 0"),
+    "window": (2, "a whole number >= 2"),
+    "sink_tokens": (0, "a whole number >= 0"),
     "top_k": (0, "a whole number >= 0 (0: no limit)"),
     "seed": (0, "a whole number >= 0"),
     "n": (1, "a whole number >= 1"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..kv_cache import KVCache
 from .logprobs import lazy_fields
+from .overflow import Spans
 
 
 @lazy_fields("logprob", "top_logprobs")
@@ -23,6 +26,23 @@ class StreamChunk:
     finish_reason: str | None = None  # "stop", "length" or "filtered" on the last chunk
     stop_reason: str | int | None = None  # the stop string, the end token or the banned string, where there was one
     top_logprobs: dict[int, float] | None = None
+    dropped_tokens: int = 0  # of the prompt and the text before it, which the model did not see any more
+    kept: Spans | None = None  # where some were dropped just before it: what it saw, as (start, stop) of tokens
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """From new token `at` on the model saw only `kept` of what had been there before, and what came after it.
+
+    kept: (start, stop) of tokens, counted from the beginning of the prompt and on into the text.
+    """
+
+    at: int
+    kept: Spans
+
+    @classmethod
+    def of(cls, chunks: Sequence[StreamChunk]) -> list[Overflow]:
+        return [cls(at, chunk.kept) for at, chunk in enumerate(chunks) if chunk.kept is not None]
 
 
 @dataclass
@@ -37,7 +57,16 @@ class GenerationStats:
     decode_s: float = 0.0  # from the first new token to the last
     decode_tokens: int = 0  # new tokens that took a step of their own: all but each row's first
     screened_tokens: int = 0  # new tokens that were chosen among a few logits, by certain bounds on all others
+    dropped_tokens: int = 0  # by `overflow`
+    recomputed_tokens: int = 0  # that stayed, and had been in the cache already
+    dropped_messages: int = 0  # of a chat
+    cache_dtype: str = "float32"  # how keys and values were kept
+    cache_bytes_per_token: int = 0
     head_rows: int = 0  # logits computed to choose all tokens; the whole vocabulary for each that is not screened
+
+    def describe(self, cache: KVCache) -> None:
+        """What the keys and values of this call are kept in."""
+        self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -67,3 +96,12 @@ class Generation:
     stop_reason: str | int | None = None
     top_logprobs: list[dict[int, float]] | None = None
     score: float | None = None  # of beam search: what the beams were compared by
+    overflows: list[Overflow] = field(default_factory=list)  # what was dropped by `overflow`, and where
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens of the prompt and the text that the model did not see when it chose the last one."""
+        if not self.overflows:
+            return 0
+        kept = self.overflows[-1].kept
+        return kept[-1][1] - sum(stop - start for start, stop in kept)

@@ -96,7 +96,7 @@ def _typical(
 
 
 def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
-    """The k for `Backend.head_candidates`; None where only all logits will do."""
+    """The k of a `HeadNeed`; None where only all logits will do."""
     if params.temperature == 0:
         return 1
     if not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:

@@ -8,12 +8,14 @@ processors see are log probabilities, as there, not logits.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends import HeadNeed
 from ..kv_cache import KVCache, TokenBatch
 from .logprobs import Entry
 from .results import Generation, GenerationStats
@@ -34,8 +36,21 @@ class Beam:
     entries: tuple[Entry, ...] = ()  # ln p of each token, and of the likeliest in its place
 
 
+@dataclass(frozen=True)
+class BeamStep:
+    """What one step weighed, best first: continuations of the running beams, and what became of each."""
+
+    candidates: tuple[Beam, ...]
+    fates: tuple[str, ...]  # "running", "ended" or "cut"
+    worth: tuple[float | None, ...]  # the final score of those that ended
+
+
+Watcher = Callable[[int, BeamStep], None]  # (number of the prompt, its step)
+
+
 class BeamSearch:
-    """One prompt's beams. `advance` takes the logits after each running beam and makes the next ones."""
+    """One prompt's beams. `advance` takes the logits after each running beam and makes the next ones, and returns what
+    it weighed."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.params = request, request.params
@@ -48,7 +63,7 @@ class BeamSearch:
         """The prompt and the beam's tokens."""
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
-    def advance(self, logits: NDArray) -> None:
+    def advance(self, logits: NDArray) -> BeamStep:
         """One more token for the beams.   logits (running beams, V), the model's own"""
         width, length = self.params.num_beams, len(self.running[0].tokens) + 1
         own = np.stack([log_probabilities(row) for row in logits])
@@ -62,9 +77,15 @@ class BeamSearch:
             if scores.flat[at] > -np.inf
         ]
         ends = [self._ends(beam, length) for beam in best]
-        self._set_aside([beam for beam, ended in zip(best[:width], ends, strict=False) if ended], length)
-        self.running = [beam for beam, ended in zip(best, ends, strict=True) if not ended][:width]
+        ended = [beam for beam, ends_here in zip(best[:width], ends, strict=False) if ends_here]
+        self._set_aside(ended, length)
+        self.running = [beam for beam, ends_here in zip(best, ends, strict=True) if not ends_here][:width]
         self.done = self._is_done(length)
+        fates = dict.fromkeys(map(id, ended), "ended") | dict.fromkeys(map(id, self.running), "running")
+        worth = {id(beam): self._worth(beam, length) for beam in ended}
+        return BeamStep(
+            tuple(best), tuple(fates.get(id(b), "cut") for b in best), tuple(worth.get(id(b)) for b in best)
+        )
 
     def _child(self, parent: int, token: int, score: float, own: NDArray) -> Beam:
         beam = self.running[parent]
@@ -83,8 +104,12 @@ class BeamSearch:
         """The ended beams compete with those that ended before, unless it is settled that there are enough."""
         if self.params.early_stopping is True and len(self.ended) == self.params.num_beams:
             return
-        worth = [Beam(b.tokens, b.score / length**self.params.length_penalty, b.parent, b.entries) for b in beams]
+        worth = [Beam(b.tokens, self._worth(b, length), b.parent, b.entries) for b in beams]
         self.ended = sorted([*self.ended, *worth], key=lambda beam: -beam.score)[: self.params.num_beams]
+
+    def _worth(self, beam: Beam, length: int) -> float:
+        """The final score of a beam that ends with so many tokens."""
+        return beam.score / length**self.params.length_penalty
 
     def _is_done(self, length: int) -> bool:
         if not self.running:
@@ -113,28 +138,35 @@ class BeamSearch:
             token_ids=list(beam.tokens),
             finish_reason="filtered" if text.filtered else "stop" if by_token or matched else "length",
             logprobs=[chosen for chosen, _ in beam.entries],
-            prompt_token_ids=self.request.prompt.tolist(),
+            prompt_token_ids=self.request.given.tolist(),
             stats=stats,
             stop_reason=text.banned_by if text.filtered else last if by_token else None,
             top_logprobs=None if self.params.logprobs is None else [likely for _, likely in beam.entries],
             score=beam.score,
+            overflows=self.request.overflows,
         )
 
 
 def beam_search(
-    model: Model, requests: list[Request], stats: GenerationStats, prefill_chunk: int
+    model: Model, requests: list[Request], stats: GenerationStats, prefill_chunk: int, watch: Watcher | None = None
 ) -> list[list[Generation]]:
-    """The `n` best continuations of each prompt. All beams of all prompts go through the model together."""
+    """The `n` best continuations of each prompt. All beams of all prompts go through the model together.
+
+    watch: called with each step of each prompt.
+    """
+    watch = watch or (lambda number, step: None)
     width = requests[0].params.num_beams
     searches = [BeamSearch(request) for request in requests]
     cache = model.new_cache(width * len(requests), capacity=max(request.capacity for request in requests))
+    stats.describe(cache)
     started = time.perf_counter()
     stats.prompt_tokens = sum(len(request.prompt) for request in requests)
+    stats.dropped_tokens = sum(len(request.given) - len(request.prompt) for request in requests)
     prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]
     for parts, complete in prefill_steps(prompts, prefill_chunk):
         logits = _logits(model, TokenBatch.of(parts, [part for part, _ in complete]), cache, stats)
         for (_, number), row in zip(complete, logits, strict=True):
-            searches[number].advance(row[None])
+            watch(number, searches[number].advance(row[None]))
     stats.prefill_s = time.perf_counter() - started
     started = time.perf_counter()
     while active := [number for number, search in enumerate(searches) if not search.done]:
@@ -149,7 +181,7 @@ def beam_search(
             parts += [(slot, length - 1, [beam.tokens[-1]]) for slot, beam in zip(slots, beams, strict=True)]
         rows = iter(_logits(model, TokenBatch.of(parts, range(len(parts))), cache, stats))
         for number in active:
-            searches[number].advance(np.stack([next(rows) for _ in searches[number].running]))
+            watch(number, searches[number].advance(np.stack([next(rows) for _ in searches[number].running])))
     stats.decode_s = time.perf_counter() - started
     results = [search.results(stats) for search in searches]
     stats.generated_tokens = sum(len(out.token_ids) for group in results for out in group)
@@ -158,6 +190,7 @@ def beam_search(
 
 
 def _logits(model: Model, batch: TokenBatch, cache: KVCache, stats: GenerationStats) -> list[NDArray]:
-    _, found = model.candidates(batch, cache, None)
+    wanted = len(batch) if batch.wanted is None else len(batch.wanted)
+    _, found = model.candidates(batch, cache, [HeadNeed()] * wanted)
     stats.head_rows += sum(len(candidates.ids) for candidates in found)
     return [candidates.logits for candidates in found]

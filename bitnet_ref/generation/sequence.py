@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends import HeadCandidates, HeadNeed
 from ..errors import GenerationError, TokenizerError
 from ..kv_cache import TokenIds
 from .banned import BannedWords
 from .constraints import Constraint
 from .logprobs import Logprobs
+from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import Rules
-from .results import Generation, GenerationStats, StreamChunk
+from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .sampling import candidates_needed, choose, choose_among
 from .streaming import TextStream
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..tokenizers import Tokenizer
 
+IDS_AT_FIRST = 4096  # tokens of a text that there is room for before its array grows
 NEEDS_TEXT = ("stop", "bad_words", "filter", "guides", "echo")
 
 
@@ -40,14 +42,15 @@ class Request:
             model, required=isinstance(prompt, str) or any(getattr(params, x) for x in NEEDS_TEXT)
         )
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
-        self.prompt: NDArray[np.int64] = model.check_tokens(cast("Sequence[int]", ids))
-        room = model.config.context_length - len(self.prompt)
-        self.max_tokens = params.max_tokens if params.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
-        if room < 1 or self.max_tokens > room:
-            raise GenerationError(
-                f"{name} has {len(self.prompt)} tokens and {self.max_tokens} more are asked for, but the model's "
-                f"context is {model.config.context_length}; lower max_tokens to {max(room, 0)} or shorten the prompt"
-            )
+        self.window = ContextWindow.of(model, params)
+        self.given: NDArray[np.int64] = model.check_tokens(
+            cast("Sequence[int]", ids), any_length=self.window.policy != "error"
+        )
+        self.max_tokens = self._length(name)
+        bos = self.tokenizer.bos_id if self.tokenizer is not None else None
+        front = int(bos is not None and self.given[0] == bos)
+        self.kept = self.window.cut(len(self.given), self.max_tokens, front)  # by "truncate"
+        self.prompt = take(self.given, self.kept)
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens(model))
         for token in params.logit_bias:
             if token >= model.config.vocab_size:
@@ -60,10 +63,33 @@ class Request:
         guide = next(iter(params.guides.items()), None)
         self._constraint = Constraint(*guide, model.vocabulary.llguidance, len(self.prompt)) if guide else None
 
+    def _length(self, name: str) -> int:
+        """New tokens at most."""
+        asked, context = self.params.max_tokens, self.window.size
+        if self.window.moves:
+            return DEFAULT_MAX_TOKENS if asked is None else asked
+        room = context - len(self.given)
+        if self.window.policy == "truncate":
+            return min(DEFAULT_MAX_TOKENS, max(room, context // 2)) if asked is None else asked
+        wanted = min(DEFAULT_MAX_TOKENS, room) if asked is None else asked
+        if room < 1 or wanted > room:
+            raise GenerationError(
+                f"{name} has {len(self.given)} tokens and {wanted} more are asked for, but the "
+                f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
+                f'{max(room, 0)}, shorten the prompt, or see overflow="truncate"'
+            )
+        return wanted
+
+    @property
+    def overflows(self) -> list[Overflow]:
+        """What "truncate" cut of the prompt."""
+        return [Overflow(0, self.kept)] if len(self.prompt) < len(self.given) else []
+
     @property
     def capacity(self) -> int:
         """Tokens that the cache has to hold."""
-        return len(self.prompt) + self.max_tokens
+        whole = len(self.prompt) + self.max_tokens
+        return min(whole, self.window.size) if self.window.moves else whole
 
     def rules(self) -> tuple[Rules, Constraint | None]:
         """The processors for one continuation; and of them the one, if any, that knows when the text is complete."""
@@ -85,12 +111,17 @@ class Request:
 
     def opening(self, text: TextStream) -> str:
         """What the text begins with: the prompt, with `echo`."""
-        return text.prime(self.prompt.tolist()) if self.params.echo else ""
+        return text.prime(self.given.tolist()) if self.params.echo else ""
 
 
 class Continuation:
     """`slot`: its place in the cache. `choice`: which of the `n` of its request. `cached`: how many tokens of the
-    prompt are in the cache to begin with; `computed`: how many tokens are there now."""
+    prompt are in the cache to begin with; `computed`: how many tokens of its `context` are there now.
+
+    The context is what the model is to see: all of `ids`, until tokens are dropped because the window is full. Then
+    `accept` leaves `computed` at 0, and the context has to be computed from its beginning, as a prompt, before the next
+    token can be chosen. Whoever runs the model feeds `next_input`, whole or in pieces, and counts it in `computed`.
+    """
 
     def __init__(self, request: Request, slot: int, choice: int = 0, cached: int = 0) -> None:
         self.request, self.slot, self.cached, self.computed = request, slot, cached, cached
@@ -101,8 +132,10 @@ class Continuation:
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
         self.chunks: list[StreamChunk] = []
-        self._ids = np.empty(request.capacity, dtype=np.int64)
+        self._ids = np.empty(len(request.prompt) + min(request.max_tokens, IDS_AT_FIRST), dtype=np.int64)
         self._ids[: len(request.prompt)] = request.prompt
+        self._kept = request.window.keep(len(request.prompt))  # the last span goes on to the newest token
+        self._moved = len(self._kept) > 1 or self._kept[0][0] > 0 or len(request.prompt) < len(request.given)
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -112,21 +145,33 @@ class Continuation:
         return ids
 
     @property
+    def known(self) -> int:
+        """How many those are."""
+        return len(self.request.prompt) + len(self.chunks)
+
+    @property
+    def context(self) -> NDArray[np.int64]:
+        """The tokens that the model is to see: positions 0, 1, ... of its slot."""
+        ids = self.ids
+        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids))))
+
+    @property
     def finished(self) -> bool:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property
-    def next_input(self) -> tuple[int, int, TokenIds]:
-        """(slot, position, [token]) of the newest token, which the model has not seen yet."""
-        return self.slot, len(self.ids) - 1, [self.chunks[-1].token_id]
+    def next_input(self) -> tuple[int, int, NDArray[np.int64]]:
+        """(slot, position, tokens) of what the model has not seen yet: the newest token; or the prompt, or after some
+        were dropped the context, from its first token on that is not in the cache."""
+        return self.slot, self.computed, self.context[self.computed :]
 
-    def needs(self) -> tuple[int | None, NDArray[np.int64]]:
-        """The k and the `also` of `Backend.head_candidates` for the next token; a k of None is all logits."""
+    def needs(self) -> HeadNeed:
+        """What the choice of the next token needs of its logits."""
         k = candidates_needed(self.request.params, self.request.model.config.vocab_size)
         moved = self.rules.moved(self.ids) if k is not None and self.request.params.strategy is None else None
         if k is None or moved is None:
-            return None, np.empty(0, dtype=np.int64)
-        return k + len(moved), moved
+            return HeadNeed()
+        return HeadNeed(k + len(moved), moved)
 
     def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
         """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
@@ -135,7 +180,8 @@ class Continuation:
         stats.screened_tokens += logits is None
         text = self.text.push(token)
         logprob, top = self.logprobs.add(token, hidden, logits)
-        self._ids[len(self.request.prompt) + len(self.chunks)] = token
+        dropped, kept = self._dropped(len(self.ids))
+        self._append(token)
         finish, why = self._end(token)
         if finish is not None:
             text += self.text.flush()
@@ -144,10 +190,35 @@ class Continuation:
         if not self.chunks:
             text = self.opening + text
         chunk = StreamChunk(
-            text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None
+            text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None, dropped, kept
         )
         self.chunks.append(chunk)
+        self._make_room(stats)
         return chunk
+
+    def _append(self, token: int) -> None:
+        count = len(self.request.prompt) + len(self.chunks)
+        if count == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._ids[count] = token
+
+    def _dropped(self, length: int) -> tuple[int, Spans | None]:
+        """Tokens that the model does not see now, of those given and new; and what it sees, if that is news."""
+        cut = len(self.request.given) - len(self.request.prompt)
+        spans = (*self._kept[:-1], (self._kept[-1][0], length))
+        missing = cut + length - sum(stop - start for start, stop in spans)
+        moved, self._moved = self._moved, False
+        return missing, (self.request.kept if cut else spans) if moved else None
+
+    def _make_room(self, stats: GenerationStats) -> None:
+        """Where the newest token does not fit the window any more, drop the oldest."""
+        window, length = self.request.window, len(self.ids)
+        if self.finished or not window.moves or (before := len(self.context)) <= window.size:
+            return
+        self._kept, self._moved, self.computed = window.keep(length), True, 0
+        after = len(self.context)
+        stats.dropped_tokens += before - after
+        stats.recomputed_tokens += after - 1
 
     def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
         """-> the token, and the model's own logits if all of them were computed"""
@@ -192,31 +263,33 @@ class Continuation:
             token_ids=[chunk.token_id for chunk in self.chunks],
             finish_reason=last.finish_reason,
             logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),
-            prompt_token_ids=self.request.prompt.tolist(),
+            prompt_token_ids=self.request.given.tolist(),
             stats=stats,
             stop_reason=last.stop_reason,
             top_logprobs=cast("list[dict[int, float]]", tops) if self.request.params.logprobs is not None else None,
+            overflows=Overflow.of(self.chunks),
         )
 
 
 def prefill_steps(
-    prompts: Sequence[tuple[int, int, NDArray[np.int64]]], tokens: int
+    inputs: Sequence[tuple[int, int, NDArray[np.int64]]], tokens: int
 ) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
-    """The prompts in steps of some tokens at most, which bounds the memory of a long one.
+    """What the model is to see in steps of some tokens at most, which bounds the memory of a long prompt.
 
-    prompts: (slot, tokens in the cache already, token ids). Each step is (parts for TokenBatch.of, (part, prompt) of
-    those that end a prompt).
+    inputs: (slot, position of the first, token ids). Each step is (parts for TokenBatch.of, (part, input) of those that
+    end an input).
     """
     parts: list[tuple[int, int, TokenIds]] = []
     complete: list[tuple[int, int]] = []
     room = tokens
-    for number, (slot, start, ids) in enumerate(prompts):
-        while start < len(ids):
-            piece = ids[start : start + room]
-            if start + len(piece) == len(ids):
+    for number, (slot, start, ids) in enumerate(inputs):
+        done = 0
+        while done < len(ids):
+            piece = ids[done : done + room]
+            if done + len(piece) == len(ids):
                 complete.append((len(parts), number))
-            parts.append((slot, start, piece))
-            start, room = start + len(piece), room - len(piece)
+            parts.append((slot, start + done, piece))
+            done, room = done + len(piece), room - len(piece)
             if room == 0:
                 yield parts, complete
                 parts, complete, room = [], [], tokens

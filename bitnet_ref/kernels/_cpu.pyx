@@ -11,7 +11,7 @@ from cython.parallel cimport parallel, prange
 from libc.math cimport NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
 from libc.stdlib cimport abort, free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
@@ -27,6 +27,15 @@ cdef extern from "kernels.h" nogil:
         void (*run)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *, size_t, size_t,
                     void *) noexcept nogil
         size_t max_k
+    ctypedef struct kv_pool:
+        const void *rows
+        const float *scales
+    ctypedef struct kv_view:
+        kv_pool keys, values
+        const int32_t *pages
+        size_t page_size, stride, scale_stride, first, n_keys
+        int kind
+    const int KV_FLOAT32, KV_FLOAT16, KV_INT8
     const ternary_method METHODS[]
     const int N_METHODS
     ctypedef struct kernel_set:
@@ -39,8 +48,7 @@ cdef extern from "kernels.h" nogil:
         void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
         size_t (*attend_workspace)(size_t, size_t, size_t) noexcept nogil
-        void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *,
-                       float *) noexcept nogil
+        void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
@@ -135,6 +143,16 @@ cdef inline void *aligned_scratch(size_t size) noexcept nogil:
     if posix_memalign(&memory, 64, size) != 0:
         abort()  # a few kilobytes: there is no going on without them
     return memory
+
+
+cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
+    """The same floats on a line of the cache, or NULL: NumPy's arrays lie anywhere, and a load of 64 bytes that takes
+    two lines costs twice."""
+    cdef void *memory = NULL
+    if posix_memalign(&memory, 64, max(n, 1) * sizeof(float)) != 0:
+        return NULL
+    memcpy(memory, x, n * sizeof(float))
+    return <float *> memory
 
 
 def sum_words(const uint64_t[::1] words, int threads):
@@ -405,32 +423,79 @@ def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] 
             KERNEL_SETS[kernels].rope(&x[m, 0, 0], heads, half, &cos[m, 0], &sin[m, 0], &y[m, 0, 0])
 
 
-def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const float[:, :, :, ::1] values,
+cdef struct pool_shape:
+    Py_ssize_t pages, page_size, G, d
+    int kind
+
+
+cdef kv_pool _pool(array, scales, pool_shape *shape) except *:
+    """One layer's keys or values: float32, float16 given as uint16, or int8 with the scales (pages, page_size, G)."""
+    cdef const float[:, :, :, ::1] wide
+    cdef const uint16_t[:, :, :, ::1] half
+    cdef const int8_t[:, :, :, ::1] narrow
+    cdef const float[:, :, ::1] scale
+    cdef kv_pool pool
+    pool.rows, pool.scales = NULL, NULL
+    shape.pages, shape.page_size, shape.G, shape.d = array.shape
+    if not (shape.pages and shape.page_size and shape.G and shape.d):
+        raise ValueError(f"attention: keys {array.shape}")
+    if array.dtype.itemsize == 4:
+        wide = array
+        shape.kind, pool.rows = KV_FLOAT32, &wide[0, 0, 0, 0]
+    elif array.dtype.itemsize == 2:
+        half = array
+        shape.kind, pool.rows = KV_FLOAT16, &half[0, 0, 0, 0]
+    else:
+        narrow, scale = array, scales
+        if scale.shape[0] != shape.pages or scale.shape[1] != shape.page_size or scale.shape[2] != shape.G:
+            raise ValueError(f"attention: keys {array.shape}, scales {scales.shape}")
+        shape.kind, pool.rows, pool.scales = KV_INT8, &narrow[0, 0, 0, 0], &scale[0, 0, 0]
+    return pool
+
+
+cdef inline Py_ssize_t keys_seen(Py_ssize_t position, Py_ssize_t window) noexcept nogil:
+    return window if window and window <= position else position + 1
+
+
+def attention(const float[:, :, ::1] q, keys, values, key_scales, value_scales, const int32_t[:, ::1] page_table,
               const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
               int threads, Py_ssize_t kernels):
-    """q (M, H, d), one layer's keys and values (slots, capacity, G, d) -> z (M, H, d). window 0: no limit.
+    """q (M, H, d), one layer's keys and values (pages, page_size, G, d), page_table (slots, pages a slot) -> z (M, H, d).
+
+    keys and values: see `_pool`. window 0: no limit. Returns -1, or the first token that sees a position for which the
+    table has no page.
 
     (token, kv head) pairs over threads. Each goes through all of its keys in one order. Few pairs that leave some threads
     idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads, whose results are the
     same alone. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
     """
-    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = keys.shape[2], capacity = keys.shape[1]
-    cdef Py_ssize_t R = H // G, m, item, g, start, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count
-    if (M != slots.shape[0] or M != positions.shape[0] or keys.shape[3] != d or R * G != H or values.shape[3] != d
-            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
-        raise ValueError(f"attention: q {M, H, d}, keys {keys.shape[0], capacity, G, keys.shape[3]}")
+    cdef pool_shape shape, other
+    cdef kv_view view
+    view.keys, view.values = _pool(keys, key_scales, &shape), _pool(values, value_scales, &other)
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = shape.G, page_size = shape.page_size
+    cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count, page
+    if (M != slots.shape[0] or M != positions.shape[0] or shape.d != d or R * G != H or other.d != d or other.G != G
+            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d or other.pages != shape.pages
+            or other.page_size != page_size or other.kind != shape.kind):
+        raise ValueError(f"attention: q {M, H, d}, keys {keys.shape}, values {values.shape}")
     for m in range(M):
-        if positions[m] < 0 or positions[m] >= capacity or slots[m] < 0 or slots[m] >= keys.shape[0]:
-            raise ValueError(f"attention: slot {slots[m]}, position {positions[m]} of {keys.shape[0]} x {capacity}")
-        n_keys = positions[m] + 1
-        if window and window < n_keys:
-            n_keys = window
+        if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
+            raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
+        n_keys = keys_seen(positions[m], window)
+        if positions[m] // page_size >= page_table.shape[1]:
+            return m
+        for page in range((positions[m] + 1 - n_keys) // page_size, positions[m] // page_size + 1):
+            if page_table[slots[m], page] < 0 or page_table[slots[m], page] >= shape.pages:
+                return m
         longest = max(longest, n_keys)
         work += n_keys * H * d
+    if M == 0:
+        return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
+    view.page_size, view.stride, view.scale_stride, view.kind = page_size, G * d, G, shape.kind
     whole = M * G
     if whole < 8 * team:
         whole -= whole % team
@@ -445,14 +510,25 @@ def attention(const float[:, :, ::1] q, const float[:, :, :, ::1] keys, const fl
             count = R if item < whole else min(piece, R - head)
             m = g // G
             g = g % G
-            n_keys = positions[m] + 1
-            start = 0
-            if window and window < n_keys:
-                start = n_keys - window
-                n_keys = window
-            chosen.attend(&q[m, g * R + head, 0], count, d, &keys[slots[m], start, g, 0],
-                          &values[slots[m], start, g, 0], n_keys, G * d, scale, workspace, &z[m, g * R + head, 0])
+            attend_one(chosen, &q[m, g * R + head, 0], count, d, g, view, &page_table[slots[m], 0], positions[m], window,
+                       scale, workspace, &z[m, g * R + head, 0])
         free(workspace)
+    return -1
+
+
+cdef inline void attend_one(const kernel_set *chosen, const float *q, Py_ssize_t heads, Py_ssize_t d, Py_ssize_t g,
+                            kv_view view, const int32_t *pages, Py_ssize_t position, Py_ssize_t window, double scale,
+                            double *workspace, float *z) noexcept nogil:
+    """One token's heads of kv head g. `view` (a copy) knows the pools of all heads, and learns here what is seen."""
+    cdef Py_ssize_t size = 4 if view.kind == KV_FLOAT32 else 2 if view.kind == KV_FLOAT16 else 1
+    view.keys.rows = <const char *> view.keys.rows + g * d * size
+    view.values.rows = <const char *> view.values.rows + g * d * size
+    if view.kind == KV_INT8:
+        view.keys.scales += g
+        view.values.scales += g
+    view.pages, view.n_keys = pages, keys_seen(position, window)
+    view.first = position + 1 - view.n_keys
+    chosen.attend(q, heads, d, &view, scale, workspace, z)
 
 
 def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):
@@ -474,9 +550,14 @@ cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssi
         return
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef int team = threads_for(N * K * size * M, DENSE_BYTES_A_THREAD, threads)
-    for block in prange(n_blocks, nogil=True, num_threads=team, schedule="static"):
-        chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
-                          &x[0, 0], M, &y[0, block * 16], N)
+    cdef float *tokens = aligned_copy(&x[0, 0], M * K)
+    if tokens == NULL:
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    with nogil:
+        for block in prange(n_blocks, num_threads=team, schedule="static"):
+            chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
+                              tokens, M, &y[0, block * 16], N)
+        free(tokens)
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------
@@ -522,7 +603,9 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
     if M == 0 or N == 0:
         return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    cdef int16_t *tokens = <int16_t *> malloc(M * wide * sizeof(int16_t))
+    cdef int16_t *tokens = NULL
+    if posix_memalign(<void **> &tokens, 64, M * wide * sizeof(int16_t)) != 0:
+        tokens = NULL
     cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
     if tokens == NULL or token_facts == NULL:
         free(tokens)

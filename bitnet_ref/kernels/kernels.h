@@ -7,7 +7,9 @@
 #include <math.h>
 
 #include "dense_avx512.h"
+#include "kv_view.h"
 #include "peaks.h"
+#include "screen_avx512.h"
 #include "table_avx2.h"
 #include "ternary_amx.h"
 #include "ternary_avx2.h"
@@ -26,7 +28,7 @@
 #define STEP(name) name##_avx2
 #define STEP_BYTES 32
 #define STEP_MULADD(a, b, c) ((STEP(f64v))_mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c)))
-#define STEP_TARGET __attribute__((target("avx2,fma")))
+#define STEP_TARGET __attribute__((target("avx2,fma,f16c")))
 #include "float_steps.h"
 #define STEP(name) name##_avx512
 #define STEP_BYTES 64
@@ -68,7 +70,7 @@ typedef struct {
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     size_t (*attend_workspace)(size_t, size_t, size_t);
-    void (*attend)(const float *, size_t, size_t, const float *, const float *, size_t, size_t, double, double *, float *);
+    void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
@@ -115,8 +117,8 @@ static const char *kernel_set_lacks(size_t index) {
     const char *name = KERNEL_SETS[index].name;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
-        return "the processor has no AVX2 with FMA";
+    if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()))
+        return "the processor has no AVX2 with FMA and F16C";
 #if defined(BITNET_REF_HAS_AVXVNNI)
     if (!strcmp(name, "avxvnni")) return avxvnni_lacks();
 #endif

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import layers
-from ..backends import Backend, HeadCandidates
+from ..backends import Backend, HeadCandidates, HeadNeed
 from ..config import ModelConfig, RopeConfig
 from ..errors import NumericsError
 from ..kv_cache import KVCache, TokenBatch, TokenIds
@@ -44,11 +44,19 @@ def names_matcher(names_filter: NamesFilter) -> Callable[[str], bool]:
 
 
 def record(
-    be: Backend, w: ModelWeights, cfg: ModelConfig, tokens: TokenIds, names_filter: NamesFilter = None
+    be: Backend,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    tokens: TokenIds,
+    names_filter: NamesFilter = None,
+    cache: KVCache | None = None,
 ) -> tuple[NDArray, dict[str, NDArray]]:
-    """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation"""
+    """One forward pass over one sequence.   -> logits (T, V), {name: array} in the order of the computation
+
+    cache: an empty one to compute with; None makes the backend's own.
+    """
     recorder = Recorder(be, w, cfg, names_filter)
-    cache = KVCache(cfg, slots=1, capacity=max(1, len(tokens)), dtype=be.dtype.type)
+    cache = be.new_cache(cfg, 1, max(1, len(tokens))) if cache is None else cache
     logits = checked_forward(be, w, cfg, TokenBatch.of([(0, 0, tokens)]), cache, recorder)
     return logits, recorder.seen
 
@@ -65,7 +73,7 @@ def checked_forward(
     # What NumPy would warn about ends in the logits, and is then reported by name.
     with np.errstate(all="ignore"), be.running():
         try:
-            logits = forward(recorder or be, w, cfg, batch, cache)
+            logits = be.to_host(forward(recorder or be, w, cfg, batch, cache))
             if np.isfinite(logits).all():
                 return logits
         except NumericsError:
@@ -79,8 +87,7 @@ def checked_candidates(
     cfg: ModelConfig,
     batch: TokenBatch,
     cache: KVCache,
-    k: int | None,
-    also: Sequence[int] = (),
+    needs: Sequence[HeadNeed],
 ) -> tuple[NDArray, list[HeadCandidates]]:
     """The forward pass with `head_candidates` in place of `lm_head`, checked alike.   -> final hidden (wanted, D), ...
 
@@ -88,8 +95,9 @@ def checked_candidates(
     """
     with np.errstate(all="ignore"), be.running():
         try:
-            x = final_hidden(be, w, cfg, batch, cache)
-            found = be.head_candidates(x, w.lm_head, k, also)
+            x = be.run(final_hidden, w, cfg, batch, cache)
+            found = be.head_candidates(x, w.lm_head, needs)
+            x = be.to_host(x)
             if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
                 return x, found
         except NumericsError:
@@ -120,6 +128,7 @@ class Recorder(Backend):
         self.name, self.dtype, self.threads = inner.name, inner.dtype, inner.threads
         self.wants = names_matcher(names_filter)
         self.seen: dict[str, NDArray] = {}
+        self._host_batch: TokenBatch | None = None  # what `place` was given
         self.current = ""  # the tensor being computed, or the last one kept
         self._linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
         self._norm_names = {id(w.final_norm): "ln_final"}
@@ -137,8 +146,26 @@ class Recorder(Backend):
 
     def keep(self, name: str, array: NDArray) -> None:
         if self.wants(name):
-            self.seen[name] = np.array(array)
+            self.seen[name] = np.array(self.inner.to_host(array))
         self.current = name
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        self._host_batch = batch
+        return self.inner.place(batch)
+
+    def to_host(self, array: NDArray) -> NDArray:
+        return self.inner.to_host(array)
+
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        return self.inner.new_cache(config, slots, capacity, dtype, page_size, pages)
 
     # -- primitives, each passed on and kept ---------------------------------------------------------------------------
 
@@ -159,7 +186,7 @@ class Recorder(Backend):
         elif name == "ln_final":
             self.keep(f"{self._block}.hook_resid_post", x)
         self.current = f"{name}.hook_scale"
-        self.keep(self.current, layers.rms_scale(x, eps))
+        self.keep(self.current, layers.rms_scale(self.inner.to_host(x), eps))
         y = self.inner.rms_norm(x, weight, eps)
         self.keep(f"{name}.hook_normalized", y)
         return y
@@ -207,6 +234,12 @@ class Recorder(Backend):
         self.keep(f"{self._block}.mlp.hook_post", y)
         return y
 
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        return self.inner.add(x, y)
+
+    def take_rows(self, x: NDArray, rows: NDArray) -> NDArray:
+        return self.inner.take_rows(x, rows)
+
     # -- fused: inherited compositions, with the names that only they know ---------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
@@ -224,9 +257,10 @@ class Recorder(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         attn = f"{self._block}.attn"
-        self.keep(f"{attn}.hook_v", cache.values[layer, batch.slots, batch.positions])
+        here = batch if self._host_batch is None else self._host_batch
+        self.keep(f"{attn}.hook_v", cache.stored(layer, here)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
-            self._keep_pattern(q, cache, batch, layer, window)
+            self._keep_pattern(self.inner.to_host(q), cache, here, layer, window)
         z = self.inner.attention(q, cache, batch, layer, window)  # the backend's own, fused or not
         self.keep(f"{attn}.hook_z", z)
         return z
@@ -249,7 +283,7 @@ class _Watch(Recorder):
 
     def keep(self, name: str, array: NDArray) -> None:
         masked = name.endswith("hook_attn_scores")  # -inf there is the causal mask
-        values = np.asarray(array)
+        values = np.asarray(self.inner.to_host(array))
         bad = np.isnan(values) | np.isposinf(values) if masked else ~np.isfinite(values)
         if bad.any():
             where = tuple(int(i) for i in np.argwhere(bad)[0])

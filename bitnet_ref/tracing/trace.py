@@ -102,7 +102,7 @@ class _FileRecorder(Recorder):
 
     def keep(self, name: str, array: NDArray) -> None:
         if self.wants(name):
-            self.writer.add(name, array)
+            self.writer.add(name, self.inner.to_host(array))
         self.current = name
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bitnet_ref
-from bitnet_ref.backends import Backend
+from bitnet_ref.backends import Backend, HeadNeed
 from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants, why_unavailable
 from bitnet_ref.backends.screened_head import SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
-from bitnet_ref.errors import BackendUnavailable, NumericsError
+from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.sampling import candidates_needed, choose, choose_among
 from bitnet_ref.weights import DenseWeight
@@ -176,7 +176,7 @@ def test_choices_equal_those_of_all_logits(compiled, kind):
         pytest.skip("these logits overflow: generation refuses them")
     for given_params in PARAMS:
         params = SamplingParams.of(**given_params)
-        found = compiled.head_candidates(x, head, candidates_needed(params, 4300))
+        found = compiled.head_candidates(x, head, [HeadNeed(candidates_needed(params, 4300))] * 3)
         for i, candidates in enumerate(found):
             np.testing.assert_array_equal(candidates.logits.view(np.uint32), logits[i][candidates.ids].view(np.uint32))
             for uniform in (0.0, 0.3, 0.9999, float(rng(i).random())):
@@ -191,7 +191,7 @@ def test_few_rows_are_computed(compiled):
     w = gaussian(20000, 256)
     x = states(256)[[0, 4]]
     for k, most in ((1, 60), (50, 1000)):
-        for candidates in compiled.head_candidates(x, compiled._screened(DenseWeight(w)), k):
+        for candidates in compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(k)] * 2):
             assert k <= len(candidates.ids) <= most
 
 
@@ -199,11 +199,11 @@ def test_ties_go_to_the_smaller_id(compiled):
     w = gaussian(5000, 64) * BF16(0.1)
     w[[4001, 17, 2500]] = w[17] = gaussian(1, 64, seed=9)[0]
     x = w[17].astype(np.float32)[None]
-    (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), 1)
+    (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(1)])
     assert {17, 2500, 4001} <= set(found.ids.tolist())
     assert len(found.ids) < 100
     assert choose_among(found, SamplingParams(), 0.0) == 17
-    (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), 2)
+    (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(2)])
     params = SamplingParams(temperature=1.0, top_k=2)
     assert {choose_among(found, params, uniform) for uniform in (0.1, 0.9)} == {17, 2500}
 
@@ -211,7 +211,7 @@ def test_ties_go_to_the_smaller_id(compiled):
 def test_ids_can_be_forced_in(compiled):
     w = DenseWeight(gaussian(2000, 64))
     x = states(64)[:1]
-    (found,) = compiled.head_candidates(x, compiled._screened(w), 1, also=[3, 1999, 3])
+    (found,) = compiled.head_candidates(x, compiled._screened(w), [HeadNeed(1, [3, 1999, 3])])
     assert {3, 1999} <= set(found.ids.tolist())
     assert (np.diff(found.ids) > 0).all()
     np.testing.assert_array_equal(found.logits, compiled.lm_head(x, w)[0][found.ids])
@@ -226,7 +226,7 @@ def test_top_p_alone_is_decided_by_the_bounds_where_it_can(compiled):
     for temperature, decided in ((0.5, True), (1000.0, False)):
         params = SamplingParams(temperature=temperature, top_p=0.9)
         k = candidates_needed(params, len(w))
-        (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), k)
+        (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(k)])
         assert not found.complete
         token = choose_among(found, params, 0.5)
         assert token == (choose(logits, params, 0.5) if decided else None)
@@ -234,9 +234,27 @@ def test_top_p_alone_is_decided_by_the_bounds_where_it_can(compiled):
 
 def test_rows_that_are_all_alike_take_the_whole_head(compiled):
     w = np.repeat(gaussian(1, 64), 5000, axis=0)
-    (found,) = compiled.head_candidates(states(64)[:1], compiled._screened(DenseWeight(w)), 1)
+    (found,) = compiled.head_candidates(states(64)[:1], compiled._screened(DenseWeight(w)), [HeadNeed(1)])
     assert found.complete
     assert choose(found.logits, SamplingParams(), 0.0) == 0
+
+
+def test_each_token_gets_what_it_needs_itself(compiled):
+    """One that needs all logits does not make the others compute them."""
+    w, x = DenseWeight(gaussian(5000, 64)), states(64)[[0, 4, 0]]
+    head, logits = compiled._screened(w), compiled.lm_head(x, w)
+    needs = [HeadNeed(1), HeadNeed(None), HeadNeed(2, np.array([7]))]
+    found = compiled.head_candidates(x, head, needs)
+    assert [candidates.complete for candidates in found] == [False, True, False]
+    assert 7 in found[2].ids
+    assert 7 not in found[0].ids
+    for i, candidates in enumerate(found):
+        np.testing.assert_array_equal(candidates.logits, logits[i][candidates.ids])
+        (alone,) = compiled.head_candidates(x[i : i + 1], head, needs[i : i + 1])
+        np.testing.assert_array_equal(candidates.ids, alone.ids)
+        np.testing.assert_array_equal(candidates.logits, alone.logits)
+    with pytest.raises(ShapeError, match="head_candidates"):
+        compiled.head_candidates(x, head, needs[:2])
 
 
 # -- NaN and Inf -------------------------------------------------------------------------------------------------------
@@ -246,8 +264,10 @@ def test_rows_that_are_all_alike_take_the_whole_head(compiled):
 def test_a_bad_state_is_refused(compiled, value):
     x = states(64)[:2]
     x[1, 40] = value
-    with pytest.raises(NumericsError, match="token 1"):
-        compiled.head_candidates(x, compiled._screened(DenseWeight(gaussian(5000, 64))), 1)
+    head = compiled._screened(DenseWeight(gaussian(5000, 64)))
+    for needs in ([HeadNeed(1), HeadNeed(1)], [HeadNeed(), HeadNeed(1)]):
+        with pytest.raises(NumericsError, match="token 1"):
+            compiled.head_candidates(x, head, needs)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -3e38])
@@ -255,7 +275,9 @@ def test_a_row_that_is_not_finite_or_overflows_is_always_computed(compiled, valu
     w = gaussian(5000, 64)
     w[1234, 60:] = value
     with np.errstate(all="ignore"):
-        (found,) = compiled.head_candidates(np.full((1, 64), 10, np.float32), compiled._screened(DenseWeight(w)), 1)
+        (found,) = compiled.head_candidates(
+            np.full((1, 64), 10, np.float32), compiled._screened(DenseWeight(w)), [HeadNeed(1)]
+        )
     assert not np.isfinite(found.logits[found.ids == 1234]).any()
     assert np.isfinite(found.logits[found.ids != 1234]).all()
 
@@ -345,6 +367,6 @@ def test_nan_in_a_screened_run_is_named(pair):
 
 def test_every_row_is_the_base_definition():
     be, w, x = Backend(), DenseWeight(gaussian(50, 8, np.float32)), states(8)[:2]
-    for candidates, logits in zip(be.head_candidates(x, w, 3, also=[1]), be.lm_head(x, w), strict=True):
+    for candidates, logits in zip(be.head_candidates(x, w, [HeadNeed(3, [1])] * 2), be.lm_head(x, w), strict=True):
         assert candidates.complete
         np.testing.assert_array_equal(candidates.logits, logits)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tracing_engines import TOKENS, NoisyBackend, load_random
 
 import bitnet_ref
+from bitnet_ref.api import ASSETS
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cython_backend import simd_variants
 from bitnet_ref.crossval import (
@@ -154,6 +156,17 @@ def test_a_trace_of_other_tokens_or_of_another_model(tmp_path):
     assert "another model" in cross_trace(m, tmp_path / "t", causes=False).verdict
     write_trace(tmp_path / "t", {"logits": m.logits(TOKENS)}, [1, *TOKENS], engine="another")
     assert cross_trace(m, tmp_path / "t", causes=False).agrees is False
+
+
+def test_the_prompt_of_a_trace_may_be_a_message_in_a_chat_template(tmp_path):
+    shutil.copytree(ASSETS / "storyteller", tmp_path / "talker")
+    template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    (tmp_path / "talker/chat_template.jinja").write_text(template)
+    m = bitnet_ref.load(tmp_path / "talker", backend="numpy")
+    ids = m.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=True)
+    for tokens, agrees in ((ids, True), (m.tokenizer.encode("Hello"), True), (ids[1:], False)):
+        write_trace(tmp_path / "t", {"logits": m.logits(tokens)}, tokens, engine="another", prompt="Hello")
+        assert cross_trace(m, tmp_path / "t", causes=False).agrees is agrees
 
 
 ODD = st.sampled_from([0.0, 1.0, -1.5, 1e-30, 300.0, 3e38, 1e300, np.inf, -np.inf, np.nan])

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from helpers import BITNET, TINY, raw_safetensors, rng, run_python
 
+from bitnet_ref.backends import cuda
+
 LIMIT = 1.5  # times the file's size, above the baseline of the imported package
 WIDE = {
     "vocab_size": 3000,
@@ -88,4 +90,5 @@ def test_peak_of_a_load(tmp_path, backend_name, kind):
     assert 75e6 < size < 120e6
     growth = run_python(CODE, tmp_path, backend_name)
     assert growth > 0.8 * size  # the measure works: the weights are in memory
-    assert growth < LIMIT * size, f"{growth / size:.2f} times the file's size"
+    emulated = backend_name == "cupy" and cuda.emulation_wanted()  # the memory of that device is the host's
+    assert growth < (LIMIT + emulated) * size, f"{growth / size:.2f} times the file's size"

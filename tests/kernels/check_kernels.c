@@ -117,17 +117,86 @@ static void check_steps(const kernel_set *set, size_t n) {
     free(x), free(w), free(a), free(b), free(q), free(p), free(acc);
 }
 
+/* A half, written out: its definition */
+static float half_value(uint16_t half) {
+    const int exponent = half >> 10 & 31, fraction = half & 1023;
+    const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                       : exponent     ? ldexpf(1024.0f + fraction, exponent - 25)
+                                      : ldexpf((float)fraction, -24);
+    return half & 0x8000 ? -size : size;
+}
+
 static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_keys) {
     const kernel_set *plain = &KERNEL_SETS[0];
-    const size_t stride = d + between(0, 3) * d;
-    float *q = random_floats(R * d), *keys = random_floats(n_keys * stride), *values = random_floats(n_keys * stride);
+    const size_t stride = d + between(0, 3) * d, page_size = between(1, 40), first = between(0, 3), pages = 3 + n_keys / page_size + 1;
+    float *q = random_floats(R * d), *keys = random_floats(pages * page_size * stride), *values = random_floats(pages * page_size * stride);
+    int32_t *table = allocate(pages * sizeof *table);
+    for (size_t i = 0; i < pages; i++) table[i] = (int32_t)(pages - 1 - i);
+    kv_view kv = {{keys, NULL}, {values, NULL}, table, page_size, stride, 0, first, n_keys, KV_FLOAT32};
     float *a = allocate(R * d * sizeof *a), *b = allocate(R * d * sizeof *b);
+    float *one = allocate(2 * n_keys * stride * sizeof *one);
     double *workspace = allocate(set->attend_workspace(R, d, n_keys) * sizeof *workspace);
-    set->attend(q, R, d, keys, values, n_keys, stride, 0.3, workspace, a);
-    plain->attend(q, R, d, keys, values, n_keys, stride, 0.3, workspace, b);
+    set->attend(q, R, d, &kv, 0.3, workspace, a);
+    plain->attend(q, R, d, &kv, 0.3, workspace, b);
     for (size_t i = 0; i < R * d; i++) /* sums in double, in another order: at most a last bit of float32 apart */
         if (!(fabsf(a[i] - b[i]) <= 1.2e-7f * fmaxf(1, fabsf(b[i])))) fail(set, "attend", R, d, n_keys);
-    free(q), free(keys), free(values), free(a), free(b), free(workspace);
+    /* the same rows in one page: the same bits */
+    for (size_t s = 0; s < n_keys; s++) {
+        const size_t from = (size_t)table[(first + s) / page_size] * page_size + (first + s) % page_size;
+        memcpy(one + s * stride, keys + from * stride, d * sizeof *one);
+        memcpy(one + (n_keys + s) * stride, values + from * stride, d * sizeof *one);
+    }
+    const int32_t zero = 0;
+    kv_view whole = {{one, NULL}, {one + n_keys * stride, NULL}, &zero, n_keys, stride, 0, 0, n_keys, KV_FLOAT32};
+    set->attend(q, R, d, &whole, 0.3, workspace, b);
+    must_equal(set, "attend over pages", a, b, R * d * sizeof *a, R, d, n_keys);
+    free(q), free(keys), free(values), free(a), free(b), free(workspace), free(table), free(one);
+}
+
+/* A narrow cache gives the bits that the float cache gives for the floats it stands for. */
+static void check_narrow_attend(const kernel_set *set, int kind, size_t R, size_t d, size_t n_keys) {
+    const size_t stride = d + between(0, 2) * d, rows = n_keys + 5;
+    float *q = random_floats(R * d), *wide = allocate(2 * rows * stride * sizeof *wide), *scales = random_floats(2 * rows);
+    uint16_t *half = allocate(2 * rows * stride * sizeof *half);
+    int8_t *narrow = allocate(2 * rows * stride);
+    float *a = allocate(R * d * sizeof *a), *b = allocate(R * d * sizeof *b);
+    double *workspace = allocate(set->attend_workspace(R, d, n_keys) * sizeof *workspace);
+    for (size_t i = 0; i < 2 * rows * stride; i++) {
+        half[i] = (uint16_t)((random_u32() & 0x83FFu) | (random_u32() % 18) << 10); /* of size below 8 */
+        narrow[i] = (int8_t)between(0, 254) - 127;
+        wide[i] = kind == KV_FLOAT16 ? half_value(half[i]) : (float)narrow[i] * scales[i / stride];
+    }
+    const int32_t zero = 0;
+    const kv_view floats = {{wide, NULL}, {wide + rows * stride, NULL}, &zero, rows, stride, 0, 3, n_keys, KV_FLOAT32};
+    kv_view kept = floats;
+    kept.kind = kind, kept.scale_stride = 1;
+    kept.keys = kind == KV_FLOAT16 ? (kv_pool){half, NULL} : (kv_pool){narrow, scales};
+    kept.values = kind == KV_FLOAT16 ? (kv_pool){half + rows * stride, NULL} : (kv_pool){narrow + rows * stride, scales + rows};
+    set->attend(q, R, d, &floats, 0.3, workspace, a);
+    set->attend(q, R, d, &kept, 0.3, workspace, b);
+    must_equal(set, "attend over a narrow cache", a, b, R * d * sizeof *a, R, d, n_keys);
+    free(q), free(wide), free(scales), free(half), free(narrow), free(a), free(b), free(workspace);
+}
+
+static void check_halves(void) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    uint16_t *half = allocate(65536 * sizeof *half);
+    float *y = allocate(65536 * sizeof *y), *other = allocate(65536 * sizeof *other);
+    for (size_t i = 0; i < 65536; i++) half[i] = (uint16_t)i;
+    half_to_float_plain(half, 65536, y);
+    for (size_t i = 0; i < 65536; i++) {
+        const float expected = half_value(half[i]);
+        if (!(y[i] == expected && signbit(y[i]) == signbit(expected)) && !(isnan(y[i]) && isnan(expected))) fail(plain, "half", i, 0, 0);
+    }
+#if defined(__x86_64__)
+    for (int wide = 0; wide < 2; wide++) {
+        if (!(wide ? __builtin_cpu_supports("avx512f") : __builtin_cpu_supports("avx2") && has_f16c())) continue;
+        (wide ? half_to_float_avx512 : half_to_float_avx2)(half, 65535, other);
+        for (size_t i = 0; i < 65535; i++)
+            if (memcmp(y + i, other + i, 4) && !(isnan(y[i]) && isnan(other[i]))) fail(plain, "half, by instruction", i, wide, 0);
+    }
+#endif
+    free(half), free(y), free(other);
 }
 
 static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
@@ -185,6 +254,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
 
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 100;
+    check_halves();
     for (size_t i = 0; i < N_KERNEL_SETS; i++) {
         const kernel_set *set = &KERNEL_SETS[i];
         if (kernel_set_lacks(i)) {
@@ -199,8 +269,9 @@ int main(int argc, char **argv) {
             }
             check_steps(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
+            check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 60));
             check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
-            check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
+            check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 14));
         }
         for (const ternary_method *method = METHODS; method < METHODS + N_METHODS; method++)
             for (int extreme = -1; extreme <= 1; extreme += 2) {

@@ -215,8 +215,7 @@ def greedy(
     """
     ends = frozenset(_end_ids(model)) if end_ids is None else end_ids
     cache = model.new_cache(slots=1, capacity=len(prompt) + n + max(shift, 0))
-    cache.keys.fill(0)  # a gap holds zeros
-    cache.values.fill(0)
+    cache.fill_with_zeros()  # a gap holds them
     logits = model.forward(TokenBatch.of([(0, 0, prompt)]), cache)[first_from]
     new: Ids = []
     while len(new) < n:

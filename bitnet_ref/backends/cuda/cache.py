@@ -1,0 +1,225 @@
+"""The KV cache on a card: the same pages and tables; a batch beside it, whose arrays are device arrays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ...config import ModelConfig
+from ...errors import ShapeError
+from ...kv_cache import KVCache, TokenBatch
+from ...kv_dtypes import widen
+from .rows import Turned, threads_of, value
+from .workspace import Workspace
+
+KEPT_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}  # bfloat16: its bits
+BLOCK = 128
+ROUND_CAPACITY_TO = 256  # tokens: caches of about the same length then have the same shape, and share recorded steps
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBatch(TokenBatch):
+    """A batch whose arrays are on the device. `host` is what it was made of."""
+
+    host: TokenBatch | None = None
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        assert self.host is not None
+        return self.host.extent
+
+    @classmethod
+    def placed(cls, ws: Workspace, batch: TokenBatch) -> DeviceBatch:
+        """The batch on the device, if it is not there yet. Wanting every token, in order, is wanting no choice."""
+        if isinstance(batch, DeviceBatch):
+            return batch
+        sheet = ws.upload(np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64))
+        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(len(batch)))
+        rows = None if all_wanted else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
+        return cls(sheet[0], sheet[1], sheet[2], rows, batch)
+
+
+@dataclass(eq=False)
+class Storage:
+    """The device arrays of a cache, and the decoding steps that were recorded over these very arrays (steps.py)."""
+
+    arrays: list[Any] = field(default_factory=list)
+    steps: dict[Any, Any] = field(default_factory=dict)
+
+
+class DeviceKVCache(KVCache):
+    """`keys` and `values` are device arrays; `page_table` stays with its owner on the host and is copied when it has
+    changed. `visible` and `stored`, which recorders ask, give NumPy arrays.
+
+    What a dropped cache leaves, its arrays and recorded steps, the next one of the same shape takes over: a new text of
+    about the same length then needs no new record.
+    """
+
+    def __init__(
+        self,
+        ws: Workspace,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str = "float32",
+        *,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> None:
+        self._ws, self.kind = ws, dtype
+        if page_size is None and pages is None:
+            page_size = max(1, -(-capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page a slot
+        sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        shape = *sizes, slots, page_size, pages, -(-capacity // (page_size or 1)), dtype
+        storage = ws.shelf.take(shape) or Storage()
+        self._left = list(storage.arrays)
+        super().__init__(config, slots, capacity, KEPT_AS[dtype], page_size=page_size, pages=pages)
+        self.table = self._empty(self.page_table.shape, self.page_table.dtype)
+        ws.device.copy(self.table, np.ascontiguousarray(self.page_table))
+        self._copied = self.page_table.copy()
+        storage.arrays = [*self._pools, self.table]
+        self.steps = storage.steps
+        weakref.finalize(self, ws.shelf.put, shape, storage)
+
+    @classmethod
+    def of(cls, ws: Workspace, host: KVCache) -> DeviceKVCache:
+        """A copy of a cache in the host's memory."""
+        self = cls.__new__(cls)
+        self._ws, self.kind = ws, host.keys.dtype.name
+        self.slots, self.capacity, self.page_size, self.pages = host.slots, host.capacity, host.page_size, host.pages
+        self._fixed, self.page_table = host._fixed, host.page_table
+        self.keys, self.values = ws.upload(host.keys), ws.upload(host.values)
+        self.key_scales, self.value_scales = ws.upload(host.key_scales), ws.upload(host.value_scales)
+        self.table, self._copied, self.steps = ws.upload(host.page_table), host.page_table.copy(), {}
+        return self
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+        return self._left.pop(0) if self._left else self._ws.make(shape, dtype)
+
+    @property
+    def reach(self) -> int:
+        """Positions that the tables have room for: at least the capacity, and of all caches of this shape the same."""
+        return self.page_table.shape[1] * self.page_size
+
+    def copy_table(self) -> None:
+        """Bring the device's copy of the page table up to date. Its place in memory stays."""
+        if not self._fixed and not np.array_equal(self._copied, self.page_table):
+            self._copied[:] = self.page_table
+            self._ws.device.copy(self.table, self._copied)
+
+    def check(self, batch: TokenBatch, window: int | None = None, reading: bool = False) -> None:
+        """Raises ShapeError unless every token of the batch has a place here, and every one that it reads: a kernel
+        would write and read anywhere."""
+        last_slot, last_position = batch.extent
+        if last_slot >= self.slots or last_position >= self.capacity:
+            raise ShapeError(
+                "KVCache.append",
+                expected=f"positions < {self.capacity} and slots < {self.slots}",
+                got=f"position {last_position}, slot {last_slot}",
+            )
+        host = batch.host if isinstance(batch, DeviceBatch) else batch
+        assert host is not None
+        if self._fixed:
+            return
+        self._places(host.slots, host.positions)
+        for slot in np.unique(host.slots) if reading else ():
+            mine = host.positions[host.slots == slot]
+            first = 0 if window is None else max(0, int(mine.min()) - window + 1)
+            self.pages_of(int(slot), first, int(mine.max()) + 1)
+
+    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        expected = (len(batch), *self.keys.shape[-2:])
+        if k.shape != expected or v.shape != expected:
+            raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
+        ws, batch, v = self._ws, DeviceBatch.placed(self._ws, batch), value(self._ws, self._ws.upload(v))
+        if not ws.recording and (layer == 0 or not self._fixed):
+            self.check(batch)
+            self.copy_table()
+        n, (kv_heads, head_dim) = len(batch), self.keys.shape[-2:]
+        table = self.table, self.table.shape[1], self.page_size, kv_heads, head_dim
+        to = self.keys[layer], self.values[layer]
+        if self.kind == "int8":
+            rows = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to, *self.scales_of(layer)
+            ws.launch("rope.cu", "append_int8", (kv_heads, n, 2), threads_of(head_dim), *rows, ws.trouble)
+            return
+        if isinstance(k, Turned) and k.rotation.q_turned is None:  # turned on its way in, and the q beside it
+            r, heads = k.rotation, k.rotation.q.shape[1]
+            r.q_turned = ws.empty(r.q.shape, np.float32)
+            grid = (-(-(heads + kv_heads) * (head_dim // 2) // BLOCK), n)
+            arguments = r.q, r.k, v, r.cos, r.sin, batch.slots, batch.positions, heads, *table, r.q_turned, *to
+            ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments, ws.trouble)
+            return
+        grid = (-(-kv_heads * head_dim // BLOCK), n)
+        flat = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to
+        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *flat, ws.trouble)
+
+    def scales_of(self, layer: int) -> tuple[Any, Any]:
+        """Of keys and of values, where the cache is int8; else None."""
+        if self.key_scales is None or self.value_scales is None:
+            return None, None
+        return self.key_scales[layer], self.value_scales[layer]
+
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+        return self._rows(layer, batch.slots, batch.positions)
+
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+        positions = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        return self._rows(layer, np.full(len(positions), slot), positions)
+
+    def _rows(self, layer: int, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
+        """Keys and values there, (n, G, d) float32 on the host: whole pages cross the bus, for recorders only."""
+        pages, offsets = self._places(slots, positions)
+        found = []
+        for pool, scales in zip((self.keys[layer], self.values[layer]), self.scales_of(layer), strict=True):
+            out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
+            for page in np.unique(pages):
+                here = pages == page
+                kept = self._ws.device.to_host(pool[int(page)])[offsets[here]]
+                kept = kept.view(ml_dtypes.bfloat16).astype(np.float32) if self.kind == "bfloat16" else kept
+                scale = None if scales is None else self._ws.device.to_host(scales[int(page)])[offsets[here]]
+                out[here] = widen(kept, scale)
+            found.append(out)
+        return found[0], found[1]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
+        if not moves or length <= 0:
+            return
+        pieces = []
+        for source, target in moves:
+            for index, (old, new) in enumerate(
+                zip(self.pages_of(source, 0, length), self.pages_of(target, 0, length), strict=True)
+            ):
+                end = min(self.page_size, length - index * self.page_size)
+                pieces += [(pool, int(old), int(new), end) for pool in self._pools]
+        with self._ws.device.use():
+            held = [pool[:, old, :end].copy() for pool, old, _, end in pieces]  # all at the same time: read, then write
+            for (pool, _, new, end), rows in zip(pieces, held, strict=True):
+                pool[:, new, :end] = rows
+
+    def fill_with_zeros(self) -> None:
+        for pool in self._pools:
+            self._ws.device.fill(pool, 0)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        with self._ws.device.use():
+            super().copy_pages(sources, targets)
+
+    def take_over(self, other: KVCache, length: int) -> None:
+        assert isinstance(other, DeviceKVCache)
+        for slot in range(self.slots):
+            position = 0
+            while position < length:  # the longest piece that lies in one page here and there
+                (to,), (at,) = self._places(np.array([slot]), np.array([position]))
+                (page,), (start,) = other._places(np.array([slot]), np.array([position]))
+                n = min(length - position, self.page_size - int(at), other.page_size - int(start))
+                with self._ws.device.use():
+                    for mine, theirs in zip(self._pools, other._pools, strict=True):
+                        mine[:, int(to), int(at) : int(at) + n] = theirs[:, int(page), int(start) : int(start) + n]
+                position += n

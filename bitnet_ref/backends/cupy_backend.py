@@ -1,0 +1,327 @@
+"""The CUDA backend: the NumPy one with its operations as RawKernels, over weights that lie on the card.
+
+Arrays stay on the device from the embedding to the logits. An operation answers where it was asked: given device arrays
+it gives device arrays, given NumPy arrays it gives NumPy arrays (so the contract's tests, and whoever looks at a single
+operation, need not know of the device). Steps between two matrix products are put off and fused, see `cuda/rows.py`;
+a decoding step is recorded once and replayed, see `cuda/steps.py`.
+
+`BITNET_REF_CUDA=emulated` runs the same kernels on the processor, compiled by the host's C++ compiler: slowly, to read,
+test and debug them where there is no card (`kernels/cuda/emulated.h`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import ModelConfig, RopeConfig
+from ..errors import ShapeError
+from ..kv_cache import KVCache, TokenBatch
+from ..kv_dtypes import CACHE_DTYPES
+from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from .candidates import HeadCandidates, HeadNeed
+from .cuda import Device, open_device
+from .cuda.attention import Attention, RopeTables
+from .cuda.cache import DeviceBatch, DeviceKVCache
+from .cuda.rows import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned, quantized, take, value
+from .cuda.select import select
+from .cuda.steps import RecordedStep
+from .cuda.ternary import TernaryKernels, TiledWeight
+from .cuda.workspace import Workspace, parse_bytes
+from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
+
+MOST_REPLAYED = 64  # tokens of a recorded decoding step
+DENSE_ROWS = 16  # dense.cu: of a block, 4 warps of 4
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceDense(DenseWeight):
+    """A dense matrix: `array` as the file has it, in the host's memory, and `rows`, the same on the device."""
+
+    rows: Any = None
+    kind: str = "float32"  # of `rows`: float32, float16 or bfloat16 (as its bits)
+
+
+def in_kind(op: Callable) -> Callable:
+    """An operation on device arrays, as one that answers where it was asked."""
+
+    @wraps(op)
+    def answer(self: CupyBackend, *args: Any, **kwargs: Any) -> Any:
+        holds = self.ws.holds
+        subject = next(a for a in args if isinstance(a, (*DEFERRED, np.ndarray)) or holds(a))
+        if isinstance(subject, DEFERRED) or holds(subject):
+            return op(self, *args, **kwargs)
+        with self.running():
+            out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
+            return tuple(self.to_host(y) for y in out) if isinstance(out, tuple) else self.to_host(out)
+
+    return answer
+
+
+class CupyBackend(Backend):
+    """The operations on one card. float32 is the contract. float16 and bfloat16 keep the attention cache, the head and
+    dense matrices in 16 bits; norms, softmax, accumulators and every activation stay as they are."""
+
+    name = "cupy"
+    dtypes = ("float32", "float16", "bfloat16")
+    cache_dtypes = CACHE_DTYPES
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        threads: int | None = None,
+        *,
+        head: str = "auto",
+        memory_limit: int | str | None = None,
+        device: Device | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """memory_limit: of the card's memory, bytes or "8GiB".  device: one that is open.  graphs: replay decoding."""
+        super().__init__(dtype, threads, head=head)
+        self.precision = dtype  # of the cache, the head and dense matrices
+        self.dtype = np.dtype(np.float32)  # of activations
+        self.graphs = graphs
+        self.ws = Workspace(open_device(memory_limit=parse_bytes(memory_limit)) if device is None else device)
+        self.rope_positions = RopeTables(self.ws)
+        self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
+        self._vectors: dict[int, tuple[NDArray, Any]] = {}  # norms and biases on the device, by the host array's id
+        self._lock = threading.RLock()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, w: LinearWeight) -> LinearWeight:
+        if isinstance(w, TernaryWeight):
+            return self._ternary.prepare(w)
+        if type(w) is not DenseWeight:
+            return w
+        array = w.array if w.array.dtype.name in ("float32", "float16", "bfloat16") else w.array.astype(np.float32)
+        if self.precision != "float32":
+            array = array.astype(ml_dtypes.bfloat16 if self.precision == "bfloat16" else np.float16)
+        return DeviceDense(w.array, w.bias, self.ws.upload(array), array.dtype.name)
+
+    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+        """Everything on the card: the embedding, and the norms and biases, which it finds by the arrays they are."""
+        embedding = self._dense(w.embedding)
+        w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
+        vectors: list[NDArray | None] = [w.final_norm]
+        for layer in w.layers:
+            vectors += [layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm]
+        for _, linear in w.linears():
+            vectors.append(linear.bias)
+            if isinstance(linear, TernaryLinear) and linear.input_norm is not None:
+                vectors.append(linear.input_norm.weight)
+        for vector in vectors:
+            if vector is not None:
+                self._vectors[id(vector)] = vector, self.ws.upload(_float32(vector))
+        return w
+
+    # -- around a pass -------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[Any]:
+        return self._lock  # one stream, one set of buffers: passes of several threads take turns
+
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        kind = self.precision if dtype is None else choose_cache_dtype(self, dtype)
+        return DeviceKVCache(self.ws, config, slots, capacity, kind, page_size=page_size, pages=pages)
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        if not isinstance(batch, DeviceBatch):
+            self.rope_positions.reach = max(self.rope_positions.reach, batch.extent[1])
+        return DeviceBatch.placed(self.ws, batch)
+
+    def to_host(self, array: NDArray) -> NDArray:
+        if not isinstance(array, DEFERRED) and not self.ws.holds(array):
+            return array
+        return self.ws.download(value(self.ws, array))[0]
+
+    def run(
+        self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
+    ) -> NDArray:
+        n = len(batch)
+        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(n))
+        if not (self.graphs and isinstance(cache, DeviceKVCache) and 0 < n <= MOST_REPLAYED and all_wanted):
+            return compute(self, w, cfg, batch, cache)
+        cache.check(batch, cfg.sliding_window, reading=True)
+        size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
+        key = size, id(w)
+        if key not in cache.steps:
+            cache.steps[key] = RecordedStep(self, compute, w, cfg, size)
+        return cache.steps[key](batch, cache)
+
+    def close(self) -> None:
+        with self._lock:
+            self._vectors.clear()
+            self.rope_positions.close()
+            self.ws.shelf.clear()
+            self.ws.device.close()
+
+    # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+        if not self.ws.holds(tokens):
+            ok = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+            ok = ok and (tokens.size == 0 or 0 <= tokens.min() <= tokens.max() < len(w.array))
+            require("embed", ok, f"tokens (N,) of ids 0 to {len(w.array) - 1}", tokens=tokens, table=w.array)
+            with self.running():
+                return self.to_host(self.embed(w, self.ws.upload(tokens.astype(np.int64))))
+        table = self._dense(w)
+        return take(self.ws, table.rows, table.kind, table.shape[1], tokens)
+
+    @in_kind
+    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
+        require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
+        rows = x if isinstance(x, Rows) else Rows(PLAIN, value(self.ws, x))
+        return Normed(rows, self._vector(weight), eps)  # type: ignore[return-value]
+
+    def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
+        if not self.ws.holds(positions):
+            return super().rope_tables(positions, rope, head_dim)
+        return self.rope_positions.of(positions, rope, head_dim)
+
+    @in_kind
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin)
+        rotation = Rotation(value(self.ws, q), value(self.ws, k), cos, sin)
+        return Turned(rotation, True), Turned(rotation, False)  # type: ignore[return-value]
+
+    @in_kind
+    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+        require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
+        return quantized(self.ws, x, pad=False)
+
+    @in_kind
+    def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
+        if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
+            got = f"x_q {x_q.dtype} {x_q.shape}"
+            raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
+        return self._ternary.matmul(x_q, self._tiled(w), self.ws.empty((len(x_q), w.shape[0]), np.int32))
+
+    @in_kind
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+        check_dequantize(acc, x_quant_scale)
+        y = self.ws.empty(acc.shape, np.float32)
+        arguments = acc, np.float32(w.w_dequant_scale), x_quant_scale, np.uint64(len(acc)), acc.shape[1], y
+        self.ws.each("rows.cu", "dequantize", acc.size, *arguments)
+        return y
+
+    @in_kind
+    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
+        x, dense, (out, width) = value(self.ws, x), self._dense(w), w.shape
+        y = self.ws.empty((len(x), out), np.float32)
+        tokens = 1 if len(x) == 1 else 8
+        grid = (-(-out // DENSE_ROWS), -(-len(x) // tokens))
+        self.ws.launch("dense.cu", f"dense_{tokens}_{dense.kind}", grid, 128, x, len(x), width, dense.rows, out, y)
+        return y
+
+    @in_kind
+    def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
+        return self._attention.scores(value(self.ws, q), keys)
+
+    @in_kind
+    def softmax(self, scores: NDArray) -> NDArray:
+        return self._attention.softmax(scores)
+
+    @in_kind
+    def attention_values(self, pattern: NDArray, values: NDArray) -> NDArray:
+        return self._attention.values(pattern, values)
+
+    @in_kind
+    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+        require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
+        if activation not in GATES:
+            raise ShapeError("gated", expected=f"an activation among {', '.join(GATES)}", got=repr(activation))
+        return Rows(GATES[activation], value(self.ws, gate), value(self.ws, up))  # type: ignore[return-value]
+
+    @in_kind
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
+        x = value(self.ws, x)
+        if y.ndim == 2:
+            return Rows(SUM, x, value(self.ws, y))  # type: ignore[return-value]
+        out = self.ws.empty(x.shape, np.float32)
+        self.ws.each("rows.cu", "add_vector", x.size, x, self._vector(y), np.uint64(len(x)), x.shape[1], out)
+        return out
+
+    @in_kind
+    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
+        return take(self.ws, value(self.ws, x), "float32", x.shape[1], self.ws.upload(rows))
+
+    # -- fused ---------------------------------------------------------------------------------------------------------
+
+    @in_kind
+    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+        outputs, shared = [], None
+        for w in ws:
+            if isinstance(w, DenseWeight):
+                y = self.dense_matmul(x, w)
+                outputs.append(y if w.bias is None else self.add(y, w.bias))
+                continue
+            assert isinstance(w, TernaryLinear)
+            require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+            if (norm := w.input_norm) is not None:
+                x_q, scale = quantized(self.ws, self.rms_norm(value(self.ws, x), norm.weight, norm.eps))
+            else:
+                x_q, scale = shared = shared or quantized(self.ws, x)
+            y = self.ws.empty((len(x), w.shape[0]), np.float32)
+            outputs.append(self._ternary.linear(x_q, scale, self._tiled(w), y))
+        return tuple(outputs)
+
+    @in_kind
+    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+        check_attention(q, cache, batch)
+        pool = cache if isinstance(cache, DeviceKVCache) else DeviceKVCache.of(self.ws, cache)
+        placed, longest = DeviceBatch.placed(self.ws, batch), pool.reach
+        if not self.ws.recording:
+            longest = batch.extent[1] + 1
+            if layer == 0:
+                pool.check(batch, window, reading=True)
+        return self._attention(value(self.ws, q), pool, placed, layer, window, longest)
+
+    def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
+        require("head_candidates", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
+        with self.running():
+            return select(self.ws, self.lm_head(self.ws.upload(x), w), needs) if len(needs) else []
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _vector(self, vector: Any) -> Any:
+        """A norm's weight or a bias on the device."""
+        if self.ws.holds(vector):
+            return vector
+        known = self._vectors.get(id(vector))
+        return known[1] if known is not None else self.ws.upload(_float32(vector))
+
+    def _tiled(self, w: TernaryLinear) -> TiledWeight:
+        """The weight in tiles: what `prepare` made of it, or made here for one that was not prepared."""
+        if isinstance(w, TiledWeight):
+            return w
+        if not isinstance(w, TernaryWeight):  # another backend's
+            plain = TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale))
+            w = replace(plain, bias=w.bias, input_norm=w.input_norm)
+        return self._ternary.prepare(w)
+
+    def _dense(self, w: DenseWeight) -> DeviceDense:
+        prepared = w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.array, w.bias))
+        assert isinstance(prepared, DeviceDense)
+        return prepared
+
+
+def _float32(vector: NDArray) -> NDArray[np.float32]:
+    return np.ascontiguousarray(vector, dtype=np.float32)

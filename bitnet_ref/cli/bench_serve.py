@@ -1,0 +1,133 @@
+"""`bitnet-ref bench serve`: draws what `bitnet_ref.benchmark.serve` measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..backends import HEADS, NAMES
+from .bench_command import SYNTHETIC, in_words, machine_options, new_table, ready, refuse_simd, shortened
+from .shell import DIFFERS, LoadingBar, common_options, print_json, show, wants_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..benchmark.serve import Quantiles, ServeBench
+
+
+class Range(click.ParamType):
+    """ "16-64" -> (16, 64), and "32" -> (32, 32)."""
+
+    name = "FROM-TO"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        words = value.split("-")
+        good = len(words) <= 2 and all(word.isascii() and word.isdecimal() and len(word) < 8 for word in words)
+        low, high = (int(words[0]), int(words[-1])) if good else (0, 0)
+        if not 1 <= low <= high:
+            self.fail(f"expected a number of tokens or a range like 16-64, got {value!r}", param, ctx)
+        return low, high
+
+
+@click.command(short_help="Throughput and waiting times of the engine, for each offered load.")
+@click.argument("model", required=False)
+@click.option("--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape instead of a MODEL.")
+@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model.")
+@click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, help="At each rate.")
+@click.option("--rate", "rates", type=float, multiple=True, help="Requests a second. May be given again.  "
+              "[default: shares of the capacity]")  # fmt: skip
+@click.option("--prompt", type=Range(), default="8-32", show_default=True, help="Prompt tokens, drawn evenly.")
+@click.option("--new", type=Range(), default="16-64", show_default=True, help="New tokens, drawn evenly.")
+@click.option("--together", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts at once, against "
+              "one after another.")  # fmt: skip
+@click.option("--max-batch", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--max-batch-tokens", type=click.IntRange(min=2), default=512, show_default=True)
+@click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
+@click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture: .png, .svg or .pdf.")
+@machine_options
+@common_options
+def serve(
+    model: str | None,
+    synthetic: str | None,
+    layers: int | None,
+    requests: int,
+    rates: tuple[float, ...],
+    prompt: tuple[int, int],
+    new: tuple[int, int],
+    together: int,
+    max_batch: int,
+    max_batch_tokens: int,
+    max_queue: int,
+    seed: int,
+    backend: str,
+    head: str,
+    plot: Path | None,
+    threads: int | None,
+    simd: str | None,
+) -> None:
+    """Offer requests to the engine at several rates (Poisson arrivals), and time what comes of it.
+
+    MODEL (default: storyteller), or a synthetic one. Some requests are first compared with what they give alone.
+    """
+    from ..benchmark.serve import Load, measure_serve, save_serve_plot
+    from ..generation import EngineConfig
+
+    if model is not None and synthetic is not None:
+        raise click.UsageError("give a MODEL or --synthetic, not both")
+    if layers is not None and synthetic is None:
+        raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
+    refuse_simd(simd, backend)
+    config = EngineConfig(max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
+    load = Load(requests, prompt, new, seed)
+    subject = ready(model, synthetic, layers, backend, threads, simd, head)
+    with LoadingBar("measuring") as bar:
+        found = measure_serve(subject, load, config, rates_per_s=rates, prompts=together, progress=bar)
+    if plot is not None and found.points:
+        save_serve_plot(found, plot)
+    name = f"{synthetic}, random weights" if synthetic else str(model or "storyteller")
+    if length := shortened(synthetic, layers):
+        name += f", {length} layers"
+    if wants_json():
+        print_json({"model": name, **found.to_dict()})
+    else:
+        show(lambda out: draw_serve(found, name, out))
+    if not found.equal:
+        raise click.exceptions.Exit(DIFFERS)
+
+
+def draw_serve(found: ServeBench, name: str, out: Console) -> None:
+    """Facts, then a line for each rate."""
+    out.print(f"{name}; {found.backend}, {in_words(found.threads)}; at most {found.config.max_batch} sequences a step")
+    if not found.equal or found.together is None:
+        out.print("DIFFERS: a request gave something else among others than alone", style="bold red")
+        return
+    out.print(f"{found.checked} requests among others give what they give alone: tokens, text and log probabilities")
+    both = found.together
+    out.print(
+        f"{both.prompts} prompts together {both.together_tokens_per_s:.1f} tok/s, one after another "
+        f"{both.alone_tokens_per_s:.1f}: {both.ratio:.2f} x (rounds: {', '.join(f'{r:.2f}' for r in both.ratios)})"
+    )
+    out.print(f"capacity {found.capacity_per_s:.2f} requests/s, all {found.load.requests} at once")
+    out.print("waits in ms: p50 p95 p99", style="dim")
+    table = new_table("offered/s", "done/s", "tok/s", "batch", "first token", "between tokens", "refused")
+    for point in found.points:
+        table.add_row(
+            *(f"{point.offered_per_s:.2f}", f"{point.requests_per_s:.2f}", f"{point.tokens_per_s:.1f}"),
+            f"{point.mean_batch:.1f}",
+            *(waits(point.first_token), waits(point.between_tokens)),
+            f"{point.refused / point.requests:.0%}",
+        )
+    out.print(table)
+
+
+def waits(found: Quantiles | None) -> str:
+    return "" if found is None else " ".join(f"{1e3 * value:.1f}" for value in (found.p50_s, found.p95_s, found.p99_s))

@@ -1,0 +1,88 @@
+// Which logits are among the k largest: so that a few numbers cross the bus instead of a vocabulary's 128,256.
+//
+// Plain version, for a token's logits:
+//
+//     threshold = the k-th largest logit (equal ones counted one by one)
+//     found     = every id whose logit >= threshold: the k largest, and all that equal the k-th
+//
+// Floats are compared as integers of the same order: the sign bit flipped, and of negative ones all bits; -0 is 0.
+// `kth_largest` finds the threshold 8 bits at a time: a histogram of the next 8 bits of all keys that begin like the
+// threshold, and the bin in which the k-th lies. For k = 1 `largest` is a plain maximum over many blocks.
+// `collect` then writes what reaches the threshold, in any order: the host sorts a few ids.
+#include "floats.cuh"
+
+__device__ inline unsigned key_of(float x) {
+    const unsigned bits = __float_as_uint(x == 0 ? 0.0f : x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// thresholds (n,) zeros -> the largest key of each token; grid (blocks, n).
+extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* trouble) {
+    const float* row = logits + (size_t)blockIdx.y * vocab;
+    unsigned mine = 0;
+    for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
+        if (!is_finite(row[id])) complain(trouble, LM_HEAD, blockIdx.y);
+        const unsigned key = key_of(row[id]);
+        if (key > mine) mine = key;
+    }
+    __shared__ unsigned block;
+    if (threadIdx.x == 0) block = 0;
+    __syncthreads();
+    atomicMax(&block, mine);
+    __syncthreads();
+    if (threadIdx.x == 0) atomicMax(thresholds + blockIdx.y, block);
+}
+
+// thresholds (n,) -> the key of each token's ks[token]-th largest logit; one block a token.
+extern "C" __global__ void kth_largest(const float* logits, int vocab, const int* ks, unsigned* thresholds,
+                                       int* trouble) {
+    __shared__ int bins[256];
+    __shared__ unsigned chosen;
+    __shared__ int left;
+    const float* row = logits + (size_t)blockIdx.x * vocab;
+    unsigned begins = 0;
+    int rank = ks[blockIdx.x];
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        for (int bin = threadIdx.x; bin < 256; bin += blockDim.x) bins[bin] = 0;
+        __syncthreads();
+        for (int id = threadIdx.x; id < vocab; id += blockDim.x) {
+            const unsigned key = key_of(row[id]);
+            if (shift == 24 && !is_finite(row[id])) complain(trouble, LM_HEAD, blockIdx.x);
+            if (shift == 24 || key >> (shift + 8) == begins) atomicAdd(bins + (key >> shift & 255), 1);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int bin = 255;
+            while (bin > 0 && bins[bin] < rank) rank -= bins[bin--];
+            chosen = begins << 8 | bin;
+            left = rank;
+        }
+        __syncthreads();
+        begins = chosen;
+        rank = left;
+    }
+    if (threadIdx.x == 0) thresholds[blockIdx.x] = begins;
+}
+
+// counts (n,) zeros -> how many reach the threshold; ids and values (n, room), the first `room` of them found;
+// grid (blocks, n).
+extern "C" __global__ void collect(const float* logits, int vocab, const unsigned* thresholds, int room, int* counts,
+                                   int* ids, float* values) {
+    const float* row = logits + (size_t)blockIdx.y * vocab;
+    const unsigned threshold = thresholds[blockIdx.y];
+    for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
+        if (key_of(row[id]) < threshold) continue;
+        const int place = atomicAdd(counts + blockIdx.y, 1);
+        if (place >= room) continue;
+        ids[(size_t)blockIdx.y * room + place] = id;
+        values[(size_t)blockIdx.y * room + place] = row[id];
+    }
+}
+
+// values (n, m) = each token's logits of its ids (n, m), where those are not negative; grid (ceil(m / blockDim), n).
+extern "C" __global__ void pick(const float* logits, int vocab, const long long* ids, int m, float* values) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= m) return;
+    const long long id = ids[(size_t)blockIdx.y * m + i];
+    if (id >= 0) values[(size_t)blockIdx.y * m + i] = logits[(size_t)blockIdx.y * vocab + id];
+}

@@ -1,0 +1,133 @@
+/* The screen of head_screen.h for several tokens at once: four rows of the head against up to six tokens.
+ *
+ * One token waits for memory; for six the sums themselves are the limit, and most of the work for one was to widen a row
+ * to int16, again for each token. Here a row is widened once for all of them, and vpdpwssd (VNNI) multiplies 32 pairs of
+ * int16 and adds them to 16 lanes: per 32 columns 4 rows to widen, 6 tokens to load, 24 products. In assembly for the
+ * reason that avx512_tile has: 24 accumulators stay in their registers. The intervals are those of `screen_rows`, to the
+ * bit: the sum is exact, and the few steps after it are the same.
+ */
+#ifndef BITNET_REF_SCREEN_AVX512_H
+#define BITNET_REF_SCREEN_AVX512_H
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define SCREEN_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+/* A lane takes two products of each 32 columns: 8192 / 16 * 127 * 32639 < 2^31. */
+enum { SCREEN_TILE_ROWS = 4, SCREEN_TILE_TOKENS = 6, SCREEN_TILE_COLUMNS = 8192 };
+
+#define SCREEN_ZERO4(a, b, c, d)                                                                                       \
+    "vpxord %%zmm" a ", %%zmm" a ", %%zmm" a "\n\tvpxord %%zmm" b ", %%zmm" b ", %%zmm" b "\n\t"                      \
+    "vpxord %%zmm" c ", %%zmm" c ", %%zmm" c "\n\tvpxord %%zmm" d ", %%zmm" d ", %%zmm" d "\n\t"
+#define SCREEN_DOT4(x, a, b, c, d)                                                                                     \
+    "vmovdqu32 " x ", %%zmm28\n\t"                                                                                     \
+    "vpdpwssd %%zmm28, %%zmm24, %%zmm" a "\n\tvpdpwssd %%zmm28, %%zmm25, %%zmm" b "\n\t"                              \
+    "vpdpwssd %%zmm28, %%zmm26, %%zmm" c "\n\tvpdpwssd %%zmm28, %%zmm27, %%zmm" d "\n\t"
+#define SCREEN_STORE4(at, a, b, c, d)                                                                                  \
+    "vmovdqu32 %%zmm" a ", " at "+0(%[out])\n\tvmovdqu32 %%zmm" b ", " at "+64(%[out])\n\t"                          \
+    "vmovdqu32 %%zmm" c ", " at "+128(%[out])\n\tvmovdqu32 %%zmm" d ", " at "+192(%[out])\n\t"
+/* token t: where its activations are, its accumulators, and where they go */
+#define SCREEN_TOKENS_2(EACH, x) EACH(x "(%[x])", "0", "0", "1", "2", "3") EACH(x "(%[x],%[x_stride])", "256", "4", "5", "6", "7")
+#define SCREEN_TOKENS_3(EACH, x) SCREEN_TOKENS_2(EACH, x) EACH(x "(%[x],%[x_stride],2)", "512", "8", "9", "10", "11")
+#define SCREEN_TOKENS_4(EACH, x) SCREEN_TOKENS_3(EACH, x) EACH(x "(%[x3])", "768", "12", "13", "14", "15")
+#define SCREEN_TOKENS_5(EACH, x) SCREEN_TOKENS_4(EACH, x) EACH(x "(%[x3],%[x_stride])", "1024", "16", "17", "18", "19")
+#define SCREEN_TOKENS_6(EACH, x) SCREEN_TOKENS_5(EACH, x) EACH(x "(%[x3],%[x_stride],2)", "1280", "20", "21", "22", "23")
+#define SCREEN_ZERO(x, at, a, b, c, d) SCREEN_ZERO4(a, b, c, d)
+#define SCREEN_DOT(x, at, a, b, c, d) SCREEN_DOT4(x, a, b, c, d)
+#define SCREEN_STORE(x, at, a, b, c, d) SCREEN_STORE4(at, a, b, c, d)
+#define SCREEN_HALF(T, q_at, x_at)                                                                                     \
+    "vpmovsxbw " q_at "(%[q]), %%zmm24\n\tvpmovsxbw " q_at "(%[q],%[wide]), %%zmm25\n\t"                             \
+    "vpmovsxbw " q_at "(%[q],%[wide],2), %%zmm26\n\tvpmovsxbw " q_at "(%[q3]), %%zmm27\n\t"                          \
+    SCREEN_TOKENS_##T(SCREEN_DOT, x_at)
+
+/* out (T, 4, 16) int32: 16 partial sums of each row and token; 64 * lines columns. The next four rows are fetched. */
+#define SCREEN_TILE(T)                                                                                                 \
+    SCREEN_TARGET static void screen_tile_##T(const int8_t *q, size_t wide, const int16_t *x, size_t x_stride,         \
+                                              size_t lines, int32_t *out) {                                            \
+        const int8_t *q3 = q + 3 * wide, *next = q + 4 * wide, *next3 = next + 3 * wide;                               \
+        const int16_t *x3 = x + 3 * x_stride;                                                                          \
+        __asm__ volatile(                                                                                              \
+            SCREEN_TOKENS_##T(SCREEN_ZERO, "")                                                                         \
+            ".p2align 5\n"                                                                                             \
+            "1:\n\t"                                                                                                   \
+            "prefetcht0 (%[next])\n\tprefetcht0 (%[next],%[wide])\n\t"                                                \
+            "prefetcht0 (%[next],%[wide],2)\n\tprefetcht0 (%[next3])\n\t"                                             \
+            SCREEN_HALF(T, "", "") SCREEN_HALF(T, "32", "64")                                                          \
+            "add $64, %[q]\n\tadd $64, %[q3]\n\tadd $64, %[next]\n\tadd $64, %[next3]\n\t"                           \
+            "add $128, %[x]\n\tadd $128, %[x3]\n\t"                                                                   \
+            "dec %[lines]\n\t"                                                                                         \
+            "jnz 1b\n\t"                                                                                               \
+            SCREEN_TOKENS_##T(SCREEN_STORE, "")                                                                        \
+            : [q] "+r"(q), [q3] "+r"(q3), [next] "+r"(next), [next3] "+r"(next3), [x] "+r"(x), [x3] "+r"(x3),          \
+              [lines] "+r"(lines)                                                                                      \
+            : [wide] "r"(wide), [x_stride] "r"(x_stride * sizeof *x), [out] "r"(out)                                   \
+            : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
+              "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21",       \
+              "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28");                                          \
+    }
+SCREEN_TILE(2)
+SCREEN_TILE(3)
+SCREEN_TILE(4)
+SCREEN_TILE(5)
+SCREEN_TILE(6)
+#undef SCREEN_TILE
+
+/* the 16 partial sums of each of 4 rows -> the sums of the rows */
+SCREEN_TARGET static inline __m256i screen_fold(const int32_t *partial) {
+    __m512i row[4];
+    for (int r = 0; r < 4; r++) {
+        const __m512i sum = _mm512_loadu_si512(partial + 16 * r);
+        row[r] = _mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(sum)),
+                                  _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(sum, 1)));
+    }
+    const __m512i ab = _mm512_add_epi64(_mm512_unpacklo_epi64(row[0], row[1]), _mm512_unpackhi_epi64(row[0], row[1])),
+                  cd = _mm512_add_epi64(_mm512_unpacklo_epi64(row[2], row[3]), _mm512_unpackhi_epi64(row[2], row[3]));
+    const __m256i ab4 = _mm256_add_epi64(_mm512_castsi512_si256(ab), _mm512_extracti64x4_epi64(ab, 1)),
+                  cd4 = _mm256_add_epi64(_mm512_castsi512_si256(cd), _mm512_extracti64x4_epi64(cd, 1));
+    return _mm256_add_epi64(_mm256_permute2x128_si256(ab4, cd4, 0x20), _mm256_permute2x128_si256(ab4, cd4, 0x31));
+}
+
+/* The intervals of four rows (q (4, wide), facts (4, 3)) for T tokens, 2 to 6: lower and upper [t * stride + row] */
+SCREEN_TARGET static void screen_few_avx512(const int8_t *q, size_t wide, const float *facts, const int16_t *X, size_t T,
+                                            const double *x_facts, double underflow, float *lower, float *upper,
+                                            size_t stride) {
+    int32_t partial[SCREEN_TILE_TOKENS * SCREEN_TILE_ROWS * 16];
+    __m256i sums[SCREEN_TILE_TOKENS];
+    for (size_t start = 0; start < wide; start += SCREEN_TILE_COLUMNS) {
+        const size_t lines = (wide - start < SCREEN_TILE_COLUMNS ? wide - start : SCREEN_TILE_COLUMNS) / 64;
+        switch (T) {
+        case 2: screen_tile_2(q + start, wide, X + start, wide, lines, partial); break;
+        case 3: screen_tile_3(q + start, wide, X + start, wide, lines, partial); break;
+        case 4: screen_tile_4(q + start, wide, X + start, wide, lines, partial); break;
+        case 5: screen_tile_5(q + start, wide, X + start, wide, lines, partial); break;
+        default: screen_tile_6(q + start, wide, X + start, wide, lines, partial);
+        }
+        for (size_t t = 0; t < T; t++) {
+            const __m256i sum = screen_fold(partial + t * SCREEN_TILE_ROWS * 16);
+            sums[t] = start ? _mm256_add_epi64(sums[t], sum) : sum;
+        }
+    }
+    const __m256d scale = _mm256_set_pd(facts[9], facts[6], facts[3], facts[0]),
+                  residual = _mm256_set_pd(facts[10], facts[7], facts[4], facts[1]),
+                  norm = _mm256_set_pd(facts[11], facts[8], facts[5], facts[2]),
+                  sign = _mm256_set1_pd(-0.0), infinity = _mm256_set1_pd(INFINITY), huge = _mm256_set1_pd(0x1p126);
+    for (size_t t = 0; t < T; t++) { /* as in `screen_rows`, step by step */
+        const __m256d x_scale = _mm256_set1_pd(x_facts[3 * t]), x_norm = _mm256_set1_pd(x_facts[3 * t + 1]),
+                      x_rest = _mm256_set1_pd(x_facts[3 * t + 2]);
+        const __m256d estimate = _mm256_mul_pd(_mm256_mul_pd(scale, x_scale), _mm256_cvtepi64_pd(sums[t]));
+        __m256d slack = _mm256_add_pd(_mm256_mul_pd(residual, x_norm), _mm256_mul_pd(norm, x_rest));
+        slack = _mm256_mul_pd(slack, _mm256_set1_pd(1 + 1e-6));
+        slack = _mm256_add_pd(slack, _mm256_mul_pd(_mm256_andnot_pd(sign, estimate), _mm256_set1_pd(0x1p-22)));
+        slack = _mm256_add_pd(slack, _mm256_set1_pd(underflow));
+        const __mmask8 bounded = _mm256_cmp_pd_mask(_mm256_mul_pd(norm, x_norm), huge, _CMP_LT_OQ);
+        slack = _mm256_mask_mov_pd(infinity, bounded, slack);
+        _mm_storeu_ps(lower + t * stride, _mm256_cvtpd_ps(_mm256_sub_pd(estimate, slack)));
+        _mm_storeu_ps(upper + t * stride, _mm256_cvtpd_ps(_mm256_add_pd(estimate, slack)));
+    }
+}
+
+#endif
+#endif

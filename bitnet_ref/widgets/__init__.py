@@ -1,0 +1,9 @@
+"""What moves in a notebook (ipywidgets, `pip install 'bitnet-ref[notebooks]'`): sliders, and the view of an engine.
+
+Each takes functions that give plain data or a figure, and knows nothing of where they come from.
+"""
+
+from .explorer import Explorer, Slider
+from .live import LiveView
+
+__all__ = ["Explorer", "LiveView", "Slider"]

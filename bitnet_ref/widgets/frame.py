@@ -1,0 +1,163 @@
+"""One look at a running engine: what a live view shows at a moment, as data, as HTML and for a terminal."""
+
+from __future__ import annotations
+
+import html
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MINUTE_S = 60.0
+MOST_ROWS = 16  # requests shown; the others are counted
+LATENCIES = {"time_to_first_token_seconds": "first token", "inter_token_latency_seconds": "between tokens"}
+QUANTILES = ("p50", "p95", "p99")
+HEAD = ("request", "state", "prompt", "new", "seconds", "newest text")
+
+
+class RequestState(Protocol):
+    """What a view shows of a request."""
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def state(self) -> str: ...  # "running" or "waiting"
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def age_s(self) -> float: ...
+    @property
+    def newest_text(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All numbers of a moment. `latencies` are p50, p95 and p99 in seconds, None before there are any."""
+
+    running: int
+    waiting: int
+    cache_share: float  # of its pages in use, 0 to 1
+    tokens: int  # generated in all
+    tokens_per_s: float  # over the last minute, or since the view began
+    speeds: tuple[float, ...]  # tokens a second between two looks, oldest first
+    latencies: Mapping[str, tuple[float | None, ...]]
+    requests: Sequence[RequestState]
+    ended: bool = False
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(what, how much) of everything but the requests."""
+        state = "closed" if self.ended else "running"
+        figures = [
+            ("engine", f"{state}: {self.running} running, {self.waiting} waiting"),
+            ("cache in use", f"{self.cache_share:.0%}"),
+            ("tokens", f"{self.tokens:,} in all, {self.tokens_per_s:,.1f} a second over the last minute"),
+        ]
+        for name, title in LATENCIES.items():
+            values = self.latencies[name]
+            words = ", ".join(f"{q} {_in_ms(value)}" for q, value in zip(QUANTILES, values, strict=True))
+            figures.append((title, words))
+        return figures
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells of each request that is shown, in the order of HEAD."""
+        return [
+            (
+                str(each.request_id),
+                each.state,
+                str(each.prompt_tokens),
+                str(each.generated_tokens),
+                f"{each.age_s:.1f}",
+                "".join(letter if letter.isprintable() else " " for letter in each.newest_text),
+            )
+            for each in self.requests[:MOST_ROWS]
+        ]
+
+    @property
+    def more(self) -> str:
+        """ "and 4 more", or nothing."""
+        hidden = len(self.requests) - MOST_ROWS
+        return f"and {hidden} more" if hidden > 0 else ""
+
+
+class History:
+    """Turns snapshots of an engine's metrics into frames; keeps a minute of counts for the speeds."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()  # (when, tokens generated until then)
+
+    def frame(self, now_s: float, snapshot: Mapping[str, Any], requests: Sequence[RequestState], ended: bool) -> Frame:
+        """now_s: on any clock. snapshot: of `EngineMetrics`."""
+        tokens = snapshot["generation_tokens"]
+        self._counts.append((now_s, tokens))
+        while self._counts[0][0] < now_s - MINUTE_S:
+            self._counts.popleft()
+        counts = list(self._counts)
+        (first_s, first), (last_s, last) = counts[0], counts[-1]
+        pairs = pairwise(counts)
+        return Frame(
+            running=snapshot["num_requests_running"],
+            waiting=snapshot["num_requests_waiting"],
+            cache_share=snapshot["kv_cache_usage_perc"],
+            tokens=tokens,
+            tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
+            speeds=tuple((b - a) / (t - s) for (s, a), (t, b) in pairs if t > s),
+            latencies={name: tuple(snapshot[name][q] for q in QUANTILES) for name in LATENCIES},
+            requests=requests,
+            ended=ended,
+        )
+
+
+def figures_html(frame: Frame) -> str:
+    """The numbers, and the speed of the last minute as a line."""
+    rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in frame.lines())
+    return f"<table style='text-align:left'>{rows}</table>{_line(frame.speeds)}"
+
+
+def requests_html(frame: Frame) -> str:
+    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    rows = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in frame.rows()
+    )
+    return f"<table><tr>{head}</tr>{rows}</table>{html.escape(frame.more)}"
+
+
+def _line(speeds: Sequence[float]) -> str:
+    """Tokens a second as an SVG line, 300 x 50, the largest at the top."""
+    largest = max(speeds, default=0.0) or 1.0
+    steps = max(1, len(speeds) - 1)
+    points = " ".join(f"{300 * i / steps:.1f},{48 - 44 * speed / largest:.1f}" for i, speed in enumerate(speeds))
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="50" role="img" aria-label="tokens a second">'
+        f'<polyline points="{points}" fill="none" stroke="#3b6fb6" stroke-width="1.5"/></svg>'
+        f"<div style='color:#777'>tokens a second, up to {largest:,.0f}</div>"
+    )
+
+
+def as_table(frame: Frame) -> Table:
+    """For a rich console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    figures = Table(box=None, show_header=False, pad_edge=False)
+    for what, how_much in frame.lines():
+        figures.add_row(Text(what, style="dim"), Text(how_much))
+    requests = Table(*HEAD, box=None, header_style="dim", pad_edge=False)
+    for row in frame.rows():
+        requests.add_row(*(Text(cell) for cell in row))
+    whole = Table.grid()
+    whole.add_row(figures)
+    whole.add_row(requests)
+    if frame.more:
+        whole.add_row(Text(frame.more, style="dim"))
+    return whole
+
+
+def _in_ms(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.1f} ms"

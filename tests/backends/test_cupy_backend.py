@@ -1,0 +1,402 @@
+"""The CuPy backend beyond the contract: recorded steps, pages, candidates, 16 bits, memory, NaN. A GPU, or emulated."""
+
+from __future__ import annotations
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import BITNET, GOLDEN, golden, model, rng, tiny_tensors, write_checkpoint
+
+import bitnet_ref
+from bitnet_ref import backends
+from bitnet_ref.backends import Backend, HeadNeed, choose_backend, cuda
+from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.rows import Normed, Rows
+from bitnet_ref.backends.cupy_backend import MOST_REPLAYED, CupyBackend
+from bitnet_ref.config import RopeConfig
+from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
+from bitnet_ref.kv_cache import TokenBatch
+from bitnet_ref.weights import DenseWeight
+
+pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
+CASE = GOLDEN / "bitnet-packed-offline"
+
+
+@pytest.fixture(scope="module")
+def be():
+    return choose_backend("cupy")
+
+
+def load(case=CASE, **options):
+    """A model on a backend with options of its own."""
+    dtype = options.pop("dtype", "float32")
+    subject = CupyBackend(dtype, **options)
+    plain = bitnet_ref.load(case, backend="numpy")
+    layers = tuple(
+        type(layer)(**{**vars(layer), **{name: subject.prepare(w) for name, w in layer.linears()}})
+        for layer in plain.weights.layers
+    )
+    weights = subject.prepare_model(type(plain.weights)(**{**vars(plain.weights), "layers": layers}))
+    return bitnet_ref.Model(plain.config, weights, subject, case)
+
+
+# -- what is put off ---------------------------------------------------------------------------------------------------
+
+
+def test_a_row_between_two_products_is_one_launch(be, monkeypatch):
+    """Residual sum, norm and quantisation: one kernel, whose int8 and whose sum are the reference's."""
+    launched = []
+    kernel = be.ws.device.kernel
+    monkeypatch.setattr(be.ws.device, "kernel", lambda file, name: (launched.append(name), kernel(file, name))[1])
+    plain, generator = Backend(), rng(1)
+    x, y = (generator.standard_normal((3, 200)).astype(np.float32) for _ in range(2))
+    weight = be.ws.upload(generator.standard_normal(200).astype(np.float32))
+    total = be.add(be.ws.upload(x), be.ws.upload(y))
+    normed = be.rms_norm(total, weight, 1e-5)
+    assert isinstance(total, Rows)
+    assert isinstance(normed, Normed)
+    assert launched == []
+    x_q, scale = be.quantize_activations(normed)
+    assert launched == ["rows"]
+    expected = plain.quantize_activations(plain.rms_norm(x + y, be.to_host(weight), 1e-5))
+    np.testing.assert_array_equal(be.to_host(x_q), expected[0])
+    np.testing.assert_array_equal(be.to_host(scale), expected[1])
+    np.testing.assert_array_equal(be.to_host(total), x + y)
+    assert launched == ["rows"]  # the sum was written on the way
+
+
+@pytest.mark.parametrize("width", [31, 8192, 8193, 20000])
+@pytest.mark.parametrize("activation", ["relu2", "silu"])
+def test_gate_norm_and_quantisation_equal_numpys(be, width, activation):
+    """In shared memory, and in global memory where a row is too long for it."""
+    plain, generator = Backend(), rng(width)
+    gate, up = (generator.standard_normal((2, width)).astype(np.float32) for _ in range(2))
+    weight = generator.standard_normal(width).astype(np.float32)
+    fused = be.quantize_activations(
+        be.rms_norm(be.gated(be.ws.upload(gate), be.ws.upload(up), activation), weight, 1e-5)
+    )
+    expected = plain.quantize_activations(plain.rms_norm(plain.gated(gate, up, activation), weight, 1e-5))
+    for mine, theirs in zip(fused, expected, strict=True):
+        np.testing.assert_array_equal(be.to_host(mine), theirs)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 64])
+def test_turning_k_on_its_way_into_the_cache_changes_no_bit(be, head_dim):
+    config = model(GOLDEN / "llama-dense").config
+    config = type(config)(**{**vars(config), "head_dim": head_dim})
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    generator = rng(head_dim)
+    batch = be.place(TokenBatch.of([(1, 3, [0] * 5)]))
+    q, k, v = (
+        be.ws.upload(generator.standard_normal((5, n, head_dim)).astype(np.float32))
+        for n in (heads, kv_heads, kv_heads)
+    )
+    tables = be.rope_tables(batch.positions, RopeConfig(), head_dim)
+    caches = [be.new_cache(config, 2, 8) for _ in range(2)]
+    q_fused, k_fused = be.rope(q, k, *tables)
+    caches[0].append(0, batch, k_fused, v)
+    q_alone, k_alone = (be.to_host(x) for x in be.rope(q, k, *tables))
+    caches[1].append(0, batch, be.ws.upload(k_alone), v)
+    np.testing.assert_array_equal(be.to_host(q_fused), q_alone)
+    for fused, alone in zip(caches[0].stored(0, batch.host), caches[1].stored(0, batch.host), strict=True):
+        np.testing.assert_array_equal(fused, alone)
+    np.testing.assert_array_equal(caches[0].stored(0, batch.host)[0], k_alone)
+
+
+# -- recorded steps ----------------------------------------------------------------------------------------------------
+
+
+def decode(m, prompts, steps, cache=None):
+    """Feed each prompt at once, then `steps` tokens one by one in one batch. -> final hidden states of every step"""
+    cache = m.new_cache(len(prompts), 24) if cache is None else cache
+    m.candidates(
+        TokenBatch.of([(slot, 0, p) for slot, p in enumerate(prompts)], range(len(prompts))),
+        cache,
+        [HeadNeed(1)] * len(prompts),
+    )
+    seen = []
+    for step in range(steps):
+        parts = [(slot, len(p) + step, [(7 * step + slot) % 50 + 1]) for slot, p in enumerate(prompts)]
+        hidden, _ = m.candidates(TokenBatch.of(parts, range(len(parts))), cache, [HeadNeed(1)] * len(parts))
+        seen.append(hidden)
+    return np.stack(seen), cache
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8", "llama-packed-rmsnorm"])
+@pytest.mark.parametrize("lengths", [[4], [1, 6, 3]])
+def test_replayed_steps_equal_eager_ones(case, lengths):
+    """Over changing positions, lengths and (three padded to four) numbers of tokens."""
+    prompts = [rng(n).integers(1, 50, n) for n in lengths]
+    recorded, cache = decode(load(GOLDEN / case), prompts, 6)
+    assert [size for size, _ in cache.steps] == [1 << (len(lengths) - 1).bit_length()]
+    eager, cache = decode(load(GOLDEN / case, graphs=False), prompts, 6)
+    assert not cache.steps
+    np.testing.assert_array_equal(recorded, eager)
+    plain, _ = decode(model(GOLDEN / case, "numpy"), prompts, 6)
+    np.testing.assert_allclose(recorded, plain, rtol=0, atol=1e-4)
+
+
+def test_a_recorded_step_runs_no_python_of_the_model(monkeypatch):
+    m = load()
+    _, cache = decode(m, [np.array([3, 1, 4])], 2)
+    for op in ("embed", "rope", "attention", "gated", "add"):
+        monkeypatch.setattr(type(m.backend), op, None)
+    hidden, _ = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
+    assert np.isfinite(hidden).all()
+
+
+def test_sequences_that_come_and_go_use_the_same_records():
+    """Three, then two, then one of three: each token's state is what it is alone."""
+    m = load()
+    prompts = [rng(n).integers(1, 50, n) for n in (3, 5, 2)]
+    alone = {slot: decode(load(graphs=False), [p], 3)[0][:, 0] for slot, p in enumerate(prompts)}
+    cache = m.new_cache(3, 24)
+    m.candidates(TokenBatch.of([(s, 0, p) for s, p in enumerate(prompts)], [0]), cache, [HeadNeed(1)])
+    for step, slots in enumerate([[0, 1, 2], [0, 1, 2], [2, 0]]):
+        # the tokens that `decode` feeds a prompt alone, which is slot 0 there
+        parts = [(slot, len(prompts[slot]) + step, [7 * step % 50 + 1]) for slot in slots]
+        hidden, _ = m.candidates(TokenBatch.of(parts, range(len(parts))), cache, [HeadNeed(1)] * len(parts))
+        for slot, row in zip(slots, hidden, strict=True):
+            np.testing.assert_array_equal(row, alone[slot][step])
+    assert sorted(size for size, _ in cache.steps) == [2, 4]
+
+
+def test_a_new_cache_takes_over_what_a_dropped_one_left():
+    """Arrays and records; what the old cache held is not seen. Other lengths of about the same size share them."""
+    m = load()
+    prompts = [rng(n).integers(1, 50, 5) for n in range(2)]
+    first, cache = decode(m, prompts[:1], 3, m.new_cache(1, 24))
+    keys, steps = cache.keys, cache.steps
+    other = m.new_cache(1, 24)
+    assert other.keys is not keys
+    del cache, other
+    second, cache = decode(m, prompts[1:], 3, m.new_cache(1, 200))
+    assert cache.keys is keys
+    assert cache.steps is steps
+    assert len(steps) == 1
+    np.testing.assert_array_equal(second, decode(load(graphs=False), prompts[1:], 3)[0])
+    assert m.new_cache(2, 24).keys.shape != keys.shape
+
+
+def test_many_tokens_are_not_recorded():
+    m = load()
+    n = MOST_REPLAYED + 1
+    cache = m.new_cache(n, 4)
+    m.candidates(TokenBatch.of([(slot, 0, [5]) for slot in range(n)], range(n)), cache, [HeadNeed(1)] * n)
+    assert not cache.steps
+
+
+@pytest.mark.parametrize("order", [1, 7])
+def test_no_result_depends_on_the_order_of_threads(order):
+    """Blocks and threads descending, and shuffled: what differs lacks a barrier."""
+    if not choose_backend("cupy").ws.device.emulated:
+        pytest.skip("a GPU has its own order")
+    tokens = golden("bitnet-packed-offline")["tokens"]
+    expected = model(CASE, "cupy").logits(tokens)
+    np.testing.assert_array_equal(load(device=EmulatedDevice(order=order)).logits(tokens), expected)
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_in_any_order_give_the_same_bits(be):
+    m = model(GOLDEN / "mistral-dense-window8", "cupy")
+    tokens = rng(2).integers(1, 50, 11)
+    expected = m.logits(tokens)
+    cache = m.backend.new_cache(m.config, 2, 16, page_size=4, pages=9)
+    cache.page_table[1] = [7, 2, 8, -1]
+    batch = TokenBatch.of([(1, 0, tokens)])
+    np.testing.assert_array_equal(m.forward(batch, cache), expected)
+    for pool, again in zip((cache.keys, cache.values), cache.visible(1, 1, 10, None), strict=True):
+        rows = np.concatenate([be.ws.device.to_host(pool[1, page]) for page in (7, 2, 8)])[:11]
+        np.testing.assert_array_equal(rows, again)
+
+
+def test_a_page_that_changes_between_recorded_steps():
+    """The owner of the pool gives a slot another page; the record reads the table as it is now."""
+    m = load()
+    tokens = rng(3).integers(1, 50, 7)
+    cache = m.backend.new_cache(m.config, 1, 8, page_size=2, pages=6)
+    cache.page_table[0] = [5, 0, 3, 1]
+    expected = m.logits(tokens)
+    got = [
+        m.candidates(TokenBatch.of([(0, i, [t])], [0]), cache, [HeadNeed()])[1][0].logits
+        for i, t in enumerate(tokens[:3])
+    ]
+    cache.keys[:, 4] = cache.keys[:, 5]
+    cache.values[:, 4] = cache.values[:, 5]
+    cache.page_table[0] = [4, 0, 2, 1]
+    got += [
+        m.candidates(TokenBatch.of([(0, i, [tokens[i]])], [0]), cache, [HeadNeed()])[1][0].logits for i in range(3, 7)
+    ]
+    np.testing.assert_array_equal(np.stack(got), expected)
+
+
+def test_places_that_do_not_exist_are_refused_before_a_kernel_runs():
+    m = load()
+    cache = m.new_cache(1, 4)
+    for slot, position in ((1, 0), (0, 4)):
+        with pytest.raises(ShapeError, match="positions < 4 and slots < 1"):
+            m.forward(TokenBatch.of([(slot, position, [1])]), cache)
+    pool = m.backend.new_cache(m.config, 1, 8, page_size=2, pages=3)
+    with pytest.raises(ShapeError, match="a page for position 0"):
+        m.forward(TokenBatch.of([(0, 0, [1])]), pool)
+
+
+def test_copies_of_slots_happen_at_once():
+    m = load()
+    prompts = [rng(n).integers(1, 50, 5) for n in (1, 2)]
+    cache = m.new_cache(3, 8)
+    m.forward(TokenBatch.of([(slot, 0, p) for slot, p in enumerate(prompts)]), cache)
+    before = [cache.visible(0, slot, 4, None)[0] for slot in (0, 1)]
+    cache.copy([1, 0, 0], [0, 1, 2], 5)
+    for slot, source in ((0, 1), (1, 0), (2, 0)):
+        np.testing.assert_array_equal(cache.visible(0, slot, 4, None)[0], before[source])
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 40, 511])
+def test_candidates_are_the_k_largest_and_all_that_equal_the_kth(be, k):
+    logits = np.round(rng(k).standard_normal((3, 700)) * 8).astype(np.float32) / 4  # many are equal
+    logits[0, :2] = [-0.0, 0.0]
+    logits[2] = -np.abs(logits[2])
+    x, w = np.eye(3, dtype=np.float32), DenseWeight(np.ascontiguousarray(logits.T))
+    needs = [HeadNeed(k, [3, 650]), HeadNeed(k), HeadNeed(1, [9])]
+    for row, found, need in zip(logits, be.head_candidates(x, w, needs), needs, strict=True):
+        if not found.complete:
+            expected = np.union1d(np.flatnonzero(row >= np.sort(row)[-need.k]), need.also)
+            np.testing.assert_array_equal(found.ids, expected)
+        np.testing.assert_array_equal(found.logits, row[found.ids])
+        assert found.vocab_size == 700
+
+
+def test_a_token_that_needs_all_logits_beside_one_that_does_not(be):
+    logits = rng(5).standard_normal((2, 90)).astype(np.float32)
+    w = DenseWeight(np.ascontiguousarray(logits.T))
+    whole, few = be.head_candidates(np.eye(2, dtype=np.float32), w, [HeadNeed(), HeadNeed(1)])
+    assert whole.complete
+    np.testing.assert_array_equal(whole.logits, logits[0])
+    assert few.ids.tolist() == [logits[1].argmax()]
+
+
+def test_more_equals_than_there_is_room_for(be):
+    w = DenseWeight(np.ones((300, 1), dtype=np.float32))
+    (found,) = be.head_candidates(np.ones((1, 1), dtype=np.float32), w, [HeadNeed(1)])
+    assert found.complete
+    assert (found.logits == 1).all()
+
+
+# -- 16 bits -----------------------------------------------------------------------------------------------------------
+
+
+def test_sixteen_bit_floats_are_rounded_as_numpy_rounds_them():
+    """Through the cache: every exponent, ties, subnormals, the largest and beyond."""
+    m = model(GOLDEN / "llama-dense", "cupy")
+    kv_heads, head_dim = m.config.num_key_value_heads, m.config.head_dim
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)  # all of them that are finite
+    odd = np.array([65504, 65519.996, 65520, 1e30, 3e38, 1e-8, 2**-25, 2**-24, 6e-8, -0.0, np.inf], dtype=np.float32)
+    between = halves * np.float32(1 + 2**-11)  # half-way to the next one, for normal halves
+    nearly = np.nextafter(between, np.float32(0))
+    dice = rng(6).standard_normal(4096).astype(np.float32) * np.float32(10) ** rng(7).integers(-30, 30, 4096)
+    every = np.concatenate([halves, -between, nearly, -odd, odd, dice])
+    count = -(-len(every) // (kv_heads * head_dim))
+    values = np.zeros(count * kv_heads * head_dim, dtype=np.float32)
+    values[: len(every)] = every
+    rows = values.reshape(count, kv_heads, head_dim)
+    batch = TokenBatch.of([(0, 0, [0] * count)])
+    for dtype, host in (("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)):
+        be = choose_backend("cupy", dtype=dtype)
+        cache = be.new_cache(m.config, 1, count)
+        cache.append(0, batch, rows, rows)
+        with warnings.catch_warnings(), np.errstate(over="ignore"):
+            warnings.simplefilter("ignore")
+            expected = rows.astype(host).astype(np.float32)
+        np.testing.assert_array_equal(cache.stored(0, batch)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mixed_precision_stays_near(dtype):
+    """Only what is kept in 16 bits is rounded: the distance is that of 8 or 11 bits, not of another computation."""
+    case = GOLDEN / "llama-dense"
+    tokens = golden("llama-dense")["tokens"]
+    logits = load(case, dtype=dtype).logits(tokens)
+    exact = model(case, "numpy", dtype="float64").logits(tokens)
+    error = np.abs(logits - exact).max() / np.abs(exact).max()
+    assert logits.dtype == np.float32
+    assert 1e-6 < error < {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
+
+
+# -- when things go wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nan_names_its_tensor(tmp_path, graphs):
+    """Found by a kernel, told when results are read; also in a replayed step."""
+    tensors = tiny_tensors(BITNET)
+    m = load(write_checkpoint(tmp_path, BITNET, tensors), graphs=graphs)
+    cache = m.new_cache(1, 8)
+    for position in range(3):
+        m.candidates(TokenBatch.of([(0, position, [4])], [0]), cache, [HeadNeed(1)])
+    good = m.backend.ws.device.to_host(m.weights.embedding.rows)
+    bad = good.copy()
+    bad[9, 3] = np.array(np.nan, dtype=ml_dtypes.bfloat16).view(np.uint16)
+    m.backend.ws.device.copy(m.weights.embedding.rows, bad)
+    with pytest.raises(NumericsError, match="hook_embed") as caught:
+        m.candidates(TokenBatch.of([(0, 3, [9])], [0]), cache, [HeadNeed(1)])
+    assert caught.value.tensor == "hook_embed"
+    m.backend.ws.device.copy(m.weights.embedding.rows, good)
+    m.candidates(TokenBatch.of([(0, 3, [4])], [0]), cache, [HeadNeed(1)])  # and all is well again
+
+
+def test_memory_has_a_limit():
+    with pytest.raises(OutOfMemory, match=r"memory|limit"):
+        bitnet_ref.load(backend="cupy", memory_limit="1 MiB")
+    with pytest.raises(BackendUnavailable, match="'many'"):
+        bitnet_ref.load(backend="cupy", memory_limit="many")
+
+
+def test_everything_is_given_back():
+    m = bitnet_ref.load(CASE, backend="cupy")
+    device = m.backend.ws.device
+    used = device.memory().used
+    assert used > m.weights.embedding.rows.nbytes
+    m.logits([1, 2, 3])
+    m.generate([1, 2, 3], max_tokens=3, ignore_eos=True)
+    del m
+    import gc
+
+    gc.collect()
+    assert device.memory().used < used / 10
+    device.close()
+
+
+def test_auto_takes_a_card_and_warns_when_it_does_not_answer(monkeypatch):
+    if backends.cuda.emulation_wanted():
+        assert choose_backend("auto").name != "cupy"  # by name only
+    monkeypatch.setattr(backends.cuda, "emulation_wanted", lambda: False)
+    monkeypatch.setattr(backends.cuda, "why_unavailable", lambda index=0: None)
+    monkeypatch.setattr("bitnet_ref.backends.cupy_backend.open_device", _lost)
+    with pytest.warns(UserWarning, match="the GPU does not answer.*it is lost"):
+        assert choose_backend("auto").name in ("cython", "numpy")
+    with pytest.raises(BackendUnavailable, match="it is lost"):
+        choose_backend("cupy")
+    assert choose_backend("auto", dtype="float64").name == "numpy"
+
+
+def _lost(**_):
+    raise BackendUnavailable("it is lost")
+
+
+def test_without_cupy_the_reason_is_one_line_with_the_remedy(monkeypatch):
+    monkeypatch.setenv("BITNET_REF_CUDA", "gpu")
+    reason = bitnet_ref.available_backends()["cupy"]
+    if reason is None:
+        pytest.skip("there is a GPU")
+    assert "\n" not in reason
+    with pytest.raises(BackendUnavailable) as caught:
+        bitnet_ref.load(backend="cupy")
+    assert reason in str(caught.value)
