@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from functools import cache
 from typing import Any
 
 from ..errors import BackendUnavailable
@@ -18,16 +20,29 @@ def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **
 
     Raises BackendUnavailable where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as problem:
-        raise BackendUnavailable("figures need matplotlib: pip install 'bitnet-ref[notebooks]'") from problem
-    figure = Figure(figsize=size, dpi=80, layout="constrained")
+    figure = _figure_class()(figsize=size, dpi=80, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **more)
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.title.set_fontsize(11)
     return figure, axes
+
+
+@cache
+def _figure_class() -> Any:
+    """matplotlib's Figure, which a notebook shows by itself: pyplot teaches it to, and may never have been used."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as problem:
+        raise BackendUnavailable("figures need matplotlib: pip install 'bitnet-ref[notebooks]'") from problem
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    return ShownFigure
 
 
 def plain(text: str) -> str:

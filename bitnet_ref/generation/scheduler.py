@@ -31,10 +31,10 @@ class Row(Protocol):
     computed: int  # tokens in the cache
 
     @property
-    def known(self) -> int: ...  # tokens: the prompt, and what came of it so far
+    def known(self) -> int: ...  # tokens: the prompt, and what came of it so far, as much as the model is to see
 
     @property
-    def ids(self) -> NDArray[np.int64]: ...  # those tokens
+    def context(self) -> NDArray[np.int64]: ...  # those tokens
 
 
 NO_SLOT = -1
@@ -107,6 +107,12 @@ class Scheduler:
             self.waiting.remove(job)
         self._close(job)
 
+    def begin_anew(self, job: Job) -> None:
+        """Its row dropped tokens and has to compute the others again, in their new places: its pages are of no use."""
+        self._pause(job)
+        self._close(job)
+        insort(self.waiting, job)
+
     def plan(self) -> Plan:
         """The next step. It is empty only when there are no jobs."""
         plan = Plan()
@@ -133,7 +139,7 @@ class Scheduler:
         """In the order of rank, as long as there are slots, and pages for all tokens that are known."""
         while self.waiting and self._slots:
             job = self.waiting[0]
-            ids, fresh = job.row.ids, job.lease is None
+            ids, fresh = job.row.context, job.lease is None
             lease = job.lease = job.lease or self.pool.open(ids)
             if fresh:
                 job.row.computed = len(lease.pages) * self.pool.page_size
@@ -182,10 +188,10 @@ class Scheduler:
                 continue
             row, lease = job.row, job.lease
             assert lease is not None
-            found = lease.adopt(row.ids, row.computed)
+            found = lease.adopt(row.context, row.computed)
             self._found(job, found - row.computed)
             row.computed = found
-            key = lease.next_key(row.ids, found)
+            key = lease.next_key(row.context, found)
             if key is None or key not in planned:  # else the page will be there after this step, by another's work
                 planned.add(key)
                 prompts.append(job)

@@ -238,7 +238,7 @@ class Worker:
             job.row.computed = start + count
             assert job.lease is not None
             if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
-                job.lease.commit(job.row.ids, job.row.computed)
+                job.lease.commit(job.row.context, job.row.computed)
         ends = [piece.job for piece in pieces if piece.ends]
         for job, x, candidates in zip(ends, hidden, found, strict=True):
             self._accept(job, x, candidates)
@@ -268,7 +268,7 @@ class Worker:
                 cache.page_table[slot, : len(lease.pages)] = lease.pages
                 cache.page_table[slot, len(lease.pages) :] = NO_PAGE
                 lease.changed = False
-            parts.append((slot, start, job.row.ids[start : start + count]))
+            parts.append((slot, start, job.row.context[start : start + count]))
         wanted = [index for index, piece in enumerate(pieces) if piece.ends]
         return self.model.candidates(TokenBatch.of(parts, logits_of_last=wanted), cache, needs)
 
@@ -302,6 +302,8 @@ class Worker:
             self._scheduler.remove(job)
             if all(each.finished for each in ticket.rows):
                 self._end(ticket, None, chunk.finish_reason)
+        elif row.begins_anew:
+            self._scheduler.begin_anew(job)
 
     def _fork(self, ticket: Ticket) -> None:
         """The prompt is computed: the other n - 1 rows go on from the same pages. They compute its last token again,
@@ -310,7 +312,7 @@ class Worker:
         assert lease is not None
         for job in ticket.jobs[1:]:
             job.lease = lease.fork()
-            job.row.computed = len(ticket.request.prompt) - 1
+            job.row.computed = job.row.known - 1
             self._scheduler.add(job)
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .profile import Profile, title
 from .tree import OpTime
@@ -80,7 +80,8 @@ def as_text(profile: Profile) -> str:
     """The table in plain text, as wide as it has to be."""
     from rich.console import Console
 
-    out = Console(width=160, color_system=None, file=None, highlight=False, emoji=False, markup=False)
+    plain: dict[str, Any] = {"highlight": False, "emoji": False, "markup": False}
+    out = Console(width=160, color_system=None, force_jupyter=False, **plain)
     with out.capture() as capture:
         out.print(table(profile))
     lines = [line.rstrip() for line in capture.get().splitlines()]

@@ -69,6 +69,7 @@ class Explorer:
                 max=slider.high,
                 step=slider.step,
                 description=slider.name,
+                style={"description_width": "6em"},
                 continuous_update=False,  # drawing takes a tenth of a second
             )
             control.observe(lambda change, name=slider.name: moved(name, change), names="value")

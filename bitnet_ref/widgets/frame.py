@@ -38,13 +38,15 @@ class RequestState(Protocol):
 
 @dataclass(frozen=True)
 class Frame:
-    """All numbers of a moment. `latencies` are p50, p95 and p99 in seconds, None before there are any."""
+    """All numbers of a moment. `requests` begin with those that run. `latencies` are p50, p95 and p99 in seconds, None
+    before there are any."""
 
     running: int
     waiting: int
     cache_share: float  # of its pages in use, 0 to 1
     tokens: int  # generated in all
-    tokens_per_s: float  # over the last minute, or since the view began
+    tokens_per_s: float  # over the last `seconds`
+    seconds: float  # a minute, or since the view began
     speeds: tuple[float, ...]  # tokens a second between two looks, oldest first
     latencies: Mapping[str, tuple[float | None, ...]]
     requests: Sequence[RequestState]
@@ -52,11 +54,10 @@ class Frame:
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, how much) of everything but the requests."""
-        state = "closed" if self.ended else "running"
         figures = [
-            ("engine", f"{state}: {self.running} running, {self.waiting} waiting"),
+            ("requests", f"{self.running} running, {self.waiting} waiting{', engine closed' * self.ended}"),
             ("cache in use", f"{self.cache_share:.0%}"),
-            ("tokens", f"{self.tokens:,} in all, {self.tokens_per_s:,.1f} a second over the last minute"),
+            ("tokens", f"{self.tokens:,} in all, {self.tokens_per_s:,.1f} a second in the last {self.seconds:.0f} s"),
         ]
         for name, title in LATENCIES.items():
             values = self.latencies[name]
@@ -105,10 +106,11 @@ class History:
             waiting=snapshot["num_requests_waiting"],
             cache_share=snapshot["kv_cache_usage_perc"],
             tokens=tokens,
+            seconds=last_s - first_s,
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
             speeds=tuple((b - a) / (t - s) for (s, a), (t, b) in pairs if t > s),
             latencies={name: tuple(snapshot[name][q] for q in QUANTILES) for name in LATENCIES},
-            requests=requests,
+            requests=sorted(requests, key=lambda each: each.state != "running"),
             ended=ended,
         )
 
@@ -116,7 +118,7 @@ class History:
 def figures_html(frame: Frame) -> str:
     """The numbers, and the speed of the last minute as a line."""
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in frame.lines())
-    return f"<table style='text-align:left'>{rows}</table>{_line(frame.speeds)}"
+    return f"<table style='text-align:left;line-height:1.3'>{rows}</table>{_line(frame.speeds)}"
 
 
 def requests_html(frame: Frame) -> str:
@@ -125,7 +127,7 @@ def requests_html(frame: Frame) -> str:
         "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in frame.rows()
     )
-    return f"<table><tr>{head}</tr>{rows}</table>{html.escape(frame.more)}"
+    return f"<table style='line-height:1.3'><tr>{head}</tr>{rows}</table>{html.escape(frame.more)}"
 
 
 def _line(speeds: Sequence[float]) -> str:

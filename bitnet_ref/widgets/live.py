@@ -99,11 +99,11 @@ class LiveView:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The widget; for a stored notebook, or without ipywidgets, what there was to see when it was shown."""
         bundle: dict[str, Any] = {}
+        self.look()
         try:
             found = self.widget._repr_mimebundle_()
             bundle |= {kind: data for kind, data in found.items() if kind.startswith("application/")}
         except BackendUnavailable as problem:
-            self.look()
             bundle["text/html"] = f"{problem}<br>"
         still = figures_html(self.frame) + requests_html(self.frame)
         return {**bundle, "text/html": bundle.get("text/html", "") + still, "text/plain": str(self)}

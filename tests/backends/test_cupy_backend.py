@@ -167,7 +167,7 @@ def test_a_new_cache_takes_over_what_a_dropped_one_left():
     """Arrays and records; what the old cache held is not seen. Other lengths of about the same size share them."""
     m = load()
     prompts = [rng(n).integers(1, 50, 5) for n in range(2)]
-    first, cache = decode(m, prompts[:1], 3, m.new_cache(1, 24))
+    _, cache = decode(m, prompts[:1], 3, m.new_cache(1, 24))
     keys, steps = cache.keys, cache.steps
     other = m.new_cache(1, 24)
     assert other.keys is not keys

@@ -7,6 +7,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable, GenerationError
+from bitnet_ref.figures import style
 from bitnet_ref.generation import NextToken
 
 pytest.importorskip("matplotlib")
@@ -66,5 +67,6 @@ def test_wrong_parameters_raise_at_once(after):
 
 def test_without_matplotlib_there_is_one_line(after, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    style._figure_class.cache_clear()
     with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):
         after.plot()

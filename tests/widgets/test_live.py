@@ -55,7 +55,7 @@ def test_the_widget_follows_the_engine(engine):
     assert not button.disabled
     engine.close()
     wait_for(lambda: not view.watching)
-    assert "closed" in figures.value
+    assert "engine closed" in figures.value
     assert button.disabled
     assert views() == []
 
