@@ -138,7 +138,7 @@ def run(
             ending = [active[number] for _, number in complete]
             hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
             for row, x, candidates in zip(ending, hidden, found, strict=True):
-                row.computed = len(row.context)
+                row.computed = row.context_length
                 chunks.append(row.accept(x, candidates, stats))
         stats.decode_s += time.perf_counter() - started
         stats.decode_tokens += len(chunks)

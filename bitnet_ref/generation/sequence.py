@@ -57,6 +57,8 @@ class Request:
                 raise GenerationError(
                     f"logit_bias: token id {token} is not in the vocabulary of {model.config.vocab_size}"
                 )
+        everything = params.strategy is not None
+        self.candidates_needed = None if everything else candidates_needed(params, model.config.vocab_size)
         self._banned = (
             BannedWords(params.bad_words, model.vocabulary.sorted, len(self.prompt)) if params.bad_words else None
         )
@@ -135,12 +137,13 @@ class Continuation:
         self._ids = np.empty(len(request.prompt) + min(request.max_tokens, IDS_AT_FIRST), dtype=np.int64)
         self._ids[: len(request.prompt)] = request.prompt
         self._kept = request.window.keep(len(request.prompt))  # the last span goes on to the newest token
+        self._gone = len(request.prompt) - sum(stop - start for start, stop in self._kept)
         self._moved = len(self._kept) > 1 or self._kept[0][0] > 0 or len(request.prompt) < len(request.given)
 
     @property
     def ids(self) -> NDArray[np.int64]:
         """The prompt and what came of it so far."""
-        ids = self._ids[: len(self.request.prompt) + len(self.chunks)]
+        ids = self._ids[: self.known]
         ids.flags.writeable = False  # users' functions see it
         return ids
 
@@ -152,8 +155,12 @@ class Continuation:
     @property
     def context(self) -> NDArray[np.int64]:
         """The tokens that the model is to see: positions 0, 1, ... of its slot."""
-        ids = self.ids
-        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids))))
+        return take(self._ids[: self.known], (*self._kept[:-1], (self._kept[-1][0], self.known)))
+
+    @property
+    def context_length(self) -> int:
+        """How many those are."""
+        return self.known - self._gone
 
     @property
     def finished(self) -> bool:
@@ -163,15 +170,17 @@ class Continuation:
     def next_input(self) -> tuple[int, int, TokenIds]:
         """(slot, position, tokens) of what the model has not seen yet: the newest token; or the prompt, or after some
         were dropped the context, from its first token on that is not in the cache."""
+        if self.computed == self.context_length - 1:  # nearly always
+            return self.slot, self.computed, self._ids[self.known - 1 : self.known]
         return self.slot, self.computed, self.context[self.computed :]
 
     def needs(self) -> HeadNeed:
         """What the choice of the next token needs of its logits."""
-        k = candidates_needed(self.request.params, self.request.model.config.vocab_size)
-        moved = self.rules.moved(self.ids) if k is not None and self.request.params.strategy is None else None
-        if k is None or moved is None:
-            return HeadNeed()
-        return HeadNeed(k + len(moved), moved)
+        k = self.request.candidates_needed
+        if k is None or not self.rules.processors:
+            return HeadNeed(k)
+        moved = self.rules.moved(self.ids)
+        return HeadNeed() if moved is None else HeadNeed(k + len(moved), moved)
 
     def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
         """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
@@ -179,8 +188,9 @@ class Continuation:
         stats.generated_tokens += 1
         stats.screened_tokens += logits is None
         text = self.text.push(token)
-        logprob, top = self.logprobs.add(token, hidden, logits)
-        dropped, kept = self._dropped(len(self.ids))
+        asked = self.request.params.logprobs is not None
+        logprob, top = self.logprobs.add(token, hidden, logits if asked else None)
+        dropped, kept = self._dropped(self.known)
         self._append(token)
         finish, why = self._end(token)
         if finish is not None:
@@ -189,55 +199,53 @@ class Continuation:
                 finish, why = self._end(token)
         if not self.chunks:
             text = self.opening + text
-        chunk = StreamChunk(
-            text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None, dropped, kept
-        )
+        chunk = StreamChunk(text, token, logprob, finish, why, top if asked else None, dropped, kept)
         self.chunks.append(chunk)
         self._make_room(stats)
         return chunk
 
     def _append(self, token: int) -> None:
-        count = len(self.request.prompt) + len(self.chunks)
-        if count == len(self._ids):
+        if self.known == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-        self._ids[count] = token
+        self._ids[self.known] = token
 
     def _dropped(self, length: int) -> tuple[int, Spans | None]:
         """Tokens that the model does not see now, of those given and new; and what it sees, if that is news."""
         cut = len(self.request.given) - len(self.request.prompt)
-        spans = (*self._kept[:-1], (self._kept[-1][0], length))
-        missing = cut + length - sum(stop - start for start, stop in spans)
-        moved, self._moved = self._moved, False
-        return missing, (self.request.kept if cut else spans) if moved else None
+        if not self._moved:
+            return cut + self._gone, None
+        self._moved = False
+        return cut + self._gone, self.request.kept if cut else (*self._kept[:-1], (self._kept[-1][0], length))
 
     def _make_room(self, stats: GenerationStats) -> None:
         """Where the newest token does not fit the window any more, drop the oldest."""
-        window, length = self.request.window, len(self.ids)
-        if self.finished or not window.moves or (before := len(self.context)) <= window.size:
+        window, length = self.request.window, self.known
+        if not window.moves or self.finished or (before := self.context_length) <= window.size:
             return
         self._kept, self._moved, self.computed = window.keep(length), True, 0
-        after = len(self.context)
+        self._gone = length - sum(stop - start for start, stop in self._kept)
+        after = self.context_length
         stats.dropped_tokens += before - after
         stats.recomputed_tokens += after - 1
 
     def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
         """-> the token, and the model's own logits if all of them were computed"""
-        params, ids = self.request.params, self.ids
+        params = self.request.params
         logits = found.logits if found.complete else None
         stats.head_rows += len(found.ids)
         if params.strategy is not None:
             assert logits is not None
-            token = params.strategy(ids, self.rules.apply(ids, logits), self.rng)
+            token = params.strategy(self.ids, self.rules.apply(self.ids, logits), self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(logits):
                 raise GenerationError(f"strategy: expected a token id below {len(logits)}, got {token!r:.80}")
             return int(token), logits
         uniform = self.rng.random() if params.temperature > 0 else 0.0
-        among = self.rules.apply_among(ids, found)
+        among = self.rules.apply_among(self.ids, found) if self.rules.processors else found
         chosen = choose_among(among, params, uniform) if logits is None else choose(among.logits, params, uniform)
         if chosen is None:  # the bounds leave it open
             logits = self.request.model.head_logits(hidden[None])[0]
             stats.head_rows += len(logits)
-            chosen = choose(self.rules.apply(ids, logits), params, uniform)
+            chosen = choose(self.rules.apply(self.ids, logits), params, uniform)
         return chosen, logits
 
     def _end(self, token: int) -> tuple[str | None, str | int | None]:
@@ -249,7 +257,7 @@ class Continuation:
         if self.text.stopped_by is not None:
             return "stop", self.text.stopped_by
         count = len(self.chunks) + 1
-        if self.constraint is not None and self.constraint.complete(self._ids[: len(self.request.prompt) + count]):
+        if self.constraint is not None and self.constraint.complete(self._ids[: self.known + 1]):
             return "stop", None
         return ("length", None) if count == self.request.max_tokens else (None, None)
 
