@@ -132,6 +132,7 @@ class Engine:
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
+        ticket.stats.describe(self.cache)
         handle = RequestHandle(self, ticket)  # first: an interrupt from here on drops it, which cancels
         self._worker.submit(ticket)
         return handle

@@ -28,13 +28,13 @@ class Row(Protocol):
     """What the scheduler knows of a sequence; `sequence.Continuation` is one."""
 
     slot: int
-    computed: int  # tokens in the cache
+    computed: int  # tokens of its context that are in the cache
 
     @property
-    def known(self) -> int: ...  # tokens: the prompt, and what came of it so far
+    def context(self) -> NDArray[np.int64]: ...  # the tokens that the model is to see, so far
 
     @property
-    def ids(self) -> NDArray[np.int64]: ...  # those tokens
+    def context_tokens(self) -> int: ...
 
 
 NO_SLOT = -1
@@ -59,7 +59,7 @@ class Job:
     @property
     def behind(self) -> int:
         """Tokens that the model has to see before the next one can be chosen: 1 while decoding."""
-        return self.row.known - self.row.computed
+        return self.row.context_tokens - self.row.computed
 
 
 class Piece(NamedTuple):
@@ -107,6 +107,12 @@ class Scheduler:
             self.waiting.remove(job)
         self._close(job)
 
+    def restart(self, job: Job) -> None:
+        """Its context is another one now: a running job's pages hold what it does not see any more."""
+        assert job.lease is not None
+        job.lease.close()
+        job.row.computed = job.lease.adopt(job.row.context)
+
     def plan(self) -> Plan:
         """The next step. It is empty only when there are no jobs."""
         plan = Plan()
@@ -133,7 +139,7 @@ class Scheduler:
         """In the order of rank, as long as there are slots, and pages for all tokens that are known."""
         while self.waiting and self._slots:
             job = self.waiting[0]
-            ids, fresh = job.row.ids, job.lease is None
+            ids, fresh = job.row.context, job.lease is None
             lease = job.lease = job.lease or self.pool.open(ids)
             if fresh:
                 job.row.computed = len(lease.pages) * self.pool.page_size
@@ -182,10 +188,11 @@ class Scheduler:
                 continue
             row, lease = job.row, job.lease
             assert lease is not None
-            found = lease.adopt(row.ids, row.computed)
+            ids = row.context
+            found = lease.adopt(ids, row.computed)
             self._found(job, found - row.computed)
             row.computed = found
-            key = lease.next_key(row.ids, found)
+            key = lease.next_key(ids, found)
             if key is None or key not in planned:  # else the page will be there after this step, by another's work
                 planned.add(key)
                 prompts.append(job)
@@ -203,7 +210,7 @@ class Scheduler:
             elif (count := _affordable(lease, start, count)) == 0:
                 return  # those before it go on, and will leave pages
         plan.copies += copies
-        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == row.known))
+        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == row.context_tokens))
 
     # -- who has to stop -----------------------------------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class Scheduler:
 def _pages_to_come(job: Job) -> int:
     """Pages that it has yet to take for the tokens that are known, and one more."""
     assert job.lease is not None
-    return job.lease.missing(job.row.computed, job.row.known + 1)
+    return job.lease.missing(job.row.computed, job.row.context_tokens + 1)
 
 
 def _affordable(lease: Lease, start: int, count: int) -> int:

@@ -99,8 +99,9 @@ class Ticket:
         self.number, self.request, self.timeout_s = number, request, timeout_s
         self.arrival_s = time.perf_counter()
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
-        self.stats = GenerationStats(backend, prompt_tokens=len(request.prompt))
         self.rows = [Continuation(request, slot=-1, choice=choice) for choice in range(request.params.n)]
+        seen = self.rows[0].context_tokens
+        self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
         self.jobs = [
             Job(row, self.arrival_s, (number, choice), priority, owner=self) for choice, row in enumerate(self.rows)
         ]

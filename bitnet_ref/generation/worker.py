@@ -200,6 +200,8 @@ class Worker:
             self._begin(plan, start)
             self._step(plan)
             self._record(plan, start)
+        elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
+            raise RuntimeError(f"there are {jobs} sequences to run, and none of them can")
         self._hand_out()
 
     def _expire(self) -> None:
@@ -238,7 +240,7 @@ class Worker:
             job.row.computed = start + count
             assert job.lease is not None
             if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
-                job.lease.commit(job.row.ids, job.row.computed)
+                job.lease.commit(job.row.context, job.row.computed)
         ends = [piece.job for piece in pieces if piece.ends]
         for job, x, candidates in zip(ends, hidden, found, strict=True):
             self._accept(job, x, candidates)
@@ -268,7 +270,7 @@ class Worker:
                 cache.page_table[slot, : len(lease.pages)] = lease.pages
                 cache.page_table[slot, len(lease.pages) :] = NO_PAGE
                 lease.changed = False
-            parts.append((slot, start, job.row.ids[start : start + count]))
+            parts.append((slot, start, job.row.context[start : start + count]))
         wanted = [index for index, piece in enumerate(pieces) if piece.ends]
         return self.model.candidates(TokenBatch.of(parts, logits_of_last=wanted), cache, needs)
 
@@ -298,6 +300,8 @@ class Worker:
         ticket.stats.decode_s = now - ticket.first_token_s
         if ticket.streams:
             self._news.append((ticket.outbox, chunk))
+        if row.computed == 0:  # tokens were dropped, by its `overflow`
+            self._scheduler.restart(job)
         if chunk.finish_reason is not None:
             self._scheduler.remove(job)
             if all(each.finished for each in ticket.rows):
@@ -310,7 +314,7 @@ class Worker:
         assert lease is not None
         for job in ticket.jobs[1:]:
             job.lease = lease.fork()
-            job.row.computed = len(ticket.request.prompt) - 1
+            job.row.computed = job.row.context_tokens - 1
             self._scheduler.add(job)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
@@ -368,9 +372,8 @@ class Worker:
 
 
 def _part(piece: Piece) -> Part:
-    ticket = _ticket(piece.job)
-    decodes = piece.tokens == 1 and piece.start >= len(ticket.request.prompt)
-    return Part(ticket.number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
+    decodes = piece.tokens == 1 and len(_row(piece.job).chunks) > 1  # the newest is of this step
+    return Part(_ticket(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
 
 
 def _ticket(job: Job) -> Ticket:

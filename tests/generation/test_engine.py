@@ -14,6 +14,7 @@ from helpers import GOLDEN, model, run_python
 
 import bitnet_ref
 from bitnet_ref.errors import (
+    BackendUnavailable,
     ConfigError,
     EngineClosed,
     GenerationError,
@@ -72,17 +73,26 @@ PARAMS = [
 ]
 
 
-def test_mixed_requests_give_what_each_gives_alone(backend_name):
-    story = model("storyteller", backend_name)
+def test_mixed_requests_give_what_each_gives_alone(story):
+    mixed = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
     with story.engine(max_batch=3, max_batch_tokens=10, page_size=4) as engine:
-        handles = [
-            (prompt, params, engine.submit(prompt, max_tokens=5, **params))
-            for prompt in PROMPTS[::3]
-            for params in PARAMS
-        ]
-        for prompt, params, handle in handles:
-            assert gist(handle.result()) == gist(story.generate(prompt, max_tokens=5, **params))
+        handles = [engine.submit(prompt, max_tokens=9, **params) for prompt, params in mixed]
+        for handle, (prompt, params) in zip(handles, mixed, strict=True):
+            assert gist(handle.result()) == gist(story.generate(prompt, max_tokens=9, **params))
         assert engine.metrics.snapshot()["prefix_cache_hits"] > 0
+    check(engine)
+
+
+def test_every_backend_gives_in_the_engine_what_it_gives_alone(backend_name):
+    tiny = model(GOLDEN / "bitnet-packed-offline", backend_name, threads=1)
+    mixed = [([5, 6, 7, 8, number], {**params, "max_tokens": 5}) for number in (9, 10) for params in PARAMS[:3]]
+    with tiny.engine(max_batch=3, max_batch_tokens=6, page_size=2, cache_tokens=24) as engine:
+        handles = [engine.submit(prompt, **params) for prompt, params in mixed]
+        for handle, (prompt, params) in zip(handles, mixed, strict=True):
+            assert gist(handle.result()) == gist(tiny.generate(prompt, **params))
+        outs = engine.generate([5, 6, 7], n=3, temperature=1.0, seed=1, max_tokens=5)
+    expected = tiny.generate([5, 6, 7], n=3, temperature=1.0, seed=1, max_tokens=5)
+    assert [gist(out) for out in outs] == [gist(out) for out in expected]
     check(engine)
 
 
@@ -494,13 +504,13 @@ def test_settings_beside_a_config_are_refused():
 
 
 def test_load_engine_falls_back(monkeypatch, caplog):
-    if bitnet_ref.available_backends()["cupy"] is None:
-        pytest.skip("cupy runs here")
-    with bitnet_ref.load_engine("storyteller", EngineConfig(backend="cupy", fallback=("numpy",))) as engine:
+    monkeypatch.setenv("BITNET_REF_SIMD", "no such kernels")
+    with bitnet_ref.load_engine("storyteller", EngineConfig(backend="cython", fallback=("numpy",))) as engine:
         assert engine.model.backend.name == "numpy"
+    assert "backend cython is not available" in caplog.text
     assert "using numpy" in caplog.text
-    with pytest.raises(bitnet_ref.errors.BackendUnavailable):
-        bitnet_ref.load_engine("storyteller", EngineConfig(backend="cupy"))
+    with pytest.raises(BackendUnavailable):
+        bitnet_ref.load_engine("storyteller", EngineConfig(backend="cython"))
 
 
 # -- the engine's own end ----------------------------------------------------------------------------------------------

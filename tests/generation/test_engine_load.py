@@ -26,7 +26,7 @@ TINY = GOLDEN / "bitnet-packed-offline"
 @cache
 def alone(path, backend, prompt, params):
     """What a request gives by itself, and in which chunks."""
-    whole = model(path, backend)
+    whole = model(path, backend, threads=1)
     given = dict(params)
     if given.get("n", 1) > 1:
         return [gist(out) for out in whole.generate(list(prompt), **given)], None
@@ -35,7 +35,7 @@ def alone(path, backend, prompt, params):
 
 
 def gist(out):
-    return out.token_ids, out.text, out.logprobs, out.finish_reason, out.top_logprobs
+    return out.token_ids, out.text, out.logprobs, out.finish_reason, out.top_logprobs, out.overflows
 
 
 PARAMS = [
@@ -44,6 +44,9 @@ PARAMS = [
     {"temperature": 1.0, "seed": 2, "logprobs": 2},
     {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
     {"n": 3, "temperature": 1.0, "seed": 3},
+    {"overflow": "sliding", "window": 9},
+    {"overflow": "sinks", "window": 11, "sink_tokens": 3, "temperature": 0.9, "seed": 4},
+    {"overflow": "truncate", "window": 12, "n": 2, "temperature": 1.0, "seed": 5},
 ]
 
 requests = st.lists(
@@ -62,18 +65,30 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=25)
-@given(
+loads = given(
     requests,
     st.integers(1, 4),
     st.integers(1, 12),
     st.sampled_from([(1, 24), (3, 9), (4, 7), (16, 3)]),
     st.booleans(),
 )
-@pytest.mark.parametrize("backend", ["numpy", "auto"])
-def test_whatever_comes_every_request_gives_what_it_gives_alone(backend, arrivals, batch, more, pool, sharing):
+
+
+@settings(max_examples=40)
+@loads
+def test_whatever_comes_every_request_gives_what_it_gives_alone(arrivals, batch, more, pool, sharing):
+    check_load("auto", arrivals, batch, more, pool, sharing)
+
+
+@settings(max_examples=8)
+@loads
+def test_so_in_plain_numpy(arrivals, batch, more, pool, sharing):
+    check_load("numpy", arrivals, batch, more, pool, sharing)
+
+
+def check_load(backend, arrivals, batch, more, pool, sharing):
     page_size, pages = pool
-    tiny = model(TINY, backend)
+    tiny = model(TINY, backend, threads=1)
     settings = {"max_batch": batch, "max_batch_tokens": batch + more, "prefix_sharing": sharing}
     settings |= {"page_size": page_size, "cache_tokens": page_size * pages, "priority_wait_s": 0.01}
     with tiny.engine(**settings) as engine:
@@ -81,7 +96,7 @@ def test_whatever_comes_every_request_gives_what_it_gives_alone(backend, arrival
         for beginning, rest, which, max_tokens, priority, what, after, steps in arrivals:
             prompt, params = [5 + beginning] * 4 + rest, {**PARAMS[which], "max_tokens": max_tokens, "ignore_eos": True}
             handle = engine.submit(prompt, priority=priority, **params)
-            if what != "read" and which != 4:
+            if what != "read" and params.get("n", 1) == 1:
                 for _ in range(min(after, max_tokens)):
                     next(handle)
             if what == "cancel":

@@ -23,11 +23,11 @@ class Row:
     seen: list[int] = field(default_factory=list)
 
     @property
-    def known(self):
+    def context_tokens(self):
         return len(self.tokens)
 
     @property
-    def ids(self):
+    def context(self):
         return np.array(self.tokens, dtype=np.int64)
 
 
@@ -53,7 +53,7 @@ class Cache:
             for at in range(start + count):
                 assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(row.tokens[: at + 1])
             row.computed += count
-            job.lease.commit(row.ids, row.computed)
+            job.lease.commit(row.context, row.computed)
             assert ends == (row.computed == len(row.tokens))
             if ends:
                 row.tokens.append(sum(row.tokens) % 2)
