@@ -60,12 +60,11 @@ def test_calls_are_counted_in_their_places(story):
         "decode": (4, 4),
     }
     forward = profile.phases["decode"].forward
-    assert list(forward.children) == [
-        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers))),
-        *("take_rows", "rms_norm final_norm"),
-        *(("to_host",) if story.backend.name == "cupy" else ()),
-        "head_candidates",
+    copies = {"take_rows", "to_host"}  # a card's step needs the one, the others' the other
+    assert [name for name in forward.children if name not in copies] == [
+        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers)), "rms_norm final_norm", "head_candidates")
     ]
+    assert copies & set(forward.children)
     block = forward.children["blocks.0"]
     assert list(block.children) == ["attention_block", "add", "feed_forward"]
     assert block.children["add"].calls == 2 * 4
