@@ -164,6 +164,9 @@ class CupyBackend(Backend):
             cache.steps[key] = RecordedStep(self, compute, w, cfg, size)
         return cache.steps[key](batch, cache)
 
+    def synchronize(self) -> None:
+        self.ws.device.synchronize()
+
     def close(self) -> None:
         with self._lock:
             self._vectors.clear()

@@ -103,6 +103,9 @@ class Backend:
         """compute(self, w, cfg, batch, cache), a forward pass. A backend may replay what an earlier one recorded"""
         return compute(self, w, cfg, batch, cache)
 
+    def synchronize(self) -> None:
+        """Wait until what was asked for has been computed, for those who measure. Here it has been"""
+
     def close(self) -> None:
         """Give back what the backend holds outside this process's memory; it cannot compute after that"""
 

@@ -33,6 +33,8 @@ class Profile:
     adding. A step that was under way when the profile was entered or left is not counted. With several threads at work
     their steps overlap, and `forward_s` may exceed `wall_s`.
 
+    On a device every operation is waited for, and steps are computed, not replayed from a record.
+
     Watching costs some 3 us an operation, which counts as time between the operations: measured, 0.3 ms of a decoding
     step of storyteller's 1.7 (74 operations), and as little of a large model's.
 

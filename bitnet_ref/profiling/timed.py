@@ -21,7 +21,7 @@ from ..backends import Backend, ScreenedHead
 from ..kv_cache import TokenBatch
 
 # What is no operation on numbers. `running` is timed too, but as the step that holds the others.
-NOT_TIMED = frozenset({"prepare", "prepare_model", "place", "run", "new_cache", "running", "close"})
+NOT_TIMED = frozenset({"prepare", "prepare_model", "place", "run", "new_cache", "synchronize", "running", "close"})
 OPS = frozenset(
     name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
 ) - frozenset(NOT_TIMED)
@@ -166,13 +166,15 @@ def _timed_class(base: type[Backend]) -> Any:
 
 
 def _make_class(base: type[Backend]) -> Any:
-    methods: dict[str, Any] = {op: _timing(op, getattr(base, op)) for op in OPS}
+    waits = base.synchronize is not Backend.synchronize  # a device: what was asked for goes on when the call is over
+    ops = OPS if waits else OPS - {"to_host"}
+    methods: dict[str, Any] = {op: _timing(op, getattr(base, op), waits) for op in ops}
     # `run` as the reference has it: a step that is replayed as a whole has no operations to time.
     own = {"running": _running(base.running), "run": Backend.run}
     return type(f"Timed{base.__name__}", (TimedBackend, base), {**methods, **own})
 
 
-def _timing(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _timing(op: str, function: Callable[..., Any], waits: bool) -> Callable[..., Any]:
     clock, subject_of, is_way, is_head = time.perf_counter, _SUBJECT.get(op), op in _WAYS, op == "head_candidates"
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
@@ -187,6 +189,8 @@ def _timing(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         start_s = clock()
         try:
             result = function(self, *args, **more)
+            if waits:
+                self.synchronize()
             if is_head and isinstance(subject, ScreenedHead):
                 nbytes = subject.screen_nbytes + sum(len(found.ids) for found in result) * subject.array[:1].nbytes
             return result

@@ -1,7 +1,7 @@
 """The calls of steps added up, by their place in the model: forward > blocks.3 > feed_forward > linear down_proj.
 
 A backend is told no place. It is read off the weights: each block's two halves begin with a norm of their own, and
-end where the next one begins. So what is between the operations (the residual sums, the cache's writes, Python) counts
+end with the sum that adds them to the residual. So what is between the operations (the cache's writes, Python) counts
 as the half's own time.
 """
 
@@ -125,36 +125,35 @@ class Places:
     def spans(self, step: Step) -> Iterator[Span]:
         """The step, the operations in it, and the parts of the model that hold them."""
         yield Span(("forward",), step.start_s, step.end_s)
-        calls = step.calls
-        if not calls:
-            return
-        path: list[str] = ["forward"]
-        within = 1
-        for call in calls:
-            if (half := self._begins(call)) is not None:
-                path = ["forward", *half]
-                within = len(path)
-            path[within + call.depth :] = [self._name(call)]
-            yield Span(tuple(path), call.start_s, call.end_s, self._nbytes_of(call))
-        yield from self._parts(calls)
+        placed = list(self._placed(step.calls))
+        path: list[str] = []  # of the operations around a call
+        for call, half in placed:
+            path[call.depth :] = [self._name(call)]
+            yield Span(("forward", *half, *path), call.start_s, call.end_s, self._nbytes_of(call))
+        yield from self._parts(placed)
 
-    def _parts(self, calls: list[Call]) -> Iterator[Span]:
+    def _parts(self, placed: list[tuple[Call, tuple[str, ...]]]) -> Iterator[Span]:
         """The blocks and their halves: each ends where the next one begins."""
-        marks = [(call.start_s, half) for call in calls if (half := self._begins(call)) is not None]
-        marks.append((calls[-1].end_s, ()))
-        for (start_s, half), (end_s, _) in pairwise(marks):
-            if half:
-                yield Span(("forward", *half), start_s, end_s)
-        firsts = [(next(group)[0], block) for block, group in groupby(marks, key=lambda mark: mark[1][:1])]
-        for (start_s, block), (end_s, _) in pairwise(firsts):
-            if block:
-                yield Span(("forward", *block), start_s, end_s)
+        marks = [(call.start_s, half) for call, half in placed if not call.depth]
+        marks += [(call.end_s, ()) for call, _ in placed[-1:]]
+        for length in (2, 1):
+            starts = [(next(group)[0], part) for part, group in groupby(marks, key=lambda mark: mark[1][:length])]
+            for (start_s, part), (end_s, _) in pairwise(starts):
+                if len(part) == length:
+                    yield Span(("forward", *part), start_s, end_s)
 
-    def _begins(self, call: Call) -> tuple[str, ...] | None:
-        """The half of a block that begins with this call; () is what stands outside of all."""
-        if call.depth or call.op not in ("rms_norm", "embed"):
-            return None
-        return () if call.op == "embed" else self._halves.get(id(call.subject))
+    def _placed(self, calls: list[Call]) -> Iterator[tuple[Call, tuple[str, ...]]]:
+        """Each call with the half of a block that it stands in; its sums stand in the block, () outside of all."""
+        half: tuple[str, ...] = ()
+        for call in calls:
+            if call.depth == 0:
+                if call.op in ("embed", "take_rows"):
+                    half = ()
+                elif call.op == "rms_norm":
+                    half = self._halves.get(id(call.subject), half)
+                elif call.op == "add":
+                    half = half[:1]
+            yield call, half
 
     def _name(self, call: Call) -> str:
         if call.op in ("embed", "attention", "lm_head", "head_candidates") or call.subject is None:
