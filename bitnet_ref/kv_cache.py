@@ -108,6 +108,9 @@ class KVCache:
                 f"the KV cache of {what} does not fit in memory; ask for fewer tokens or fewer prompts at a time"
             ) from error
         self._fixed = pages is None  # each page belongs to one slot, for good
+        self.kernel_layers: tuple[NDArray, NDArray, list[Any]] | None = None  # what a compiled backend made of them
+        self._slots_are_pages = self._fixed and pages_per_slot == 1
+        self._keeps_floats = np.dtype(dtype).itemsize > 2
         if self._fixed:
             self.page_table[:] = np.arange(self.pages, dtype=np.int32).reshape(slots, pages_per_slot)
             self.page_table.flags.writeable = False
@@ -164,7 +167,7 @@ class KVCache:
 
     def _places(self, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
         """(page, place in it) of tokens at those slots and positions (N,)."""
-        if self.page_size >= self.capacity and self._fixed:
+        if self._slots_are_pages:
             return slots, positions
         indices = positions // self.page_size
         pages = self.page_table[slots, indices]
@@ -187,6 +190,9 @@ class KVCache:
             )
         places = self._places(batch.slots, batch.positions)
         where = (layer, *places)
+        if self._keeps_floats:
+            self.keys[where], self.values[where] = k, v
+            return
         self.keys[where], key_scales = narrow(k, self.dtype)
         self.values[where], value_scales = narrow(v, self.dtype)
         if self.key_scales is not None and self.value_scales is not None:

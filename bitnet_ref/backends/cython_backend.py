@@ -303,10 +303,8 @@ class CythonBackend(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
         z = np.empty(q.shape, dtype=np.float32)
-        keys, values = (_halves(pool[layer]) for pool in (cache.keys, cache.values))
-        scales = [None if a is None else a[layer] for a in (cache.key_scales, cache.value_scales)]
         where = cache.page_table, batch.slots, batch.positions, window or 0
-        if (i := _cpu.attention(_floats(q), keys, values, *scales, *where, z, self.threads, self._set)) >= 0:
+        if (i := _cpu.attention(_floats(q), _kernel_layers(cache)[layer], *where, z, self.threads, self._set)) >= 0:
             cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
         return z
 
@@ -392,9 +390,19 @@ def _bits(w: NDArray) -> NDArray:
     return w if w.dtype == np.float32 else w.view(np.uint16)
 
 
-def _halves(x: NDArray) -> NDArray:
-    """float16 as the uint16 that Cython can take; others as they are"""
-    return x.view(np.uint16) if x.dtype == np.float16 else x
+def _kernel_layers(cache: KVCache) -> list[Any]:
+    """The cache's layers as the kernels take them, looked at once for each cache."""
+    if (made := cache.kernel_layers) is not None and made[0] is cache.keys and made[1] is cache.values:
+        return made[2]
+    # float16 as the uint16 that Cython can take
+    keys, values = (a.view(np.uint16) if a.dtype == np.float16 else a for a in (cache.keys, cache.values))
+    scales = cache.key_scales, cache.value_scales
+    layers = [
+        _cpu.KVLayer(keys[i], values[i], *(None if each is None else each[i] for each in scales))
+        for i in range(len(keys))
+    ]
+    cache.kernel_layers = cache.keys, cache.values, layers
+    return layers
 
 
 def _floats(x: NDArray) -> NDArray[np.float32]:

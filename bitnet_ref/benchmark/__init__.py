@@ -7,13 +7,9 @@ memory, and reported as the best and the median and as a ratio to what the read 
     timing.py     repetitions of several actions in turn      bandwidth.py  the ceiling: memory, read and nothing else
     validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
-<<<<<<< HEAD
     peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
     cache.py      what a narrow KV cache costs                serve.py      the engine under load
-=======
-    profile.py    a backend that adds up each op's time       tokenizer.py  encoding, decoding, streaming
-    peers.py      the same shape on other engines            cuda_kernels.py  the ternary kernels of a GPU
->>>>>>> w-cudak
+    cuda_kernels.py  the ternary kernels of a GPU
 """
 
 from .bandwidth import MemoryReader

@@ -110,8 +110,8 @@ def run(
     if cache is None:
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
     stats.describe(cache)
-    stats.prompt_tokens = sum(len(row.context) for row in leaders)
-    stats.dropped_tokens = sum(len(row.request.given) - len(row.context) for row in leaders)
+    stats.prompt_tokens = sum(row.context_tokens for row in leaders)
+    stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
     by_slot = {group[0].slot: group for group in groups}
     for parts, complete in prefill_steps([row.next_input for row in leaders], PREFILL_CHUNK):
@@ -137,7 +137,7 @@ def run(
             ending = [active[number] for _, number in complete]
             hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
             for row, x, candidates in zip(ending, hidden, found, strict=True):
-                row.computed = len(row.context)
+                row.computed = row.context_tokens
                 chunks.append(row.accept(x, candidates, stats))
         stats.decode_s += time.perf_counter() - started
         stats.decode_tokens += len(chunks)

@@ -134,8 +134,8 @@ class Continuation:
         self.chunks: list[StreamChunk] = []
         self._ids = np.empty(len(request.prompt) + min(request.max_tokens, IDS_AT_FIRST), dtype=np.int64)
         self._ids[: len(request.prompt)] = request.prompt
-        self._kept = request.window.keep(len(request.prompt))  # the last span goes on to the newest token
-        self._moved = len(self._kept) > 1 or self._kept[0][0] > 0 or len(request.prompt) < len(request.given)
+        self._keep(len(request.prompt))
+        self._moved = self._missing > 0 or len(request.prompt) < len(request.given)
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -148,13 +148,12 @@ class Continuation:
     def context(self) -> NDArray[np.int64]:
         """The tokens that the model is to see: positions 0, 1, ... of its slot."""
         ids = self.ids
-        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids))))
+        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids)))) if self._missing else ids
 
     @property
     def context_tokens(self) -> int:
         """How many those are."""
-        kept = sum(stop - start for start, stop in self._kept[:-1]) - self._kept[-1][0]
-        return len(self.request.prompt) + len(self.chunks) + kept
+        return len(self.request.prompt) + len(self.chunks) - self._missing
 
     @property
     def finished(self) -> bool:
@@ -181,7 +180,7 @@ class Continuation:
         stats.screened_tokens += logits is None
         text = self.text.push(token)
         logprob, top = self.logprobs.add(token, hidden, logits)
-        dropped, kept = self._dropped(len(self.ids))
+        kept = self._news()
         self._append(token)
         finish, why = self._end(token)
         if finish is not None:
@@ -191,7 +190,9 @@ class Continuation:
         if not self.chunks:
             text = self.opening + text
         chunk = StreamChunk(
-            text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None, dropped, kept
+            *(text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None),
+            dropped_tokens=len(self.request.given) - len(self.request.prompt) + self._missing,
+            kept=kept,
         )
         self.chunks.append(chunk)
         self._make_room(stats)
@@ -203,23 +204,29 @@ class Continuation:
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
         self._ids[count] = token
 
-    def _dropped(self, length: int) -> tuple[int, Spans | None]:
-        """Tokens that the model does not see now, of those given and new; and what it sees, if that is news."""
-        cut = len(self.request.given) - len(self.request.prompt)
-        spans = (*self._kept[:-1], (self._kept[-1][0], length))
-        missing = cut + length - sum(stop - start for start, stop in spans)
-        moved, self._moved = self._moved, False
-        return missing, (self.request.kept if cut else spans) if moved else None
+    def _keep(self, length: int) -> None:
+        """Of so many tokens the model goes on with those that the window keeps."""
+        self._kept = self.request.window.keep(length)  # the last span goes on to the newest token
+        self._missing = length - sum(stop - start for start, stop in self._kept)
+
+    def _news(self) -> Spans | None:
+        """What the model sees of the tokens given and new, once when that has changed."""
+        if not self._moved:
+            return None
+        self._moved = False
+        if len(self.request.prompt) < len(self.request.given):
+            return self.request.kept
+        return (*self._kept[:-1], (self._kept[-1][0], len(self.ids)))
 
     def _make_room(self, stats: GenerationStats) -> None:
         """Where the newest token does not fit the window any more, drop the oldest."""
-        window, length = self.request.window, len(self.ids)
-        if self.finished or not window.moves or (before := len(self.context)) <= window.size:
+        window, before = self.request.window, self.context_tokens
+        if before <= window.size or not window.moves or self.finished:
             return
-        self._kept, self._moved, self.computed = window.keep(length), True, 0
-        after = len(self.context)
-        stats.dropped_tokens += before - after
-        stats.recomputed_tokens += after - 1
+        self._keep(len(self.ids))
+        self._moved, self.computed = True, 0
+        stats.dropped_tokens += before - self.context_tokens
+        stats.recomputed_tokens += self.context_tokens - 1
 
     def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
         """-> the token, and the model's own logits if all of them were computed"""

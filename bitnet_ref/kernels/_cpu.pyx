@@ -423,61 +423,64 @@ def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] 
             KERNEL_SETS[kernels].rope(&x[m, 0, 0], heads, half, &cos[m, 0], &sin[m, 0], &y[m, 0, 0])
 
 
-cdef struct pool_shape:
-    Py_ssize_t pages, page_size, G, d
-    int kind
+cdef class KVLayer:
+    """One layer's keys and values (pages, page_size, G, d), ready to be read: float32, float16 given as uint16, or int8
+    with scales (pages, page_size, G). It holds on to the arrays."""
+    cdef object arrays
+    cdef kv_view view
+    cdef Py_ssize_t pages, page_size, G, d
 
+    def __init__(self, keys, values, key_scales=None, value_scales=None):
+        self.arrays = keys, values, key_scales, value_scales
+        self.pages, self.page_size, self.G, self.d = keys.shape
+        if keys.shape != values.shape or keys.dtype != values.dtype or 0 in keys.shape:
+            raise ValueError(f"KVLayer: keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}")
+        self.view.keys = self._pool(keys, key_scales)
+        self.view.values = self._pool(values, value_scales)
+        self.view.page_size, self.view.stride, self.view.scale_stride = self.page_size, self.G * self.d, self.G
 
-cdef kv_pool _pool(array, scales, pool_shape *shape) except *:
-    """One layer's keys or values: float32, float16 given as uint16, or int8 with the scales (pages, page_size, G)."""
-    cdef const float[:, :, :, ::1] wide
-    cdef const uint16_t[:, :, :, ::1] half
-    cdef const int8_t[:, :, :, ::1] narrow
-    cdef const float[:, :, ::1] scale
-    cdef kv_pool pool
-    pool.rows, pool.scales = NULL, NULL
-    shape.pages, shape.page_size, shape.G, shape.d = array.shape
-    if not (shape.pages and shape.page_size and shape.G and shape.d):
-        raise ValueError(f"attention: keys {array.shape}")
-    if array.dtype.itemsize == 4:
-        wide = array
-        shape.kind, pool.rows = KV_FLOAT32, &wide[0, 0, 0, 0]
-    elif array.dtype.itemsize == 2:
-        half = array
-        shape.kind, pool.rows = KV_FLOAT16, &half[0, 0, 0, 0]
-    else:
-        narrow, scale = array, scales
-        if scale.shape[0] != shape.pages or scale.shape[1] != shape.page_size or scale.shape[2] != shape.G:
-            raise ValueError(f"attention: keys {array.shape}, scales {scales.shape}")
-        shape.kind, pool.rows, pool.scales = KV_INT8, &narrow[0, 0, 0, 0], &scale[0, 0, 0]
-    return pool
+    cdef kv_pool _pool(self, array, scales) except *:
+        cdef const float[:, :, :, ::1] wide
+        cdef const uint16_t[:, :, :, ::1] half
+        cdef const int8_t[:, :, :, ::1] narrow
+        cdef const float[:, :, ::1] scale
+        cdef kv_pool pool
+        pool.rows, pool.scales = NULL, NULL
+        if array.dtype.itemsize == 2:
+            half = array
+            self.view.kind, pool.rows = KV_FLOAT16, &half[0, 0, 0, 0]
+        elif array.dtype.itemsize == 1:
+            narrow, scale = array, scales
+            if scale.shape[0] != self.pages or scale.shape[1] != self.page_size or scale.shape[2] != self.G:
+                raise ValueError(f"KVLayer: keys {array.shape}, scales {scales.shape}")
+            self.view.kind, pool.rows, pool.scales = KV_INT8, &narrow[0, 0, 0, 0], &scale[0, 0, 0]
+        else:
+            wide = array
+            self.view.kind, pool.rows = KV_FLOAT32, &wide[0, 0, 0, 0]
+        return pool
 
 
 cdef inline Py_ssize_t keys_seen(Py_ssize_t position, Py_ssize_t window) noexcept nogil:
     return window if window and window <= position else position + 1
 
 
-def attention(const float[:, :, ::1] q, keys, values, key_scales, value_scales, const int32_t[:, ::1] page_table,
+def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
               const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
               int threads, Py_ssize_t kernels):
-    """q (M, H, d), one layer's keys and values (pages, page_size, G, d), page_table (slots, pages a slot) -> z (M, H, d).
+    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit.
 
-    keys and values: see `_pool`. window 0: no limit. Returns -1, or the first token that sees a position for which the
-    table has no page.
+    Returns -1, or the first token that sees a position for which the table has no page.
 
     (token, kv head) pairs over threads. Each goes through all of its keys in one order. Few pairs that leave some threads
     idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads, whose results are the
     same alone. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
     """
-    cdef pool_shape shape, other
-    cdef kv_view view
-    view.keys, view.values = _pool(keys, key_scales, &shape), _pool(values, value_scales, &other)
-    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = shape.G, page_size = shape.page_size
+    cdef kv_view view = layer.view
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = layer.G, page_size = layer.page_size
     cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count, page
-    if (M != slots.shape[0] or M != positions.shape[0] or shape.d != d or R * G != H or other.d != d or other.G != G
-            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d or other.pages != shape.pages
-            or other.page_size != page_size or other.kind != shape.kind):
-        raise ValueError(f"attention: q {M, H, d}, keys {keys.shape}, values {values.shape}")
+    if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or R * G != H or z.shape[0] != M
+            or z.shape[1] != H or z.shape[2] != d):
+        raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, page_size, G, layer.d}")
     for m in range(M):
         if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
             raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
@@ -485,7 +488,7 @@ def attention(const float[:, :, ::1] q, keys, values, key_scales, value_scales, 
         if positions[m] // page_size >= page_table.shape[1]:
             return m
         for page in range((positions[m] + 1 - n_keys) // page_size, positions[m] // page_size + 1):
-            if page_table[slots[m], page] < 0 or page_table[slots[m], page] >= shape.pages:
+            if page_table[slots[m], page] < 0 or page_table[slots[m], page] >= layer.pages:
                 return m
         longest = max(longest, n_keys)
         work += n_keys * H * d
@@ -495,7 +498,6 @@ def attention(const float[:, :, ::1] q, keys, values, key_scales, value_scales, 
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
-    view.page_size, view.stride, view.scale_stride, view.kind = page_size, G * d, G, shape.kind
     whole = M * G
     if whole < 8 * team:
         whole -= whole % team

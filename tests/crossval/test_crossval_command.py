@@ -32,7 +32,12 @@ def test_backends_agree():
     assert {result["opponent"] for result in found["results"]} >= {"cython", "cupy"}
 
 
-def test_a_missing_opponent():
+@pytest.fixture
+def no_card(monkeypatch):
+    monkeypatch.setattr("bitnet_ref.backends.cuda.why_unavailable", lambda index=0: "there is no GPU")
+
+
+def test_a_missing_opponent(no_card):
     """Never agreement: 4 when nothing ran, 1 where it is required."""
     assert invoke("backends", CASE, "--only", "cupy").exit_code == 4
     result = invoke("backends", CASE, "--only", "cupy", "--require")
@@ -42,7 +47,7 @@ def test_a_missing_opponent():
 
 
 @needs_cython
-def test_a_missing_opponent_beside_others():
+def test_a_missing_opponent_beside_others(no_card):
     assert invoke("backends", CASE, "--only", "cupy", "--only", "cython").exit_code == 0
     assert invoke("backends", CASE, "--only", "cupy", "--only", "cython", "--require").exit_code == 1
 

@@ -16,6 +16,7 @@ from bitnet_ref.api import ASSETS
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import GenerationStats, SamplingParams
+from bitnet_ref.generation.batching import Engine
 from bitnet_ref.generation.overflow import keep_after_overflow, take
 from bitnet_ref.generation.sequence import Continuation, Request
 from bitnet_ref.kv_cache import TokenBatch
@@ -289,3 +290,29 @@ def test_the_shell_says_what_was_dropped(talker):
     result = CliRunner().invoke(cli, [*chat, "--backend", FAST, "--ignore-eos"], input=lines)
     assert result.exit_code == 0, result.output
     assert "[the oldest 2 messages dropped: the context is full]" in result.stderr
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_an_engine_gives_what_generate_gives(cache_dtype):
+    """Texts that drop tokens run beside others that do not, in pages of which there are few."""
+    m = model("storyteller", FAST)
+    alone = bitnet_ref.load("storyteller", backend=FAST, threads=2, cache_dtype=cache_dtype)
+    common = {"max_tokens": 40, "window": 20, "ignore_eos": True}
+    asked = [
+        (PROMPT, {**common, "overflow": "sinks"}),
+        (" ".join([PROMPT] * 4), {**common, "overflow": "sliding"}),
+        ("Alice", {"max_tokens": 30, "ignore_eos": True}),
+        (PROMPT, {**common, "overflow": "sinks", "n": 2, "temperature": 1.0, "seed": 3}),
+        (" ".join([PROMPT] * 30), {"max_tokens": 5, "overflow": "truncate"}),
+    ]
+    more = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
+    with Engine(m, max_batch=3, max_batch_tokens=24, page_size=4, cache_tokens=280, **more) as engine:
+        handles = [engine.submit(prompt, **params) for prompt, params in asked]
+        for handle, (prompt, params) in zip(handles, asked, strict=True):
+            expected, got = alone.generate(prompt, **params), handle.result()
+            for a, b in zip(*(x if isinstance(x, list) else [x] for x in (expected, got)), strict=True):
+                assert (b.token_ids, b.overflows) == (a.token_ids, a.overflows)
+                assert b.dropped_tokens == a.dropped_tokens

@@ -204,6 +204,17 @@ def test_the_sanitizer_finds_accesses_out_of_bounds(tmp_path):
         assert wrong in done.stderr
 
 
+@pytest.mark.slow
+def test_the_other_way_to_switch_stacks(tmp_path, monkeypatch):
+    """ucontext, for processors that have no switch of their own."""
+    path = tmp_path / "other.cu"
+    path.write_text(KERNELS)
+    monkeypatch.setattr(emulated_device, "FLAGS", [*emulated_device.FLAGS, "-DBITNET_REF_UCONTEXT"])
+    test_warps_and_blocks(str(path))
+    test_mma_is_a_product_of_matrices(str(path))
+    test_a_failed_launch_leaves_nothing_behind(str(path))
+
+
 def test_warps_and_blocks(file):
     device = EmulatedDevice(order=5)
     x = np.random.default_rng(0).integers(-1000, 1000, 64).astype(np.int32)

@@ -61,16 +61,18 @@ def test_calls_are_counted_in_their_places(story):
     }
     forward = profile.phases["decode"].forward
     assert list(forward.children) == [
-        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers)), "rms_norm final_norm", "head_candidates")
+        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers))),
+        *("rms_norm final_norm", "head_candidates", "to_host"),
     ]
     block = forward.children["blocks.0"]
     assert list(block.children) == ["attention_block", "feed_forward"]
     assert list(block.children["attention_block"].children) == [
         *("rms_norm attn_norm", "linears q_proj k_proj v_proj", "rope", "attention"),
-        *("rms_norm attn_sub_norm", "linear o_proj"),
+        *("rms_norm attn_sub_norm", "linear o_proj", "add"),
     ]
     assert list(block.children["feed_forward"].children) == [
-        *("rms_norm ffn_norm", "linears gate_proj up_proj", "gated", "rms_norm ffn_sub_norm", "linear down_proj")
+        *("rms_norm ffn_norm", "linears gate_proj up_proj", "gated", "rms_norm ffn_sub_norm", "linear down_proj"),
+        "add",
     ]
     merged = profile.phases["decode"].merged().children["blocks"]
     assert merged.calls == 4 * layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -209,9 +209,13 @@ class CupyDevice(Device):
             self._capturing = True
             try:
                 yield graph
-            finally:
+            except BaseException:
                 self._capturing = False
-                graph.graph = self.stream.end_capture()
+                with suppress(Exception):  # what went wrong inside is the error to tell
+                    self.stream.end_capture()
+                raise
+            self._capturing = False
+            graph.graph = self.stream.end_capture()
 
     def event(self) -> Event:
         return CupyEvent(self)

@@ -97,12 +97,12 @@ def _run(command: list[str], what: str) -> str:
 
 
 def _cache_folder() -> Path:
-    wished = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitnet_ref" / "cuda"
     try:
+        wished = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitnet_ref" / "cuda"
         wished.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(wished, os.W_OK):
             return wished
-    except OSError:
+    except (OSError, RuntimeError):  # a home that cannot be written, or none
         pass
     return _temporary_folder()
 

@@ -20,7 +20,7 @@ TILES_AHEAD = 4  # tiles that a warp of kernels 1 and 2 asks for at once
 GEMM_ROWS = 128  # of a block of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
 MOST_WARPS = 16  # of a block of kernels 1 and 2
-WARPS_A_MULTIPROCESSOR = 48  # that the registers of kernel 1 allow (40 each, by ptxas)
+WARPS_A_MULTIPROCESSOR = 40  # that the registers of kernel 1 allow (46 each, by ptxas for sm_90; 2 has 94 to 102)
 THREADS = 256  # of a block of the kernels with one thread an element
 
 # kernel -> the most tokens that it takes at once; chosen in this order
@@ -32,12 +32,13 @@ KERNELS = (PLAIN, *GEMV, *GEMM)
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: parts > 1 means that so many blocks add to each sum, which must be zero before."""
+    """One launch. share: tiles along K of a block; parts > 1: so many blocks add to each sum, which is zero before."""
 
     kernel: str
     grid: tuple[int, int, int]
     block: int
     shared_mem: int
+    share: int
     parts: int
 
 
@@ -56,22 +57,27 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
         expected = f"one of {', '.join(KERNELS)}, and one that takes {tokens} tokens of {columns} columns"
         raise ShapeError("ternary_matmul", expected=expected, got=repr(kernel))
     if kernel == PLAIN:
-        return Launch(kernel, (-(-tokens * rows // THREADS), 1, 1), THREADS, 0, 1)
+        return Launch(kernel, (-(-tokens * rows // THREADS), 1, 1), THREADS, 0, tiles_k, 1)
     if kernel in GEMV:
         # Few rows and a long K: several blocks to a row of tiles, each with enough for all its warps.
-        parts = min(-(-tiles_k // (MOST_WARPS * TILES_AHEAD)), max(1, multiprocessors // tiles_n))
-        share = -(-tiles_k // parts)
+        share, parts = divided(tiles_k, min(-(-tiles_k // (MOST_WARPS * TILES_AHEAD)), multiprocessors // tiles_n))
         # All blocks at once on the multiprocessors, with as many warps as fit: each then has few tiles, and asks for
         # all of them at once.
         blocks_each = -(-tiles_n * parts // multiprocessors)
         warps = min(MOST_WARPS, share, max(4, WARPS_A_MULTIPROCESSOR // blocks_each))
         warps = -(-share // -(-share // warps))  # as many as have the same number of tiles, but for the last
         shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
-        return Launch(kernel, (tiles_n, parts, 1), 32 * warps, shared, parts)
+        return Launch(kernel, (tiles_n, parts, 1), 32 * warps, shared, share, parts)
     grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM[kernel])
-    parts = max(1, min(multiprocessors // (grid[0] * grid[1]), tiles_k // 4))
+    share, parts = divided(tiles_k, min(multiprocessors // (grid[0] * grid[1]), tiles_k // 4))
     stages = 3 * GEMM[kernel] * TILE_COLUMNS
-    return Launch(kernel, (*grid, parts), 2 * GEMM[kernel], stages, parts)
+    return Launch(kernel, (*grid, parts), 2 * GEMM[kernel], stages, share, parts)
+
+
+def divided(tiles_k: int, parts: int) -> tuple[int, int]:
+    """Tiles in parts of the same size, but for the last: (tiles of a part, parts), at most as many as asked for."""
+    share = -(-tiles_k // max(1, parts))
+    return share, -(-tiles_k // share)
 
 
 def padded_columns(columns: int) -> int:
@@ -207,7 +213,8 @@ class TernaryKernels:
             sums = out if x_scale is None else self._room("sums", tokens * rows, np.int32)
             self.device.fill(sums, 0)
             outputs = (sums, None)
-        args = (x_q, stride, w.tiles, tokens, rows, columns, w.w_scales, x_scale, w.bias_on_device, *outputs)
+        scales = w.w_scales, x_scale, w.bias_on_device
+        args = (x_q, stride, w.tiles, tokens, rows, columns, how.share, *scales, *outputs)
         self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem, self.overlap)
         if how.parts > 1 and x_scale is not None:
             finish = (outputs[0], tokens, rows, w.w_scales, x_scale, w.bias_on_device, out)

@@ -21,7 +21,7 @@ template <typename T> __device__ __forceinline__ T *dynamic_shared() {
 __device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }  // blocks are one-dimensional
 __device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
 
-// -- over a warp: every lane has the result, added in the same tree on each ---------------------------------------------
+// -- over a warp: every lane has the result, added in the same tree on each -------------------------------------------
 
 struct Sum {
     template <typename T> __device__ __forceinline__ static T combine(T a, T b) { return a + b; }
@@ -38,7 +38,7 @@ template <typename Op, typename T> __device__ __forceinline__ T warp_all(T value
 template <typename T> __device__ __forceinline__ T warp_sum(T value) { return warp_all<Sum>(value); }
 template <typename T> __device__ __forceinline__ T warp_max(T value) { return warp_all<Max>(value); }
 
-// -- over a block of whole warps: `scratch` is shared memory for 33 values, free again when the call returns -----------
+// -- over a block of whole warps: `scratch` is shared memory for 33 values, free again when the call returns ----------
 
 template <typename Op, typename T> __device__ T block_all(T value, T *scratch, T identity) {
     const int warps = blockDim.x / 32;
@@ -61,9 +61,11 @@ __device__ __forceinline__ float block_max(float value, float *scratch) {
     return block_all<Max>(value, scratch, __int_as_float(int(0xff800000)));  // -inf
 }
 
-// -- 16-bit floats, by their bits --------------------------------------------------------------------------------------
+// -- 16-bit floats, by their bits -------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float bfloat16_to_float(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
+__device__ __forceinline__ float bfloat16_to_float(unsigned short bits) {
+    return __uint_as_float(unsigned(bits) << 16);
+}
 
 /* Rounded to nearest, ties to even; NaN stays one. */
 __device__ __forceinline__ unsigned short float_to_bfloat16(float value) {
@@ -104,7 +106,7 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
 }
 #endif
 
-// -- global to shared memory without registers between (cp.async, sm_80) -----------------------------------------------
+// -- global to shared memory without registers between (cp.async, sm_80) ----------------------------------------------
 
 /* 16 bytes, both addresses aligned to 16; where `valid` is false, zeros, and nothing is read. */
 __device__ __forceinline__ void copy_async_16(void *shared, const void *global, bool valid) {
@@ -129,7 +131,7 @@ template <int latest> __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
-// -- the kernel before this one in the stream (programmatic dependent launch, sm_90) -----------------------------------
+// -- the kernel before this one in the stream (programmatic dependent launch, sm_90) ----------------------------------
 
 /* Lets the next kernel of the stream start before this one ends, if it was launched to. */
 __device__ __forceinline__ void let_next_kernel_start() {

@@ -1,9 +1,9 @@
 // CUDA C++ on the host: included before a .cu file, it lets a C++17 compiler build that file unchanged and run it.
 //
 // For reading, testing and debugging kernels where there is no GPU; nothing here is fast. One block runs after another.
-// A block's threads are fibers of one host thread: each runs until it needs the others (__syncthreads, a warp's shuffle,
-// vote or mma) and then waits. So barriers and warp collectives mean what they mean on the device, and more is found
-// out than there:
+// A block's threads are fibers of one host thread: each runs until it needs the others (__syncthreads, or a warp's
+// shuffle, vote or mma) and then waits. So barriers and warp collectives mean what they mean on the device, and more is
+// found out than there:
 //
 //   - a barrier that some threads never reach, or that they reach on different lines, is an error that says who waits
 //     where; so is a warp collective whose lanes came with another mask or another operation, or whose lane has exited,
@@ -30,6 +30,12 @@
 #include <vector>
 
 #define BITNET_REF_EMULATED 1
+
+#if defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
 
 // -- the language's extra words ---------------------------------------------------------------------------------------
 
@@ -85,7 +91,10 @@ static constexpr int warpSize = 32;
 
 // -- the block's threads, as fibers -----------------------------------------------------------------------------------
 
-#if defined(__linux__) && defined(__x86_64__)
+// From one stack to another: by hand where it has been written, else by ucontext, whose calls into the system make it
+// some ten times slower. (BITNET_REF_UCONTEXT chooses that too.)
+#if defined(__linux__) && defined(__x86_64__) && !defined(BITNET_REF_UCONTEXT)
+#define BITNET_REF_OWN_SWITCH
 extern "C" void emulated_switch(void **save, void *load);
 asm(R"(
     .text
@@ -150,7 +159,7 @@ struct Fiber {
     unsigned mask;
     void *payload;    // its part of that collective
     char *stack;
-#if defined(__linux__) && defined(__x86_64__)
+#ifdef BITNET_REF_OWN_SWITCH
     void *context;
 #else
     ucontext_t context;
@@ -179,7 +188,7 @@ struct Machine {
     int barrier_total = 0, barrier_count = 0;  // of the last __syncthreads_count: threads, and those with a true value
     bool failed = false;
     char error[1024] = "";
-#if defined(__linux__) && defined(__x86_64__)
+#ifdef BITNET_REF_OWN_SWITCH
     void *context = nullptr;
 #else
     ucontext_t context;
@@ -193,10 +202,11 @@ static Machine machine;
 static void to_scheduler(bool for_ever = false) {
     Fiber *self = machine.current;
 #ifdef __SANITIZE_ADDRESS__
-    __sanitizer_start_switch_fiber(for_ever ? nullptr : &self->fake_stack, machine.host_stack, machine.host_stack_bytes);
+    void **kept = for_ever ? nullptr : &self->fake_stack;
+    __sanitizer_start_switch_fiber(kept, machine.host_stack, machine.host_stack_bytes);
 #endif
     (void)for_ever;
-#if defined(__linux__) && defined(__x86_64__)
+#ifdef BITNET_REF_OWN_SWITCH
     emulated_switch(&self->context, machine.context);
 #else
     swapcontext(&self->context, &machine.context);
@@ -212,7 +222,7 @@ static void to_fiber(Fiber &fiber) {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&machine.fake_stack, fiber.stack, STACK_BYTES);
 #endif
-#if defined(__linux__) && defined(__x86_64__)
+#ifdef BITNET_REF_OWN_SWITCH
     emulated_switch(&machine.context, fiber.context);
 #else
     swapcontext(&machine.context, &fiber.context);
@@ -259,7 +269,7 @@ static void start(Fiber &fiber) {
 #ifdef __SANITIZE_ADDRESS__
     __asan_unpoison_memory_region(fiber.stack, STACK_BYTES);  // what an unfinished run has left
 #endif
-#if defined(__linux__) && defined(__x86_64__)
+#ifdef BITNET_REF_OWN_SWITCH
     const size_t apart = fiber.number % 64 * 192;  // or all tops would fall into the same sets of the host's cache
     auto top = reinterpret_cast<void **>(fiber.stack + STACK_BYTES - apart);  // 16-byte aligned, as a call leaves it
     *--top = nullptr;
@@ -279,7 +289,8 @@ static void start(Fiber &fiber) {
 
 static Warp warp_of(unsigned number) {
     const unsigned first = number / 32 * 32;
-    return {&machine.fibers[first], machine.progress[first / 32], std::min<unsigned>(32, machine.fibers.size() - first)};
+    const unsigned count = std::min<unsigned>(32, machine.fibers.size() - first);
+    return {&machine.fibers[first], machine.progress[first / 32], count};
 }
 
 /* Completes the collective that lane `lane` waits for, if every lane of its mask that has not exited has come. */
@@ -425,7 +436,8 @@ static const char *launch(const Launch &how, void (*body)(void **), void **argum
     const unsigned had = std::min<unsigned>(machine.fibers.size(), threads);
     machine.fibers.resize(threads);
     machine.order.resize(threads);
-    for (unsigned i = had; i < threads; i++) machine.fibers[i].stack = static_cast<char *>(aligned_alloc(64, STACK_BYTES));
+    for (unsigned i = had; i < threads; i++)
+        machine.fibers[i].stack = static_cast<char *>(aligned_alloc(64, STACK_BYTES));
     for (unsigned i = 0; i < threads; i++) {
         machine.fibers[i].number = i;
         machine.fibers[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
@@ -471,16 +483,18 @@ template <typename... Arguments, void (*kernel)(Arguments...)> struct Kernel<ker
 }  // namespace emulated
 
 /* Gives a kernel its two entry points: its parameters' kinds, and a launch (null, or what went wrong). */
+#define EMULATED_EXPORT extern "C" __attribute__((visibility("default"))) const char *
 #define EMULATED_KERNEL(name)                                                                                         \
-    extern "C" __attribute__((visibility("default"))) const char *emulated_kinds_##name() { return emulated::Kernel<&name>::kinds(); }                       \
-    extern "C" __attribute__((visibility("default"))) const char *emulated_launch_##name(const emulated::Launch *how, void **arguments) {                    \
+    EMULATED_EXPORT emulated_kinds_##name() { return emulated::Kernel<&name>::kinds(); }                              \
+    EMULATED_EXPORT emulated_launch_##name(const emulated::Launch *how, void **arguments) {                           \
         return emulated::launch(*how, &emulated::Kernel<&name>::body, arguments);                                     \
     }
 
 #define __syncthreads() ((void)emulated::barrier(__FILE__, __LINE__, 0))
 #define __syncthreads_count(value) emulated::barrier(__FILE__, __LINE__, (value) != 0)
 #define __syncthreads_or(value) (emulated::barrier(__FILE__, __LINE__, (value) != 0) != 0)
-#define __syncthreads_and(value) (emulated::barrier(__FILE__, __LINE__, (value) != 0) == emulated::machine.barrier_total)
+#define __syncthreads_and(value)                                                                                      \
+    (emulated::barrier(__FILE__, __LINE__, (value) != 0) == emulated::machine.barrier_total)
 
 static inline void *emulated_dynamic_shared() { return emulated::machine.dynamic; }
 

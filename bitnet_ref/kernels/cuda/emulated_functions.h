@@ -1,4 +1,4 @@
-// The device's functions on the host: warp shuffles and votes, mma, atomics, integer and float intrinsics. See emulated.h.
+// The device's functions on the host: shuffles and votes of a warp, mma, atomics, intrinsics. See emulated.h.
 #pragma once
 
 // -- warps ------------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ EMULATED_MINMAX(unsigned long long)
 static inline float min(float a, float b) { return fminf(a, b); }
 static inline float max(float a, float b) { return fmaxf(a, b); }
 
-// -- floats: each rounded once, to nearest, as the device does with --fmad=false ---------------------------------------
+// -- floats: each rounded once, to nearest, as the device does with --fmad=false --------------------------------------
 
 template <typename To, typename From> static To emulated_bits(From value) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");

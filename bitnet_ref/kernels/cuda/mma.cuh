@@ -1,7 +1,7 @@
 // The tensor cores' int8 product, behind one function: D += A B with A 16x32, B 32x8, D 16x8, of one warp.
 //
-// Each lane holds four registers of A, two of B and four of D; which elements is in `emulated_functions.h`, in the words
-// of the PTX ISA, and in the comments of the kernels that use it. In short, with g = lane / 4 and t = lane % 4:
+// Each lane holds four registers of A, two of B and four of D; which elements they are is in `emulated_functions.h`, in
+// the words of the PTX ISA. In short, with g = lane / 4 and t = lane % 4:
 //
 //     a[0]  row g,   columns 4t .. 4t+3       a[1]  row g+8, the same columns
 //     a[2]  row g,   columns 4t+16 .. +19     a[3]  row g+8, the same columns

@@ -65,18 +65,11 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 
 // -- what becomes of a sum --------------------------------------------------------------------------------------------
 
-/* Writes one sum: the int32 itself where `acc` is given, or y = sum * (w_scale / x_scale) (+ bias), each operation
- * rounded once, as `quantization.dequantize` writes it. w_scales has one value for each row, so that matrices of
- * different scales can lie on top of each other; for x_scales and bias see the parameters of the kernels. */
-__device__ __forceinline__ void write_sum(int sum, long long token, int row, int rows, const float *w_scales,
-                                          const float *x_scales, const float *bias, int *acc, float *y) {
-    if (acc != nullptr) {
-        acc[token * rows + row] = sum;
-        return;
-    }
-    float value = __fmul_rn(__int2float_rn(sum), __fdiv_rn(w_scales[row], x_scales[token]));
-    if (bias != nullptr) value = __fadd_rn(value, bias[row]);
-    y[token * rows + row] = value;
+/* y = sum * (w_scale / x_scale) + bias, each operation rounded once, as `quantization.dequantize` writes it. Every row
+ * has a w_scale of its own, so that matrices of different scales can lie on top of each other. */
+__device__ __forceinline__ float scaled(int sum, float w_scale, float x_scale, bool biased, float bias) {
+    const float value = __fmul_rn(__int2float_rn(sum), __fdiv_rn(w_scale, x_scale));
+    return biased ? __fadd_rn(value, bias) : value;
 }
 
 /* What is left to do where several blocks have added to the sums. */
@@ -86,24 +79,28 @@ extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows,
     wait_for_kernels_before();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
-    write_sum(sums[index], index / rows, int(index % rows), rows, w_scales, x_scales, bias, nullptr, y);
+    const int row = int(index % rows);
+    y[index] = scaled(sums[index], w_scales[row], x_scales[index / rows], bias != nullptr, bias ? bias[row] : 0.0f);
 }
 
-// Parameters of the kernels 1 to 3:
+// Parameters of the kernels 0 to 3:
 //
 //   x_q       (tokens, x_stride) int8, x_stride a multiple of 128, at least `columns`; what lies past `columns` does
 //             not matter, since weights there are zeros
 //   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see above
 //   w_scales  (rows,) float32   x_scales (tokens,) float32   bias (rows,) float32 or null
+//   share     tiles along K of one block: the grid has ceil(tiles_k / share) blocks along K
 //   acc       (tokens, rows) int32, or null; where it is given nothing but the sums is written, and where the grid
 //             has several blocks along K (gridDim.y, or .z of the last kernel) they are *added* to what it holds
 //   y         (tokens, rows) float32, or null where acc is given
+#define PARAMETERS                                                                                                    \
+    const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns, int share,        \
+        const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y
+#define ARGUMENTS x_q, x_stride, tiles, tokens, rows, columns, share, w_scales, x_scales, bias, acc, y
 
 // -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
 
-extern "C" __global__ void ternary_plain(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens,
-                                         int rows, int columns, const float *w_scales, const float *x_scales,
-                                         const float *bias, int *acc, float *y) {
+extern "C" __global__ void ternary_plain(PARAMETERS) {
     let_next_kernel_start();
     wait_for_kernels_before();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -118,7 +115,10 @@ extern "C" __global__ void ternary_plain(const signed char *x_q, int x_stride, c
         const unsigned bits = tiles[tile * TILE_WORDS + lane * 4 + word] >> (8 * byte + 2 * crumb) & 3;
         sum += (bits == 3 ? -1 : int(bits)) * x_q[token * x_stride + column];
     }
-    write_sum(sum, token, row, rows, w_scales, x_scales, bias, acc, y);
+    if (acc != nullptr)
+        acc[index] = sum;
+    else
+        y[index] = scaled(sum, w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f);
 }
 
 // -- 1: one token, dp4a -----------------------------------------------------------------------------------------------
@@ -132,7 +132,8 @@ extern "C" __global__ void ternary_plain(const signed char *x_q, int x_stride, c
 // Launched to overlap, a kernel starts before the one before it has ended, and asks for its weights while it waits for
 // x; weights are therefore complete before any launch (`TernaryKernels.prepare` waits).
 //
-// Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a; x comes from the first-level cache.
+// Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a. The x of a warp's four tiles is 512 bytes:
+// one load of 16 bytes a lane, handed round through shared memory within the warp.
 static constexpr int TILES_AHEAD = 4;
 
 /* A lane's four words of the tiles first, first + step, ... below `end`; zeros past it. Read once: not to be kept. */
@@ -145,38 +146,54 @@ __device__ __forceinline__ void load_tiles(uint4 (&words)[TILES_AHEAD], const ui
     }
 }
 
-/* The tiles along K of this block: all, or its share where gridDim.y blocks divide them. */
-__device__ __forceinline__ int first_tile(int tiles_k, int part, int parts) {
-    return int((long long)tiles_k * part / parts);
-}
+/* What a thread of kernels 1 and 2 needs to write sums of its row: asked for at the start, since it lies in memory too,
+ * and at the end a block would wait for nothing else. */
+struct Row {
+    int row;
+    bool exists;
+    float w_scale, bias;
 
-extern "C" __global__ void __launch_bounds__(512)
-    ternary_gemv_dp4a(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
-                      const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
+    __device__ __forceinline__ Row(int row, int rows, const float *w_scales, const float *biases, const int *acc)
+        : row(row), exists(row < rows), w_scale(0.0f), bias(0.0f) {
+        if (exists && acc == nullptr) {
+            w_scale = w_scales[row];
+            if (biases != nullptr) bias = biases[row];
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) {
     __shared__ int partial[16][TILE_ROWS];  // of each warp
+    __shared__ uint4 x_of_tiles[16][8 * TILES_AHEAD];
+    uint4 *x = x_of_tiles[warp_of_block()];
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
-    const int end = first_tile(tiles_k, blockIdx.y + 1, gridDim.y), t = lane_of_warp() % 4;
+    const int begin = blockIdx.y * share, end = min(begin + share, tiles_k), t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
-    int tile = first_tile(tiles_k, blockIdx.y, gridDim.y) + warp_of_block();
+    int tile = begin + warp_of_block();
     let_next_kernel_start();
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, end);
+    const Row mine(threadIdx.x < TILE_ROWS ? blockIdx.x * TILE_ROWS + threadIdx.x : rows, rows, w_scales, bias, acc);
     wait_for_kernels_before();
+    const float x_scale = mine.exists && acc == nullptr ? x_scales[0] : 1.0f;
     int sums[2] = {0, 0};  // 64 times those of rows g and g + 8
     while (tile < end) {
+        const int tile_of_lane = min(tile + lane_of_warp() / 8 * warps, end - 1);
+        const uint4 chunk = reinterpret_cast<const uint4 *>(x_q)[tile_of_lane * 8 + lane_of_warp() % 8];
+        __syncwarp();  // all have read what lay there
+        x[lane_of_warp()] = chunk;
+        __syncwarp();
         #pragma unroll
         for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
-            const int column = (tile + ahead * warps) * TILE_COLUMNS + 16 * t;
-            if (tile + ahead * warps >= end) break;
-            const uint4 low = *reinterpret_cast<const uint4 *>(x_q + column);
-            const uint4 high = *reinterpret_cast<const uint4 *>(x_q + column + 64);
-            const unsigned x[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+            if (tile + ahead * warps >= end) break;  // all lanes alike
+            const uint4 low = x[8 * ahead + t], high = x[8 * ahead + t + 4];
+            const unsigned four[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
             const unsigned w[4] = {words[ahead].x, words[ahead].y, words[ahead].z, words[ahead].w};
             #pragma unroll
             for (int word = 0; word < 4; word++)
                 #pragma unroll
                 for (int crumb = 0; crumb < 4; crumb++)
-                    sums[word & 1] = __dp4a(int(times_64(w[word], crumb)), int(x[word >> 1][crumb]), sums[word & 1]);
+                    sums[word & 1] = __dp4a(int(times_64(w[word], crumb)), int(four[word >> 1][crumb]), sums[word & 1]);
         }
         tile += TILES_AHEAD * warps;
         load_tiles(words, row_of_tiles, tile, warps, end);
@@ -188,60 +205,74 @@ extern "C" __global__ void __launch_bounds__(512)
         if (t == 0) partial[warp_of_block()][lane_of_warp() / 4 + 8 * half] = sums[half];
     }
     __syncthreads();
-    const int row = blockIdx.x * TILE_ROWS + threadIdx.x;
-    if (threadIdx.x >= TILE_ROWS || row >= rows) return;
+    if (!mine.exists) return;
     int sum = 0;
     for (int warp = 0; warp < warps; warp++) sum += partial[warp][threadIdx.x];
-    if (gridDim.y > 1)
-        atomicAdd(acc + row, sum >> 6);
+    sum >>= 6;
+    if (acc == nullptr)
+        y[mine.row] = scaled(sum, mine.w_scale, x_scale, bias != nullptr, mine.bias);
+    else if (gridDim.y > 1)
+        atomicAdd(acc + mine.row, sum);
     else
-        write_sum(sum >> 6, 0, row, rows, w_scales, x_scales, bias, acc, y);
+        acc[mine.row] = sum;
 }
 
 // -- 2: few tokens, tensor cores, weights read once -------------------------------------------------------------------
 //
 // The same plan for up to 8 GROUPS tokens: a lane's words, unpacked, *are* its part of A (16 rows of weights), and its
 // 16-byte loads of x are its part of B (8 tokens): nothing is exchanged, and a tile costs 4 mma in place of 16 dp4a for
-// each token. With one token seven columns of B are zeros, and it is still fewer operations than kernel 1.
+// each token. With one token all columns of B are the same, and it is still fewer operations than kernel 1.
 //
 // x is read once for each 16 rows: 1 KB for 8 tokens beside 512 bytes of weights. All blocks of a multiprocessor read
 // the same, so it comes from the first-level cache, which the weights pass by; past 32 tokens kernel 3 is the better.
-// Independent chains of sums hide the latency of mma: there are four, whatever GROUPS is.
+// Independent chains of sums hide the latency of mma: there are four, whatever GROUPS is. Eight loads of x, those of
+// BATCH tiles, are asked for at once.
 template <int GROUPS>
-__device__ __forceinline__ void gemv_mma(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens,
-                                         int rows, int columns, const float *w_scales, const float *x_scales,
-                                         const float *bias, int *acc, float *y) {
-    constexpr int CHAINS = 4 / GROUPS, TOKENS = 8 * GROUPS;
+__device__ __forceinline__ void gemv_mma(PARAMETERS) {
+    constexpr int CHAINS = 4 / GROUPS, BATCH = 4 / GROUPS, TOKENS = 8 * GROUPS;
     int *partial = dynamic_shared<int>();  // [warp][token][row]
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
-    const int end = first_tile(tiles_k, blockIdx.y + 1, gridDim.y);
+    const int begin = blockIdx.y * share, end = min(begin + share, tiles_k);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
-    int tile = first_tile(tiles_k, blockIdx.y, gridDim.y) + warp_of_block();
+    int tile = begin + warp_of_block();
     let_next_kernel_start();
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, end);
+    const Row mine(blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, rows, w_scales, bias, acc);
     wait_for_kernels_before();
+    const signed char *x_of_token[GROUPS];  // columns of B past the last token repeat it, and are not written
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++)
+        x_of_token[group] = x_q + (long long)min(8 * group + g, tokens - 1) * x_stride + 16 * t;
     int sums[GROUPS][CHAINS][4] = {};
     while (tile < end) {
         #pragma unroll
-        for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
-            const int column = (tile + ahead * warps) * TILE_COLUMNS + 16 * t;
-            if (tile + ahead * warps >= end) break;  // all lanes alike
+        for (int first = 0; first < TILES_AHEAD; first += BATCH) {
+            uint4 x[BATCH][GROUPS][2];
             #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                uint4 low = make_uint4(0, 0, 0, 0), high = low;
-                if (8 * group + g < tokens) {
-                    const signed char *x = x_q + (8ll * group + g) * x_stride + column;
-                    low = *reinterpret_cast<const uint4 *>(x);
-                    high = *reinterpret_cast<const uint4 *>(x + 64);
-                }
-                const unsigned b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
+            for (int i = 0; i < BATCH; i++) {
+                const int column = min(tile + (first + i) * warps, end - 1) * TILE_COLUMNS;
                 #pragma unroll
-                for (int crumb = 0; crumb < 4; crumb++) {
-                    const unsigned a[4] = {times_64(words[ahead].x, crumb), times_64(words[ahead].y, crumb),
-                                           times_64(words[ahead].z, crumb), times_64(words[ahead].w, crumb)};
-                    mma_s8(sums[group][crumb % CHAINS], a, b[crumb]);
+                for (int group = 0; group < GROUPS; group++) {
+                    x[i][group][0] = *reinterpret_cast<const uint4 *>(x_of_token[group] + column);
+                    x[i][group][1] = *reinterpret_cast<const uint4 *>(x_of_token[group] + column + 64);
+                }
+            }
+            if (GROUPS < 4) __syncwarp();  // or ptxas puts each load behind the mma before it, and latencies add up
+            #pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const uint4 w = words[first + i];  // zeros past the end, where x is that of the last tile
+                #pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    const uint4 low = x[i][group][0], high = x[i][group][1];
+                    const unsigned b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
+                    #pragma unroll
+                    for (int crumb = 0; crumb < 4; crumb++) {
+                        const unsigned a[4] = {times_64(w.x, crumb), times_64(w.y, crumb), times_64(w.z, crumb),
+                                               times_64(w.w, crumb)};
+                        mma_s8(sums[group][crumb % CHAINS], a, b[crumb]);
+                    }
                 }
             }
         }
@@ -259,32 +290,30 @@ __device__ __forceinline__ void gemv_mma(const signed char *x_q, int x_stride, c
             partial[(warp_of_block() * TOKENS + token) * TILE_ROWS + row] = sum;
         }
     __syncthreads();
-    for (int index = threadIdx.x; index < tokens * TILE_ROWS; index += blockDim.x) {
-        const int token = index / TILE_ROWS, row = blockIdx.x * TILE_ROWS + index % TILE_ROWS;
-        if (row >= rows) continue;
+    if (!mine.exists) return;
+    for (int index = threadIdx.x; index < tokens * TILE_ROWS; index += blockDim.x) {  // always the same row
+        const int token = index / TILE_ROWS;
+        const long long place = (long long)token * rows + mine.row;
         int sum = 0;
         for (int warp = 0; warp < warps; warp++) sum += partial[warp * TOKENS * TILE_ROWS + index];
-        if (gridDim.y > 1)
-            atomicAdd(acc + (long long)token * rows + row, sum >> 6);
+        sum >>= 6;
+        if (acc == nullptr)
+            y[place] = scaled(sum, mine.w_scale, x_scales[token], bias != nullptr, mine.bias);
+        else if (gridDim.y > 1)
+            atomicAdd(acc + place, sum);
         else
-            write_sum(sum >> 6, token, row, rows, w_scales, x_scales, bias, acc, y);
+            acc[place] = sum;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
-    ternary_gemv_mma_8(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
-                       const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
-    gemv_mma<1>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_8(PARAMETERS) {
+    gemv_mma<1>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(512)
-    ternary_gemv_mma_16(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
-                        const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
-    gemv_mma<2>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_16(PARAMETERS) {
+    gemv_mma<2>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(512)
-    ternary_gemv_mma_32(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
-                        const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
-    gemv_mma<4>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_32(PARAMETERS) {
+    gemv_mma<4>(ARGUMENTS);
 }
 
 // -- 3: many tokens ---------------------------------------------------------------------------------------------------
@@ -306,8 +335,9 @@ __device__ __forceinline__ int chunk_place(int token, int chunk) {
 template <int TOKENS>
 __device__ __forceinline__ void fetch_x(signed char *stage, const signed char *x_q, int x_stride, int first, int tokens,
                                         int k) {
-    for (int index = threadIdx.x; index < TOKENS * 8; index += blockDim.x) {
-        const int token = index / 8, chunk = index % 8;
+    const int chunk = threadIdx.x % 8;
+    #pragma unroll 1
+    for (int token = threadIdx.x / 8; token < TOKENS; token += 2 * TOKENS / 8) {  // a block has 2 TOKENS threads
         const bool valid = first + token < tokens;
         const signed char *from = x_q + (valid ? (long long)(first + token) * x_stride + k * 128ll + 16 * chunk : 0);
         copy_async_16(stage + chunk_place(token, chunk), from, valid);
@@ -315,26 +345,21 @@ __device__ __forceinline__ void fetch_x(signed char *stage, const signed char *x
 }
 
 template <int TOKEN_WARPS>
-__device__ __forceinline__ void gemm(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows,
-                                     int columns, const float *w_scales, const float *x_scales, const float *bias,
-                                     int *acc, float *y) {
+__device__ __forceinline__ void gemm(PARAMETERS) {
     constexpr int TOKENS = 8 * WARP_GROUPS * TOKEN_WARPS, STAGE_BYTES = TOKENS * TILE_COLUMNS;
     signed char *stages = dynamic_shared<signed char>();
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles_n = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int begin = first_tile(tiles_k, blockIdx.z, gridDim.z), end = first_tile(tiles_k, blockIdx.z + 1, gridDim.z);
+    const int begin = blockIdx.z * share, end = min(begin + share, tiles_k);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4, first_token = blockIdx.y * TOKENS;
     const int row_tile = (blockIdx.x * ROW_WARPS + warp_of_block() % ROW_WARPS) * WARP_ROW_TILES;
     const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
 
     let_next_kernel_start();
-    const uint4 *weights[WARP_ROW_TILES];  // of rows past the last: those of the last, and not written
-    uint4 words[WARP_ROW_TILES];
-    #pragma unroll
-    for (int i = 0; i < WARP_ROW_TILES; i++) {
-        const long long tile = min(row_tile + i, tiles_n - 1);
-        weights[i] = reinterpret_cast<const uint4 *>(tiles) + tile * tiles_k * 32 + lane_of_warp();
-        words[i] = weights[i][begin * 32ll];
-    }
+    // Rows past the last are those of the last tile, and not written.
+    const uint4 *weights = reinterpret_cast<const uint4 *>(tiles) + lane_of_warp() +
+                           ((long long)min(row_tile, tiles_n - 1) * tiles_k + begin) * 32;
+    const int below = row_tile + 1 < tiles_n ? tiles_k * 32 : 0;
+    uint4 words[WARP_ROW_TILES] = {weights[0], weights[below]};
     wait_for_kernels_before();
     #pragma unroll
     for (int ahead = 0; ahead < STAGES - 1; ahead++) {
@@ -359,7 +384,10 @@ __device__ __forceinline__ void gemm(const signed char *x_q, int x_stride, const
                 a[i][crumb][0] = times_64(words[i].x, crumb), a[i][crumb][1] = times_64(words[i].y, crumb);
                 a[i][crumb][2] = times_64(words[i].z, crumb), a[i][crumb][3] = times_64(words[i].w, crumb);
             }
-            if (k + 1 < end) words[i] = weights[i][(k + 1) * 32ll];
+        }
+        if (k + 1 < end) {
+            weights += 32;
+            words[0] = weights[0], words[1] = weights[below];
         }
         const signed char *stage = stages + (k - begin) % STAGES * STAGE_BYTES;
         #pragma unroll
@@ -374,29 +402,37 @@ __device__ __forceinline__ void gemm(const signed char *x_q, int x_stride, const
                 for (int i = 0; i < WARP_ROW_TILES; i++) mma_s8(sums[i][group], a[i][crumb], b[crumb]);
         }
     }
-    #pragma unroll
-    for (int i = 0; i < WARP_ROW_TILES; i++)
+    // Each of the warp's sums, by the rows g and g + 8 of its tiles: 8 lanes write 32 bytes side by side.
+    auto each = [&](auto write) {
         #pragma unroll
-        for (int group = 0; group < WARP_GROUPS; group++)
+        for (int i = 0; i < WARP_ROW_TILES; i++)
             #pragma unroll
-            for (int part = 0; part < 4; part++) {
-                const long long token = first_token + warp_token + 8 * group + 2 * t + (part & 1);
-                const int row = (row_tile + i) * TILE_ROWS + g + 8 * (part >> 1), sum = sums[i][group][part] >> 6;
-                if (token >= tokens || row >= rows) continue;
-                if (gridDim.z > 1)
-                    atomicAdd(acc + token * rows + row, sum);
-                else
-                    write_sum(sum, token, row, rows, w_scales, x_scales, bias, acc, y);
+            for (int half = 0; half < 2; half++) {
+                const int row = (row_tile + i) * TILE_ROWS + g + 8 * half;
+                if (row >= rows) continue;
+                #pragma unroll
+                for (int group = 0; group < WARP_GROUPS; group++)
+                    #pragma unroll
+                    for (int odd = 0; odd < 2; odd++) {
+                        const int token = first_token + warp_token + 8 * group + 2 * t + odd;
+                        if (token < tokens) write(row, token, sums[i][group][2 * half + odd] >> 6);
+                    }
             }
+    };
+    if (acc == nullptr)
+        each([&](int row, int token, int sum) {
+            const float b = bias != nullptr ? bias[row] : 0.0f;
+            y[(long long)token * rows + row] = scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b);
+        });
+    else if (gridDim.z > 1)
+        each([&](int row, int token, int sum) { atomicAdd(acc + (long long)token * rows + row, sum); });
+    else
+        each([&](int row, int token, int sum) { acc[(long long)token * rows + row] = sum; });
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-    ternary_gemm_64(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
-                    const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
-    gemm<1>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+extern "C" __global__ void __launch_bounds__(128, 3) ternary_gemm_64(PARAMETERS) {
+    gemm<1>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(256)
-    ternary_gemm_128(const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns,
-                     const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y) {
-    gemm<2>(x_q, x_stride, tiles, tokens, rows, columns, w_scales, x_scales, bias, acc, y);
+extern "C" __global__ void __launch_bounds__(256, 2) ternary_gemm_128(PARAMETERS) {
+    gemm<2>(ARGUMENTS);
 }
