@@ -147,6 +147,11 @@ class Continuation:
         return ids
 
     @property
+    def known(self) -> int:
+        """How many those are."""
+        return len(self.request.prompt) + len(self.chunks)
+
+    @property
     def context(self) -> NDArray[np.int64]:
         """The tokens that the model is to see: positions 0, 1, ... of its slot."""
         ids = self._ids[: self.known]
