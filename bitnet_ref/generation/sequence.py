@@ -155,7 +155,7 @@ class Continuation:
     def context(self) -> NDArray[np.int64]:
         """The tokens that the model is to see: positions 0, 1, ... of its slot."""
         ids = self._ids[: self.known]
-        return take(ids, (*self._kept[:-1], (self._kept[-1][0], self.known))) if self._missing else ids
+        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids)))) if self._missing else ids
 
     @property
     def context_tokens(self) -> int:
@@ -170,8 +170,6 @@ class Continuation:
     def next_input(self) -> tuple[int, int, NDArray[np.int64]]:
         """(slot, position, tokens) of what the model has not seen yet: the newest token; or the prompt, or after some
         were dropped the context, from its first token on that is not in the cache."""
-        if self.computed == self.context_tokens - 1:  # nearly always
-            return self.slot, self.computed, self._ids[self.known - 1 : self.known]
         return self.slot, self.computed, self.context[self.computed :]
 
     def needs(self) -> HeadNeed:
@@ -190,7 +188,7 @@ class Continuation:
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
         logprob, top = self.logprobs.add(token, hidden, logits if asked else None)
-        dropped, kept = len(self.request.given) - len(self.request.prompt) + self._missing, self._news()
+        kept = self._news()
         self._append(token)
         finish, why = self._end(token)
         if finish is not None:
@@ -199,7 +197,11 @@ class Continuation:
                 finish, why = self._end(token)
         if not self.chunks:
             text = self.opening + text
-        chunk = StreamChunk(text, token, logprob, finish, why, top if asked else None, dropped, kept)
+        chunk = StreamChunk(
+            *(text, token, logprob, finish, why, top if asked else None),
+            dropped_tokens=len(self.request.given) - len(self.request.prompt) + self._missing,
+            kept=kept,
+        )
         self.chunks.append(chunk)
         self._make_room(stats)
         return chunk
@@ -226,7 +228,7 @@ class Continuation:
     def _make_room(self, stats: GenerationStats) -> None:
         """Where the newest token does not fit the window any more, drop the oldest."""
         window, before = self.request.window, self.context_tokens
-        if not window.moves or self.finished or before <= window.size:
+        if before <= window.size or not window.moves or self.finished:
             return
         self._keep(self.known)
         self._moved, self.computed = True, 0
