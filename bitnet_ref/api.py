@@ -134,7 +134,7 @@ def load_engine(
     missing: BackendUnavailable | None = None
     for backend in (config.backend, *config.fallback):
         try:
-            loaded = load(model, **{**options, "backend": backend})
+            loaded = load(model, **{"memory_limit": config.memory_limit, **options, "backend": backend})
         except BackendUnavailable as error:
             missing = missing or error
             continue

@@ -21,6 +21,7 @@ from bitnet_ref.benchmark import MemoryReader, Timing
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
 from bitnet_ref.benchmark.peers import Peer, peer_config
+from bitnet_ref.benchmark.random_file import write_random_gguf
 from bitnet_ref.benchmark.timing import take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_command, cli
@@ -476,6 +477,41 @@ def test_a_peer_that_is_not_installed_costs_one_line():
     assert "pip install torch transformers" in " ".join(done.output.split())
     told = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
     assert "pip install" in told["versus"]["transformers"]
+
+
+def test_a_file_of_random_weights_is_a_model(tmp_path):
+    """What llama.cpp is given, read by our own reader: the shape, each plane drawn apart, and the gate that it has."""
+    config = replace(TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    write_random_gguf(config, path := tmp_path / "model.gguf")
+    model = bitnet_ref.load(path, backend="numpy")
+    assert model.config.linear_shapes() == config.linear_shapes()
+    assert (model.config.num_hidden_layers, model.config.activation) == (config.num_hidden_layers, "silu")
+    planes = [w.ternary() for _, w in model.weights.layers[0].linears()]
+    assert not np.array_equal(planes[0], planes[3])
+    assert 0.25 < np.mean(planes[0] == 0) < 0.42
+    assert np.isfinite(model.logits([1, 2, 3])).all()
+
+
+def test_a_shape_that_a_peer_cannot_hold_costs_one_line(tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text("print('{}')")
+    monkeypatch.setitem(benchmark.PEERS, "blocks", Peer(str(tmp_path / "peer.py"), "pip install it", gguf="tq2_0"))
+    with pytest.raises(BackendError, match="blocks of 256 inputs"):
+        benchmark.measure_peer("blocks", TINY, 3, 2)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed")
+def test_llama_cpp_that_is_not_installed_writes_no_file(monkeypatch):
+    monkeypatch.setattr("bitnet_ref.benchmark.peers.write_random_gguf", pytest.fail)
+    with pytest.raises(BackendUnavailable, match="pip install llama-cpp-python"):
+        benchmark.measure_peer("llama-cpp-python", TINY, 3, 2)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+def test_llama_cpp_is_measured():
+    config = replace(TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    found = benchmark.measure_peer("llama-cpp-python", config, 5, 3)
+    assert found.prompt_tokens_per_s > 0
+    assert found.decode.repetitions == 3
 
 
 @pytest.mark.skipif(find_spec("transformers") is None or find_spec("torch") is None, reason="needs transformers")

@@ -128,6 +128,10 @@ class CupyBackend(Backend):
     def running(self) -> AbstractContextManager[Any]:
         return self._lock  # one stream, one set of buffers: passes of several threads take turns
 
+    def memory(self) -> tuple[int | None, int | None]:
+        info = self.ws.device.memory()
+        return info.held, info.free if info.limit is None else min(info.free, info.limit - info.used)
+
     def new_cache(
         self,
         config: ModelConfig,

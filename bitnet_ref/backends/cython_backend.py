@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -287,8 +287,8 @@ class CythonBackend(Backend):
     # -- fused ---------------------------------------------------------------------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        if all(isinstance(w, TernaryLinear) and w.input_norm is None for w in ws):
-            return self._bit_linears(x, [self._panels(w) for w in ws])
+        if all(type(w) is PanelWeight and w.input_norm is None for w in ws):
+            return self._bit_linears(x, cast("Sequence[PanelWeight]", ws))
         outputs = []
         for w in ws:
             if isinstance(w, DenseWeight):
@@ -340,20 +340,30 @@ class CythonBackend(Backend):
             raise NumericsError(f"head_candidates: token {tokens[row]} holds NaN or Inf")
         return lower, upper
 
-    def _bit_linears(self, x: NDArray, ws: list[PanelWeight]) -> tuple[NDArray, ...]:
+    def _bit_linears(self, x: NDArray, ws: Sequence[PanelWeight]) -> tuple[NDArray, ...]:
         """BitLinears of the same x, which is quantised once, in one call."""
-        for w in ws:
-            require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        ys = [np.empty((len(x), w.out_features), dtype=np.float32) for w in ws]
+        for w in ws:  # 24 calls a token in a small model: nothing is formatted here unless it is wrong
+            if x.ndim != 2 or x.shape[1] != w.in_features:
+                require("linear", False, f"x (N, {w.in_features})", x=x)
+            if w.layout != self.layout:
+                self._panels(w)
+        ys = tuple([np.empty((len(x), w.out_features), dtype=np.float32) for w in ws])
         x, views = _floats(x), [w.kernel_view for w in ws]
-        for part in _parts(len(x), ws[0].layout if ws else self.layout):
-            try:
-                row = _cpu.bit_linears(x[part], views, [y[part] for y in ys], self.threads, self._set)
-            except MemoryError as error:
-                raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
-            if row >= 0:
-                raise _not_finite(part.start + row)
-        return tuple(ys)
+        if self.layout != "table":
+            self._run_linears(x, views, ys, 0)
+            return ys
+        for part in _parts(len(x), self.layout):
+            self._run_linears(x[part], views, [y[part] for y in ys], part.start)
+        return ys
+
+    def _run_linears(self, x: NDArray, views: list[Any], ys: Sequence[NDArray], first: int) -> None:
+        """One call of the kernel; `first`: which token of all x[0] is."""
+        try:
+            row = _cpu.bit_linears(x, views, ys, self.threads, self._set)
+        except MemoryError as error:
+            raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
+        if row >= 0:
+            raise _not_finite(first + row)
 
     def _panels(self, w: LinearWeight) -> PanelWeight:
         """The weight as panels: what `prepare` made of it, or made here for one that was not prepared."""

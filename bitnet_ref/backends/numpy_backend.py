@@ -18,6 +18,7 @@ from ..config import ModelConfig, RopeConfig
 from ..errors import BackendUnavailable, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..kv_dtypes import CACHE_DTYPES
+from ..memory import available_bytes, memory_bytes
 from ..threads import blas_threads, resolve_threads
 from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates, HeadNeed
@@ -87,6 +88,11 @@ class Backend:
     def running(self) -> AbstractContextManager[None]:
         """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
         return blas_threads(self.threads)
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """Bytes held, and bytes that are free, where this backend keeps its arrays: here by the process, in the host's
+        memory. None where the system does not say."""
+        return memory_bytes(), available_bytes()
 
     def place(self, batch: TokenBatch) -> TokenBatch:
         """The batch where this backend computes from it: on a card its arrays are device arrays. Here: as it is"""

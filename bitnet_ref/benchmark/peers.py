@@ -11,10 +11,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import ModelConfig
-from ..errors import BackendError, BackendUnavailable
+from ..errors import BackendError, BackendUnavailable, ConfigError, FormatError
+from .random_file import write_random_gguf
 from .timing import Timing
 
 TIMEOUT_S = 1800.0
@@ -27,9 +29,13 @@ class Peer:
 
     script: str  # beside this file
     pip: str  # what installs it
+    gguf: str | None = None  # it reads a file: what its ternary matrices are written as
 
 
-PEERS = {"transformers": Peer("peer_transformers.py", "pip install torch transformers")}
+PEERS = {
+    "transformers": Peer("peer_transformers.py", "pip install torch transformers"),
+    "llama-cpp-python": Peer("peer_llama_cpp.py", "pip install llama-cpp-python", gguf="tq2_0"),
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,9 @@ def measure_peer(
 ) -> PeerBench:
     """Time a random model of that shape on a peer: its prompt, and decoding greedily, one token at a time.
 
-    Raises BackendUnavailable with the pip command when `python` does not have the peer, BackendError when it fails.
+    A peer that reads a file gets one in the system's folder for temporary files (TMPDIR), 1.2 GB for a 2B-4T, which is
+    deleted afterwards. Raises BackendUnavailable with the pip command when `python` does not have the peer,
+    BackendError when it fails.
     """
     peer = PEERS[name]
     asked = {
@@ -83,6 +91,32 @@ def measure_peer(
         "repeats": PROMPT_REPEATS,
         "threads": threads,
     }
+    if peer.gguf is None:
+        found = _run(name, peer, python, asked)
+    else:
+        _run(name, peer, python, {})  # is it there? before a gigabyte is written
+        with TemporaryDirectory(prefix="bitnet-ref-") as folder:
+            file = Path(folder, "model.gguf")
+            try:
+                write_random_gguf(config, file, peer.gguf)
+            except (FormatError, ConfigError, OSError) as error:
+                raise BackendError(f"{name} could not be measured: no file of this shape: {error}") from error
+            found = _run(name, peer, python, {**asked, "file": str(file)})
+    return PeerBench(
+        name,
+        found["version"],
+        found["weights"],
+        threads,
+        prompt_tokens,
+        new_tokens,
+        Timing.of(found["prompt_s"]),
+        Timing.of(found["decode_s"]),
+        found["peak_memory_bytes"],
+    )
+
+
+def _run(name: str, peer: Peer, python: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """What the peer's script says to what is asked. Raises BackendUnavailable, BackendError."""
     command = [python, str(Path(__file__).parent / peer.script), json.dumps(asked)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -95,17 +129,7 @@ def measure_peer(
         raise BackendError(f"{name} could not be measured: exit status {done.returncode}: {why}")
     if "missing" in found:
         raise BackendUnavailable(f"{name} is not installed for {python} ({found['missing']}): {peer.pip}")
-    return PeerBench(
-        name,
-        found["version"],
-        found["weights"],
-        threads,
-        prompt_tokens,
-        new_tokens,
-        Timing.of(found["prompt_s"]),
-        Timing.of(found["decode_s"]),
-        found["peak_memory_bytes"],
-    )
+    return found
 
 
 def peer_config(config: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
-from ..config import ModelConfig, RopeConfig
+from ..config import ModelConfig, QuantizationConfig, RopeConfig
 from ..errors import ConfigError
 from ..quantization import CODES_PER_BYTE
 from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
@@ -36,6 +36,7 @@ _BITNET = ModelConfig(
     tie_word_embeddings=True,
     sub_norms=True,
     rope=RopeConfig(theta=500000.0),
+    quantization=QuantizationConfig(),
 )
 SHAPES: dict[str, ModelConfig] = {
     "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..benchmark.models import Profile
 
 SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
-PEER_NAMES = ("transformers",)  # the keys of `benchmark.PEERS`
+PEER_NAMES = ("transformers", "llama-cpp-python")  # the keys of `benchmark.PEERS`
 MOST_TOKENS = 1 << 20
 
 

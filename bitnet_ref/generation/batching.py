@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, GenerationError, QueueFull
 from ..kv_cache import KVCache
-from ..memory import available_bytes, memory_bytes
 from .engine_config import EngineConfig
 from .generate import _is_single, check_streamable
 from .metrics import EngineMetrics
@@ -261,27 +260,20 @@ def new_cache(model: Model, config: EngineConfig) -> KVCache:
     size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
     page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size, pages=1).nbytes
     wanted = config.max_batch * -(-context // size)
-    most = _bytes_left(config)
+    held, free = model.backend.memory()
+    most = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
     if config.cache_tokens is not None:
         pages = -(-config.cache_tokens // size)
     elif config.cache_bytes is not None:
         pages = config.cache_bytes // page_bytes
     else:
-        free = available_bytes()
         share = None if free is None else free // CACHE_SHARE // page_bytes
         pages = max(1, min(each for each in (wanted, share, most and most // page_bytes) if each is not None))
     if pages < 1 or (most is not None and pages * page_bytes > most):
-        held = "" if most is None else f", and memory_limit leaves {most:,} for the cache"
+        limit = "" if most is None else f", and memory_limit leaves {most:,} for the cache"
         raise ConfigError(
-            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{held}; "
+            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{limit}; "
             "give it fewer tokens, or more memory",
             field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
         )
     return model.new_cache(config.max_batch, context, dtype=dtype, page_size=size, pages=pages)
-
-
-def _bytes_left(config: EngineConfig) -> int | None:
-    """What memory_limit leaves, with the model loaded."""
-    if config.memory_limit is None:
-        return None
-    return max(0, config.memory_limit - (memory_bytes() or 0))

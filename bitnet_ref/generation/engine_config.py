@@ -42,7 +42,8 @@ class EngineConfig:
     cache_dtype: how the cache keeps keys and values, as in `load`; None is the model's own. With another one than the
         model's, texts are those of a model that was loaded with it.
     prefix_sharing: whether prompts that begin alike are computed once. The texts are the same either way.
-    memory_limit: bytes that the process may hold; the cache takes no more than the model leaves of them.
+    memory_limit: bytes that the process may hold, or the model of a card's memory; the cache takes no more than is
+        left of them.
 
     Device (for `bitnet_ref.load_engine`):
     backend: as in `load`. fallback: backends to try, in order, when that one is not available here.

@@ -1,8 +1,9 @@
 """Log probabilities of chosen tokens, computed when somebody asks for them.
 
-ln p of a token needs the logits of the whole vocabulary, which a screened head does not compute. So what the head saw
-is kept, D floats a token, and the first question computes the head for all tokens so far, together. By the model's
-batch invariance the logits are those that a whole head would have given in the first place, to the bit.
+ln p of a token needs the logits of the whole vocabulary, which a screened head does not compute; and where they are
+there, it needs two passes over them in float64, which few callers look at. So what the head saw is kept, D floats a
+token, and the first question computes the head for all tokens so far, together. By the model's batch invariance the
+logits are those that a whole head would have given in the first place, to the bit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Logprobs:
     def add(self, token: int, hidden: NDArray, logits: NDArray | None) -> tuple[Any, Any]:
         """Note a chosen token. -> its ln p and the likeliest's, or functions that will find them.
 
-        logits: the model's own, all of them, where they are known.
+        logits: the model's own, all of them, where they are known and it is certain that somebody will ask.
         """
         if logits is not None:
             return self._entry(logits, token)

@@ -15,9 +15,9 @@ from .overflow import Spans
 class StreamChunk:
     """One new token. `text` is what became certain with it: often a word, sometimes nothing.
 
-    `logprob` is the natural logarithm of the token's probability in the model's own distribution. With a screened head
-    it is computed when it is first read, for all tokens so far. So is `top_logprobs`, {token id: ln p} of the likeliest
-    (as many as `logprobs` asks for, most likely first) and the chosen one.
+    `logprob` is the natural logarithm of the token's probability in the model's own distribution. `top_logprobs` is
+    {token id: ln p} of the likeliest (as many as `logprobs` asks for, most likely first) and the chosen one. Both are
+    computed when they are first read, for all tokens so far, unless they were asked for and all logits were at hand.
     """
 
     text: str

@@ -25,7 +25,7 @@ def choose_token(logits: NDArray, params: SamplingParams, rng: np.random.Generat
 def choose(logits: NDArray, params: SamplingParams, uniform: float) -> int:
     """The same for a number drawn from [0, 1)."""
     if params.temperature == 0:
-        return int(np.argmax(logits))
+        return int(logits.argmax())
     ids, probabilities = distribution(logits, params)
     return int(ids[_place(np.cumsum(probabilities), uniform)])
 
@@ -112,7 +112,7 @@ def choose_among(found: HeadCandidates, params: SamplingParams, uniform: float) 
     """What `choose` takes from all logits, from the candidates for `candidates_needed`. None: they leave it open, as
     top_p and min_p without top_k may."""
     if params.temperature == 0:
-        return int(found.ids[np.argmax(found.logits)])
+        return int(found.ids[found.logits.argmax()])
     scaled = found.logits.astype(np.float64) / params.temperature
     if 0 < params.top_k < found.vocab_size:
         first = likeliest(scaled, params.top_k)

@@ -57,6 +57,8 @@ class Request:
                 raise GenerationError(
                     f"logit_bias: token id {token} is not in the vocabulary of {model.config.vocab_size}"
                 )
+        everything = params.strategy is not None
+        self.candidates_needed = None if everything else candidates_needed(params, model.config.vocab_size)
         self._banned = (
             BannedWords(params.bad_words, model.vocabulary.sorted, len(self.prompt)) if params.bad_words else None
         )
@@ -140,20 +142,20 @@ class Continuation:
     @property
     def ids(self) -> NDArray[np.int64]:
         """The prompt and what came of it so far."""
-        ids = self._ids[: len(self.request.prompt) + len(self.chunks)]
+        ids = self._ids[: self.known]
         ids.flags.writeable = False  # users' functions see it
         return ids
 
     @property
     def context(self) -> NDArray[np.int64]:
         """The tokens that the model is to see: positions 0, 1, ... of its slot."""
-        ids = self.ids
-        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids)))) if self._missing else ids
+        ids = self._ids[: self.known]
+        return take(ids, (*self._kept[:-1], (self._kept[-1][0], self.known))) if self._missing else ids
 
     @property
     def context_tokens(self) -> int:
         """How many those are."""
-        return len(self.request.prompt) + len(self.chunks) - self._missing
+        return self.known - self._missing
 
     @property
     def finished(self) -> bool:
@@ -163,15 +165,17 @@ class Continuation:
     def next_input(self) -> tuple[int, int, NDArray[np.int64]]:
         """(slot, position, tokens) of what the model has not seen yet: the newest token; or the prompt, or after some
         were dropped the context, from its first token on that is not in the cache."""
+        if self.computed == self.context_tokens - 1:  # nearly always
+            return self.slot, self.computed, self._ids[self.known - 1 : self.known]
         return self.slot, self.computed, self.context[self.computed :]
 
     def needs(self) -> HeadNeed:
         """What the choice of the next token needs of its logits."""
-        k = candidates_needed(self.request.params, self.request.model.config.vocab_size)
-        moved = self.rules.moved(self.ids) if k is not None and self.request.params.strategy is None else None
-        if k is None or moved is None:
-            return HeadNeed()
-        return HeadNeed(k + len(moved), moved)
+        k = self.request.candidates_needed
+        if k is None or not self.rules.processors:
+            return HeadNeed(k)
+        moved = self.rules.moved(self.ids)
+        return HeadNeed() if moved is None else HeadNeed(k + len(moved), moved)
 
     def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
         """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
@@ -179,8 +183,9 @@ class Continuation:
         stats.generated_tokens += 1
         stats.screened_tokens += logits is None
         text = self.text.push(token)
-        logprob, top = self.logprobs.add(token, hidden, logits)
-        kept = self._news()
+        asked = self.request.params.logprobs is not None
+        logprob, top = self.logprobs.add(token, hidden, logits if asked else None)
+        dropped, kept = len(self.request.given) - len(self.request.prompt) + self._missing, self._news()
         self._append(token)
         finish, why = self._end(token)
         if finish is not None:
@@ -189,20 +194,15 @@ class Continuation:
                 finish, why = self._end(token)
         if not self.chunks:
             text = self.opening + text
-        chunk = StreamChunk(
-            *(text, token, logprob, finish, why, top if self.request.params.logprobs is not None else None),
-            dropped_tokens=len(self.request.given) - len(self.request.prompt) + self._missing,
-            kept=kept,
-        )
+        chunk = StreamChunk(text, token, logprob, finish, why, top if asked else None, dropped, kept)
         self.chunks.append(chunk)
         self._make_room(stats)
         return chunk
 
     def _append(self, token: int) -> None:
-        count = len(self.request.prompt) + len(self.chunks)
-        if count == len(self._ids):
+        if self.known == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-        self._ids[count] = token
+        self._ids[self.known] = token
 
     def _keep(self, length: int) -> None:
         """Of so many tokens the model goes on with those that the window keeps."""
@@ -216,36 +216,36 @@ class Continuation:
         self._moved = False
         if len(self.request.prompt) < len(self.request.given):
             return self.request.kept
-        return (*self._kept[:-1], (self._kept[-1][0], len(self.ids)))
+        return (*self._kept[:-1], (self._kept[-1][0], self.known))
 
     def _make_room(self, stats: GenerationStats) -> None:
         """Where the newest token does not fit the window any more, drop the oldest."""
         window, before = self.request.window, self.context_tokens
-        if before <= window.size or not window.moves or self.finished:
+        if not window.moves or self.finished or before <= window.size:
             return
-        self._keep(len(self.ids))
+        self._keep(self.known)
         self._moved, self.computed = True, 0
         stats.dropped_tokens += before - self.context_tokens
         stats.recomputed_tokens += self.context_tokens - 1
 
     def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
         """-> the token, and the model's own logits if all of them were computed"""
-        params, ids = self.request.params, self.ids
+        params = self.request.params
         logits = found.logits if found.complete else None
         stats.head_rows += len(found.ids)
         if params.strategy is not None:
             assert logits is not None
-            token = params.strategy(ids, self.rules.apply(ids, logits), self.rng)
+            token = params.strategy(self.ids, self.rules.apply(self.ids, logits), self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(logits):
                 raise GenerationError(f"strategy: expected a token id below {len(logits)}, got {token!r:.80}")
             return int(token), logits
         uniform = self.rng.random() if params.temperature > 0 else 0.0
-        among = self.rules.apply_among(ids, found)
+        among = self.rules.apply_among(self.ids, found) if self.rules.processors else found
         chosen = choose_among(among, params, uniform) if logits is None else choose(among.logits, params, uniform)
         if chosen is None:  # the bounds leave it open
             logits = self.request.model.head_logits(hidden[None])[0]
             stats.head_rows += len(logits)
-            chosen = choose(self.rules.apply(ids, logits), params, uniform)
+            chosen = choose(self.rules.apply(self.ids, logits), params, uniform)
         return chosen, logits
 
     def _end(self, token: int) -> tuple[str | None, str | int | None]:
@@ -257,7 +257,7 @@ class Continuation:
         if self.text.stopped_by is not None:
             return "stop", self.text.stopped_by
         count = len(self.chunks) + 1
-        if self.constraint is not None and self.constraint.complete(self._ids[: len(self.request.prompt) + count]):
+        if self.constraint is not None and self.constraint.complete(self._ids[: self.known + 1]):
             return "stop", None
         return ("length", None) if count == self.request.max_tokens else (None, None)
 

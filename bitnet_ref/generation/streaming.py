@@ -26,6 +26,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """More text -> what of it is certain. Once a stop string is found, nothing more comes."""
+        if not self._stops:
+            return text
         if self.found is not None:
             return ""
         self._held += text

@@ -277,7 +277,7 @@ cdef enum:
     TOKENS_A_BLOCK = 384  # whose accumulators for one panel, 96 KB, stay in L2; a multiple of the tiles' six
 
 
-def bit_linears(const float[:, ::1] x, list ws, list ys, int threads, Py_ssize_t kernels):
+def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels):
     """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
 
     Returns -1, or the first row of x that holds NaN or Inf. One parallel region instead of one for each step and matrix:

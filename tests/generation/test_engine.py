@@ -482,8 +482,23 @@ def test_the_cache_takes_what_it_is_given():
         assert engine.cache.pages == 64  # two whole contexts of 256
     with pytest.raises(ConfigError, match="memory_limit"):
         story.engine(memory_limit=1000)
+    with pytest.raises(ConfigError, match="memory_limit leaves"):
+        story.engine(memory_limit=1000, cache_tokens=100)
     with pytest.raises(ConfigError, match="cache_bytes"):
         story.engine(cache_bytes=10)
+
+
+def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monkeypatch):
+    tiny = model(GOLDEN / "bitnet-packed-offline", backend_name, threads=1)
+    held, free = tiny.backend.memory()
+    assert held is None or held >= 0
+    assert free is None or free > 0
+    page = tiny.new_cache(1, 16, page_size=16, pages=1).nbytes
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (1000, 4 * 5 * page))
+    with tiny.engine(max_batch=64) as engine:
+        assert engine.cache.nbytes == 5 * page
+    with tiny.engine(max_batch=64, memory_limit=1000 + 3 * page) as engine:
+        assert engine.cache.nbytes == 3 * page
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

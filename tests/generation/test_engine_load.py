@@ -145,7 +145,7 @@ def soak(streams, count, max_tokens):
     found: dict[int, tuple] = {}
     threads_before, files_before = threading.active_count(), open_files()
     start = time.perf_counter()
-    with story.engine(max_batch=streams, cache_tokens=streams * 60, page_size=8) as engine:
+    with story.engine(max_batch=streams, cache_tokens=streams * (max_tokens // 3 + 8), page_size=8) as engine:
         todo = iter(enumerate(jobs))
         lock = threading.Lock()
 
