@@ -145,7 +145,7 @@ DENSE_TARGET static void dense_panel_avx512(const uint8_t *panel, size_t n_block
         dense_unpack(panel + start * BLOCK_BYTES, blocks, (uint8_t *)scratch);
         for (size_t m = 0; m < sixes; m += AVX512_TOKENS) {
             avx512_tile((const uint8_t *)scratch, DENSE_DIGITS * blocks, x + m * x_stride + start * DENSE_BLOCK_K, x_stride,
-                        out);
+                        panel + (start + blocks) * BLOCK_BYTES, out);
             for (size_t t = 0; t < AVX512_TOKENS; t++)
                 for (size_t r = 0; r < rows; r++) {
                     int32_t *to = acc + (m + t) * acc_stride + r;
