@@ -176,11 +176,7 @@ class KVCache:
             self._check_page(int(slots[i]), int(positions[i]), int(positions[i]) + 1)
         return pages, positions - indices * self.page_size
 
-    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
-        """Write k and v (N, G, d) of the batch's tokens at their slots and positions."""
-        expected = (len(batch), *self.keys.shape[-2:])
-        if k.shape != expected or v.shape != expected:
-            raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
+    def _check_extent(self, batch: TokenBatch) -> None:
         last_slot, last_position = batch.extent
         if last_slot >= self.slots or last_position >= self.capacity:
             raise ShapeError(
@@ -188,6 +184,13 @@ class KVCache:
                 expected=f"positions < {self.capacity} and slots < {self.slots}",
                 got=f"position {last_position}, slot {last_slot}",
             )
+
+    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        """Write k and v (N, G, d) of the batch's tokens at their slots and positions."""
+        expected = (len(batch), *self.keys.shape[-2:])
+        if k.shape != expected or v.shape != expected:
+            raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
+        self._check_extent(batch)
         places = self._places(batch.slots, batch.positions)
         where = (layer, *places)
         if self._keeps_floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -16,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import bitnet_ref
+from bitnet_ref.api import ASSETS
 from bitnet_ref.backends import Backend
 from bitnet_ref.formats.packing import hf_from_ternary
 from bitnet_ref.quantization import quantize_weights
@@ -140,6 +142,17 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(safetensors_bytes(tiny_tensors(config) if tensors is None else tensors))
+    return folder
+
+
+def chat_folder(parent: Path) -> Path:
+    """Storyteller with a chat template: a model that chats, whatever it answers."""
+    folder = parent / "talker"
+    shutil.copytree(ASSETS / "storyteller", folder)
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     return folder
 
 

@@ -14,12 +14,11 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import BITNET, DATA, GOLDEN, run_python, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, GOLDEN, chat_folder, run_python, tiny_tensors, write_checkpoint
 from helpers import model as shared_model
 
 import bitnet_ref
 from bitnet_ref import doctor, errors
-from bitnet_ref.api import ASSETS
 from bitnet_ref.cli import cli
 from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
 from bitnet_ref.cli.shell import Interface, size_in_words
@@ -65,13 +64,7 @@ def expected():
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """Storyteller with a chat template: a model that chat accepts, whatever it answers."""
-    folder = tmp_path_factory.mktemp("models") / "talker"
-    shutil.copytree(ASSETS / "storyteller", folder)
-    (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    return folder
+    return chat_folder(tmp_path_factory.mktemp("models"))
 
 
 # -- the group ---------------------------------------------------------------------------------------------------------

@@ -34,10 +34,10 @@ from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHea
 # this when it is loaded; a setting of the user's own stands.
 # A bounded spin was tried. With two cores that others use too (load 4 to 6), 2 threads, regions of 150 us and 25 us of
 # Python between them, a region costs beyond its work, median of 25, by GOMP_SPINCOUNT: 0: 155 us, 200: 157, 1000: 166,
-# 2000: 175, 4000: 197 (once each: 10,000: 1.1 ms, 100,000: 3.3 ms). On the same cores with nobody else, decoding 2B-4T's
-# shape in turns: 12 layers, 22.1 tok/s with 0 and 22.6 with 3000 (six runs of each); 30 layers, 13.1 and 13.2 with 1000
-# (four). So all the waking of threads in a token costs 1 to 2%, and that is the most that one parallel region for a
-# whole pass, or for a block, could gain: it was not worth a model's text in C.
+# 2000: 175, 4000: 197 (once each: 10,000: 1.1 ms, 100,000: 3.3 ms). On the same cores with nobody else, decoding the
+# shape of 2B-4T in turns: 12 layers, 22.1 tok/s with 0 and 22.6 with 3000 (six runs each); 30 layers, 13.1 and 13.2
+# with 1000 (four). So all the waking of threads in a token costs 1 to 2%, and that is the most that one parallel region
+# for a whole pass, or for a block, could gain: it was not worth a model's text in C.
 _mine = "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ
 if _mine:
     os.environ["GOMP_SPINCOUNT"] = "0"

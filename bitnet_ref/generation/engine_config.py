@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any
 from ..backends import NAMES
 from ..errors import ConfigError, GenerationError
 from ..kv_dtypes import CACHE_DTYPES
-from .params import ALIASES, SamplingParams
+from .params import ALIASES, SamplingParams, is_int, is_real
 
 PREFIX = "BITNET_REF_ENGINE_"
 
@@ -74,12 +73,12 @@ class EngineConfig:
         for name, low in _WHOLE.items():
             value = getattr(self, name)
             optional = name in ("cache_tokens", "cache_bytes", "memory_limit")
-            _check((optional and value is None) or _is_int(value, low), name, f"a whole number >= {low}", value)
+            _check((optional and value is None) or is_int(value, low), name, f"a whole number >= {low}", value)
         for name in ("max_wait_s", "priority_wait_s"):
             value = getattr(self, name)
-            _check(_is_real(value) and value >= 0, name, "seconds, a number >= 0", value)
+            _check(is_real(value) and value >= 0, name, "seconds, a number >= 0", value)
         timeout = self.request_timeout_s
-        _check(timeout is None or (_is_real(timeout) and timeout > 0), "request_timeout_s", "seconds > 0", timeout)
+        _check(timeout is None or (is_real(timeout) and timeout > 0), "request_timeout_s", "seconds > 0", timeout)
         _check(isinstance(self.prefix_sharing, bool), "prefix_sharing", "true or false", self.prefix_sharing)
         _check(
             self.max_batch_tokens > self.max_batch,
@@ -207,14 +206,6 @@ _WHOLE = {
     "memory_limit": 1,
     "timeline_steps": 0,
 }
-
-
-def _is_int(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(good: bool, name: str, expected: str, got: Any) -> None:

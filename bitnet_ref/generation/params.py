@@ -119,17 +119,17 @@ class SamplingParams:
         for name, (low, what) in _WHOLE.items():
             value = getattr(self, name)
             optional = name in ("max_tokens", "seed", "logprobs", "window")
-            _check((optional and value is None) or _is_int(value, low), name, what, value)
+            _check((optional and value is None) or is_int(value, low), name, what, value)
         for name, (good, what) in _REAL.items():
             value = getattr(self, name)
-            _check(_is_real(value) and good(value), name, what, value)
+            _check(is_real(value) and good(value), name, what, value)
         for name in ("ignore_eos", "echo"):
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         early = self.early_stopping
         _check(isinstance(early, bool) or early == "never", "early_stopping", 'True, False or "never"', early)
         _check(self.overflow in POLICIES, "overflow", f"one of {', '.join(POLICIES)}", self.overflow)
         for token in self.stop_token_ids:
-            _check(_is_int(token, 0), "stop_token_ids", "token ids", token)
+            _check(is_int(token, 0), "stop_token_ids", "token ids", token)
         for processor in self.processors:
             _check(callable(processor), "processors", "functions (token_ids, logits) -> logits", processor)
         _check(
@@ -230,16 +230,16 @@ def _token_biases(given: Any) -> dict[int, float]:
     biases = {}
     for token, bias in given.items():
         number = int(token) if isinstance(token, str) and token.isascii() and token.isdecimal() else token
-        _check(_is_int(number, 0) and _is_real(bias) and -100 <= bias <= 100, "logit_bias", expected, {token: bias})
+        _check(is_int(number, 0) and is_real(bias) and -100 <= bias <= 100, "logit_bias", expected, {token: bias})
         biases[int(number)] = float(bias)
     return biases
 
 
-def _is_int(value: Any, low: int) -> bool:
+def is_int(value: Any, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -2,19 +2,17 @@
 
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import BITNET, GOLDEN, model, tiny_tensors, write_checkpoint
+from helpers import BITNET, GOLDEN, chat_folder, model, tiny_tensors, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing_engines import TOKENS, NoisyBackend, load_random
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cython_backend import simd_variants
 from bitnet_ref.crossval import (
@@ -159,10 +157,7 @@ def test_a_trace_of_other_tokens_or_of_another_model(tmp_path):
 
 
 def test_the_prompt_of_a_trace_may_be_a_message_in_a_chat_template(tmp_path):
-    shutil.copytree(ASSETS / "storyteller", tmp_path / "talker")
-    template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
-    (tmp_path / "talker/chat_template.jinja").write_text(template)
-    m = bitnet_ref.load(tmp_path / "talker", backend="numpy")
+    m = bitnet_ref.load(chat_folder(tmp_path), backend="numpy")
     ids = m.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=True)
     for tokens, agrees in ((ids, True), (m.tokenizer.encode("Hello"), True), (ids[1:], False)):
         write_trace(tmp_path / "t", {"logits": m.logits(tokens)}, tokens, engine="another", prompt="Hello")

@@ -1,14 +1,13 @@
 """A conversation that keeps its cache says what one without says, and computes less."""
 
 import os
-import shutil
 import signal
 import weakref
 
 import pytest
+from helpers import chat_folder
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
 from bitnet_ref.errors import GenerationError
 
 MESSAGES = ["Hello", "Who are you?", "Tell me more"]
@@ -17,12 +16,7 @@ MESSAGES = ["Hello", "Who are you?", "Tell me more"]
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
     """Storyteller with a chat template: a model that chats, whatever it answers."""
-    folder = tmp_path_factory.mktemp("models") / "talker"
-    shutil.copytree(ASSETS / "storyteller", folder)
-    (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
+    folder = chat_folder(tmp_path_factory.mktemp("models"))
     return bitnet_ref.load(folder)
 
 

@@ -1,18 +1,16 @@
 """Texts longer than the context: every token is what the model says of the tokens that it is reported to have seen."""
 
 import json
-import shutil
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import GOLDEN, model
+from helpers import GOLDEN, chat_folder, model
 from hypothesis import given
 from hypothesis import strategies as st
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import GenerationStats, SamplingParams
@@ -208,12 +206,7 @@ def test_what_is_refused():
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "talker"
-    shutil.copytree(ASSETS / "storyteller", folder)
-    (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
+    folder = chat_folder(tmp_path_factory.mktemp("models"))
     return bitnet_ref.load(folder, backend=FAST, threads=2)
 
 

@@ -116,13 +116,7 @@ class DeviceKVCache(KVCache):
     def check(self, batch: TokenBatch, window: int | None = None, reading: bool = False) -> None:
         """Raises ShapeError unless every token of the batch has a place here, and every one that it reads: a kernel
         would write and read anywhere."""
-        last_slot, last_position = batch.extent
-        if last_slot >= self.slots or last_position >= self.capacity:
-            raise ShapeError(
-                "KVCache.append",
-                expected=f"positions < {self.capacity} and slots < {self.slots}",
-                got=f"position {last_position}, slot {last_slot}",
-            )
+        self._check_extent(batch)
         host = batch.host if isinstance(batch, DeviceBatch) else batch
         assert host is not None
         if self._fixed:
