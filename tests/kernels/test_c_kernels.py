@@ -26,7 +26,13 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS)
+# The suite has the build that sees the most; the project's own check, or -m "slow or not slow", has all of them.
+IN_SUITE = "gcc, address and undefined behaviour sanitizers"
+
+
+@pytest.mark.parametrize(
+    "build", [pytest.param(build, marks=[] if build == IN_SUITE else pytest.mark.slow) for build in BUILDS]
+)
 def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
     compiler, runner = BUILDS[build]
     for program in (compiler[0], *runner[:1]):
