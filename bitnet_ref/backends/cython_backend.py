@@ -26,6 +26,7 @@ from ..kv_cache import KVCache, TokenBatch
 from ..kv_dtypes import CACHE_DTYPES
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .candidates import HeadCandidates, HeadNeed
+from .huge_pages import HugePages
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
 from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
@@ -184,16 +185,14 @@ class CythonBackend(Backend):
         self.simd = choose_simd(simd)
         self.layout = choose_layout(layout, self.simd)
         self._set = list(simd_variants()).index(self.simd)
+        self._memory = HugePages()
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
-        # Huge pages: NumPy itself asks for them (MADV_HUGEPAGE) for arrays of 4 MB and more, the large panels and the
-        # screen of the head. A decoding step of 12 layers of 2B-4T, minima of 30 x 4: 51.3 ms with that, 54.7 without
-        # (NUMPY_MADVISE_HUGEPAGE=0), 54.5 with every panel in one arena of huge pages: nothing more to gain here.
         if not isinstance(w, TernaryWeight):
             return w
         n_out, n_in = w.shape
         block_k = layouts()[self.layout][0]
-        panels = np.empty((-(-n_out // _cpu.panel_rows), -(-n_in // block_k) * _cpu.block_bytes), dtype=np.uint8)
+        panels = self._memory.empty((-(-n_out // _cpu.panel_rows), -(-n_in // block_k) * _cpu.block_bytes))
         _cpu.pack_panels(w.packed, panels, self.threads, _number(self.layout))
         return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm, self.layout)
 
@@ -215,7 +214,7 @@ class CythonBackend(Backend):
     def _screened(self, w: DenseWeight) -> ScreenedHead:
         """The same rows with their screen."""
         n_out, n_in = w.shape
-        rows_q = np.empty((n_out, -(-n_in // 64) * 64), dtype=np.int8)
+        rows_q = self._memory.empty((n_out, -(-n_in // 64) * 64)).view(np.int8)
         facts = np.empty((n_out, 3), dtype=np.float32)
         _cpu.screen_pack(_bits(w.array), rows_q, facts, self.threads, self._set)
         return ScreenedHead(w.array, rows_q=rows_q, facts=facts)
