@@ -6,9 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError
-from ..quantization import pack_ternary
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18  # of a plane at a time: what is made of it stays in the processor's cache
+_PADDING = 0x55  # code 1, a zero weight, in all four fields
+# c0 | c1 << 8 | c2 << 16 | c3 << 24 times this has c0 | c1 << 2 | c2 << 4 | c3 << 6 in its highest byte: the terms
+# that meet there move by 24, 18, 12 and 6 bits, and no two terms anywhere share a bit, so nothing carries.
+_GATHER = np.uint32(1 << 24 | 1 << 18 | 1 << 12 | 1 << 6)
 
 
 def pack_from_hf(plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -21,11 +24,13 @@ def pack_from_hf(plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
     packed = np.empty((4 * n_rows, -(-k // 4)), dtype=np.uint8)
     step = max(1, _CHUNK_BYTES // max(1, k))
     for start in range(0, n_rows, step):
-        block = plane[start : start + step]
+        block = np.full((len(plane[start : start + step]), 4 * packed.shape[1]), _PADDING, dtype=np.uint8)
+        block[:, :k] = plane[start : start + step]
+        words = block.view("<u4")  # four neighbouring columns each
         for quarter in range(4):
-            w_t = (block >> (2 * quarter) & 3).view(np.int8) - np.int8(1)
             first = quarter * n_rows + start
-            packed[first : first + len(block)] = pack_ternary(w_t)
+            codes = words >> (2 * quarter) & 0x03030303
+            packed[first : first + len(block)] = (codes * _GATHER) >> 24
     return packed
 
 
