@@ -18,6 +18,7 @@ from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerE
 from .formats.checkpoint import Progress, ReadOptions, read_weights
 from .formats.open import open_checkpoint, read_tokenizer_files
 from .kv_cache import KVCache, TokenBatch
+from .prepared import PreparedFile
 from .sharing import identity, shared
 from .tracing import checked_candidates, checked_forward, record
 from .tracing.record import NamesFilter
@@ -71,6 +72,7 @@ def load(
     memory_limit: int | str | None = None,
     allow_unquantized: bool = False,
     verify: bool = False,
+    prepared: bool = False,
     i2_s_layout: str | None = None,
     tl_tiles: str | os.PathLike[str] | None = None,
     share: bool = False,
@@ -96,6 +98,8 @@ def load(
     memory_limit: the most memory of the card that the model may take (cupy), in bytes or as "8GiB".
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
+    prepared: keep the weights as the backend lays them out (cython) in `.bitnet_ref` beside the model, and map them at
+        the next start, which then takes no time. A copy as large as the model; see `prepared.PreparedFile`.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of the I2_S matrices of a GGUF, when they do not show it.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     share: give the model that an earlier call with `share` loaded from the same files for the same backend, if it is
@@ -110,14 +114,19 @@ def load(
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
     def read() -> Model:
+        kept = PreparedFile(path, chosen, options) if prepared else None
+        if kept is not None and (found := kept.read()) is not None:
+            return Model(*found, chosen, path, cache_dtype=cache_dtype)
         with open_checkpoint(path, options) as checkpoint:
-            weights = read_weights(checkpoint, progress, chosen.prepare)
-        return Model(checkpoint.config, chosen.prepare_model(weights), chosen, path, cache_dtype=cache_dtype)
+            weights = chosen.prepare_model(read_weights(checkpoint, progress, chosen.prepare))
+        if kept is not None:
+            kept.write(checkpoint.config, weights)
+        return Model(checkpoint.config, weights, chosen, path, cache_dtype=cache_dtype)
 
     if not share:
         return read()
     how = sorted((key, str(value)) for key, value in vars(chosen).items() if not key.startswith("_"))
-    return shared((str(path), identity(path), chosen.name, tuple(how), options, cache_dtype), read)
+    return shared((str(path), identity(path), chosen.name, tuple(how), options, cache_dtype, prepared), read)
 
 
 def load_engine(

@@ -20,7 +20,7 @@ ROWS = [
     {"tokenizers"},
     {"formats"},
     {"backends", "registry"},
-    {"model", "sharing"},
+    {"model", "sharing", "prepared"},
     {"tracing", "profiling"},
     {"generation"},
     {"api"},

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, cast
+from zlib import crc32
 
 import ml_dtypes
 import numpy as np
@@ -219,6 +220,9 @@ class CythonBackend(Backend):
         _cpu.screen_pack(_bits(w.array), rows_q, facts, self.threads, self._set)
         return ScreenedHead(w.array, rows_q=rows_q, facts=facts)
 
+    def prepared_layout(self) -> str:
+        return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
+
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # the kernels take their count with each call, and no BLAS runs beside them
 
@@ -390,6 +394,22 @@ def _parts(tokens: int, layout: str) -> list[slice]:
 
 def _not_finite(row: int) -> NumericsError:
     return NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+
+
+@cache
+def _fingerprint(layout: str) -> int:
+    """What panels and screens look like, as a number: other in a version that lays them out otherwise."""
+    be = CythonBackend(simd="scalar", layout=layout)
+    values = np.arange(80 * 80, dtype=np.float32).reshape(80, 80) % 7 - 3
+    panels = be.prepare(TernaryWeight.from_ternary(np.sign(values).astype(np.int8), 1.0))
+    screened = be._screened(DenseWeight(values.astype(ml_dtypes.bfloat16)))
+    assert isinstance(panels, PanelWeight)
+    assert screened.rows_q is not None
+    assert screened.facts is not None
+    number = 0
+    for array in (panels.panels, screened.rows_q, screened.facts):
+        number = crc32(array.tobytes(), number)
+    return number
 
 
 def _kernels_take(w: NDArray) -> bool:

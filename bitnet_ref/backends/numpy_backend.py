@@ -85,6 +85,10 @@ class Backend:
         """All of a model, each linear prepared, when it has been read: what a backend adds to it as a whole."""
         return w
 
+    def prepared_layout(self) -> str | None:
+        """The name of what `prepare` and `prepare_model` make, where it is worth keeping on disk (`prepared.py`)."""
+        return None
+
     def running(self) -> AbstractContextManager[None]:
         """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
         return blas_threads(self.threads)

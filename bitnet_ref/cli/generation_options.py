@@ -17,7 +17,7 @@ HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or comp
 CACHE_HELP = "How keys and values are kept: the narrow ones change the logits (bench cache).  [default: --dtype]"
 OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
 OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or go on without the oldest tokens.  [default: error]"
-LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "cache_dtype", "head", "allow_unquantized")
+LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized")
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
@@ -43,6 +43,7 @@ def model_options(function: AnyFunction) -> AnyFunction:
         option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
         option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
         option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
+        option("--prepared", is_flag=True, help="Keep the weights as computed beside the model; map them next time."),
         option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
     ]
     return apply_options(function, options)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,23 @@ class SafetensorsFile:
             raise OutOfMemory(f"{self.path}: no memory for the {info.nbytes} bytes of {name}") from problem
         self._read_into(array.reshape(-1).view(np.uint8).data, info.offset, name)
         return array
+
+    def mapped(self) -> dict[str, NDArray]:
+        """All tensors, read-only, as they lie in the file: each part is read when it is used. They outlive `close`.
+
+        For files that nobody shortens: to use what is gone ends the process. A file that is replaced stays as it was.
+        """
+        try:
+            memory = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as problem:
+            raise OutOfMemory(f"{self.path}: cannot be mapped: {problem.strerror or problem}") from problem
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages, or without them for files
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return {
+            name: np.frombuffer(memory, DTYPES[info.dtype], math.prod(info.shape), info.offset).reshape(info.shape)
+            for name, info in self.tensors.items()
+        }
 
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:
         """The bytes of a tensor, in order, at most `size` at a time: each block is overwritten by the next."""
@@ -206,7 +225,8 @@ class SafetensorsWriter:
     """A .safetensors file whose tensors are written one at a time, in any order; the bytes do not depend on the order.
 
     layout: name -> (dtype, shape) of every tensor. They lie in the file as the `safetensors` package lays them: widest
-    dtype first, then by name, so that each is aligned. Leaving the `with` raises if one of them was not written.
+    dtype first, then by name, so that each is aligned. alignment: of the first of them, in bytes, a multiple of 8.
+    Leaving the `with` raises if one of them was not written.
     """
 
     def __init__(
@@ -214,7 +234,10 @@ class SafetensorsWriter:
         path: str | os.PathLike[str],
         layout: Mapping[str, tuple[str, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
+        *,
+        alignment: int = 8,
     ) -> None:
+        self._alignment = alignment
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
         self._header = header
         self._places: dict[str, tuple[int, str, tuple[int, ...]]] = {}
@@ -261,7 +284,7 @@ class SafetensorsWriter:
 
     def _header_text(self) -> bytes:
         text = json.dumps(self._header, separators=(",", ":"), ensure_ascii=False).encode()
-        return text + b" " * (-len(text) % 8)
+        return text + b" " * (-(8 + len(text)) % self._alignment)
 
     def _write_all(self, data: Any) -> None:
         view = memoryview(data)
