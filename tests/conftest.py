@@ -2,6 +2,10 @@
 
 import os
 
+# Before NumPy comes, and for the processes that tests start: the suite's products are small, and threads of the BLAS
+# would mostly wait for each other (a quarter of its time). tests/contract has them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -24,7 +24,7 @@ from bitnet_ref.benchmark.peers import Peer, peer_config
 from bitnet_ref.benchmark.random_file import write_random_gguf
 from bitnet_ref.benchmark.timing import take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
-from bitnet_ref.cli import bench_command, cli
+from bitnet_ref.cli import bench_model, bench_shared, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
 from bitnet_ref.quantization import first_invalid_code
 from bitnet_ref.tokenizers import load_tokenizer
@@ -236,7 +236,7 @@ def test_layers_of_a_synthetic_model():
 
 
 def test_the_shell_offers_every_shape():
-    assert tuple(benchmark.SHAPES) == bench_command.SYNTHETIC
+    assert tuple(benchmark.SHAPES) == bench_shared.SYNTHETIC
 
 
 # -- the profile -------------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_exit_codes(arguments, code):
 
 
 def test_the_shell_knows_the_peers():
-    assert set(bench_command.PEER_NAMES) == set(benchmark.PEERS)
+    assert set(bench_model.PEER_NAMES) == set(benchmark.PEERS)
 
 
 def test_a_peer_is_asked_for_the_same_shape():

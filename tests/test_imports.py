@@ -14,7 +14,7 @@ PACKAGE = Path(bitnet_ref.__file__).parent
 ROWS = [
     {"errors"},
     {"figures", "widgets"},  # they draw plain data, and know nothing of where it comes from
-    {"config", "threads", "kernels", "json_file", "memory", "kv_dtypes"},
+    {"config", "threads", "kernels", "json_file", "file_lock", "memory", "kv_dtypes"},
     {"quantization", "layers", "kv_cache"},
     {"weights"},
     {"tokenizers"},

@@ -8,13 +8,14 @@ kernel can do no more than min(peak, intensity * read).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backends import cython_backend
-from ..errors import BackendUnavailable, ShapeError
+from ..errors import ShapeError
+from ..figures.style import new_figure
 from ..threads import resolve_threads
 from .bandwidth import MemoryReader
 from .timing import Action, Timing, take_turns
@@ -44,7 +45,7 @@ class Peak:
 
     @property
     def g_multiply_adds_per_s(self) -> float:
-        return self.multiply_adds / self.timing.best_s / 1e9
+        return self.timing.giga_per_s(self.multiply_adds)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Read:
 
     @property
     def gb_per_s(self) -> float:
-        return self.nbytes / self.timing.best_s / 1e9
+        return self.timing.giga_per_s(self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Ceiling:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
         reads = [
-            {"threads": r.threads, "how": r.how, "nbytes": r.nbytes, "gb_per_s": r.gb_per_s, **_times(r.timing)}
+            {"threads": r.threads, "how": r.how, "nbytes": r.nbytes, "gb_per_s": r.gb_per_s, **asdict(r.timing)}
             for r in self.reads
         ]
         peaks = [
@@ -96,15 +97,11 @@ class Ceiling:
                 "instruction": p.instruction,
                 "threads": p.threads,
                 "g_multiply_adds_per_s": p.g_multiply_adds_per_s,
-                **_times(p.timing),
+                **asdict(p.timing),
             }
             for p in self.peaks
         ]
         return {"reads": reads, "peaks": peaks, "lacks": self.lacks}
-
-
-def _times(timing: Timing) -> dict[str, Any]:
-    return {"best_s": timing.best_s, "median_s": timing.median_s, "repetitions": timing.repetitions}
 
 
 def measure_ceiling(
@@ -174,12 +171,6 @@ def save_roofline(found: Ceiling, path: Path) -> None:
 
     Raises BackendUnavailable without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailable("plots need matplotlib: pip install 'bitnet-ref[notebooks]'") from error
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw_roofline(figure.subplots(), found, found.reads[-1].threads)
+    figure, axes = new_figure(size=(6.4, 4.4))
+    draw_roofline(axes[0, 0], found, found.reads[-1].threads)
     figure.savefig(path)

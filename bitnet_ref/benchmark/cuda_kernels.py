@@ -59,13 +59,13 @@ class CudaKernelResult:
     @property
     def gb_per_s(self) -> float | None:
         """Bytes of the weight over the median time."""
-        return self.weight_bytes / self.timing.median_s / 1e9 if self.timing else None
+        return self.timing.giga_per_s_median(self.weight_bytes) if self.timing else None
 
     @property
     def tera_operations_per_s(self) -> float | None:
         """Two for each weight and token, over the median time."""
         operations = 2 * self.tokens * self.out_features * self.in_features
-        return operations / self.timing.median_s / 1e12 if self.timing else None
+        return self.timing.giga_per_s_median(operations) / 1e3 if self.timing else None
 
     @property
     def target_share(self) -> float | None:
@@ -92,7 +92,7 @@ class CudaKernelBench:
     @property
     def copy_gb_per_s(self) -> float:
         """Read and written, over the median time."""
-        return self.copy_bytes / self.copy.median_s / 1e9
+        return self.copy.giga_per_s_median(self.copy_bytes)
 
     def share(self, result: CudaKernelResult) -> float | None:
         """The kernel's reading of weights over the copy's speed: medians."""

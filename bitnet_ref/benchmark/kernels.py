@@ -15,7 +15,7 @@ from ..errors import ShapeError
 from ..weights import LinearWeight, TernaryWeight
 from .bandwidth import MemoryReader, last_level_cache_bytes
 from .synthetic import random_ternary_weight
-from .timing import Action, Timing, take_turns
+from .timing import Action, Timing, relative_speed, take_turns
 from .validate import Check, Expected, check_linear
 
 SHAPES_2B_4T = ((2560, 2560), (640, 2560), (6912, 2560), (2560, 6912))  # (N, K): q and o, k and v, gate and up, down
@@ -48,32 +48,28 @@ class KernelResult:
     @property
     def gb_per_s(self) -> float | None:
         """Bytes of the weight over the best time."""
-        return self.weight_bytes / self.timing.best_s / 1e9 if self.timing else None
+        return self.timing.giga_per_s(self.weight_bytes) if self.timing else None
 
     @property
     def read_gb_per_s(self) -> float | None:
         """The best plain read that was taken in turn with it."""
-        return self.read_bytes / self.read.best_s / 1e9 if self.read else None
+        return self.read.giga_per_s(self.read_bytes) if self.read else None
 
     @property
     def g_multiply_adds_per_s(self) -> float | None:
         """Of the ternary product, over the best time."""
-        return self.tokens * self.out_features * self.in_features / self.timing.best_s / 1e9 if self.timing else None
+        products = self.tokens * self.out_features * self.in_features
+        return self.timing.giga_per_s(products) if self.timing else None
 
     @property
     def of_read(self) -> float | None:
         """Speed at which the weight is gone through, over that of a plain read: best over best. 1 is the ceiling."""
-        return self._ratio("best_s")
+        return relative_speed("best_s", self.weight_bytes, self.timing, self.read_bytes, self.read)
 
     @property
     def of_read_median(self) -> float | None:
         """The same, median over median."""
-        return self._ratio("median_s")
-
-    def _ratio(self, which: str) -> float | None:
-        if self.timing is None or self.read is None:
-            return None
-        return self.weight_bytes / getattr(self.timing, which) / (self.read_bytes / getattr(self.read, which))
+        return relative_speed("median_s", self.weight_bytes, self.timing, self.read_bytes, self.read)
 
     def to_dict(self) -> dict[str, Any]:
         derived = ("gb_per_s", "read_gb_per_s", "g_multiply_adds_per_s", "of_read", "of_read_median")

@@ -28,7 +28,7 @@ from ..profiling import OpTime
 from ..profiling import Profile as ModelProfile
 from ..weights import ModelWeights, TernaryLinear
 from .bandwidth import MemoryReader, last_level_cache_bytes
-from .timing import Timing, seconds
+from .timing import Timing, relative_speed, seconds
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
@@ -124,7 +124,7 @@ class ModelBench:
 
     @property
     def read_gb_per_s(self) -> float | None:
-        return self.read_bytes / self.read.best_s / 1e9 if self.read else None
+        return self.read.giga_per_s(self.read_bytes) if self.read else None
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
@@ -148,11 +148,11 @@ class ModelBench:
     @property
     def of_bound(self) -> float | None:
         """Best step over the best read's bound."""
-        return self._ratio("best_s")
+        return relative_speed("best_s", self.step_bytes.total, self.decode, self.read_bytes, self.read)
 
     @property
     def of_bound_median(self) -> float | None:
-        return self._ratio("median_s")
+        return relative_speed("median_s", self.step_bytes.total, self.decode, self.read_bytes, self.read)
 
     @property
     def fits_in_cache(self) -> bool:
@@ -163,11 +163,6 @@ class ModelBench:
     def of_weight_bytes(self) -> float | None:
         """Peak memory of the process, Python and NumPy included, over the bytes of the weights."""
         return self.peak_memory_bytes / self.weight_bytes if self.peak_memory_bytes else None
-
-    def _ratio(self, which: str) -> float | None:
-        if self.decode is None or self.read is None:
-            return None
-        return self.step_bytes.total / getattr(self.decode, which) / (self.read_bytes / getattr(self.read, which))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..errors import BackendUnavailable, GenerationError, QueueFull
+from ..errors import GenerationError, QueueFull
+from ..figures.style import new_figure
 from ..generation import Engine, EngineConfig, Generation
 
 if TYPE_CHECKING:
@@ -276,14 +277,8 @@ def save_serve_plot(found: ServeBench, path: Path) -> None:
 
     Raises BackendUnavailable without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailable("plots need matplotlib: pip install 'bitnet-ref[notebooks]'") from error
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw_serve(figure.subplots(1, 3), found)
+    figure, axes = new_figure(1, 3, size=(11, 3.6))
+    draw_serve(axes[0], found)
     figure.savefig(path)
 
 

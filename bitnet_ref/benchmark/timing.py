@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 REPETITION_S = 0.01  # a shorter action is called this long for one repetition: the clock and its noise then matter less
 MOST_CALLS = 1000
@@ -27,6 +28,14 @@ class Timing:
         """From the seconds of each repetition, at least one."""
         return cls(min(samples_s), median(samples_s), len(samples_s))
 
+    def giga_per_s(self, amount: float) -> float:
+        """Billions a second, at best, of what one call does `amount` of."""
+        return amount / self.best_s / 1e9
+
+    def giga_per_s_median(self, amount: float) -> float:
+        """The same over the median time."""
+        return amount / self.median_s / 1e9
+
 
 def seconds(action: Action, calls: int = 1) -> float:
     """Seconds of one call, taken over that many."""
@@ -34,6 +43,15 @@ def seconds(action: Action, calls: int = 1) -> float:
     for _ in range(calls):
         action()
     return (time.perf_counter() - start) / calls
+
+
+def relative_speed(
+    which: Literal["best_s", "median_s"], amount: float, timing: Timing | None, of_amount: float, of: Timing | None
+) -> float | None:
+    """An action's amount a second over that of another one, by that time of both; None where one was not timed."""
+    if timing is None or of is None:
+        return None
+    return amount / getattr(timing, which) / (of_amount / getattr(of, which))
 
 
 def take_turns(actions: dict[str, Action], repeats: int, budget_s: float = math.inf) -> dict[str, Timing]:

@@ -13,7 +13,6 @@ import click
 
 from .. import __version__
 from .bench_command import bench
-from .bench_serve import serve as bench_serve
 from .chat_command import chat
 from .convert_command import convert
 from .crossval_engines import crossval
@@ -41,7 +40,6 @@ def cli() -> None:
     """
 
 
-bench.add_command(bench_serve)
 for command in (
     generate,
     chat,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..backends import HEADS, NAMES
-from .bench_command import SYNTHETIC, in_words, machine_options, new_table, ready, refuse_simd, shortened
+from .bench_shared import Subject, in_words, new_table, plot_option, subject_options
 from .shell import DIFFERS, LoadingBar, common_options, print_json, show, wants_json
 
 if TYPE_CHECKING:
@@ -34,9 +33,7 @@ class Range(click.ParamType):
 
 
 @click.command(short_help="Throughput and waiting times of the engine, for each offered load.")
-@click.argument("model", required=False)
-@click.option("--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape instead of a MODEL.")
-@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model.")
+@subject_options
 @click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, help="At each rate.")
 @click.option("--rate", "rates", type=float, multiple=True, help="Requests a second. May be given again.  "
               "[default: shares of the capacity]")  # fmt: skip
@@ -48,15 +45,10 @@ class Range(click.ParamType):
 @click.option("--max-batch-tokens", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
-@click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture: .png, .svg or .pdf.")
-@machine_options
+@plot_option("Write a picture: .png, .svg or .pdf.")
 @common_options
 def serve(
-    model: str | None,
-    synthetic: str | None,
-    layers: int | None,
+    subject: Subject,
     requests: int,
     rates: tuple[float, ...],
     prompt: tuple[int, int],
@@ -66,11 +58,7 @@ def serve(
     max_batch_tokens: int,
     max_queue: int,
     seed: int,
-    backend: str,
-    head: str,
     plot: Path | None,
-    threads: int | None,
-    simd: str | None,
 ) -> None:
     """Offer requests to the engine at several rates (Poisson arrivals), and time what comes of it.
 
@@ -79,23 +67,14 @@ def serve(
     from ..benchmark.serve import Load, measure_serve, save_serve_plot
     from ..generation import EngineConfig
 
-    if model is not None and synthetic is not None:
-        raise click.UsageError("give a MODEL or --synthetic, not both")
-    if layers is not None and synthetic is None:
-        raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
-    refuse_simd(simd, backend)
     config = EngineConfig(max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
     load = Load(requests, prompt, new, seed)
-    subject = ready(model, synthetic, layers, backend, threads, simd, head)
+    loaded = subject.load()
     with LoadingBar("measuring") as bar:
-        found = measure_serve(subject, load, config, rates_per_s=rates, prompts=together, progress=bar)
+        found = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)
     if plot is not None and found.points:
         save_serve_plot(found, plot)
-    name = f"{synthetic}, random weights" if synthetic else str(model or "storyteller")
-    if length := shortened(synthetic, layers):
-        name += f", {length} layers"
+    name = f"{subject.name}, {subject.shortness} layers" if subject.shortness else subject.name
     if wants_json():
         print_json({"model": name, **found.to_dict()})
     else:

@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows: nothing is locked, so nothing is known to be left over
-    flock = None  # type: ignore[assignment]
+from ..file_lock import CAN_LOCK, lock_file
 
 _being_written: set[Path] = set()  # temporary files of this process
 
@@ -73,12 +70,12 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it."""
-    for left in path.parent.glob(f".????????.tmp.{_escaped(path.name)}") if flock is not None else ():
+    """Remove what killed writers of `path` left beside it. Where nothing is locked, nothing is known to be left."""
+    for left in path.parent.glob(f".????????.tmp.{_escaped(path.name)}") if CAN_LOCK else ():
         with suppress(OSError):  # another writer may be sweeping too
             lock = os.open(left, os.O_RDONLY)
             try:
-                flock(lock, LOCK_EX | LOCK_NB)  # BlockingIOError: its writer is alive
+                lock_file(lock, block=False)  # BlockingIOError: its writer is alive
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             finally:
                 os.close(lock)
@@ -98,9 +95,7 @@ def _locked(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
     while True:
         temporary = path.with_name(f".{secrets.token_hex(4)}.tmp.{path.name}")
         lock = make(temporary)
-        if flock is None:
-            return temporary, lock
-        flock(lock, LOCK_EX)
+        lock_file(lock)
         if temporary.exists():  # else another writer swept it before it was locked
             return temporary, lock
         os.close(lock)

@@ -66,12 +66,7 @@ AVX2_TARGET static void avx2_one(const uint8_t *panel, size_t n_blocks, const in
 #define AVX2_DOT(acc, w)                                                                                               \
     "vpmaddubsw %%ymm14, %%ymm" w ", %%ymm15\n\tvpaddw %%ymm15, %%ymm" acc ", %%ymm" acc "\n\t"
 #define AVX2_WIDE(acc) "vpmaddwd %%ymm12, %%ymm" acc ", %%ymm" acc "\n\t"
-YMM_TILE(avx2_tile, 1, AVX2_DOT, AVX2_WIDE)
-YMM_TILE(avx2_tile, 2, AVX2_DOT, AVX2_WIDE)
-YMM_TILE(avx2_tile, 3, AVX2_DOT, AVX2_WIDE)
-YMM_TILE(avx2_tile, 4, AVX2_DOT, AVX2_WIDE)
-YMM_TILE(avx2_tile, 5, AVX2_DOT, AVX2_WIDE)
-YMM_TILE(avx2_tile, 6, AVX2_DOT, AVX2_WIDE)
+YMM_TILES(avx2_tile, AVX2_DOT, AVX2_WIDE)
 #undef AVX2_DOT
 #undef AVX2_WIDE
 

@@ -50,12 +50,7 @@ AVX2_TARGET static void avxvnni_one(const uint8_t *panel, size_t n_blocks, const
 
 #define AVXVNNI_DOT(acc, w) AVXVNNI_PRODUCT " %%ymm14, %%ymm" w ", %%ymm" acc "\n\t"
 #define AVXVNNI_WIDE(acc) "" /* they are */
-YMM_TILE(avxvnni_tile, 1, AVXVNNI_DOT, AVXVNNI_WIDE)
-YMM_TILE(avxvnni_tile, 2, AVXVNNI_DOT, AVXVNNI_WIDE)
-YMM_TILE(avxvnni_tile, 3, AVXVNNI_DOT, AVXVNNI_WIDE)
-YMM_TILE(avxvnni_tile, 4, AVXVNNI_DOT, AVXVNNI_WIDE)
-YMM_TILE(avxvnni_tile, 5, AVXVNNI_DOT, AVXVNNI_WIDE)
-YMM_TILE(avxvnni_tile, 6, AVXVNNI_DOT, AVXVNNI_WIDE)
+YMM_TILES(avxvnni_tile, AVXVNNI_DOT, AVXVNNI_WIDE)
 #undef AVXVNNI_DOT
 #undef AVXVNNI_WIDE
 

@@ -66,6 +66,15 @@ AVX2_TARGET static void avx2_unpack(const uint8_t *panel, size_t n_blocks, uint8
                          : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8",     \
                            "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");                              \
     }
+/* NAME_1 to NAME_6: YMM_TOKENS of them */
+#define YMM_TILES(NAME, DOT, WIDEN)                                                                                    \
+    YMM_TILE(NAME, 1, DOT, WIDEN)                                                                                      \
+    YMM_TILE(NAME, 2, DOT, WIDEN)                                                                                      \
+    YMM_TILE(NAME, 3, DOT, WIDEN)                                                                                      \
+    YMM_TILE(NAME, 4, DOT, WIDEN)                                                                                      \
+    YMM_TILE(NAME, 5, DOT, WIDEN)                                                                                      \
+    YMM_TILE(NAME, 6, DOT, WIDEN)
+
 #define YMM_EACH_1(DO, DOT, WIDEN) DO(DOT, WIDEN, "(%[x])", "(%[acc])", "0", "1")
 #define YMM_EACH_2(DO, DOT, WIDEN)                                                                                     \
     YMM_EACH_1(DO, DOT, WIDEN) DO(DOT, WIDEN, "(%[x],%[stride])", "(%[acc],%[step])", "2", "3")

@@ -28,17 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, RegistryError
+from ..file_lock import CAN_LOCK, lock_file
 from ..formats.atomic import atomic_path, sync
 from ..formats.hf_folder import SINGLE_FILE, stays_inside
 from ..formats.native import NativeCheckpoint
 from ..formats.open import open_checkpoint
 from ..json_file import read_json_object
 from .names import Reference, choose_files, is_reference, parse_reference
-
-try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows: two pulls at once are then the user's own care
-    flock = None  # type: ignore[assignment]
 
 INDEX_VERSION = 1
 MAX_INDEX_BYTES = 16 << 20
@@ -196,7 +192,7 @@ class Store:
 
     def sweep(self) -> None:
         """Remove what interrupted processes left: copies at once, downloads after a day."""
-        for lock in list(self.incoming.glob("*.lock")) if flock is not None else ():
+        for lock in list(self.incoming.glob("*.lock")) if CAN_LOCK else ():
             with suppress(OSError), locked(lock, block=False):
                 stale = time.time() - lock.stat().st_mtime > KEEP_DOWNLOADS_S
                 if stale or not lock.name.startswith("pull-"):
@@ -218,15 +214,14 @@ def locked(path: Path, notice: Notice | None = None, *, block: bool = True) -> I
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if flock is not None:
-                try:
-                    flock(file, LOCK_EX | LOCK_NB)
-                except BlockingIOError:
-                    if not block:
-                        raise
-                    if notice is not None:
-                        notice("another process is fetching the same model; waiting for it")
-                    flock(file, LOCK_EX)
+            try:
+                lock_file(file, block=False)
+            except BlockingIOError:
+                if not block:
+                    raise
+                if notice is not None:
+                    notice("another process is fetching the same model; waiting for it")
+                lock_file(file)
             if os.fstat(file).st_nlink == 0:
                 continue  # its last holder removed it: lock the one that is there now
             yield

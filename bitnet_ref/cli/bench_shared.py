@@ -1,0 +1,160 @@
+"""What the `bench` commands share: their options, the model to measure, tables and words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..backends import HEADS, NAMES
+from .generation_options import apply_options
+from .shell import DIFFERS, AnyFunction, LoadingBar, print_json, show, wants_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..api import Model
+    from ..benchmark import CudaKernelBench, KernelBench, ModelBench, TokenizerBench
+
+
+SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
+
+
+def machine_options(function: AnyFunction) -> AnyFunction:
+    """--threads and --simd"""
+    threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
+    simd = click.option("--simd", metavar="SET", help="Kernel set of the cython backend (scalar, avx2, avx512, ...).")
+    return threads(simd(function))
+
+
+def refuse_simd(simd: str | None, backend: str) -> None:
+    if simd is not None and backend not in ("auto", "all", "cython"):
+        raise click.UsageError(f"--simd chooses a kernel set of the cython backend; --backend is {backend}")
+
+
+def plot_option(help: str) -> Callable[[AnyFunction], AnyFunction]:
+    """--plot, a file that a picture can be written to: `plot`, a Path or None"""
+
+    def checked(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
+        if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+            raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
+        return plot
+
+    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=checked, help=help)
+
+
+# -- the model to measure ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and where it runs, as the command line says it."""
+
+    model: str | None
+    synthetic: str | None
+    layers: int | None
+    backend: str
+    head: str
+    threads: int | None
+    simd: str | None
+
+    def check(self) -> None:
+        if self.model is not None and self.synthetic is not None:
+            raise click.UsageError("give a MODEL or --synthetic, not both")
+        if self.layers is not None and self.synthetic is None:
+            raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
+        refuse_simd(self.simd, self.backend)
+
+    @property
+    def name(self) -> str:
+        return f"{self.synthetic}, random weights" if self.synthetic else self.model or "storyteller"
+
+    @property
+    def shortness(self) -> str:
+        """ "10 of its 30", or "" for a whole model."""
+        from ..benchmark import SHAPES
+
+        whole = SHAPES[self.synthetic].num_hidden_layers if self.synthetic else self.layers
+        return f"{self.layers} of its {whole}" if self.synthetic and self.layers not in (None, whole) else ""
+
+    def load(self) -> Model:
+        """On the backend and kernel set asked for."""
+        from ..api import Model, load
+        from ..backends import choose_backend
+        from ..backends.cython_backend import CythonBackend
+
+        chosen = choose_backend("cython" if self.simd else self.backend, threads=self.threads, head=self.head)
+        if self.simd:
+            chosen = CythonBackend("float32", self.threads, self.simd, head=self.head)
+        if self.synthetic is not None:
+            from ..benchmark import SHAPES, synthetic_model
+
+            with LoadingBar(f"making {self.synthetic}") as bar:
+                return synthetic_model(SHAPES[self.synthetic], chosen, progress=bar, layers=self.layers)
+        with LoadingBar(f"loading {self.name}") as bar:
+            loaded = load(self.name, backend=chosen.name, threads=self.threads, head=self.head, progress=bar)
+        return Model(loaded.config, loaded.weights, chosen, loaded.path)  # every kernel set reads the same layout
+
+
+def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """MODEL or --synthetic with --layers, --backend, --head, --threads and --simd: `subject`, checked"""
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        subject = Subject(**{field.name: given.pop(field.name) for field in fields(Subject)})
+        subject.check()
+        return function(subject=subject, **given)
+
+    return apply_options(
+        command,
+        [
+            click.argument("model", required=False),
+            click.option(
+                "--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape instead of a MODEL."
+            ),
+            click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model."),
+            click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
+            click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate."),
+            machine_options,
+        ],
+    )
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def report(found: KernelBench | CudaKernelBench | ModelBench | TokenizerBench, draw: Any, **more: Any) -> None:
+    """JSON or the drawing, and exit code 1 when something differs from the reference."""
+    if wants_json():
+        print_json({**more, **found.to_dict()})
+    else:
+        show(draw)
+    if not (found.check.equal if hasattr(found, "check") else found.equal):
+        raise click.exceptions.Exit(DIFFERS)
+
+
+def new_table(*columns: str, header: bool = True) -> Table:
+    """The first column left, the others, which are numbers, right."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        number = header and index > 0
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def in_words(threads: int) -> str:
+    return f"{threads} thread{'s' if threads != 1 else ''}"
+
+
+def in_time(value_s: float) -> str:
+    """0.00123 -> "1.23 ms" """
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value_s * scale >= 1:
+            return f"{value_s * scale:.2f} {unit}"
+    return f"{value_s * 1e6:.1f} us"
