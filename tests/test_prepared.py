@@ -12,9 +12,9 @@ from helpers import BITNET, DATA, GOLDEN, GOLDEN_CASES, golden, rng, write_check
 import bitnet_ref
 from bitnet_ref import errors, prepared
 from bitnet_ref.api import ASSETS
-from bitnet_ref.backends import available_backends
 
-pytestmark = pytest.mark.skipif("cython" not in available_backends(), reason="the compiled extension was not built")
+NO_CYTHON = bitnet_ref.available_backends()["cython"]
+pytestmark = pytest.mark.skipif(NO_CYTHON is not None, reason=str(NO_CYTHON))
 
 
 def load(path, **options):

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backends import cython_backend
+from ..backends import Backend, cython_backend
 from ..errors import ShapeError
 from ..figures.style import new_figure
 from ..threads import resolve_threads
@@ -137,6 +137,19 @@ def measure_ceiling(
         Peak(name, INSTRUCTIONS[name], count, macs, timings[f"{name} {count}"]) for (name, count), macs in done.items()
     ]
     return Ceiling(reads, peaks, lacks)
+
+
+def peak_of(backend: Backend) -> tuple[Action, int] | None:
+    """The product instruction of the backend's own kernel set, on its threads: (what to time, multiply-adds of a call).
+
+    None for a backend, or a set, whose instruction is not known.
+    """
+    name = getattr(backend, "simd", None)
+    if name not in INSTRUCTIONS:
+        return None
+    number = list(cython_backend.simd_variants()).index(name)
+    call = partial(cython_backend._cpu.peak_multiply_adds, number, PEAK_ROUNDS, backend.threads)
+    return call, call()
 
 
 def _counts(threads: int) -> list[int]:

@@ -1,16 +1,18 @@
 """A whole model: tokens a second of a prompt and of decoding, against the time that reading its weights must take.
 
 A decoded token reads every weight once. So memory bandwidth over the bytes of a token is a bound on its speed, unless
-the model fits in the processor's cache.
+the model fits in the processor's cache. A prompt's tokens share what is read: there the bound is the rate of the
+instruction that multiplies, over the multiply-adds of a token's ternary linears; the head sees only the last token.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +30,13 @@ from ..profiling import OpTime
 from ..profiling import Profile as ModelProfile
 from ..weights import ModelWeights, TernaryLinear
 from .bandwidth import MemoryReader, last_level_cache_bytes
+from .ceiling import peak_of
 from .timing import Timing, relative_speed, seconds
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
 GREEDY = SamplingParams()
+PEAK_CALLS = 10  # of about 1 ms each
 STEPS_BETWEEN_READS = 4  # of decoding: the read empties the caches, which a small model lives in
 NO_SPEED = "the backend differs from the NumPy reference: no speed is reported"
 
@@ -113,7 +117,10 @@ class ModelBench:
     read_how: str
     head: str  # "exact", or "screened": the greedy token is found by bounds on the other logits
     read_bytes: int
+    ternary_multiply_adds: int  # of a token
     read: Timing | None = None
+    peak_multiply_adds: int = 0  # of one call of the product instruction alone; 0: not known for this backend
+    peak: Timing | None = None
     prompt: Timing | None = None  # the whole prompt
     decode: Timing | None = None  # one token, through `Model.forward`
     decode_s: float | None = None  # all new tokens
@@ -155,6 +162,28 @@ class ModelBench:
         return relative_speed("median_s", self.step_bytes.total, self.decode, self.read_bytes, self.read)
 
     @property
+    def prompt_bound_tokens_per_s(self) -> float | None:
+        """What the best rate of the product instruction allows."""
+        if self.peak is None or self.ternary_multiply_adds == 0:
+            return None
+        return self.peak_multiply_adds / self.peak.best_s / self.ternary_multiply_adds
+
+    @property
+    def of_prompt_bound(self) -> float | None:
+        """Best prompt over the best rate's bound."""
+        return self._of_prompt_bound("best_s")
+
+    @property
+    def of_prompt_bound_median(self) -> float | None:
+        return self._of_prompt_bound("median_s")
+
+    def _of_prompt_bound(self, which: Literal["best_s", "median_s"]) -> float | None:
+        if self.ternary_multiply_adds == 0:
+            return None
+        work = self.prompt_tokens * self.ternary_multiply_adds
+        return relative_speed(which, work, self.prompt, self.peak_multiply_adds, self.peak)
+
+    @property
     def fits_in_cache(self) -> bool:
         """Whether the bound is none: the weights need not come from memory."""
         return self.step_bytes.total <= self.last_level_cache_bytes
@@ -168,11 +197,12 @@ class ModelBench:
         """Everything as plain JSON values."""
         derived = ("read_gb_per_s", "prompt_tokens_per_s", "decode_tokens_per_s", "decode_tokens_per_s_median")
         memory = ("bound_tokens_per_s", "of_bound", "of_bound_median", "fits_in_cache", "of_weight_bytes")
+        arithmetic = ("prompt_bound_tokens_per_s", "of_prompt_bound", "of_prompt_bound_median")
         return {
             **asdict(self),
             "step_bytes": {**asdict(self.step_bytes), "total": self.step_bytes.total},
             "equal": self.check.equal,
-            **{name: getattr(self, name) for name in derived + memory},
+            **{name: getattr(self, name) for name in derived + memory + arithmetic},
             "profiles": {name: profile.to_dict() for name, profile in self.profiles.items()},
         }
 
@@ -215,15 +245,21 @@ def measure_model(
         "read_how": reader.how,
         "head": model.head,
         "read_bytes": reader.nbytes,
+        "ternary_multiply_adds": sum(
+            math.prod(weight.shape) for _, weight in model.weights.linears() if isinstance(weight, TernaryLinear)
+        ),
     }
     if not check.equal:
         return ModelBench(**facts)
 
     cache = model.new_cache(slots=1, capacity=prompt_tokens + new_tokens)
     reader.read()  # the first pass finds cold tables
-    reads, prompts, decodes, chooses, head_rows = [], [], [], [], []
+    reads, peaks, prompts, decodes, chooses, head_rows = [], [], [], [], [], []
+    peak, facts["peak_multiply_adds"] = peak_of(model.backend) or (None, 0)
     for _ in range(PROMPT_REPEATS):
         reads.append(seconds(reader.read))
+        if peak is not None:
+            peaks.append(seconds(peak, PEAK_CALLS))
         start = time.perf_counter()
         found = prefill(model, prompt, cache)
         prompts.append(time.perf_counter() - start)
@@ -248,6 +284,7 @@ def measure_model(
     return ModelBench(
         **facts,
         read=Timing.of(reads),
+        peak=Timing.of(peaks) if peaks else None,
         prompt=Timing.of(prompts),
         decode=Timing.of(decodes),
         decode_s=sum(decodes),

@@ -40,6 +40,19 @@ _BITNET = ModelConfig(
 )
 SHAPES: dict[str, ModelConfig] = {
     "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T
+    "700m": replace(  # 1bitLLM/bitnet_b1_58-large
+        _BITNET,
+        vocab_size=32002,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=96,
+        activation="silu",
+        max_position_embeddings=2048,
+        rope=RopeConfig(),
+    ),
     "1b": replace(  # the 1.3B of the b1.58 paper
         _BITNET,
         vocab_size=32002,

@@ -92,6 +92,8 @@ def draw_model(found: ModelBench, name: str, shortness: str, out: Console) -> No
     """Facts, speeds against the bound, memory, and the profiles."""
     from rich.text import Text
 
+    from ..benchmark.ceiling import INSTRUCTIONS
+
     cfg, parts = found.config, found.step_bytes
     table = new_table("", "", header=False)
     layers = shortness or cfg["num_hidden_layers"]
@@ -109,6 +111,10 @@ def draw_model(found: ModelBench, name: str, shortness: str, out: Console) -> No
         f"{found.prompt_tokens_per_s:.1f} tok/s best, {found.prompt_tokens / prompt.median_s:.1f} median "
         f"({found.prompt_tokens} tokens)",
     )
+    if found.prompt_bound_tokens_per_s is not None:
+        bound = f"{found.prompt_bound_tokens_per_s:.1f} tok/s: rate of {INSTRUCTIONS[found.kernel_set or '']} / "
+        table.add_row("bound", f"{bound}multiply-adds of a token's ternary linears")
+        table.add_row("of the bound", best_and_median(found.of_prompt_bound, found.of_prompt_bound_median))
     table.add_row(
         "decode",
         f"{found.decode_tokens_per_s:.2f} tok/s best, {found.decode_tokens_per_s_median:.2f} median "
@@ -126,7 +132,7 @@ def draw_model(found: ModelBench, name: str, shortness: str, out: Console) -> No
     median_gb = found.read.giga_per_s_median(found.read_bytes)
     table.add_row("memory read", f"{found.read_gb_per_s:.1f} GB/s best, {median_gb:.1f} median ({found.read_how})")
     table.add_row("bound", f"{found.bound_tokens_per_s:.2f} tok/s: memory read / bytes a token")
-    ratio = f"{found.of_bound:.2f} best over best, {found.of_bound_median:.2f} median over median"
+    ratio = best_and_median(found.of_bound, found.of_bound_median)
     table.add_row("of the bound", ratio + ("; but the model fits in the cache" if found.fits_in_cache else ""))
     peak = size_in_words(found.peak_memory_bytes or 0)
     table.add_row(
@@ -136,6 +142,10 @@ def draw_model(found: ModelBench, name: str, shortness: str, out: Console) -> No
     for part, profile in found.profiles.items():
         out.print(Text(f"\nProfile of the {part}: {in_time(profile.step_s / profile.tokens)} a token", style="bold"))
         draw_profile(profile, out)
+
+
+def best_and_median(best: float | None, median: float | None) -> str:
+    return f"{best:.2f} best over best, {median:.2f} median over median"
 
 
 def draw_profile(profile: Profile, out: Console) -> None:

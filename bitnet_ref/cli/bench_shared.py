@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..benchmark import CudaKernelBench, KernelBench, ModelBench, TokenizerBench
 
 
-SYNTHETIC = ("2b-4t", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
+SYNTHETIC = ("2b-4t", "700m", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
 
 
 def machine_options(function: AnyFunction) -> AnyFunction:
@@ -101,10 +101,15 @@ class Subject:
 
 
 def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """MODEL or --synthetic with --layers, --backend, --head, --threads and --simd: `subject`, checked"""
+    """MODEL, --synthetic or --shape, with --layers, --backend, --head, --threads and --simd: `subject`, checked"""
 
     @wraps(function)
-    def command(**given: Any) -> Any:
+    def command(shape: str | None, **given: Any) -> Any:
+        if shape is not None:
+            if (given["model"], given["synthetic"]) != (None, None):
+                raise click.UsageError("give a MODEL, --synthetic or --shape, not several")
+            known = {name.replace("-", ""): name for name in SYNTHETIC}.get(shape.lower().replace("-", ""))
+            given["model" if known is None else "synthetic"] = known or shape
         subject = Subject(**{field.name: given.pop(field.name) for field in fields(Subject)})
         subject.check()
         return function(subject=subject, **given)
@@ -115,6 +120,9 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.argument("model", required=False),
             click.option(
                 "--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape instead of a MODEL."
+            ),
+            click.option(
+                "--shape", metavar="NAME|PATH", help="Either: a name that --synthetic has (also 2b4t), or a MODEL."
             ),
             click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model."),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
