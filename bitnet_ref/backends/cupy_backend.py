@@ -14,11 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,23 +30,16 @@ from .candidates import HeadCandidates, HeadNeed
 from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
 from .cuda.cache import DeviceBatch, DeviceKVCache
+from .cuda.dense import DenseKernels, DeviceDense
 from .cuda.rows import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned, quantized, take, value
 from .cuda.select import select
+from .cuda.stacks import Stack, stack_linears, stack_of
 from .cuda.steps import RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
 MOST_REPLAYED = 64  # tokens of a recorded decoding step
-DENSE_ROWS = 16  # dense.cu: of a block, 4 warps of 4
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceDense(DenseWeight):
-    """A dense matrix: `array` as the file has it, in the host's memory, and `rows`, the same on the device."""
-
-    rows: Any = None
-    kind: str = "float32"  # of `rows`: float32, float16 or bfloat16 (as its bits)
 
 
 def in_kind(op: Callable) -> Callable:
@@ -92,6 +84,7 @@ class CupyBackend(Backend):
         self.ws = Workspace(open_device(memory_limit=parse_bytes(memory_limit)) if device is None else device)
         self.rope_positions = RopeTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
+        self._denses = DenseKernels(self.ws)
         self._vectors: dict[int, tuple[NDArray, Any]] = {}  # norms and biases on the device, by the host array's id
         self._lock = threading.RLock()
 
@@ -102,13 +95,11 @@ class CupyBackend(Backend):
             return self._ternary.prepare(w)
         if type(w) is not DenseWeight:
             return w
-        array = w.array if w.array.dtype.name in ("float32", "float16", "bfloat16") else w.array.astype(np.float32)
-        if self.precision != "float32":
-            array = array.astype(ml_dtypes.bfloat16 if self.precision == "bfloat16" else np.float16)
-        return DeviceDense(w.array, w.bias, self.ws.upload(array), array.dtype.name)
+        return self._denses.prepare(w, None if self.precision == "float32" else self.precision)
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
-        """Everything on the card: the embedding, and the norms and biases, which it finds by the arrays they are."""
+        """Everything on the card: the embedding; the norms and biases, which it finds by the arrays they are; and the
+        linears of one input in one place (`cuda/stacks.py`)."""
         embedding = self._dense(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         vectors: list[NDArray | None] = [w.final_norm]
@@ -121,6 +112,7 @@ class CupyBackend(Backend):
         for vector in vectors:
             if vector is not None:
                 self._vectors[id(vector)] = vector, self.ws.upload(_float32(vector))
+        stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
         return w
 
     # -- around a pass -------------------------------------------------------------------------------------------------
@@ -230,12 +222,7 @@ class CupyBackend(Backend):
     @in_kind
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
-        x, dense, (out, width) = value(self.ws, x), self._dense(w), w.shape
-        y = self.ws.empty((len(x), out), np.float32)
-        tokens = 1 if len(x) == 1 else 8
-        grid = (-(-out // DENSE_ROWS), -(-len(x) // tokens))
-        self.ws.launch("dense.cu", f"dense_{tokens}_{dense.kind}", grid, 128, x, len(x), width, dense.rows, out, y)
-        return y
+        return self._denses.matmul(value(self.ws, x), self._dense(w).on_device)
 
     @in_kind
     def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
@@ -274,6 +261,8 @@ class CupyBackend(Backend):
 
     @in_kind
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+        if (stack := stack_of(ws)) is not None:
+            return self._stacked(x, ws, stack)
         outputs, shared = [], None
         for w in ws:
             if isinstance(w, DenseWeight):
@@ -289,6 +278,16 @@ class CupyBackend(Backend):
             y = self.ws.empty((len(x), w.shape[0]), np.float32)
             outputs.append(self._ternary.linear(x_q, scale, self._tiled(w), y))
         return tuple(outputs)
+
+    def _stacked(self, x: NDArray, ws: Sequence[LinearWeight], stack: Stack) -> tuple[NDArray, ...]:
+        """`linears` of a whole stack: one product."""
+        require("linear", x.ndim == 2 and x.shape[1] == ws[0].shape[1], f"x (N, {ws[0].shape[1]})", x=x)
+        if isinstance(stack.whole, TiledWeight):
+            x_q, scale = quantized(self.ws, x)
+            y = self.ws.empty((len(x), sum(stack.parts)), np.float32)
+            return stack.split(self._ternary.linear(x_q, scale, stack.whole, y), len(x))
+        ys = stack.split(self._denses.matmul(value(self.ws, x), stack.whole), len(x))
+        return tuple(y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, ws, strict=True))
 
     @in_kind
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:

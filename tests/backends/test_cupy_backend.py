@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +15,12 @@ from bitnet_ref import backends
 from bitnet_ref.backends import Backend, HeadNeed, choose_backend, cuda
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.rows import Normed, Rows
+from bitnet_ref.backends.cuda.stacks import GROUPS, stack_linears, stack_of
 from bitnet_ref.backends.cupy_backend import MOST_REPLAYED, CupyBackend
 from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.weights import DenseWeight, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 CASE = GOLDEN / "bitnet-packed-offline"
@@ -196,6 +198,73 @@ def test_no_result_depends_on_the_order_of_threads(order):
     tokens = golden("bitnet-packed-offline")["tokens"]
     expected = model(CASE, "cupy").logits(tokens)
     np.testing.assert_array_equal(load(device=EmulatedDevice(order=order)).logits(tokens), expected)
+
+
+# -- linears of one input ----------------------------------------------------------------------------------------------
+
+
+def linears_of(m):
+    """The weights of a layer's two groups, on the card and as the reference has them."""
+    plain = model(m.path, "numpy").weights.layers[1]
+    for names in GROUPS:
+        yield [getattr(m.weights.layers[1], name) for name in names], [getattr(plain, name) for name in names]
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-bf16-biases", "mistral-dense-window8"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_stack_computes_what_each_of_its_linears_does(case, tokens):
+    """All at once, one by one, and some of them: the same bits; of ternary ones the reference's own accumulators."""
+    m = load(GOLDEN / case)
+    be, plain = m.backend, Backend()
+    for ws, references in linears_of(m):
+        x = rng(tokens).standard_normal((tokens, ws[0].shape[1])).astype(np.float32)
+        together, alone = be.linears(x, ws), [be.linear(x, w) for w in ws]
+        for y, single, pair in zip(together, alone, be.linears(x, ws[::-1])[::-1], strict=True):
+            np.testing.assert_array_equal(y, single)
+            np.testing.assert_array_equal(y, pair)
+        for w, reference in zip(ws, references, strict=True):
+            assert w.shape == reference.shape
+            if isinstance(reference, TernaryWeight):
+                x_q, _ = plain.quantize_activations(x)
+                np.testing.assert_array_equal(be.ternary_matmul(x_q, w), plain.ternary_matmul(x_q, reference))
+                np.testing.assert_array_equal(w.ternary(), reference.ternary())
+                assert w.w_dequant_scale == reference.w_dequant_scale
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
+def test_stacked_weights_lie_on_the_card_once(case):
+    """No second copy: what the device holds after stacking is what it held before."""
+    be, plain = CupyBackend(), model(GOLDEN / case, "numpy").weights
+    device = be.ws.device
+    linears = [{name: be.prepare(w) for name, w in layer.linears()} for layer in plain.layers]
+    weights = replace(plain, layers=tuple(replace(old, **new) for old, new in zip(plain.layers, linears, strict=True)))
+    before = device.memory().used
+    stack_linears(weights.layers, (be._ternary, be._denses), device)
+    assert device.memory().used == before
+    assert all(stack_of(ws) is not None for layer in weights.layers for ws in groups(layer))
+    stack_linears(weights.layers, (be._ternary, be._denses), device)  # and once more is none
+    assert device.memory().used == before
+
+
+def groups(layer):
+    return [[getattr(layer, name) for name in names] for names in GROUPS]
+
+
+@pytest.mark.parametrize(("case", "a_layer"), [("bitnet-packed-offline", 11), ("mistral-dense-window8", 10)])
+def test_launches_of_a_token(case, a_layer):
+    """Of a layer: norm, qkv, rope, scores, values, o (bitnet: and its norm), norm, gate and up, gate, down. Around the
+    layers: the embedding, cos, sin, the last norm, the head, its largest, and what equals it."""
+    m = load(GOLDEN / case, graphs=False)
+    device, layers = m.backend.ws.device, m.config.num_hidden_layers
+    if not device.emulated:
+        pytest.skip("a GPU does not count")
+    cache = m.new_cache(1, 8)
+    counts = []
+    for position in range(2):
+        before = device.launches
+        m.candidates(TokenBatch.of([(0, position, [4])], [0]), cache, [HeadNeed(1)])
+        counts.append(device.launches - before)
+    assert counts == [layers * a_layer + 7] * 2
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

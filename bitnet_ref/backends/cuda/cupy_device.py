@@ -235,9 +235,12 @@ class CupyDevice(Device):
         self._peak = max(self._peak, used)
         return MemoryInfo(total, free, used, self.pool.total_bytes(), self._peak, self._limit)
 
-    def close(self) -> None:
-        self._kernels.clear()
-        self._modules.clear()
+    def trim(self) -> None:
         with device_errors(), self.gpu:
             self.stream.synchronize()
             self.pool.free_all_blocks()
+
+    def close(self) -> None:
+        self._kernels.clear()
+        self._modules.clear()
+        self.trim()

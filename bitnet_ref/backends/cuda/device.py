@@ -154,6 +154,10 @@ class Device(ABC):
         """Where memory stands."""
 
     @abstractmethod
+    def trim(self) -> None:
+        """Give back what dropped arrays have left, where it is kept for others."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what the device holds beyond the arrays that are still referred to."""
 

@@ -155,6 +155,7 @@ class EmulatedKernel:
         cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in args]
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared_mem, self._device.order)
+        self._device.launches += 1
         with _one_at_a_time:
             wrong = self._launch(ctypes.byref(how), pointers)
         if wrong is not None:
@@ -193,7 +194,10 @@ class EmulatedEvent(Event):
 
 class EmulatedDevice(Device):
     """NumPy arrays, kernels on the host. order: 0, threads and blocks run ascending; 1 descending; else a shuffle's
-    seed. Results that depend on it are a race."""
+    seed. Results that depend on it are a race.
+
+    launches: kernels that have run, eagerly or in a graph.
+    """
 
     emulated = True
     compute_capability = (9, 0)
@@ -206,7 +210,7 @@ class EmulatedDevice(Device):
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
         self.name = "emulated on the host"
-        self.order = order
+        self.order, self.launches = order, 0
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._limit, self._used, self._peak = memory_limit, 0, 0
         self._recording: EmulatedGraph | None = None
@@ -300,6 +304,9 @@ class EmulatedDevice(Device):
     def memory(self) -> MemoryInfo:
         total = self._limit if self._limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return MemoryInfo(total, total - self._used, self._used, self._used, self._peak, self._limit)
+
+    def trim(self) -> None:
+        pass  # nothing is kept
 
     def close(self) -> None:
         self._kernels.clear()

@@ -1,6 +1,6 @@
 """A decoding step as one CUDA graph, recorded from the model's own text.
 
-A step of 30 layers is some 350 launches; from Python each costs more than most of them run. So the first step of a
+A step of 30 layers is some 330 launches; from Python each costs more than most of them run. So the first step of a
 shape runs as it is, in arrays that are kept (`Arena`), then once more while the device only records, and from then on
 the record is replayed. What changes between steps (tokens, positions, slots, the page table) is read by the kernels
 from arrays that the host fills before; lengths follow from positions. Launches are sized for the cache's capacity, and
