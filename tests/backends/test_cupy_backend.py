@@ -20,6 +20,7 @@ from bitnet_ref.backends.cupy_backend import MOST_REPLAYED, CupyBackend
 from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.kv_cache import TokenBatch
+from bitnet_ref.model import final_hidden
 from bitnet_ref.weights import DenseWeight, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
@@ -143,10 +144,19 @@ def test_replayed_steps_equal_eager_ones(case, lengths):
 def test_a_recorded_step_runs_no_python_of_the_model(monkeypatch):
     m = load()
     _, cache = decode(m, [np.array([3, 1, 4])], 2)
-    for op in ("embed", "rope", "attention", "gated", "add"):
+    device = m.backend.ws.device
+    for op in ("embed", "rope", "attention", "gated", "add", "linears", "dense_matmul", "lm_head"):
         monkeypatch.setattr(type(m.backend), op, None)
-    hidden, _ = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
+    for what in ("empty", "to_host", "kernel"):  # nor makes arrays, waits for them one by one, or launches by itself
+        monkeypatch.setattr(device, what, None)
+    hidden, (found,) = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
+    monkeypatch.undo()
     assert np.isfinite(hidden).all()
+    again, (expected,) = load(graphs=False).candidates(
+        TokenBatch.of([(0, 0, [3, 1, 4, 1, 8, 9])], [0]), load(graphs=False).new_cache(1, 8), [HeadNeed(1)]
+    )
+    np.testing.assert_array_equal(hidden, again)
+    np.testing.assert_array_equal(found.ids, expected.ids)
 
 
 def test_sequences_that_come_and_go_use_the_same_records():
@@ -359,6 +369,65 @@ def test_more_equals_than_there_is_room_for(be):
     assert (found.logits == 1).all()
 
 
+NEEDS = {
+    "greedy": [HeadNeed(1)] * 3,
+    "k": [HeadNeed(5), HeadNeed(1), HeadNeed(40)],
+    "another k of the same record": [HeadNeed(7), HeadNeed(64), HeadNeed(2)],
+    "ids beside": [HeadNeed(1, [3, 3, 500]), HeadNeed(1), HeadNeed(1, [0])],
+    "other ids": [HeadNeed(1, [7]), HeadNeed(1, [1, 2, 300]), HeadNeed(1)],
+    "both": [HeadNeed(9, np.arange(9)), HeadNeed(3), HeadNeed(1, [4])],
+    "one needs all": [HeadNeed(1), HeadNeed(), HeadNeed(3)],
+    "more than is selected": [HeadNeed(511), HeadNeed(512), HeadNeed(513)],
+}
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-bf16-biases"])
+def test_a_recorded_head_gives_what_an_eager_one_does(case):
+    """Greedy, k, ids beside, in turn and again over the same step, whose last token is there twice."""
+    models = [load(GOLDEN / case), load(GOLDEN / case, graphs=False)]
+    caches = [m.new_cache(3, 40) for m in models]
+    rounds = [*NEEDS.items(), *NEEDS.items(), *[("fewer tokens", [HeadNeed(1)] * 2)] * 2]
+    for position, (what, needs) in enumerate(rounds):
+        needs = [need if np.max(need.also, initial=0) < 96 else HeadNeed(need.k, [95]) for need in needs]
+        parts = [(slot, position, [5 * position + slot]) for slot in range(len(needs))]
+        batch = TokenBatch.of(parts, range(len(parts)))
+        (hidden, found), (eager_hidden, eager) = (
+            m.candidates(batch, cache, needs) for m, cache in zip(models, caches, strict=True)
+        )
+        np.testing.assert_array_equal(hidden, eager_hidden, err_msg=what)
+        for mine, theirs in zip(found, eager, strict=True):
+            np.testing.assert_array_equal(mine.ids, theirs.ids, err_msg=what)
+            np.testing.assert_array_equal(mine.logits, theirs.logits, err_msg=what)
+    assert len(caches[0].steps) == 2  # of four tokens, and of two
+
+
+def test_candidates_of_a_record_are_the_callers_own():
+    """The next step writes where they came from."""
+    m = load()
+    cache = m.new_cache(1, 8)
+    kept, copies = [], []
+    for position in range(3):
+        hidden, (found,) = m.candidates(TokenBatch.of([(0, position, [position + 4])], [0]), cache, [HeadNeed(3)])
+        kept += [hidden, found.ids, found.logits]
+        copies += [hidden.copy(), found.ids.copy(), found.logits.copy()]
+    for mine, copy in zip(kept, copies, strict=True):
+        np.testing.assert_array_equal(mine, copy)
+
+
+def test_only_a_steps_own_result_takes_its_record():
+    """The head of other states, and of a step that is past, is computed."""
+    m = load()
+    be, w, cache = m.backend, m.weights, m.new_cache(1, 8)
+    tokens = [TokenBatch.of([(0, position, [position + 4])], [0]) for position in range(3)]
+    with be.running():
+        x = be.to_host(be.run(final_hidden, w, m.config, tokens[0], cache))
+        be.run(final_hidden, w, m.config, tokens[1], cache)
+        (found,) = be.head_candidates(x, w.lm_head, [HeadNeed(1)])
+    expected = be.to_host(be.lm_head(x, w.lm_head))[0]
+    assert found.ids.tolist() == [expected.argmax()]
+    assert found.logits.tolist() == [expected.max()]
+
+
 # -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +488,21 @@ def test_nan_names_its_tensor(tmp_path, graphs):
     assert caught.value.tensor == "hook_embed"
     m.backend.ws.device.copy(m.weights.embedding.rows, good)
     m.candidates(TokenBatch.of([(0, 3, [4])], [0]), cache, [HeadNeed(1)])  # and all is well again
+
+
+def test_a_logit_that_is_not_finite_is_found_in_a_record(tmp_path):
+    """The final hidden state is finite, and the selection would leave NaN out."""
+    config = {**BITNET, "tie_word_embeddings": False}
+    m = load(write_checkpoint(tmp_path, config, tiny_tensors(config)))
+    cache = m.new_cache(1, 8)
+    for position in range(2):
+        m.candidates(TokenBatch.of([(0, position, [4])], [0]), cache, [HeadNeed(1)])
+    rows = m.weights.lm_head.rows
+    bad = m.backend.ws.device.to_host(rows)
+    bad[9, 3] = np.array(np.nan, dtype=ml_dtypes.bfloat16).view(np.uint16)
+    m.backend.ws.device.copy(rows, bad)
+    with pytest.raises(NumericsError, match="lm_head"):
+        m.candidates(TokenBatch.of([(0, 2, [9])], [0]), cache, [HeadNeed(1)])
 
 
 def test_memory_has_a_limit():
