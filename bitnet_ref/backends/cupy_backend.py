@@ -12,6 +12,7 @@ test and debug them where there is no card (`kernels/cuda/emulated.h`).
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from .candidates import HeadCandidates, HeadNeed
 from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
 from .cuda.cache import DeviceBatch, DeviceKVCache
-from .cuda.dense import DenseKernels, DeviceDense
+from .cuda.dense import MOST_IN_ORDER, DenseKernels, DeviceDense
 from .cuda.rows import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned, quantized, take, value
 from .cuda.select import select
 from .cuda.stacks import Stack, stack_linears, stack_of
@@ -39,7 +40,8 @@ from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
-MOST_REPLAYED = 64  # tokens of a recorded decoding step
+MOST_REPLAYED = MOST_IN_ORDER  # tokens of a recorded decoding step
+INSTALL = 'pip install "cupy-cuda12x[ctk]" (or "cupy-cuda13x[ctk]", as nvidia-smi says)'
 
 
 def in_kind(op: Callable) -> Callable:
@@ -59,8 +61,14 @@ def in_kind(op: Callable) -> Callable:
 
 
 class CupyBackend(Backend):
-    """The operations on one card. float32 is the contract. float16 and bfloat16 keep the attention cache, the head and
-    dense matrices in 16 bits; norms, softmax, accumulators and every activation stay as they are."""
+    """The operations on one card. float32 is the contract.
+
+    float16 and bfloat16 keep the attention cache, the head and dense matrices in 16 bits. Norms, softmax, accumulators
+    and activations stay as they are, but for one thing: where more than 64 tokens pass through a dense matrix at once,
+    cuBLAS multiplies, and takes activations of 16 bits. So in 16 bits a token is computed alike in any company of up to
+    64, every step of decoding among them; of a longer prompt, its last bits depend on the pieces that it comes in.
+    Ternary matrices know no difference: their sums are exact.
+    """
 
     name = "cupy"
     dtypes = ("float32", "float16", "bfloat16")
@@ -84,7 +92,9 @@ class CupyBackend(Backend):
         self.ws = Workspace(open_device(memory_limit=parse_bytes(memory_limit)) if device is None else device)
         self.rope_positions = RopeTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
-        self._denses = DenseKernels(self.ws)
+        self._denses = DenseKernels(self.ws, dtype)
+        if dtype != "float32" and not self.ws.device.can_matmul_16:
+            warnings.warn(f"cuBLAS is not installed, and {dtype} prompts take a slower kernel: {INSTALL}", stacklevel=2)
         self._vectors: dict[int, tuple[NDArray, Any]] = {}  # norms and biases on the device, by the host array's id
         self._replayed: tuple[NDArray, RecordedStep] | None = None  # what `run` gave last, if a record did
         self._hidden: tuple[NDArray, NDArray] | None = None  # the same, with its copy on the host
@@ -97,7 +107,7 @@ class CupyBackend(Backend):
             return self._ternary.prepare(w)
         if type(w) is not DenseWeight:
             return w
-        return self._denses.prepare(w, None if self.precision == "float32" else self.precision)
+        return self._denses.prepare(w)
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
         """Everything on the card: the embedding; the norms and biases, which it finds by the arrays they are; and the
@@ -229,7 +239,8 @@ class CupyBackend(Backend):
     @in_kind
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
-        return self._denses.matmul(value(self.ws, x), self._dense(w).on_device)
+        (y,) = self._denses.matmul(value(self.ws, x), self._dense(w).on_device)
+        return y
 
     @in_kind
     def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
@@ -293,7 +304,7 @@ class CupyBackend(Backend):
             x_q, scale = quantized(self.ws, x)
             y = self.ws.empty((len(x), sum(stack.parts)), np.float32)
             return stack.split(self._ternary.linear(x_q, scale, stack.whole, y), len(x))
-        ys = stack.split(self._denses.matmul(value(self.ws, x), stack.whole), len(x))
+        ys = self._denses.matmul(value(self.ws, x), stack.whole)
         return tuple(y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, ws, strict=True))
 
     @in_kind

@@ -79,6 +79,7 @@ class Device(ABC):
     multiprocessors: int
     l2_bytes: int
     can_overlap: bool  # whether `overlap` of a launch means anything
+    can_matmul_16: bool  # whether `matmul_16` can be asked for
     xp: Any  # numpy or cupy
 
     # -- arrays --------------------------------------------------------------------------------------------------------
@@ -129,6 +130,13 @@ class Device(ABC):
         """A kernel of one of the package's files ("ternary.cu"), or of a file by its path; compiled on first use.
 
         Ask for it before a capture, not in it.
+        """
+
+    @abstractmethod
+    def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
+        """y (n, out) float32 = x (n, k) w (out, k)^T, both of `kind`: float16, or bfloat16 as its bits.
+
+        Sums are float32, in an order of the device's own that may be another one for another n. Not to be captured.
         """
 
     @abstractmethod

@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -204,6 +205,7 @@ class EmulatedDevice(Device):
     multiprocessors = MULTIPROCESSORS
     l2_bytes = L2_BYTES
     can_overlap = False  # one launch ends before the next begins
+    can_matmul_16 = True
     xp = np
 
     def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:
@@ -278,6 +280,14 @@ class EmulatedDevice(Device):
                 raise DeviceError(f"{file} has no kernel {name!r}; there are: {', '.join(names)}")
             self._kernels[file, name] = EmulatedKernel(self, ctypes.CDLL(str(library)), file, name)
         return self._kernels[file, name]
+
+    def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
+        if self._recording is not None:
+            raise DeviceError("cuBLAS was asked for while a graph is captured")
+        dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
+        wide = [np.asarray(a).view(dtype).astype(np.float32) for a in (x, w)]
+        with np.errstate(all="ignore"):
+            np.matmul(wide[0], wide[1].T, out=np.asarray(y))
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:

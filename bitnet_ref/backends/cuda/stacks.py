@@ -32,15 +32,11 @@ class Stack:
     @property
     def starts(self) -> tuple[int, ...]:
         """The first row of each matrix."""
-        return tuple(accumulate(self.parts, initial=0))[:-1]
+        return starts_of(self.parts)
 
     def split(self, y: Any, tokens: int) -> tuple[Any, ...]:
         """What a launch has left in y, as many numbers as (tokens, rows), as the results of each matrix."""
-        y = y.reshape(-1)
-        return tuple(
-            y[tokens * start : tokens * (start + rows)].reshape(tokens, rows)
-            for start, rows in zip(self.starts, self.parts, strict=True)
-        )
+        return split(y, tokens, self.parts)
 
 
 @dataclass(frozen=True)
@@ -84,12 +80,29 @@ def stack_linears(layers: Iterable[LayerWeights], kernels: Sequence[Stacker], de
                     break
 
 
+def starts_of(parts: Sequence[int]) -> tuple[int, ...]:
+    """The first row of each matrix.
+
+    >>> starts_of((2560, 640, 640))
+    (0, 2560, 3200)
+    """
+    return tuple(accumulate(parts, initial=0))[:-1]
+
+
+def split(y: Any, tokens: int, parts: Sequence[int]) -> tuple[Any, ...]:
+    """`Stack.split`"""
+    y = y.reshape(-1)
+    return tuple(
+        y[tokens * start : tokens * (start + rows)].reshape(tokens, rows)
+        for start, rows in zip(starts_of(parts), parts, strict=True)
+    )
+
+
 def first_rows(parts: Sequence[int], rows: int) -> tuple[int, int]:
     """`second` and `third` of a kernel: where those matrices begin; `rows` where there are none.
 
     >>> first_rows((2560, 640, 640), 3840), first_rows((6912, 6912), 13824), first_rows((), 2560)
     ((2560, 3200), (6912, 13824), (2560, 2560))
     """
-    starts = [*accumulate(parts)][:-1]
-    second, third = (*starts, rows, rows)[:2]
+    second, third = (*starts_of(parts)[1:], rows, rows)[:2]
     return second, third

@@ -17,6 +17,7 @@ from .device import Device
 
 THREADS = 256  # of a block of kernels with one thread an element
 _TROUBLES = {1: "rms_norm: token {}", 2: "quantize_activations: the activation of token {}", 3: "lm_head: token {}"}
+_TROUBLES[5] = "dense_matmul: token {}, rounded to 16 bits,"
 _TROUBLES[4] = "KVCache.append: the cache's dtype cannot hold token {}: it"
 
 

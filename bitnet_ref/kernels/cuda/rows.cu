@@ -74,6 +74,21 @@ extern "C" __global__ void add_vector(const float* x, const float* bias, size_t 
     if (i < n * width) y[i] = x[i] + bias[i % width];
 }
 
+// x (n, width) in 16 bits, for a product that takes no other; what they cannot hold is an error. One thread an element.
+template <class T>
+__device__ inline void rounded(const float* x, size_t n, int width, T* y, int* trouble) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n * width) return;
+    assign(y[i], x[i]);
+    if (!is_finite(as_float(y[i]))) complain(trouble, ROUNDED, (int)(i / width));
+}
+extern "C" __global__ void round_float16(const float* x, size_t n, int width, f16* y, int* trouble) {
+    rounded(x, n, width, y, trouble);
+}
+extern "C" __global__ void round_bfloat16(const float* x, size_t n, int width, bf16* y, int* trouble) {
+    rounded(x, n, width, y, trouble);
+}
+
 // y = acc * (w_dequant_scale / x_quant_scale), (n, width): a quotient and a product, each rounded once.
 extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, const float* x_quant_scale, size_t n,
                                       int width, float* y) {
