@@ -67,7 +67,7 @@ class CupyBackend(Backend):
     and activations stay as they are, but for one thing: where more than 64 tokens pass through a dense matrix at once,
     cuBLAS multiplies, and takes activations of 16 bits. So in 16 bits a token is computed alike in any company of up to
     64, every step of decoding among them; of a longer prompt, its last bits depend on the pieces that it comes in.
-    Ternary matrices know no difference: their sums are exact.
+    Ternary matrices know no difference: their sums are exact. What 16 bits cost is in `crossval/precision.py`.
     """
 
     name = "cupy"
