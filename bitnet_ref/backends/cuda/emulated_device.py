@@ -2,7 +2,8 @@
 
 For tests and for reading kernels where there is no GPU (`BITNET_REF_CUDA=emulated`): some thousand times slower than
 a GPU, and stricter. See `kernels/cuda/emulated.h` for what it finds out. Compiled files are kept in
-`$XDG_CACHE_HOME/bitnet_ref/cuda` (or ~/.cache), under a hash of their text, the compiler and its options.
+`$XDG_CACHE_HOME/bitnet_ref/cuda` (or ~/.cache), under a hash of their text, the compiler and its options; of each file
+those that were used last, a few, and the others are removed.
 
 `BITNET_REF_CUDA_SANITIZE=1` builds with AddressSanitizer, which must be loaded before Python is:
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0.
@@ -21,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-
 FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-attributes"]
 SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
+
+BUILDS_KEPT = 8  # of a file: more than the versions and options that anyone works with at a time
 
 # An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
 MULTIPROCESSORS = 132
@@ -87,7 +90,19 @@ def compiled(file: str, sanitize: bool) -> tuple[Path, tuple[str, ...]]:
             _run([*source, *flags, "-o", str(built), str(shim)], f"{file} does not compile")
             os.replace(listed, listing)
             os.replace(built, library)
+    with suppress(OSError):
+        os.utime(library)  # used now
+        _remove_old_builds(folder, path.name)
     return library, tuple(listing.read_text().split())
+
+
+def _remove_old_builds(folder: Path, name: str) -> None:
+    """All but the last used of a file. A process that has one of them loaded keeps it: only the name is gone."""
+    builds = [path for path in folder.glob("*.so") if path.name.rpartition("-")[0] == name]
+    last_used = sorted(builds, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in last_used[BUILDS_KEPT:]:
+        path.with_suffix(".txt").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _run(command: list[str], what: str) -> str:
