@@ -192,6 +192,21 @@ def test_a_new_cache_takes_over_what_a_dropped_one_left():
     assert m.new_cache(2, 24).keys.shape != keys.shape
 
 
+def test_what_grows_later_leaves_recorded_steps_their_arrays():
+    """Tables of RoPE for a longer text, counters for a longer prompt. A graph keeps nothing alive."""
+    m = load()
+    prompts = [rng(1).integers(1, 50, 3)]
+    expected, _ = decode(load(), prompts, 4)
+    _, cache = decode(m, prompts, 2)
+    far = m.backend.place(TokenBatch.of([(0, 5000, [1])]))
+    m.backend.rope_tables(far.positions, m.config.rope, m.config.head_dim)
+    m.backend._attention._counters(1 << 16)
+    for step in (2, 3):
+        batch = TokenBatch.of([(0, 3 + step, [7 * step % 50 + 1])], [0])
+        hidden, _ = m.candidates(batch, cache, [HeadNeed(1)])
+        np.testing.assert_array_equal(hidden, expected[step])
+
+
 def test_many_tokens_are_not_recorded():
     m = load()
     n = MOST_REPLAYED + 1

@@ -165,10 +165,10 @@ class EmulatedKernel:
                 raise ShapeError(f"launch of {self.name}", expected=f"arguments of kinds {self.kinds}", got=got)
         if len(plain) != len(self.kinds):
             raise ShapeError(f"launch of {self.name}", expected=f"{len(self.kinds)} arguments", got=str(len(plain)))
-        self._device._do(lambda: self._run(sizes, plain, shared_mem))
+        cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in plain]
+        self._device._do(lambda: self._run(sizes, cells, shared_mem), *plain)
 
-    def _run(self, sizes: tuple[tuple[int, ...], ...], args: list[Any], shared_mem: int) -> None:
-        cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in args]
+    def _run(self, sizes: tuple[tuple[int, ...], ...], cells: list[NDArray], shared_mem: int) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared_mem, self._device.order)
         self._device.launches += 1
@@ -183,14 +183,17 @@ def _kind(value: Any) -> str:
 
 
 class EmulatedGraph(Graph):
-    """Recorded calls."""
+    """Recorded calls, each with the allocations that it touches. As a GPU's graph it knows addresses and keeps nothing
+    alive; unlike one it says so when what lay there has gone."""
 
     def __init__(self, device: EmulatedDevice) -> None:
-        self.calls: list[Callable[[], object]] = []
+        self.calls: list[tuple[Callable[[], object], frozenset[int]]] = []
         self._device = device
 
     def launch(self) -> None:
-        for call in self.calls:
+        for call, allocations in self.calls:
+            if not allocations <= self._device._alive.keys():
+                raise DeviceError("a graph was launched that touches an array which is no more")
             self._device._do(call)
 
 
@@ -230,14 +233,24 @@ class EmulatedDevice(Device):
         self.order, self.launches = order, 0
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._limit, self._used, self._peak = memory_limit, 0, 0
+        self._allocated, self._alive = 0, dict[int, tuple[int, int]]()  # number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
-    def _do(self, call: Callable[[], object]) -> None:
+    def _do(self, call: Callable[[], object], *touched: Any) -> None:
+        """Now, or when the graph that is being captured is launched. touched: the arrays whose addresses the call has,
+        among other values."""
         if self._recording is not None:
-            self._recording.calls.append(call)
+            allocations = (self._allocation(each) for each in touched if isinstance(each, np.ndarray) and each.size)
+            self._recording.calls.append((call, frozenset(number for number in allocations if number is not None)))
         else:
             call()
+
+    def _allocation(self, array: DeviceArray) -> int | None:
+        """The number of the allocation that the array lies in; None for the host's."""
+        address = array.ctypes.data
+        found = (number for number, (start, end) in self._alive.items() if start <= address < end)
+        return next(found, None)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -256,24 +269,32 @@ class EmulatedDevice(Device):
             raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
         address = int(place.value or 0)
         memory: Any = (ctypes.c_char * size).from_address(address)
-        weakref.finalize(memory, self._release, address, size)
+        self._allocated += 1
+        self._alive[self._allocated] = address, address + size
+        weakref.finalize(memory, self._release, self._allocated, address, size)
         self._used += size
         self._peak = max(self._peak, self._used)
         ctypes.memset(address, UNWRITTEN, size)
         return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
-    def _release(self, place: int, size: int) -> None:
+    def _release(self, number: int, place: int, size: int) -> None:
         self._used -= size
+        del self._alive[number]
         _libc().free(ctypes.c_void_p(place))
 
     def fill(self, array: DeviceArray, byte: int) -> None:
-        self._do(lambda: ctypes.memset(array.ctypes.data, byte, array.nbytes))
+        address, size = array.ctypes.data, array.nbytes
+        self._do(lambda: ctypes.memset(address, byte, size), array)
 
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
         if target.shape != source.shape or target.dtype != source.dtype:
             got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
-        self._do(lambda: np.copyto(target, source))
+        if self._recording is None:
+            np.copyto(target, source)
+            return
+        to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
+        self._do(lambda: ctypes.memmove(to, origin, size), target, source)
 
     def to_host(self, array: DeviceArray) -> NDArray:
         if self._recording is not None:
