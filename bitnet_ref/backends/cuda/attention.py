@@ -9,7 +9,7 @@ import numpy as np
 from ...config import RopeConfig
 from ...layers import rope_tables
 from .cache import DeviceBatch, DeviceKVCache
-from .rows import take
+from .rows import take_both
 from .workspace import Workspace
 
 FILE = "attention.cu"
@@ -142,8 +142,7 @@ class RopeTables:
             covered = max(LEAST_TABLE, 1 << self.reach.bit_length())
             cos, sin = (self._ws.upload(t) for t in rope_tables(np.arange(covered), rope, head_dim, np.float32))
             self._tables[rope, head_dim] = cos, sin, covered
-        gathered = [take(self._ws, table, "float32", head_dim // 2, positions) for table in (cos, sin)]
-        return gathered[0], gathered[1]
+        return take_both(self._ws, cos, sin, head_dim // 2, positions)
 
     def close(self) -> None:
         self._tables.clear()

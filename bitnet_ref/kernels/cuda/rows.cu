@@ -103,6 +103,11 @@ __device__ inline void take(const T* table, const long long* ids, int width, flo
     const T* from = table + (size_t)ids[blockIdx.x] * width;
     for (int i = threadIdx.x; i < width; i += blockDim.x) y[(size_t)blockIdx.x * width + i] = as_float(from[i]);
 }
+// The same rows of two tables: cos and sin, in one launch. Grid (rows, 2).
+extern "C" __global__ void take_rows_of_two(const float* first, const float* second, const long long* ids, int width,
+                                            float* y_first, float* y_second) {
+    take(blockIdx.y == 0 ? first : second, ids, width, blockIdx.y == 0 ? y_first : y_second);
+}
 extern "C" __global__ void take_rows_float32(const float* table, const long long* ids, int width, float* y) {
     take(table, ids, width, y);
 }
