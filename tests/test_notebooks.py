@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|root|Users|work|tmp|opt|usr|var|mnt|workspace)/|C:\\)")
 MAX_LINE = 110
+SHOWN = re.compile(r"`(?P<file>bitnet_ref/[^`]+)`\n```\w+\n(?P<source>.*)```", re.DOTALL)
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -69,6 +70,16 @@ def test_is_small_and_of_no_particular_machine(path):
             output.get("data", {}).pop("image/png", None)  # base64 has slashes of its own
     found = MACHINE_PATH.search(json.dumps(notebook, ensure_ascii=False))
     assert found is None, found
+
+
+@each_notebook
+def test_the_source_that_it_shows_is_the_present_one(path):
+    for cell in cells(path, "code"):
+        for output in cell["outputs"]:
+            shown = SHOWN.fullmatch("".join(output.get("data", {}).get("text/markdown", "")))
+            if shown is not None:
+                present = (FOLDER.parent / shown["file"]).read_text(encoding="utf-8")
+                assert shown["source"] in present, f"{shown['file']} has changed: execute {path.name} again"
 
 
 @each_notebook
