@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,8 @@ from ..backends import Backend, ScreenedHead
 from ..kv_cache import TokenBatch
 
 # What is no operation on numbers. `running` is timed too, but as the step that holds the others.
-NOT_TIMED = frozenset({"prepare", "prepare_model", "place", "run", "new_cache", "synchronize", "running", "close"})
+NOT_TIMED = frozenset({"prepare", "prepare_for", "prepare_model", "place", "at_layer", "from_host", "run", "new_cache"})
+NOT_TIMED |= {"synchronize", "running", "close"}
 OPS = frozenset(
     name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
 ) - frozenset(NOT_TIMED)
@@ -122,7 +122,7 @@ def read_attention(calls: list[tuple[Any, ...]]) -> tuple[str, int]:
         if this_batch is not batch or this_window != window:  # the same for all layers
             batch, window = this_batch, this_window
             kind, seen = seen_by(batch, window)
-            nbytes = round(seen * cache.nbytes / math.prod(cache.keys.shape[:3]))  # a token's, of one layer
+            nbytes = round(seen * cache.bytes_per_token / cache.layers)
         calls[at] = (op, None, depth, start_s, end_s, nbytes)
     return kind, 0 if batch is None else len(batch)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -43,6 +44,7 @@ MULTIPROCESSORS = 132
 L2_BYTES = 60 << 20
 
 _KINDS = {"int32": "i", "uint32": "i", "float32": "f", "float64": "d", "int64": "l", "uint64": "l"}
+_numbers = itertools.count()  # of the devices
 _one_at_a_time = threading.Lock()  # a compiled file keeps the state of its launch in static variables
 
 
@@ -142,6 +144,7 @@ class EmulatedKernel:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem)
         plain = [plain_argument(value) for value in args]
+        self._device._check_own(self.name, *plain)
         found = "".join(map(_kind, plain))
         for place, (kind, value) in enumerate(zip(self.kinds, plain, strict=False)):
             if found[place] != kind and not (kind == "p" and isinstance(value, np.uint64)):
@@ -205,7 +208,7 @@ class EmulatedDevice(Device):
     def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
-        self.name = "emulated on the host"
+        self.name, self.number = "emulated on the host", next(_numbers)
         self.order = order
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._limit, self._used, self._peak = memory_limit, 0, 0
@@ -219,6 +222,14 @@ class EmulatedDevice(Device):
             call()
 
     # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def _check_own(self, what: str, *values: Any) -> None:
+        """DeviceError for an array of another emulated device: what a card cannot reach, or only slowly."""
+        for value in values:
+            while isinstance(value, np.ndarray):
+                value = value.base
+            if (number := getattr(value, "device_number", self.number)) != self.number:
+                raise DeviceError(f"{what}: an array of emulated device {number}, asked for on device {self.number}")
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
         if self._recording is not None:
@@ -235,6 +246,7 @@ class EmulatedDevice(Device):
             raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
         address = int(place.value or 0)
         memory: Any = (ctypes.c_char * size).from_address(address)
+        memory.device_number = self.number
         weakref.finalize(memory, self._release, address, size)
         self._used += size
         self._peak = max(self._peak, self._used)
@@ -252,11 +264,13 @@ class EmulatedDevice(Device):
         if target.shape != source.shape or target.dtype != source.dtype:
             got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
+        self._check_own("device copy", target, source)
         self._do(lambda: np.copyto(target, source))
 
     def to_host(self, array: DeviceArray) -> NDArray:
         if self._recording is not None:
             raise DeviceError("an array was read while a graph is captured")
+        self._check_own("to_host", array)
         return np.array(array)
 
     def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
