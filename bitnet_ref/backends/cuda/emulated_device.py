@@ -208,11 +208,12 @@ class EmulatedDevice(Device):
     def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
-        self.name, self.number = "emulated on the host", next(_numbers)
+        self.name = "emulated on the host"
         self.order = order
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._limit, self._used, self._peak = memory_limit, 0, 0
         self._recording: EmulatedGraph | None = None
+        self.number = next(_numbers)
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
     def _do(self, call: Callable[[], object]) -> None:
