@@ -153,9 +153,11 @@ def load_engine(
 
     config = EngineConfig.load() if config is None else config
     missing: BackendUnavailable | None = None
+    cards = {"devices": config.devices, "gpu_layers": config.gpu_layers, "cache_tokens": config.cache_tokens}
     for backend in (config.backend, *config.fallback):
+        on_cards = cards if backend in ("auto", "cupy") else {}
         try:
-            loaded = load(model, **{"memory_limit": config.memory_limit, **options, "backend": backend})
+            loaded = load(model, **{"memory_limit": config.memory_limit, **on_cards, **options, "backend": backend})
         except BackendUnavailable as error:
             missing = missing or error
             continue

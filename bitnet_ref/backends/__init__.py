@@ -84,9 +84,7 @@ def choose_cpu(dtype: str = "float32") -> str:
     return "cython" if dtype == "float32" and _why_not("cython") is None else "numpy"
 
 
-def _card(
-    dtype: str, threads: int | None, head: str, memory_limit: int | str | None, device: int
-) -> Backend | None:
+def _card(dtype: str, threads: int | None, head: str, memory_limit: int | str | None, device: int) -> Backend | None:
     """The CuPy backend if "auto" should take it: there is a GPU, it has the dtype and the head, and it answers."""
     from . import cuda
 

@@ -107,7 +107,7 @@ def placed(
         rest = choose_backend(choose_cpu(), threads=cards[0].threads, head=cards[0].head)
         runs.insert(0 if with_head else len(runs), (rest, total - wanted))
         if placement.gpu_layers is None:
-            warnings.warn(_kept(cards, wanted, total, with_head, rest.name, tokens), stacklevel=4)
+            warnings.warn(_kept(cards, wanted, with_head, rest.name, costs, tokens), stacklevel=4)
     for card, count in zip(cards, counts, strict=True):
         if not count:
             card.close()
@@ -219,13 +219,14 @@ def _room(card: CupyBackend, working: int) -> int:
     return max(0, free - working)
 
 
-def _kept(cards: Sequence[CupyBackend], wanted: int, total: int, with_head: bool, rest: str, tokens: int) -> str:
-    """18 of 30 layers fit in 2.0 GiB of card 0 beside the head and a cache of 4096 tokens; ..."""
-    beside, others = ("the head and ", "") if with_head else ("", " and the head")
-    are = "is" if total - wanted + (not with_head) == 1 else "are"
+def _kept(cards: Sequence[CupyBackend], wanted: int, with_head: bool, rest: str, costs: Costs, tokens: int) -> str:
+    """18 of 30 layers fit in 2.0 GiB of card 0 beside the head, a cache of ..."""
+    beside, others = ("the head, ", "") if with_head else ("", " and the head")
+    left = len(costs.layers) - wanted
+    are = "are" if left > 1 or others else "is"
     return (
-        f"{wanted} of {total} layers fit in {_words(cards)} beside {beside}a cache of {tokens} tokens; "
-        f"{total - wanted}{others} {are} computed by {rest} on the CPU"
+        f"{wanted} of {len(costs.layers)} layers fit in {_words(cards)} beside {beside}a cache of {tokens} tokens and "
+        f"{_size(costs.working)} to compute in; {left}{others} {are} computed by {rest} on the CPU"
     )
 
 
@@ -233,9 +234,9 @@ def _too_small(cards: Sequence[CupyBackend], asked: int | str | None, costs: Cos
     count = len(costs.layers) if asked == "all" else min(int(asked or 0), len(costs.layers))
     needed = _size(sum(costs.layers[len(costs.layers) - count :]) + costs.head + costs.working)
     return (
-        f"gpu_layers={asked!r}: {count} layers and the head take {needed} with a cache of {tokens} tokens, and there is "
-        f"not room for them in {_words(cards)}; give more memory or cards, ask for fewer gpu_layers or cache_tokens, or "
-        "leave gpu_layers out: what does not fit then stays on the CPU"
+        f"gpu_layers={asked!r}: {count} layers and the head take {needed} with a cache of {tokens} tokens, and there "
+        f"is not room for them in {_words(cards)}; give more memory or cards, ask for fewer gpu_layers or "
+        "cache_tokens, or leave gpu_layers out: what does not fit then stays on the CPU"
     )
 
 

@@ -2,8 +2,8 @@
 
 Each part computes a run of layers with weights and keys and values of its own, and is an ordinary backend that knows
 nothing of the others. The first embeds: the table stays in the host's memory, a look-up reads N of its rows. The last
-has the head. Between two parts the N rows of the residual stream cross through the host's memory: 10 KB a token of 2B-4T,
-whether or not the cards can reach each other, and what went wrong on one card is told before the next begins.
+has the head. Between two parts the N rows of the residual stream cross through the host's memory: 10 KB a token of
+2B-4T, whether or not the cards can reach each other, and what went wrong on one is told before the next begins.
 
 A split model's decoding steps are not recorded (`Backend.run`): a record cannot go through the host. Each launch then
 costs the time that Python takes for it.
@@ -73,7 +73,12 @@ class SplitKVCache(KVCache):
         self.parts = tuple(caches)
         self._places_of_layers = [(i, layer) for i, part in enumerate(caches) for layer in range(part.layers)]
         first = self.parts[0]
-        self.slots, self.capacity, self.page_size, self.pages = first.slots, first.capacity, first.page_size, first.pages
+        self.slots, self.capacity, self.page_size, self.pages = (
+            first.slots,
+            first.capacity,
+            first.page_size,
+            first.pages,
+        )
         self._fixed, self._slots_are_pages = first._fixed, first._slots_are_pages
         self.page_table = first.page_table
         for part in self.parts:
@@ -175,7 +180,7 @@ class SplitBackend(Backend):
         return w
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
-        """Each part prepares a model of its layers, the last one with the head; the others' heads are one row of zeros."""
+        """Each part prepares a model of its layers, the last with the head; for the others that is one row of zeros."""
         none = DenseWeight(np.zeros((1, w.embedding.shape[1]), dtype=ml_dtypes.bfloat16))
         done = []
         for part in self.parts:

@@ -193,9 +193,7 @@ def read_weights(
 
     embedding = checkpoint.embedding()
     done()
-    layers = tuple(
-        read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers)
-    )
+    layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
     final_norm = checkpoint.norm("final_norm")
     done()
     head = read_head(checkpoint, embedding, prepare_for(None))

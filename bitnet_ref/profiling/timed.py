@@ -21,7 +21,7 @@ from ..kv_cache import TokenBatch
 
 # What is no operation on numbers. `running` is timed too, but as the step that holds the others.
 NOT_TIMED = frozenset({"prepare", "prepare_for", "prepare_model", "place", "at_layer", "from_host", "run", "new_cache"})
-NOT_TIMED |= {"synchronize", "running", "close"}
+NOT_TIMED |= {"prepared_layout", "synchronize", "running", "close"}
 OPS = frozenset(
     name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
 ) - frozenset(NOT_TIMED)
@@ -129,6 +129,7 @@ def read_attention(calls: list[tuple[Any, ...]]) -> tuple[str, int]:
 
 def seen_by(batch: TokenBatch, window: int | None) -> tuple[str, int]:
     """-> the kind of a batch, and how many past and present tokens it attends to, each counted once."""
+    batch = getattr(batch, "host", batch)  # where a backend has placed it elsewhere
     ends: dict[int, list[int]] = {}  # of each slot: first and last position, tokens
     for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
         end = ends.setdefault(slot, [position, position, 0])
