@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 import warnings
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from helpers import BITNET, GOLDEN, TINY, golden, model, rng, run_python, tiny_t
 import bitnet_ref
 from bitnet_ref.api import find_model
 from bitnet_ref.backends import Backend, choose_backend, cuda
-from bitnet_ref.backends.cuda import footprint
+from bitnet_ref.backends.cuda import cupy_device, footprint
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cupy_backend import CupyBackend
 from bitnet_ref.backends.placement import Costs, Placement, divided
@@ -159,9 +161,19 @@ def test_a_longer_cache_takes_over():
     assert not any(a.any() for layer in range(2) for a in large.visible(layer, 0, 8, None))
 
 
+@pytest.fixture
+def restless():
+    """Threads that are changed a thousand times as often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 @two_cards
-def test_threads_take_turns():
-    m = split(CASE, ("cupy", 1), ("cython", 2))
+@pytest.mark.parametrize("first", ["cupy", "numpy"])
+def test_threads_take_turns(first, restless):
+    m = split(CASE, (first, 1), ("cython", 2))
     prompts = [rng(i).integers(1, 400, 4 + i) for i in range(4)]
     expected, found = [m.logits(prompt) for prompt in prompts], {}
     workers = [
@@ -407,6 +419,64 @@ def test_the_command_line_says_it_too():
     assert json.loads(result.stdout)["text"] == model("storyteller").generate("Once", max_tokens=1).text
     for wrong in (["--devices", "0,x"], ["--gpu-layers", "some"]):
         assert CliRunner().invoke(cli, ["generate", "Once", *wrong]).exit_code == 2
+
+
+def cupy_of_two_cards(monkeypatch):
+    """What CupyDevice asks of CuPy about memory. As CuPy's, a pool counts for the device that is current."""
+    current, used = [0], {0: 100, 1: 2000}
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class MemoryPool:
+        used_bytes = total_bytes = staticmethod(lambda: used[current[-1]])
+        set_limit = staticmethod(lambda size: None)
+
+    error = type("Error", (Exception,), {})
+    facts = {"name": b"card", "major": 9, "minor": 0, "multiProcessorCount": 132, "l2CacheSize": 1 << 20}
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 2,
+        getDeviceProperties=lambda index: facts,
+        memGetInfo=lambda: (10_000 - used[current[-1]], 10_000),
+        CUDARuntimeError=error,
+    )
+    parts = {"memory": SimpleNamespace(OutOfMemoryError=error), "compiler": SimpleNamespace(CompileException=error)}
+    parts |= {"driver": SimpleNamespace(CUDADriverError=error), "Stream": lambda non_blocking: None}
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device, MemoryPool=MemoryPool, **parts)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy_device, "find_spec", lambda name: object())
+    monkeypatch.setattr(cupy_device.overlapped_launch, "driver", lambda: None)
+
+
+def test_each_card_counts_its_own_memory(monkeypatch):
+    cupy_of_two_cards(monkeypatch)
+    cupy_device.why_unavailable.cache_clear()
+    try:
+        found = [cupy_device.CupyDevice(index, memory_limit=5000).memory() for index in (0, 1)]
+    finally:
+        cupy_device.why_unavailable.cache_clear()
+    assert [(info.used, info.held, info.peak, info.free) for info in found] == [
+        (100, 100, 100, 9900),
+        (2000, 2000, 2000, 8000),
+    ]
+
+
+@card
+def test_what_is_free_is_what_the_fullest_part_has(deep):
+    m = bitnet_ref.load(deep, backend="cupy", memory_limit="1 MiB", gpu_layers=2)
+    info = m.backend.parts[1].backend.ws.device.memory()
+    assert m.backend.memory() == (None, (info.limit - info.used) * 6 // 2)
+    with m.engine(memory_limit=1 << 20, page_size=8) as engine:  # a quarter of that
+        quarter = (info.limit - info.used) * 6 // 2 // 4
+        assert 0.98 * quarter < engine.cache.nbytes <= quarter
 
 
 # -- nothing stays -----------------------------------------------------------------------------------------------------
