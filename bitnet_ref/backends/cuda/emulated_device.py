@@ -247,11 +247,11 @@ class EmulatedDevice(Device):
             raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
         address = int(place.value or 0)
         memory: Any = (ctypes.c_char * size).from_address(address)
-        memory.device_number = self.number
         weakref.finalize(memory, self._release, address, size)
         self._used += size
         self._peak = max(self._peak, self._used)
         ctypes.memset(address, UNWRITTEN, size)
+        memory.device_number = self.number  # for `_check_own`
         return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
     def _release(self, place: int, size: int) -> None:
@@ -262,10 +262,10 @@ class EmulatedDevice(Device):
         self._do(lambda: ctypes.memset(array.ctypes.data, byte, array.nbytes))
 
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+        self._check_own("device copy", target, source)
         if target.shape != source.shape or target.dtype != source.dtype:
             got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
-        self._check_own("device copy", target, source)
         self._do(lambda: np.copyto(target, source))
 
     def to_host(self, array: DeviceArray) -> NDArray:
