@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .generation_options import content_of
 from .shell import DIFFERS, UNAVAILABLE, LoadingBar, common_options, print_json, show, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api import Model
-    from ..crossval import Crossing
+    from ..crossval import Crossing, PrecisionBench
     from ..tracing.compare import Comparison
 
 _MODEL = click.argument("model", default="storyteller")
@@ -120,6 +121,33 @@ def record(
         print_json({"path": str(file), "tensors": count, "tokens": len(ids), "bytes": file.stat().st_size})
     else:
         show(lambda out: out.print(f"{file}: {count} tensors of {len(ids)} tokens, {file.stat().st_size:,} bytes"))
+
+
+@crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
+@_MODEL
+@click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
+@click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
+@click.option("--prompt", help="The text, or @FILE.  [default: a short story]")
+@click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+@common_options
+def precision(model: str, backend: str, dtypes: tuple[str, ...], prompt: str | None, tokens: str | None) -> None:
+    """Measure how far a dtype of a backend takes the logits of a text from the float32 reference's.
+
+    16 bits are no part of the contract: this judges nothing, and exits with 0.
+    """
+    from ..crossval import measure_precision
+    from ..crossval.precision import DTYPES
+
+    if prompt is not None and tokens is not None:
+        raise click.UsageError("--prompt and --tokens exclude each other")
+    text = content_of(prompt) if tokens is None else token_ids(tokens)
+    loaded = load_model(model)
+    with LoadingBar("measuring"):
+        found = measure_precision(loaded, backend, dtypes or DTYPES, text)
+    if wants_json():
+        print_json({"model": model, **found.to_dict()})
+    else:
+        show(lambda out: _draw_precision(found, out))
 
 
 @crossval.command(short_help="Check a receipt: compute again what can be.")
@@ -239,6 +267,24 @@ def _draw_neighbourhood(opponent: str, found: Comparison, out: Console) -> None:
         style = {"ok": "green", "rounding flip": "yellow"}.get(op.status, "red")
         figures = (f"{op.n_differ:,}", f"{op.max_abs:.2e}", f"{op.relative_l2:.1e}", f"{op.cosine:.5f}")
         table.add_row(op.name, Text(op.status, style=style), *figures, f"{op.scale_ratio:.5f}")
+    out.print(table)
+
+
+def _draw_precision(found: PrecisionBench, out: Console) -> None:
+    from rich.table import Table
+
+    where = found.backend if found.device is None else f"{found.backend} ({found.device})"
+    out.print(f"{where}, {found.tokens} tokens; logits up to {found.largest_logit:.1f}, against the float32 reference")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("dtype")
+    for title in ("text as", "max |d logit|", "mean", "mean KL", "max KL", "same greedy choice", "continued alike"):
+        table.add_column(title, no_wrap=True, justify="right")
+    for error in found.errors:
+        table.add_row(
+            *(error.dtype, error.way, f"{error.max_logit_error:.1e}", f"{error.mean_logit_error:.1e}"),
+            *(f"{error.kl_mean:.1e}", f"{error.kl_max:.1e}", f"{error.greedy_agreement:.2%}"),
+            f"{found.same_tokens[error.dtype]} of {found.continued}",
+        )
     out.print(table)
 
 

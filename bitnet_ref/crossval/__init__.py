@@ -11,12 +11,15 @@ from .opponents import (
     write_html,
 )
 from .outside import cross_engine, cross_engine_on
+from .precision import PrecisionBench, PrecisionError, measure_precision
 from .table import Table, cross_all
 from .verify import Verification, make_receipt, verify_receipt
 
 __all__ = [
     "Crossing",
     "Greedy",
+    "PrecisionBench",
+    "PrecisionError",
     "Table",
     "Verification",
     "compare_ids",
@@ -29,6 +32,7 @@ __all__ = [
     "cross_trace",
     "default_tokens",
     "make_receipt",
+    "measure_precision",
     "prepared_model",
     "verify_receipt",
     "write_html",

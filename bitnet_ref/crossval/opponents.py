@@ -126,7 +126,8 @@ def prepared_model(model: Model, backend: Backend) -> Model:
         linears: dict[str, Any] = {name: backend.prepare(linear) for name, linear in layer.linears()}
         layers.append(replace(layer, **linears))
     head = w.embedding if w.tied else backend.prepare(w.lm_head)
-    return Model(model.config, replace(w, layers=tuple(layers), lm_head=head), backend, model.path)
+    prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head))
+    return Model(model.config, prepared, backend, model.path)
 
 
 def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | None = None) -> list[Crossing]:

@@ -79,6 +79,22 @@ def test_a_graph_runs_when_it_is_launched(device):
     assert device.to_host(target).tolist() == [0, 0, 0, 0]
 
 
+def test_the_emulation_finds_a_graph_of_arrays_that_are_gone():
+    """A GPU would read whatever lies there now."""
+    device = EmulatedDevice()
+    source, target = device.array(np.arange(4, dtype=np.int32)), device.zeros(4, np.int32)
+    view = source[2:]
+    with device.capture() as graph:
+        device.copy(target[:2], view)
+        device.fill(target[3:], 255)
+    del source
+    graph.launch()  # the view keeps it
+    assert target.tolist() == [2, 3, 0, -1]
+    del view
+    with pytest.raises(DeviceError, match="touches an array which is no more"):
+        graph.launch()
+
+
 def test_what_a_capture_refuses(device):
     with device.capture(), pytest.raises(DeviceError, match="while a graph is captured"):
         device.empty(4, np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +15,13 @@ from bitnet_ref import backends
 from bitnet_ref.backends import Backend, HeadNeed, choose_backend, cuda
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.rows import Normed, Rows
+from bitnet_ref.backends.cuda.stacks import GROUPS, stack_linears, stack_of
 from bitnet_ref.backends.cupy_backend import MOST_REPLAYED, CupyBackend
 from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.model import final_hidden
+from bitnet_ref.weights import DenseWeight, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 CASE = GOLDEN / "bitnet-packed-offline"
@@ -141,10 +144,19 @@ def test_replayed_steps_equal_eager_ones(case, lengths):
 def test_a_recorded_step_runs_no_python_of_the_model(monkeypatch):
     m = load()
     _, cache = decode(m, [np.array([3, 1, 4])], 2)
-    for op in ("embed", "rope", "attention", "gated", "add"):
+    device = m.backend.ws.device
+    for op in ("embed", "rope", "attention", "gated", "add", "linears", "dense_matmul", "lm_head"):
         monkeypatch.setattr(type(m.backend), op, None)
-    hidden, _ = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
+    for what in ("empty", "to_host", "kernel"):  # nor makes arrays, waits for them one by one, or launches by itself
+        monkeypatch.setattr(device, what, None)
+    hidden, (found,) = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
+    monkeypatch.undo()
     assert np.isfinite(hidden).all()
+    again, (expected,) = load(graphs=False).candidates(
+        TokenBatch.of([(0, 0, [3, 1, 4, 1, 8, 9])], [0]), load(graphs=False).new_cache(1, 8), [HeadNeed(1)]
+    )
+    np.testing.assert_array_equal(hidden, again)
+    np.testing.assert_array_equal(found.ids, expected.ids)
 
 
 def test_sequences_that_come_and_go_use_the_same_records():
@@ -180,6 +192,21 @@ def test_a_new_cache_takes_over_what_a_dropped_one_left():
     assert m.new_cache(2, 24).keys.shape != keys.shape
 
 
+def test_what_grows_later_leaves_recorded_steps_their_arrays():
+    """Tables of RoPE for a longer text, counters for a longer prompt. A graph keeps nothing alive."""
+    m = load()
+    prompts = [rng(1).integers(1, 50, 3)]
+    expected, _ = decode(load(), prompts, 4)
+    _, cache = decode(m, prompts, 2)
+    far = m.backend.place(TokenBatch.of([(0, 5000, [1])]))
+    m.backend.rope_tables(far.positions, m.config.rope, m.config.head_dim)
+    m.backend._attention._counters(1 << 16)
+    for step in (2, 3):
+        batch = TokenBatch.of([(0, 3 + step, [7 * step % 50 + 1])], [0])
+        hidden, _ = m.candidates(batch, cache, [HeadNeed(1)])
+        np.testing.assert_array_equal(hidden, expected[step])
+
+
 def test_many_tokens_are_not_recorded():
     m = load()
     n = MOST_REPLAYED + 1
@@ -196,6 +223,73 @@ def test_no_result_depends_on_the_order_of_threads(order):
     tokens = golden("bitnet-packed-offline")["tokens"]
     expected = model(CASE, "cupy").logits(tokens)
     np.testing.assert_array_equal(load(device=EmulatedDevice(order=order)).logits(tokens), expected)
+
+
+# -- linears of one input ----------------------------------------------------------------------------------------------
+
+
+def linears_of(m):
+    """The weights of a layer's two groups, on the card and as the reference has them."""
+    plain = model(m.path, "numpy").weights.layers[1]
+    for names in GROUPS:
+        yield [getattr(m.weights.layers[1], name) for name in names], [getattr(plain, name) for name in names]
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-bf16-biases", "mistral-dense-window8"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_stack_computes_what_each_of_its_linears_does(case, tokens):
+    """All at once, one by one, and some of them: the same bits; of ternary ones the reference's own accumulators."""
+    m = load(GOLDEN / case)
+    be, plain = m.backend, Backend()
+    for ws, references in linears_of(m):
+        x = rng(tokens).standard_normal((tokens, ws[0].shape[1])).astype(np.float32)
+        together, alone = be.linears(x, ws), [be.linear(x, w) for w in ws]
+        for y, single, pair in zip(together, alone, be.linears(x, ws[::-1])[::-1], strict=True):
+            np.testing.assert_array_equal(y, single)
+            np.testing.assert_array_equal(y, pair)
+        for w, reference in zip(ws, references, strict=True):
+            assert w.shape == reference.shape
+            if isinstance(reference, TernaryWeight):
+                x_q, _ = plain.quantize_activations(x)
+                np.testing.assert_array_equal(be.ternary_matmul(x_q, w), plain.ternary_matmul(x_q, reference))
+                np.testing.assert_array_equal(w.ternary(), reference.ternary())
+                assert w.w_dequant_scale == reference.w_dequant_scale
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
+def test_stacked_weights_lie_on_the_card_once(case):
+    """No second copy: what the device holds after stacking is what it held before."""
+    be, plain = CupyBackend(), model(GOLDEN / case, "numpy").weights
+    device = be.ws.device
+    linears = [{name: be.prepare(w) for name, w in layer.linears()} for layer in plain.layers]
+    weights = replace(plain, layers=tuple(replace(old, **new) for old, new in zip(plain.layers, linears, strict=True)))
+    before = device.memory().used
+    stack_linears(weights.layers, (be._ternary, be._denses), device)
+    assert device.memory().used <= before + 4096  # a pool rounds sizes up
+    assert all(stack_of(ws) is not None for layer in weights.layers for ws in groups(layer))
+    stack_linears(weights.layers, (be._ternary, be._denses), device)  # and once more is none
+    assert device.memory().used <= before + 4096
+
+
+def groups(layer):
+    return [[getattr(layer, name) for name in names] for names in GROUPS]
+
+
+@pytest.mark.parametrize(("case", "a_layer"), [("bitnet-packed-offline", 11), ("mistral-dense-window8", 10)])
+def test_launches_of_a_token(case, a_layer):
+    """Of a layer: norm, qkv, rope, scores, values, o (bitnet: and its norm), norm, gate and up, gate, down. Around the
+    layers: the embedding, cos and sin, the last norm, the head, its largest, and what equals it."""
+    m = load(GOLDEN / case, graphs=False)
+    device, layers = m.backend.ws.device, m.config.num_hidden_layers
+    if not device.emulated:
+        pytest.skip("a GPU does not count")
+    cache = m.new_cache(1, 8)
+    counts = []
+    for position in range(2):
+        before = device.launches
+        m.candidates(TokenBatch.of([(0, position, [4])], [0]), cache, [HeadNeed(1)])
+        counts.append(device.launches - before)
+    assert counts == [layers * a_layer + 6] * 2
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
@@ -290,6 +384,63 @@ def test_more_equals_than_there_is_room_for(be):
     assert (found.logits == 1).all()
 
 
+NEEDS = {
+    "greedy": [HeadNeed(1)] * 3,
+    "k": [HeadNeed(5), HeadNeed(1), HeadNeed(40)],
+    "another k of the same record": [HeadNeed(7), HeadNeed(64), HeadNeed(2)],
+    "ids beside": [HeadNeed(1, [3, 3, 500]), HeadNeed(1), HeadNeed(1, [0])],
+    "other ids": [HeadNeed(1, [7]), HeadNeed(1, [1, 2, 300]), HeadNeed(1)],
+    "both": [HeadNeed(9, np.arange(9)), HeadNeed(3), HeadNeed(1, [4])],
+    "one needs all": [HeadNeed(1), HeadNeed(), HeadNeed(3)],
+    "more than is selected": [HeadNeed(511), HeadNeed(512), HeadNeed(513)],
+}
+
+
+def test_a_recorded_head_gives_what_an_eager_one_does():
+    """Greedy, k, ids beside, in turn and some again over the same step, whose last token is there twice."""
+    models = [load(), load(graphs=False)]
+    caches = [m.new_cache(3, 24) for m in models]
+    rounds = [*NEEDS.items(), *list(NEEDS.items())[:4], *[("fewer tokens", [HeadNeed(1)] * 2)] * 2]
+    for position, (what, needs) in enumerate(rounds):
+        parts = [(slot, position, [5 * position + slot]) for slot in range(len(needs))]
+        batch = TokenBatch.of(parts, range(len(parts)))
+        (hidden, found), (eager_hidden, eager) = (
+            m.candidates(batch, cache, needs) for m, cache in zip(models, caches, strict=True)
+        )
+        np.testing.assert_array_equal(hidden, eager_hidden, err_msg=what)
+        for mine, theirs in zip(found, eager, strict=True):
+            np.testing.assert_array_equal(mine.ids, theirs.ids, err_msg=what)
+            np.testing.assert_array_equal(mine.logits, theirs.logits, err_msg=what)
+    assert len(caches[0].steps) == 2  # of four tokens, and of two
+
+
+def test_candidates_of_a_record_are_the_callers_own():
+    """The next step writes where they came from."""
+    m = load()
+    cache = m.new_cache(1, 8)
+    kept, copies = [], []
+    for position in range(3):
+        hidden, (found,) = m.candidates(TokenBatch.of([(0, position, [position + 4])], [0]), cache, [HeadNeed(3)])
+        kept += [hidden, found.ids, found.logits]
+        copies += [hidden.copy(), found.ids.copy(), found.logits.copy()]
+    for mine, copy in zip(kept, copies, strict=True):
+        np.testing.assert_array_equal(mine, copy)
+
+
+def test_only_a_steps_own_result_takes_its_record():
+    """The head of other states, and of a step that is past, is computed."""
+    m = load()
+    be, w, cache = m.backend, m.weights, m.new_cache(1, 8)
+    tokens = [TokenBatch.of([(0, position, [position + 4])], [0]) for position in range(3)]
+    with be.running():
+        x = be.to_host(be.run(final_hidden, w, m.config, tokens[0], cache))
+        be.run(final_hidden, w, m.config, tokens[1], cache)
+        (found,) = be.head_candidates(x, w.lm_head, [HeadNeed(1)])
+    expected = be.to_host(be.lm_head(x, w.lm_head))[0]
+    assert found.ids.tolist() == [expected.argmax()]
+    assert found.logits.tolist() == [expected.max()]
+
+
 # -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +501,21 @@ def test_nan_names_its_tensor(tmp_path, graphs):
     assert caught.value.tensor == "hook_embed"
     m.backend.ws.device.copy(m.weights.embedding.rows, good)
     m.candidates(TokenBatch.of([(0, 3, [4])], [0]), cache, [HeadNeed(1)])  # and all is well again
+
+
+def test_a_logit_that_is_not_finite_is_found_in_a_record(tmp_path):
+    """The final hidden state is finite, and the selection would leave NaN out."""
+    config = {**BITNET, "tie_word_embeddings": False}
+    m = load(write_checkpoint(tmp_path, config, tiny_tensors(config)))
+    cache = m.new_cache(1, 8)
+    for position in range(2):
+        m.candidates(TokenBatch.of([(0, position, [4])], [0]), cache, [HeadNeed(1)])
+    rows = m.weights.lm_head.rows
+    bad = m.backend.ws.device.to_host(rows)
+    bad[9, 3] = np.array(np.nan, dtype=ml_dtypes.bfloat16).view(np.uint16)
+    m.backend.ws.device.copy(rows, bad)
+    with pytest.raises(NumericsError, match="lm_head"):
+        m.candidates(TokenBatch.of([(0, 2, [9])], [0]), cache, [HeadNeed(1)])
 
 
 def test_memory_has_a_limit():

@@ -1,5 +1,7 @@
 """The CUDA ternary kernels on the emulated device: equal to the reference, whatever the shape and order of threads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers import random_ternary, rng, run_sanitized
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from bitnet_ref import quantization
 from bitnet_ref.backends.cuda import emulated_device
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import (
     COLUMNS_TIMES_64,
     GEMM,
@@ -20,7 +23,7 @@ from bitnet_ref.backends.cuda.ternary import (
     padded_columns,
 )
 from bitnet_ref.errors import ShapeError
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
 
 pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
 
@@ -113,25 +116,61 @@ def test_every_token_alone_and_together(kernels):
         np.testing.assert_array_equal(device.to_host(alone), together[part])
 
 
-def test_a_bias_and_several_matrices_as_one(kernels):
-    """Each keeps its own scale; one without a bias gets zeros."""
-    dice = rng(3)
+@pytest.mark.parametrize("rows", [(48, 16, 9), (32, 7)])
+@pytest.mark.parametrize(("tokens", "n_in"), [(1, 260), (3, 260), (40, 260), (3, 9000)])
+def test_a_stack_is_its_matrices(kernels, rows, tokens, n_in):
+    """Each keeps its own scale and bias, its result is an array of its own, and it still computes by itself. With 9000
+    columns several blocks add to a sum, which `ternary_finish` then puts into its place."""
+    dice, device = rng(3), kernels.device
     ws = [
-        TernaryWeight.from_ternary(random_ternary(dice, n, 260), scale) for n, scale in ((40, 0.3), (7, 2.0), (9, 1.1))
+        TernaryWeight.from_ternary(random_ternary(dice, n, n_in), scale)
+        for n, scale in zip(rows, (0.3, 2, 1.1), strict=False)
     ]
-    biased = TernaryWeight(ws[1].packed, 260, ws[1].w_dequant_scale, dice.standard_normal(7).astype(np.float32))
-    prepared, device = kernels.prepare(ws[0], biased, ws[2]), kernels.device
-    assert prepared.parts == (40, 7, 9)
-    x_q = dice.integers(-128, 128, (3, 260), dtype=np.int8)
-    x_scale = dice.uniform(1, 2, (3, 1)).astype(np.float32)
-    y = device.to_host(kernels.linear(device.array(x_q), device.array(x_scale), prepared))
-    expected = []
-    for w in (ws[0], biased, ws[2]):
-        acc = quantization.ternary_matmul(x_q, w.packed, 260)
-        part = quantization.dequantize(acc, w.w_dequant_scale, x_scale)
-        expected.append(part if w.bias is None else part + w.bias)
-    np.testing.assert_array_equal(y, np.concatenate(expected, axis=1))
-    check(kernels, biased, x_q, x_scale, [None])
+    ws[1] = TernaryWeight(ws[1].packed, n_in, ws[1].w_dequant_scale, dice.standard_normal(rows[1]).astype(np.float32))
+    assert (choose_launch(tokens, sum(rows), n_in, device.multiprocessors).parts > 1) == (n_in == 9000)
+    x_q = dice.integers(-128, 128, (tokens, n_in), dtype=np.int8)
+    x_scale = dice.uniform(1, 2, (tokens, 1)).astype(np.float32)
+    members = [kernels.prepare(w) for w in ws]
+    stack = kernels.stack(*members)
+    assert stack_of(members) is stack
+    assert stack_of(members[:-1]) is stack_of(members[::-1]) is stack_of([]) is None
+    for name in kernels_for(tokens):
+        y = kernels.linear(device.array(x_q), device.array(x_scale), stack.whole, kernel=name)
+        for w, part in zip(ws, stack.split(y, tokens), strict=True):
+            expected = quantization.dequantize(
+                quantization.ternary_matmul(x_q, w.packed, n_in), w.w_dequant_scale, x_scale
+            )
+            expected = expected if w.bias is None else expected + w.bias
+            np.testing.assert_array_equal(device.to_host(part), expected, err_msg=str(name))
+    for w, member in zip(ws, members, strict=True):
+        assert member.shape == w.shape
+        assert np.shares_memory(member.tiles, stack.whole.tiles)
+        np.testing.assert_array_equal(member.ternary(), w.ternary())
+        check(kernels, w, x_q, x_scale, [None], member)
+    assert sum(member.tiles.nbytes for member in members) == stack.whole.tiles.nbytes
+
+
+def test_what_is_no_stack(kernels):
+    def ternary(n_out, n_in, **more):
+        return kernels.prepare(replace(TernaryWeight.from_ternary(random_ternary(rng(0), n_out, n_in), 1.0), **more))
+
+    normed = {"input_norm": InputNorm(np.ones(100, dtype=np.float32), 1e-5)}
+    stacked = [ternary(16, 100), ternary(16, 100)]
+    kernels.stack(*stacked)
+    refused = [
+        [ternary(16, 100)],
+        [ternary(16, 100)] * 4,
+        [ternary(17, 100), ternary(16, 100)],  # the second would begin within a tile
+        [ternary(16, 100), ternary(16, 101)],
+        [ternary(16, 100), ternary(16, 100, **normed)],
+        [ternary(16, 100), DenseWeight(np.ones((16, 100), dtype=np.float32))],
+        stacked,
+    ]
+    for weights in refused:
+        assert not kernels.can_stack(weights)
+        with pytest.raises(ShapeError, match="all but the last of whole tiles of 16 rows"):
+            kernels.stack(*weights)
+    assert kernels.can_stack([ternary(16, 100), ternary(17, 100)])
 
 
 def test_tiles_hold_the_matrix(kernels):
@@ -187,8 +226,6 @@ def test_wrong_arguments(kernels):
         kernels.linear(x, scale, prepared, device.empty((2, 5), np.int32))
     with pytest.raises(ShapeError, match="'ternary_gemv_dp4a'"):
         kernels.matmul(x, prepared, kernel="ternary_gemv_dp4a")
-    with pytest.raises(ShapeError, match="of one input"):
-        kernels.prepare(weight, TernaryWeight.from_ternary(np.ones((2, 100), dtype=np.int8), 1.0))
     assert kernels.matmul(device.array(x_q[:0]), prepared).shape == (0, 5)
 
 

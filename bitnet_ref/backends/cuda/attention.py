@@ -9,7 +9,7 @@ import numpy as np
 from ...config import RopeConfig
 from ...layers import rope_tables
 from .cache import DeviceBatch, DeviceKVCache
-from .rows import take
+from .rows import take_both
 from .workspace import Workspace
 
 FILE = "attention.cu"
@@ -25,7 +25,7 @@ class Attention:
 
     def __init__(self, ws: Workspace) -> None:
         self._ws = ws
-        self._done = ws.zeros((4096,), np.int32)
+        self._done = [ws.zeros((4096,), np.int32)]
 
     def __call__(
         self, q: Any, cache: DeviceKVCache, batch: DeviceBatch, layer: int, window: int | None, longest: int
@@ -117,9 +117,12 @@ class Attention:
         return self._ws.upload(slot), self._ws.upload(position), self._ws.upload(page)
 
     def _counters(self, count: int) -> Any:
-        if len(self._done) < count:
-            self._done = self._ws.zeros((2 * count,), np.int32)
-        return self._done
+        """At least so many. Larger ones do not replace the smaller, which recorded steps have."""
+        large = next((done for done in self._done if len(done) >= count), None)
+        if large is None:
+            large = self._ws.zeros((2 * count,), np.int32)
+            self._done.append(large)
+        return large
 
 
 class RopeTables:
@@ -128,17 +131,19 @@ class RopeTables:
     def __init__(self, ws: Workspace) -> None:
         self._ws = ws
         self._tables: dict[tuple[RopeConfig, int], tuple[Any, Any, int]] = {}
+        self._outgrown: list[Any] = []  # recorded steps of shorter caches read them; together less than the last
         self.reach = 0  # the largest position that was placed; it only grows
 
     def of(self, positions: Any, rope: RopeConfig, head_dim: int) -> tuple[Any, Any]:
         """cos and sin (N, d/2) of positions (N,) on the device, none beyond `reach`"""
         cos, sin, covered = self._tables.get((rope, head_dim), (None, None, 0))
         if covered <= self.reach:
+            self._outgrown += [] if cos is None else [cos, sin]
             covered = max(LEAST_TABLE, 1 << self.reach.bit_length())
             cos, sin = (self._ws.upload(t) for t in rope_tables(np.arange(covered), rope, head_dim, np.float32))
             self._tables[rope, head_dim] = cos, sin, covered
-        gathered = [take(self._ws, table, "float32", head_dim // 2, positions) for table in (cos, sin)]
-        return gathered[0], gathered[1]
+        return take_both(self._ws, cos, sin, head_dim // 2, positions)
 
     def close(self) -> None:
         self._tables.clear()
+        self._outgrown.clear()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
-from . import overlapped_launch
+from . import cublas, overlapped_launch
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
 from .sources import NVRTC_OPTIONS, flattened
 
@@ -41,6 +41,16 @@ def why_unavailable(index: int = 0) -> str | None:
         name = facts["name"].decode()
         return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 (Ampere) or later"
     return None
+
+
+@cache
+def _cublas() -> Any:
+    """CuPy's module of cuBLAS, or None where the library is not installed."""
+    try:
+        from cupy.cuda import cublas as module
+    except ImportError:
+        return None
+    return module
 
 
 @contextmanager
@@ -132,6 +142,7 @@ class CupyDevice(Device):
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
         new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
         self.can_overlap = new_enough and overlapped_launch.driver() is not None
+        self.can_matmul_16 = _cublas() is not None
         self._limit, self._peak, self._capturing = memory_limit, 0, False
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
@@ -199,6 +210,18 @@ class CupyDevice(Device):
                 self._kernels[file, name] = CupyKernel(self, function, name)
         return self._kernels[file, name]
 
+    def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
+        if self._capturing:
+            raise DeviceError("cuBLAS was asked for while a graph is captured")
+        module = _cublas()
+        shape = len(x), *w.shape
+        with self.use():  # the stream that gemmEx gives to cuBLAS is the current one
+            arguments = cublas.gemm_arguments(shape, x.data.ptr, w.data.ptr, y.data.ptr, kind)
+            try:
+                module.gemmEx(self.xp.cuda.device.get_cublas_handle(), *arguments)
+            except module.CUBLASError as error:
+                raise DeviceError(f"cuBLAS does not multiply {shape[0]} rows by {shape[1:]}: {error}") from error
+
     @contextmanager
     def capture(self) -> Iterator[Graph]:
         if self._capturing:
@@ -235,9 +258,12 @@ class CupyDevice(Device):
         self._peak = max(self._peak, used)
         return MemoryInfo(total, free, used, held, self._peak, self._limit)
 
-    def close(self) -> None:
-        self._kernels.clear()
-        self._modules.clear()
+    def trim(self) -> None:
         with device_errors(), self.gpu:
             self.stream.synchronize()
             self.pool.free_all_blocks()
+
+    def close(self) -> None:
+        self._kernels.clear()
+        self._modules.clear()
+        self.trim()

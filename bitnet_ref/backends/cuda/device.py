@@ -79,6 +79,7 @@ class Device(ABC):
     multiprocessors: int
     l2_bytes: int
     can_overlap: bool  # whether `overlap` of a launch means anything
+    can_matmul_16: bool  # whether `matmul_16` can be asked for
     xp: Any  # numpy or cupy
 
     # -- arrays --------------------------------------------------------------------------------------------------------
@@ -132,6 +133,13 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
+        """y (n, out) float32 = x (n, k) w (out, k)^T, both of `kind`: float16, or bfloat16 as its bits.
+
+        Sums are float32, in an order of the device's own that may be another one for another n. Not to be captured.
+        """
+
+    @abstractmethod
     def capture(self) -> AbstractContextManager[Graph]:
         """Record the launches, copies and fills inside the `with` instead of running them."""
 
@@ -152,6 +160,10 @@ class Device(ABC):
     @abstractmethod
     def memory(self) -> MemoryInfo:
         """Where memory stands."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give back what dropped arrays have left, where it is kept for others."""
 
     @abstractmethod
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 For tests and for reading kernels where there is no GPU (`BITNET_REF_CUDA=emulated`): some thousand times slower than
 a GPU, and stricter. See `kernels/cuda/emulated.h` for what it finds out. Compiled files are kept in
-`$XDG_CACHE_HOME/bitnet_ref/cuda` (or ~/.cache), under a hash of their text, the compiler and its options.
+`$XDG_CACHE_HOME/bitnet_ref/cuda` (or ~/.cache), under a hash of their text, the compiler and its options; of each file
+those that were used last, a few, and the others are removed.
 
 `BITNET_REF_CUDA_SANITIZE=1` builds with AddressSanitizer, which must be loaded before Python is:
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0.
@@ -22,11 +23,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -38,6 +40,8 @@ FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-
 FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-attributes"]
 SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
+
+BUILDS_KEPT = 8  # of a file: more than the versions and options that anyone works with at a time
 
 # An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
 MULTIPROCESSORS = 132
@@ -88,7 +92,19 @@ def compiled(file: str, sanitize: bool) -> tuple[Path, tuple[str, ...]]:
             _run([*source, *flags, "-o", str(built), str(shim)], f"{file} does not compile")
             os.replace(listed, listing)
             os.replace(built, library)
+    with suppress(OSError):
+        os.utime(library)  # used now
+        _remove_old_builds(folder, path.name)
     return library, tuple(listing.read_text().split())
+
+
+def _remove_old_builds(folder: Path, name: str) -> None:
+    """All but the last used of a file. A process that has one of them loaded keeps it: only the name is gone."""
+    builds = [path for path in folder.glob("*.so") if path.name.rpartition("-")[0] == name]
+    last_used = sorted(builds, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in last_used[BUILDS_KEPT:]:
+        path.with_suffix(".txt").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _run(command: list[str], what: str) -> str:
@@ -152,12 +168,13 @@ class EmulatedKernel:
                 raise ShapeError(f"launch of {self.name}", expected=f"arguments of kinds {self.kinds}", got=got)
         if len(plain) != len(self.kinds):
             raise ShapeError(f"launch of {self.name}", expected=f"{len(self.kinds)} arguments", got=str(len(plain)))
-        self._device._do(lambda: self._run(sizes, plain, shared_mem))
+        cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in plain]
+        self._device._do(lambda: self._run(sizes, cells, shared_mem), *plain)
 
-    def _run(self, sizes: tuple[tuple[int, ...], ...], args: list[Any], shared_mem: int) -> None:
-        cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in args]
+    def _run(self, sizes: tuple[tuple[int, ...], ...], cells: list[NDArray], shared_mem: int) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared_mem, self._device.order)
+        self._device.launches += 1
         with _one_at_a_time:
             wrong = self._launch(ctypes.byref(how), pointers)
         if wrong is not None:
@@ -169,14 +186,17 @@ def _kind(value: Any) -> str:
 
 
 class EmulatedGraph(Graph):
-    """Recorded calls."""
+    """Recorded calls, each with the allocations that it touches. As a GPU's graph it knows addresses and keeps nothing
+    alive; unlike one it says so when what lay there has gone."""
 
     def __init__(self, device: EmulatedDevice) -> None:
-        self.calls: list[Callable[[], object]] = []
+        self.calls: list[tuple[Callable[[], object], frozenset[int]]] = []
         self._device = device
 
     def launch(self) -> None:
-        for call in self.calls:
+        for call, allocations in self.calls:
+            if not allocations <= self._device._alive.keys():
+                raise DeviceError("a graph was launched that touches an array which is no more")
             self._device._do(call)
 
 
@@ -196,31 +216,45 @@ class EmulatedEvent(Event):
 
 class EmulatedDevice(Device):
     """NumPy arrays, kernels on the host. order: 0, threads and blocks run ascending; 1 descending; else a shuffle's
-    seed. Results that depend on it are a race."""
+    seed. Results that depend on it are a race.
+
+    launches: kernels that have run, eagerly or in a graph.
+    """
 
     emulated = True
     compute_capability = (9, 0)
     multiprocessors = MULTIPROCESSORS
     l2_bytes = L2_BYTES
     can_overlap = False  # one launch ends before the next begins
+    can_matmul_16 = True
     xp = np
 
     def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
         self.name = "emulated on the host"
-        self.order = order
+        self.order, self.launches = order, 0
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._limit, self._used, self._peak = memory_limit, 0, 0
+        self._allocated, self._alive = 0, dict[int, tuple[int, int]]()  # number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
         self.number = next(_numbers)
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
-    def _do(self, call: Callable[[], object]) -> None:
+    def _do(self, call: Callable[[], object], *touched: Any) -> None:
+        """Now, or when the graph that is being captured is launched. touched: the arrays whose addresses the call has,
+        among other values."""
         if self._recording is not None:
-            self._recording.calls.append(call)
+            allocations = (self._allocation(each) for each in touched if isinstance(each, np.ndarray) and each.size)
+            self._recording.calls.append((call, frozenset(number for number in allocations if number is not None)))
         else:
             call()
+
+    def _allocation(self, array: DeviceArray) -> int | None:
+        """The number of the allocation that the array lies in; None for the host's."""
+        address = array.ctypes.data
+        found = (number for number, (start, end) in self._alive.items() if start <= address < end)
+        return next(found, None)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -247,26 +281,34 @@ class EmulatedDevice(Device):
             raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
         address = int(place.value or 0)
         memory: Any = (ctypes.c_char * size).from_address(address)
-        weakref.finalize(memory, self._release, address, size)
+        self._allocated += 1
+        self._alive[self._allocated] = address, address + size
+        weakref.finalize(memory, self._release, self._allocated, address, size)
         self._used += size
         self._peak = max(self._peak, self._used)
         ctypes.memset(address, UNWRITTEN, size)
         memory.device_number = self.number  # for `_check_own`
         return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
-    def _release(self, place: int, size: int) -> None:
+    def _release(self, number: int, place: int, size: int) -> None:
         self._used -= size
+        del self._alive[number]
         _libc().free(ctypes.c_void_p(place))
 
     def fill(self, array: DeviceArray, byte: int) -> None:
-        self._do(lambda: ctypes.memset(array.ctypes.data, byte, array.nbytes))
+        address, size = array.ctypes.data, array.nbytes
+        self._do(lambda: ctypes.memset(address, byte, size), array)
 
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
         self._check_own("device copy", target, source)
         if target.shape != source.shape or target.dtype != source.dtype:
             got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
-        self._do(lambda: np.copyto(target, source))
+        if self._recording is None:
+            np.copyto(target, source)
+            return
+        to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
+        self._do(lambda: ctypes.memmove(to, origin, size), target, source)
 
     def to_host(self, array: DeviceArray) -> NDArray:
         if self._recording is not None:
@@ -289,6 +331,14 @@ class EmulatedDevice(Device):
                 raise DeviceError(f"{file} has no kernel {name!r}; there are: {', '.join(names)}")
             self._kernels[file, name] = EmulatedKernel(self, ctypes.CDLL(str(library)), file, name)
         return self._kernels[file, name]
+
+    def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
+        if self._recording is not None:
+            raise DeviceError("cuBLAS was asked for while a graph is captured")
+        dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
+        wide = [np.asarray(a).view(dtype).astype(np.float32) for a in (x, w)]
+        with np.errstate(all="ignore"):
+            np.matmul(wide[0], wide[1].T, out=np.asarray(y))
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
@@ -315,6 +365,9 @@ class EmulatedDevice(Device):
     def memory(self) -> MemoryInfo:
         total = self._limit if self._limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return MemoryInfo(total, total - self._used, self._used, self._used, self._peak, self._limit)
+
+    def trim(self) -> None:
+        pass  # nothing is kept
 
     def close(self) -> None:
         self._kernels.clear()

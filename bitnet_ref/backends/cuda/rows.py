@@ -154,6 +154,13 @@ def take(ws: Workspace, table: Any, kind: str, width: int, rows: Any) -> Any:
     return y
 
 
+def take_both(ws: Workspace, first: Any, second: Any, width: int, rows: Any) -> tuple[Any, Any]:
+    """first[rows] and second[rows] of two float32 tables (any, width), in one launch."""
+    ys = ws.empty((len(rows), width), np.float32), ws.empty((len(rows), width), np.float32)
+    ws.launch(FILE, "take_rows_of_two", (len(rows), 2), threads_of(width), first, second, rows, width, *ys)
+    return ys
+
+
 def threads_of(width: int) -> int:
     """Of a block that takes a row: four elements a thread, whole warps."""
     return min(1024, max(32, -(-width // 128) * 32))

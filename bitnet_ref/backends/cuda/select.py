@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..candidates import HeadCandidates, HeadNeed
 from .workspace import THREADS, Workspace
@@ -13,40 +14,95 @@ from .workspace import THREADS, Workspace
 FILE = "select.cu"
 MOST_SELECTED = 512  # k beyond this: all of the token's logits
 BLOCKS = 32  # that share the logits of a token
+SPARE = 64  # places for logits that equal the k-th, beside twice k: more of them, and all logits are fetched
+
+
+def selects(need: HeadNeed, vocab: int) -> bool:
+    """Whether a token needs a few logits only."""
+    return need.k is not None and need.k <= MOST_SELECTED and need.k < vocab
+
+
+class Selection:
+    """What is asked of the logits (n, vocab), and what was found: arrays on the device that stay where they are.
+
+    most: the largest k that can be asked for.   also: ids a token, at most.
+    `found` is one array, so that one copy brings all of it: 32-bit words,
+
+        thresholds (n,), counts (n,), ids (n, room), values (n, room), picked (n, also), and the workspace's `trouble`
+    """
+
+    def __init__(self, ws: Workspace, n: int, vocab: int, most: int, also: int) -> None:
+        self._ws, self._n, self._vocab, self._most, self._also = ws, n, vocab, most, also
+        self.room = 2 * most + SPARE
+        sizes = n, n, n * self.room, n * self.room, n * also, 1
+        self._ends = np.cumsum(sizes)[:-1].tolist()
+        self.found = ws.make((sum(sizes),), np.int32)
+        self._ks, self._ids = ws.make((n,), np.int32), ws.make((n, also), np.int64)
+        self._asked: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
+
+    def ask(self, needs: Sequence[HeadNeed]) -> None:
+        """Of the first tokens these, of the rest as little as there is. Copies to the device what has changed."""
+        ks, ids = np.ones(self._n, dtype=np.int32), np.full((self._n, self._also), -1, dtype=np.int64)
+        for i, need in enumerate(needs):
+            if selects(need, self._vocab):
+                assert need.k is not None
+                ks[i] = need.k
+                ids[i, : len(need.also)] = need.also
+        before, self._asked = self._asked, (ks, ids)
+        if self._most > 1 and (before is None or not np.array_equal(before[0], ks)):
+            self._ws.device.copy(self._ks, ks)
+        if self._also > 0 and (before is None or not np.array_equal(before[1], ids)):
+            self._ws.device.copy(self._ids, ids)
+
+    def launch(self, logits: Any) -> None:
+        """Find it. May be captured."""
+        ws, n, vocab = self._ws, self._n, self._vocab
+        thresholds, counts, ids, values, picked, trouble = self._parts(self.found)
+        ws.device.fill(self.found[: 2 * n], 0)  # thresholds and counts
+        if self._most == 1:
+            ws.launch(FILE, "largest", (BLOCKS, n), THREADS, logits, vocab, thresholds, ws.trouble)
+        else:
+            ws.launch(FILE, "kth_largest", (n,), 1024, logits, vocab, self._ks, thresholds, ws.trouble)
+        ws.launch(FILE, "collect", (BLOCKS, n), THREADS, logits, vocab, thresholds, self.room, counts, ids, values)
+        grid = (-(-self._also // THREADS), n)
+        ws.launch(FILE, "pick", grid, THREADS, logits, vocab, self._ids, self._also, picked)
+        ws.device.copy(trouble, ws.trouble)
+
+    def read(self, found: NDArray[np.int32], needs: Sequence[HeadNeed], logits: Any) -> list[HeadCandidates]:
+        """What `launch` has left, a copy of it on the host, as candidates. NumericsError as `Workspace.download`."""
+        _, counts, ids, values, picked, trouble = self._parts(found)
+        self._ws.raise_trouble(int(trouble[0]))
+        ids, values = ids.reshape(self._n, -1), values.view(np.float32).reshape(self._n, -1)
+        picked = picked.view(np.float32).reshape(self._n, -1)
+        out = []
+        for i, (need, count) in enumerate(zip(needs, counts[: len(needs)].tolist(), strict=True)):
+            if not selects(need, self._vocab) or count > self.room:
+                every = self._ws.device.to_host(logits[i])
+                out.append(HeadCandidates(np.arange(self._vocab), every, self._vocab))
+                continue
+            wanted = np.asarray(need.also, dtype=np.int64)
+            each = np.concatenate([ids[i, :count].astype(np.int64), wanted])
+            unique, first = np.unique(each, return_index=True)
+            both = np.concatenate([values[i, :count], picked[i, : len(wanted)]])
+            out.append(HeadCandidates(unique, both[first], self._vocab))
+        return out
+
+    def _parts(self, found: Any) -> tuple[Any, ...]:
+        return tuple(found[start:end] for start, end in zip([0, *self._ends], [*self._ends, len(found)], strict=True))
+
+
+def sizes_of(needs: Sequence[HeadNeed], vocab: int) -> tuple[int, int]:
+    """`most` and `also` of a selection for these: the largest k, and the most ids beside it."""
+    few = [need for need in needs if selects(need, vocab)]
+    return max((need.k or 1 for need in few), default=1), max((len(need.also) for need in few), default=0)
 
 
 def select(ws: Workspace, logits: Any, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
     """logits (N, V) on the device -> for each token all that reach its k-th largest, and those of its `also`."""
     n, vocab = logits.shape
-    some = [need.k is not None and need.k <= MOST_SELECTED and need.k < vocab for need in needs]
-    ks = np.array([need.k if chosen else 1 for need, chosen in zip(needs, some, strict=True)], dtype=np.int32)
-    if not any(some):
+    if not any(selects(need, vocab) for need in needs):
         return [HeadCandidates(np.arange(vocab), row, vocab) for row in ws.download(logits)[0]]
-    thresholds, counts = ws.zeros((n,), np.uint32), ws.zeros((n,), np.int32)
-    if (ks == 1).all():
-        ws.launch(FILE, "largest", (BLOCKS, n), THREADS, logits, vocab, thresholds, ws.trouble)
-    else:
-        ws.launch(FILE, "kth_largest", (n,), 1024, logits, vocab, ws.upload(ks), thresholds, ws.trouble)
-    room = 2 * int(ks.max()) + 64  # more than this many equal the k-th: all of the token's logits
-    ids, values = ws.empty((n, room), np.int32), ws.empty((n, room), np.float32)
-    ws.launch(FILE, "collect", (BLOCKS, n), THREADS, logits, vocab, thresholds, room, counts, ids, values)
-    also: list[Any] = [
-        np.unique(np.asarray(need.also, dtype=np.int64)) if few else [] for need, few in zip(needs, some, strict=True)
-    ]
-    more = np.full((n, max(map(len, also))), -1, dtype=np.int64)
-    for row, wanted in zip(more, also, strict=True):
-        row[: len(wanted)] = wanted
-    picked = ws.empty(more.shape, np.float32)
-    grid = (-(-more.shape[1] // THREADS), n)
-    ws.launch(FILE, "pick", grid, THREADS, logits, vocab, ws.upload(more), more.shape[1], picked)
-    host_counts, host_ids, host_values, host_picked = ws.download(counts, ids, values, picked)
-    found = []
-    for i, (count, wanted) in enumerate(zip(host_counts, also, strict=True)):
-        if not some[i] or count > room:
-            found.append(HeadCandidates(np.arange(vocab), ws.device.to_host(logits[i]), vocab))
-            continue
-        all_ids = np.concatenate([host_ids[i, :count].astype(np.int64), wanted])
-        unique, first = np.unique(all_ids, return_index=True)
-        both = np.concatenate([host_values[i, :count], host_picked[i, : len(wanted)]])
-        found.append(HeadCandidates(unique.astype(np.int64), both[first], vocab))
-    return found
+    selection = Selection(ws, n, vocab, *sizes_of(needs, vocab))
+    selection.ask(needs)
+    selection.launch(logits)
+    return selection.read(ws.device.to_host(selection.found), needs, logits)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from ...errors import ShapeError
 from ...weights import InputNorm, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
+from .stacks import MOST_STACKED, Member, Stack, first_rows
 
 __all__ = ["KERNELS", "Launch", "TernaryKernels", "TiledWeight", "choose_launch", "padded_columns", "unpack_tiles"]
 
@@ -95,9 +97,12 @@ def unpack_tiles(tiles: NDArray[np.uint32], rows: int, columns: int) -> NDArray[
     return w_t.reshape(tiles_n * TILE_ROWS, tiles_k * TILE_COLUMNS)[:rows, :columns]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TiledWeight(TernaryLinear):
-    """A ternary matrix, or several of one input on top of each other, on a device in tiles of 16 x 128."""
+    """A ternary matrix, or several of one input on top of each other, on a device in tiles of 16 x 128.
+
+    Its arrays on the device move when it becomes a member of a stack; nothing else of it changes.
+    """
 
     device: Device
     tiles: DeviceArray  # (ceil(N/16), ceil(K/128), 128) uint32
@@ -105,10 +110,11 @@ class TiledWeight(TernaryLinear):
     bias_on_device: DeviceArray | None  # (N,) float32
     out_features: int
     in_features: int
-    w_dequant_scale: np.float32  # of the first matrix: of all, where there is one
+    w_dequant_scale: np.float32  # of a stack: the first matrix's
     bias: NDArray[np.float32] | None = None  # the same, on the host
     input_norm: InputNorm | None = None
-    parts: tuple[int, ...] = field(default=())  # rows of each matrix
+    parts: tuple[int, ...] = ()  # of a stack: the rows of each matrix
+    member: Member | None = None  # where it lies in a stack
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,35 +145,58 @@ class TernaryKernels:
         self._finish = device.kernel(FILE, "ternary_finish")
         self._scratch: dict[str, list[DeviceArray]] = {}
 
-    def prepare(self, *weights: TernaryWeight) -> TiledWeight:
-        """One weight in tiles; or several of the same input, one above the other, as one."""
-        first = weights[0]
-        if any(w.in_features != first.in_features or w.input_norm is not first.input_norm for w in weights):
-            got = ", ".join(f"{w.shape}" for w in weights)
-            raise ShapeError("prepare", expected="ternary weights of one input", got=got)
-        parts = tuple(w.shape[0] for w in weights)
-        rows, columns = sum(parts), first.in_features
-        packed = first.packed if len(weights) == 1 else np.concatenate([w.packed for w in weights])
+    def prepare(self, weight: TernaryWeight) -> TiledWeight:
+        """A weight in tiles."""
+        rows, columns = weight.shape
         tiles_n, tiles_k = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
         tiles = self.device.empty((tiles_n, tiles_k, TILE_WORDS), np.uint32)
-        on_device = self.device.array(np.ascontiguousarray(packed))
-        self._pack(-(-tiles.size // THREADS), THREADS, (on_device, rows, columns, tiles))
+        packed = self.device.array(np.ascontiguousarray(weight.packed))
+        self._pack(-(-tiles.size // THREADS), THREADS, (packed, rows, columns, tiles))
         self.device.synchronize()  # an overlapped launch reads weights before the kernels before it have ended
-        scales = np.repeat(np.array([w.w_dequant_scale for w in weights], dtype=np.float32), parts)
-        biases = [np.zeros(w.shape[0], dtype=np.float32) if w.bias is None else w.bias for w in weights]
-        bias = np.concatenate(biases) if any(w.bias is not None for w in weights) else None
-        return TiledWeight(
-            self.device,
-            tiles,
-            self.device.array(scales),
-            None if bias is None else self.device.array(bias),
-            rows,
-            columns,
-            first.w_dequant_scale,
-            bias,
-            first.input_norm,
-            parts,
+        scale, bias = np.float32(weight.w_dequant_scale), weight.bias
+        scales = self.device.array(np.full(rows, scale, dtype=np.float32))
+        on_device = None if bias is None else self.device.array(np.ascontiguousarray(bias, dtype=np.float32))
+        return TiledWeight(self.device, tiles, scales, on_device, rows, columns, scale, bias, weight.input_norm)
+
+    def can_stack(self, weights: Sequence[Any]) -> bool:
+        """Whether `stack` takes them: so many ternary weights of one input, in no stack yet, each of whole tiles."""
+        first = weights[0]
+        return (
+            2 <= len(weights) <= MOST_STACKED
+            and all(isinstance(w, TiledWeight) and w.device is self.device for w in weights)
+            and all(w.member is None and not w.parts and w.input_norm is None for w in weights)
+            and all(w.in_features == first.in_features for w in weights)
+            and all(w.out_features % TILE_ROWS == 0 for w in weights[:-1])
         )
+
+    def stack(self, *weights: TiledWeight) -> Stack:
+        """Move them on top of each other into arrays of which each then holds its part; see stacks.py.
+
+        No step may have been recorded with them: it would go on reading from where they were. Raises ShapeError.
+        """
+        if not self.can_stack(weights):
+            got = ", ".join(f"{w.shape}" for w in weights)
+            expected = f"two or three weights of one input, all but the last of whole tiles of {TILE_ROWS} rows"
+            raise ShapeError("stack", expected=expected, got=got)
+        parts, columns = tuple(w.out_features for w in weights), weights[0].in_features
+        rows, biases = sum(parts), None
+        tiles = self.device.empty((-(-rows // TILE_ROWS), *weights[0].tiles.shape[1:]), np.uint32)
+        scales = self.device.empty((rows,), np.float32)
+        if any(w.bias is not None for w in weights):
+            biases = self.device.zeros((rows,), np.float32)
+        whole = TiledWeight(self.device, tiles, scales, biases, rows, columns, weights[0].w_dequant_scale, parts=parts)
+        stack, tile = Stack(whole, parts), 0
+        for number, (w, row) in enumerate(zip(weights, stack.starts, strict=True)):
+            here, there = slice(row, row + w.out_features), slice(tile, tile + len(w.tiles))
+            self.device.copy(tiles[there], w.tiles)
+            self.device.copy(scales[here], w.w_scales)
+            if w.bias_on_device is not None and biases is not None:
+                self.device.copy(biases[here], w.bias_on_device)
+                w.bias_on_device = biases[here]
+            w.tiles, w.w_scales, w.member = tiles[there], scales[here], Member(stack, number)
+            tile = there.stop
+        self.device.synchronize()  # as in `prepare`
+        return stack
 
     def matmul(
         self, x_q: DeviceArray, w: TiledWeight, acc: DeviceArray | None = None, kernel: str | None = None
@@ -183,7 +212,10 @@ class TernaryKernels:
         y: DeviceArray | None = None,
         kernel: str | None = None,
     ) -> DeviceArray:
-        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale), plus the bias if any."""
+        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale), plus the bias if any.
+
+        Of a stack y is as long, and `Stack.split` tells the results apart.
+        """
         if x_quant_scale.dtype != np.float32 or x_quant_scale.shape != (len(x_q), 1):
             got = f"{x_quant_scale.dtype} {x_quant_scale.shape}"
             raise ShapeError("ternary linear", expected=f"x_quant_scale float32 ({len(x_q)}, 1)", got=got)
@@ -214,10 +246,11 @@ class TernaryKernels:
             self.device.fill(sums, 0)
             outputs = (sums, None)
         scales = w.w_scales, x_scale, w.bias_on_device
-        args = (x_q, stride, w.tiles, tokens, rows, columns, how.share, *scales, *outputs)
+        sizes = tokens, rows, columns, *first_rows(w.parts, rows)
+        args = (x_q, stride, w.tiles, *sizes, how.share, *scales, *outputs)
         self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem, self.overlap)
         if how.parts > 1 and x_scale is not None:
-            finish = (outputs[0], tokens, rows, w.w_scales, x_scale, w.bias_on_device, out)
+            finish = (outputs[0], tokens, rows, *first_rows(w.parts, rows), *scales, out)
             self._finish(-(-tokens * rows // THREADS), THREADS, finish, overlap=self.overlap)
         return out
 

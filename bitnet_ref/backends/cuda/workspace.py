@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,7 @@ from .device import Device
 
 THREADS = 256  # of a block of kernels with one thread an element
 _TROUBLES = {1: "rms_norm: token {}", 2: "quantize_activations: the activation of token {}", 3: "lm_head: token {}"}
+_TROUBLES[5] = "dense_matmul: token {}, rounded to 16 bits,"
 _TROUBLES[4] = "KVCache.append: the cache's dtype cannot hold token {}: it"
 
 
@@ -95,6 +97,16 @@ class Workspace:
         """Whether what runs is a step that will be replayed: nothing may depend on this batch's lengths."""
         return self.arena is not None
 
+    @contextmanager
+    def arrays_of(self, arena: Arena) -> Iterator[None]:
+        """What runs in this takes its arrays from the arena, from its first again."""
+        arena.begin()
+        self.arena = arena
+        try:
+            yield
+        finally:
+            self.arena = None
+
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def holds(self, array: Any) -> bool:
@@ -139,11 +151,14 @@ class Workspace:
     def download(self, *arrays: Any) -> list[NDArray]:
         """Device arrays as NumPy arrays. NumericsError when a kernel has met NaN or Inf where the reference raises."""
         host = [self.device.to_host(array) for array in arrays]
-        code = int(self.device.to_host(self.trouble)[0])
+        self.raise_trouble(int(self.device.to_host(self.trouble)[0]))
+        return host
+
+    def raise_trouble(self, code: int) -> None:
+        """NumericsError for what `trouble` holds, which is zero again then; unless it is zero."""
         if code:
             self.device.fill(self.trouble, 0)
             raise NumericsError(f"{_TROUBLES[code & 7].format(code >> 3)} holds NaN or Inf")
-        return host
 
     # -- launches ------------------------------------------------------------------------------------------------------
 

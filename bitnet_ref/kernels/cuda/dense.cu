@@ -12,6 +12,7 @@
 // One token reads each weight once, 16 bytes a lane and ROWS loads in flight: such a product is bounded by memory, and
 // 2B-4T's head of 656 MB bounds decoding as much as all its ternary matrices. ROWS rows share what is read of x.
 #include "floats.cuh"
+#include "stacked.cuh"
 
 constexpr int ROWS = 4;
 constexpr int WIDE = 8;  // elements a lane takes at a time
@@ -47,9 +48,10 @@ __device__ __forceinline__ void load(const T* row, int k, int width, float (&out
     for (int e = 0; e < WIDE; e++) out[e] = k + e < width ? as_float(row[k + e]) : 0.0f;
 }
 
-// x (n, width), w (out, width) -> y (n, out); a warp takes rows of W for all n tokens, TOKENS at a time.
+// x (n, width), w (out, width) -> y (n, out), of a stack as stacked.cuh says; a warp takes rows of W for all n tokens,
+// TOKENS at a time.
 template <class T, int TOKENS>
-__device__ inline void product(const float* x, int n, int width, const T* w, int out, float* y) {
+__device__ inline void product(const float* x, int n, int width, const T* w, int out, int second, int third, float* y) {
     const int lane = lane_of_warp(), row = (blockIdx.x * (blockDim.x / 32) + warp_of_block()) * ROWS;
     if (row >= out) return;  // the whole warp does
     for (int token = blockIdx.y * TOKENS; token < n; token += gridDim.y * TOKENS) {
@@ -72,16 +74,18 @@ __device__ inline void product(const float* x, int n, int width, const T* w, int
         add_lanes<ROWS * TOKENS, 32>(sum, lane);
         constexpr int EACH = 32 / (ROWS * TOKENS);  // lanes that have the same sum
         const int r = row + lane / EACH / TOKENS, t = token + lane / EACH % TOKENS;
-        if (lane % EACH == 0 && t < n && r < out) y[(size_t)t * out + r] = sum[0];
+        if (lane % EACH == 0 && t < n && r < out) y[place_in_stack(t, r, n, out, second, third)] = sum[0];
     }
 }
 
 #define FOR_WEIGHTS_OF(T, NAME)                                                                                        \
-    extern "C" __global__ void dense_1_##NAME(const float* x, int n, int width, const T* w, int out, float* y) {       \
-        product<T, 1>(x, n, width, w, out, y);                                                                         \
+    extern "C" __global__ void dense_1_##NAME(const float* x, int n, int width, const T* w, int out, int second,       \
+                                              int third, float* y) {                                                   \
+        product<T, 1>(x, n, width, w, out, second, third, y);                                                          \
     }                                                                                                                  \
-    extern "C" __global__ void dense_8_##NAME(const float* x, int n, int width, const T* w, int out, float* y) {       \
-        product<T, 8>(x, n, width, w, out, y);                                                                         \
+    extern "C" __global__ void dense_8_##NAME(const float* x, int n, int width, const T* w, int out, int second,       \
+                                              int third, float* y) {                                                   \
+        product<T, 8>(x, n, width, w, out, second, third, y);                                                          \
     }
 FOR_WEIGHTS_OF(float, float32)
 FOR_WEIGHTS_OF(f16, float16)

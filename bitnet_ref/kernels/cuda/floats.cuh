@@ -52,6 +52,6 @@ template <int COUNT, int LANES, typename T> __device__ __forceinline__ void add_
 
 // Which operation met a value that is not finite, and in which row: the first one to say so stays. The host reads it
 // when it reads results, so a NaN costs no wait in between.
-enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3, CACHE = 4 };
+enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3, CACHE = 4, ROUNDED = 5 };
 
 __device__ __forceinline__ void complain(int* trouble, Trouble op, int row) { atomicCAS(trouble, 0, row << 3 | op); }

@@ -74,6 +74,21 @@ extern "C" __global__ void add_vector(const float* x, const float* bias, size_t 
     if (i < n * width) y[i] = x[i] + bias[i % width];
 }
 
+// x (n, width) in 16 bits, for a product that takes no other; what they cannot hold is an error. One thread an element.
+template <class T>
+__device__ inline void rounded(const float* x, size_t n, int width, T* y, int* trouble) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n * width) return;
+    assign(y[i], x[i]);
+    if (!is_finite(as_float(y[i]))) complain(trouble, ROUNDED, (int)(i / width));
+}
+extern "C" __global__ void round_float16(const float* x, size_t n, int width, f16* y, int* trouble) {
+    rounded(x, n, width, y, trouble);
+}
+extern "C" __global__ void round_bfloat16(const float* x, size_t n, int width, bf16* y, int* trouble) {
+    rounded(x, n, width, y, trouble);
+}
+
 // y = acc * (w_dequant_scale / x_quant_scale), (n, width): a quotient and a product, each rounded once.
 extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, const float* x_quant_scale, size_t n,
                                       int width, float* y) {
@@ -87,6 +102,11 @@ template <class T>
 __device__ inline void take(const T* table, const long long* ids, int width, float* y) {
     const T* from = table + (size_t)ids[blockIdx.x] * width;
     for (int i = threadIdx.x; i < width; i += blockDim.x) y[(size_t)blockIdx.x * width + i] = as_float(from[i]);
+}
+// The same rows of two tables: cos and sin, in one launch. Grid (rows, 2).
+extern "C" __global__ void take_rows_of_two(const float* first, const float* second, const long long* ids, int width,
+                                            float* y_first, float* y_second) {
+    take(blockIdx.y == 0 ? first : second, ids, width, blockIdx.y == 0 ? y_first : y_second);
 }
 extern "C" __global__ void take_rows_float32(const float* table, const long long* ids, int width, float* y) {
     take(table, ids, width, y);

@@ -3,6 +3,7 @@
 // This file reads top to bottom as an explanation: the layout, the plain version, and then the fast ones.
 #include "common.cuh"
 #include "mma.cuh"
+#include "stacked.cuh"
 
 // -- the layout -------------------------------------------------------------------------------------------------------
 //
@@ -73,14 +74,16 @@ __device__ __forceinline__ float scaled(int sum, float w_scale, float x_scale, b
 }
 
 /* What is left to do where several blocks have added to the sums. */
-extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, const float *w_scales,
-                                          const float *x_scales, const float *bias, float *y) {
+extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, int second, int third,
+                                          const float *w_scales, const float *x_scales, const float *bias, float *y) {
     let_next_kernel_start();
     wait_for_kernels_before();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
+    const long long token = index / rows;
     const int row = int(index % rows);
-    y[index] = scaled(sums[index], w_scales[row], x_scales[index / rows], bias != nullptr, bias ? bias[row] : 0.0f);
+    y[place_in_stack(token, row, tokens, rows, second, third)] =
+        scaled(sums[index], w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f);
 }
 
 // Parameters of the kernels 0 to 3:
@@ -89,14 +92,16 @@ extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows,
 //             not matter, since weights there are zeros
 //   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see above
 //   w_scales  (rows,) float32   x_scales (tokens,) float32   bias (rows,) float32 or null
+//   second, third  where the second and the third matrix of a stack begin, see stacked.cuh
 //   share     tiles along K of one block: the grid has ceil(tiles_k / share) blocks along K
 //   acc       (tokens, rows) int32, or null; where it is given nothing but the sums is written, and where the grid
 //             has several blocks along K (gridDim.y, or .z of the last kernel) they are *added* to what it holds
-//   y         (tokens, rows) float32, or null where acc is given
+//   y         (tokens, rows) float32 (of a stack: see stacked.cuh), or null where acc is given
 #define PARAMETERS                                                                                                    \
-    const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns, int share,        \
-        const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y
-#define ARGUMENTS x_q, x_stride, tiles, tokens, rows, columns, share, w_scales, x_scales, bias, acc, y
+    const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns, int second,       \
+        int third, int share, const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y
+#define ARGUMENTS                                                                                                     \
+    x_q, x_stride, tiles, tokens, rows, columns, second, third, share, w_scales, x_scales, bias, acc, y
 
 // -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
 
@@ -118,7 +123,8 @@ extern "C" __global__ void ternary_plain(PARAMETERS) {
     if (acc != nullptr)
         acc[index] = sum;
     else
-        y[index] = scaled(sum, w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f);
+        y[place_in_stack(token, row, tokens, rows, second, third)] =
+            scaled(sum, w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f);
 }
 
 // -- 1: one token, dp4a -----------------------------------------------------------------------------------------------
@@ -209,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     int sum = 0;
     for (int warp = 0; warp < warps; warp++) sum += partial[warp][threadIdx.x];
     sum >>= 6;
-    if (acc == nullptr)
+    if (acc == nullptr)  // of one token all results of a stack lie in the order of its rows
         y[mine.row] = scaled(sum, mine.w_scale, x_scale, bias != nullptr, mine.bias);
     else if (gridDim.y > 1)
         atomicAdd(acc + mine.row, sum);
@@ -298,7 +304,8 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
         for (int warp = 0; warp < warps; warp++) sum += partial[warp * TOKENS * TILE_ROWS + index];
         sum >>= 6;
         if (acc == nullptr)
-            y[place] = scaled(sum, mine.w_scale, x_scales[token], bias != nullptr, mine.bias);
+            y[place_in_stack(token, mine.row, tokens, rows, second, third)] =
+                scaled(sum, mine.w_scale, x_scales[token], bias != nullptr, mine.bias);
         else if (gridDim.y > 1)
             atomicAdd(acc + place, sum);
         else
@@ -422,7 +429,8 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     if (acc == nullptr)
         each([&](int row, int token, int sum) {
             const float b = bias != nullptr ? bias[row] : 0.0f;
-            y[(long long)token * rows + row] = scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b);
+            y[place_in_stack(token, row, tokens, rows, second, third)] =
+                scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b);
         });
     else if (gridDim.z > 1)
         each([&](int row, int token, int sum) { atomicAdd(acc + (long long)token * rows + row, sum); });

@@ -1,0 +1,123 @@
+"""Host side of `kernels/cuda/dense.cu`: matrices that are not quantised, on the device in 32 or 16 bits.
+
+Two ways to multiply. The kernel sums in one order for every token, whatever their number: it is the contract's, and
+what every step of decoding takes. It reads a matrix once for eight tokens, and knows no tensor core: a prompt of 2,048
+tokens through 1.1 billion weights are 4.5 TFLOP. So where the caller has asked for 16 bits, more tokens than a
+recorded step has go to cuBLAS (`Device.matmul_16`), their activations rounded to the same 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ...errors import ShapeError
+from ...weights import DenseWeight
+from .stacks import MOST_STACKED, Member, Stack, first_rows, split, starts_of
+from .workspace import Workspace
+
+FILE = "dense.cu"
+KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+BLOCK = 128
+BLOCK_ROWS = 16  # dense.cu: of a block, 4 warps of 4
+BITS_OF = {"float16": np.float16, "bfloat16": np.uint16}
+MOST_IN_ORDER = 64  # tokens: of more, a 16-bit product is cuBLAS's. A decoding step has no more (`MOST_REPLAYED`)
+
+
+@dataclass(eq=False)
+class DenseRows:
+    """What a kernel reads: a matrix, or several of one input on top of each other. `rows` moves when it is stacked."""
+
+    rows: Any  # (out, width) on the device; of bfloat16 the bits
+    kind: str  # float32, float16 or bfloat16
+    parts: tuple[int, ...] = ()  # of a stack: the rows of each matrix
+    member: Member | None = None  # where it lies in a stack
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceDense(DenseWeight):
+    """A dense matrix: `array` as the file has it, in the host's memory, and `rows`, the same on the device."""
+
+    placed: DenseRows | None = None
+
+    @property
+    def on_device(self) -> DenseRows:
+        assert self.placed is not None
+        return self.placed
+
+    @property
+    def rows(self) -> Any:
+        """(out, width) on the device"""
+        return self.on_device.rows
+
+    @property
+    def kind(self) -> str:
+        """What `rows` holds: float32, float16 or bfloat16 (as its bits)."""
+        return self.on_device.kind
+
+    @property
+    def member(self) -> Member | None:
+        return self.on_device.member
+
+
+class DenseKernels:
+    """The dense product on a device. precision: what matrices are kept in; float32 keeps them as their file does."""
+
+    def __init__(self, ws: Workspace, precision: str = "float32") -> None:
+        self._ws, self._precision = ws, precision
+
+    def prepare(self, w: DenseWeight) -> DeviceDense:
+        """A weight on the device, in the dtype of its file, or in the 16 bits that were asked for."""
+        kind = w.array.dtype.name if self._precision == "float32" else self._precision
+        kind = kind if kind in KINDS else "float32"
+        rows = self._ws.upload(w.array.astype(KINDS[kind], copy=False))
+        return DeviceDense(w.array, w.bias, DenseRows(rows, kind))
+
+    def can_stack(self, weights: Sequence[Any]) -> bool:
+        """Whether `stack` takes them: so many dense weights of one input and one dtype, in no stack yet."""
+        first = weights[0]
+        return (
+            2 <= len(weights) <= MOST_STACKED
+            and all(isinstance(w, DeviceDense) and w.member is None for w in weights)
+            and all(w.kind == first.kind and w.shape[1] == first.shape[1] for w in weights)
+        )
+
+    def stack(self, *weights: DeviceDense) -> Stack:
+        """Move them on top of each other; see stacks.py, and what `TernaryKernels.stack` says. Raises ShapeError."""
+        if not self.can_stack(weights):
+            got = ", ".join(f"{w.shape}" for w in weights)
+            raise ShapeError("stack", expected="two or three weights of one input and one dtype", got=got)
+        parts, width = tuple(w.shape[0] for w in weights), weights[0].shape[1]
+        rows = self._ws.make((sum(parts), width), weights[0].rows.dtype)
+        stack = Stack(DenseRows(rows, weights[0].kind, parts), parts)
+        for number, (w, start) in enumerate(zip(weights, stack.starts, strict=True)):
+            here = rows[start : start + w.shape[0]]
+            self._ws.device.copy(here, w.rows)
+            w.on_device.rows, w.on_device.member = here, Member(stack, number)
+        return stack
+
+    def matmul(self, x: Any, w: DenseRows) -> tuple[Any, ...]:
+        """x (N, width) float32 on the device -> (N, out) float32; of a stack each matrix's"""
+        (n, width), out = x.shape, len(w.rows)
+        parts = w.parts or (out,)
+        if n > MOST_IN_ORDER and w.kind == self._precision != "float32" and self._ws.device.can_matmul_16:
+            return self._matmul_16(x, w, parts)
+        y = self._ws.empty((n, out), np.float32)
+        tokens = 1 if n == 1 else 8
+        grid = (-(-out // BLOCK_ROWS), -(-n // tokens))
+        arguments = x, n, width, w.rows, out, *first_rows(w.parts, out), y
+        self._ws.launch(FILE, f"dense_{tokens}_{w.kind}", grid, BLOCK, *arguments)
+        return split(y, n, parts)
+
+    def _matmul_16(self, x: Any, w: DenseRows, parts: tuple[int, ...]) -> tuple[Any, ...]:
+        ws, (n, width) = self._ws, x.shape
+        rounded = ws.scratch((n, width), BITS_OF[w.kind])
+        ws.each("rows.cu", f"round_{w.kind}", n * width, x, np.uint64(n), width, rounded, ws.trouble)
+        ys = tuple(ws.empty((n, rows), np.float32) for rows in parts)
+        for y, start, rows in zip(ys, starts_of(parts), parts, strict=True):
+            ws.device.matmul_16(rounded, w.rows[start : start + rows], y, w.kind)
+        return ys
