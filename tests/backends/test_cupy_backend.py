@@ -152,8 +152,9 @@ def test_a_recorded_step_runs_no_python_of_the_model(monkeypatch):
     hidden, (found,) = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
     monkeypatch.undo()
     assert np.isfinite(hidden).all()
-    again, (expected,) = load(graphs=False).candidates(
-        TokenBatch.of([(0, 0, [3, 1, 4, 1, 8, 9])], [0]), load(graphs=False).new_cache(1, 8), [HeadNeed(1)]
+    eager = load(graphs=False)
+    again, (expected,) = eager.candidates(
+        TokenBatch.of([(0, 0, [3, 1, 4, 1, 8, 9])], [0]), eager.new_cache(1, 8), [HeadNeed(1)]
     )
     np.testing.assert_array_equal(hidden, again)
     np.testing.assert_array_equal(found.ids, expected.ids)
