@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_backend, choose_cache_dtype
+from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_cache_dtype
+from .backends.placement import Placement, opened, placed
 from .config import ModelConfig
 from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
@@ -70,6 +71,9 @@ def load(
     cache_dtype: str | None = None,
     head: str = "auto",
     memory_limit: int | str | None = None,
+    devices: int | Sequence[int] | None = None,
+    gpu_layers: int | str | None = None,
+    cache_tokens: int | None = None,
     allow_unquantized: bool = False,
     verify: bool = False,
     prepared: bool = False,
@@ -95,7 +99,12 @@ def load(
     head: "screened" (cython) takes greedy and top-k tokens from the few rows of the head that an int8 copy of it, with
         certain bounds, leaves in question: the same tokens, and half the head's bytes read, for half as many more
         held. "exact" computes every logit. "auto" screens a head of 16 MiB or more.
-    memory_limit: the most memory of the card that the model may take (cupy), in bytes or as "8GiB".
+    memory_limit: the most memory of the card, or of each, that the model may take (cupy), in bytes or as "8GiB".
+    devices: the card's number, or of several cards that share the layers by their bytes: [0, 1]. By default card 0.
+    gpu_layers: how many layers cards compute, or "all", or else OutOfMemory. By default as many as fit, beside a cache;
+        the others stay on the CPU, with a warning that says how many.
+    cache_tokens: for how many tokens of cache there is to be room on the cards; by default the model's context, and
+        4096 at most.
     allow_unquantized: load a bitnet checkpoint that has no quantization_config as a dense model.
     verify: also compare a native file's content with the hash it carries: the file is read twice.
     prepared: keep the weights as the backend lays them out (cython) in `.bitnet_ref` beside the model, and map them at
@@ -109,7 +118,8 @@ def load(
     Raises FormatError, ConfigError (a file is not what it should be), BackendUnavailable.
     """
     path = find_model(model)
-    chosen = choose_backend(backend, dtype=dtype, threads=threads, head=head, memory_limit=memory_limit)
+    where = Placement.of(devices, gpu_layers, cache_tokens)
+    chosen, *cards = opened(backend, where, memory_limit, dtype=dtype, threads=threads, head=head)
     choose_cache_dtype(chosen, cache_dtype)  # raises before anything is read
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
@@ -118,15 +128,17 @@ def load(
         if kept is not None and (found := kept.read()) is not None:
             return Model(*found, chosen, path, cache_dtype=cache_dtype)
         with open_checkpoint(path, options) as checkpoint:
-            weights = chosen.prepare_model(read_weights(checkpoint, progress, chosen.prepare))
+            be = placed([chosen, *cards], checkpoint, where, cache_dtype)
+            weights = be.prepare_model(read_weights(checkpoint, progress, be.prepare_for))
         if kept is not None:
             kept.write(checkpoint.config, weights)
-        return Model(checkpoint.config, weights, chosen, path, cache_dtype=cache_dtype)
+        return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype)
 
     if not share:
         return read()
-    how = sorted((key, str(value)) for key, value in vars(chosen).items() if not key.startswith("_"))
-    return shared((str(path), identity(path), chosen.name, tuple(how), options, cache_dtype, prepared), read)
+    plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
+    how = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), where, memory_limit
+    return shared((str(path), identity(path), how, options, cache_dtype, prepared), read)
 
 
 def load_engine(
@@ -141,9 +153,11 @@ def load_engine(
 
     config = EngineConfig.load() if config is None else config
     missing: BackendUnavailable | None = None
+    cards = {"devices": config.devices, "gpu_layers": config.gpu_layers, "cache_tokens": config.cache_tokens}
     for backend in (config.backend, *config.fallback):
+        on_cards = cards if backend in ("auto", "cupy") else {}
         try:
-            loaded = load(model, **{"memory_limit": config.memory_limit, **options, "backend": backend})
+            loaded = load(model, **{"memory_limit": config.memory_limit, **on_cards, **options, "backend": backend})
         except BackendUnavailable as error:
             missing = missing or error
             continue
@@ -174,7 +188,7 @@ class Model:
         cfg = self.config
         return (
             f"<bitnet_ref.Model {where}: {cfg.model_type}, {cfg.num_hidden_layers} layers of {cfg.hidden_size}, "
-            f"vocab {cfg.vocab_size}, backend {self.backend.name}{', screened head' * (self.head == 'screened')}>"
+            f"vocab {cfg.vocab_size}, backend {self.backend.summary}{', screened head' * (self.head == 'screened')}>"
         )
 
     @property

@@ -241,18 +241,25 @@ def _compiled_kernel() -> str:
 
 
 def _cuda_kernel() -> str:
-    """The card, or that it is emulated."""
+    """The cards, or that there is an emulated one."""
     from .backends import cuda
 
-    try:
-        device = cuda.open_device()
-    except BackendError as error:
-        return str(error)
-    if device.emulated:
-        return "CUDA kernels, emulated on the processor (BITNET_REF_CUDA=emulated): slow, for checking only"
-    major, minor = device.compute_capability
-    memory = device.memory().total / 2**30
-    return f"CUDA kernels on {device.name} (compute capability {major}.{minor}, {memory:.0f} GiB)"
+    cards = []
+    for index in range(max(1, cuda.device_count())):
+        try:
+            device = cuda.open_device(index)
+        except BackendError as error:
+            if index == 0:
+                return str(error)
+            cards.append(f"not card {index} ({error})")
+            continue
+        if device.emulated:
+            return "CUDA kernels, emulated on the processor (BITNET_REF_CUDA=emulated): slow, for checking only"
+        (major, minor), memory = device.compute_capability, device.memory().total / 2**30
+        cards.append(f"{device.name} (card {index}, compute capability {major}.{minor}, {memory:.0f} GiB)")
+    if len(cards) > 1:
+        cards.append("which share a model's layers with load(..., devices=[0, 1])")
+    return f"CUDA kernels on {', '.join(cards)}"
 
 
 def _methods() -> list[dict[str, Any]]:

@@ -125,6 +125,10 @@ class KVCache:
         return self.keys.dtype
 
     @property
+    def layers(self) -> int:
+        return len(self.keys)
+
+    @property
     def _pools(self) -> list[NDArray]:
         """All that is kept, each array (L, pages, page_size, ...)."""
         return [a for a in (self.keys, self.values, self.key_scales, self.value_scales) if a is not None]

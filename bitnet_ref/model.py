@@ -31,6 +31,7 @@ def final_hidden(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBat
     x = be.embed(w.embedding, batch.tokens)  # (N,) -> (N, D)
     rope = be.rope_tables(batch.positions, cfg.rope, cfg.head_dim)  # cos, sin: (N, d/2) each
     for index, layer in enumerate(w.layers):
+        x = be.at_layer(index, x)  # the same x; it only moves where layers are divided over several devices
         x = be.add(x, attention_block(be, x, layer, cfg, rope, batch, cache, index))  # (N, D)
         x = be.add(x, feed_forward(be, x, layer, cfg))  # (N, D)
     if batch.wanted is not None:

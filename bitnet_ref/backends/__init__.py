@@ -48,6 +48,7 @@ def choose_backend(
     threads: int | None = None,
     head: str = "auto",
     memory_limit: int | str | None = None,
+    device: int = 0,
 ) -> Backend:
     """The backend of that name, ready to use. "auto" takes the fastest that can run here and has the dtype.
 
@@ -55,14 +56,14 @@ def choose_backend(
     warns and goes on without it.
 
     head: "exact", "screened" (cython) or "auto"; see `CythonBackend.prepare_model`.
-    memory_limit: the most memory of the card (cupy), in bytes or as "8GiB".
+    memory_limit: the most memory of the card (cupy), in bytes or as "8GiB".  device: the card's number.
 
     Raises BackendUnavailable when a named backend cannot run here.
     """
     if name == "auto":
-        if (card := _card(dtype, threads, head, memory_limit)) is not None:
+        if (card := _card(dtype, threads, head, memory_limit, device)) is not None:
             return card
-        name = "cython" if dtype == "float32" and _why_not("cython") is None else "numpy"
+        name = choose_cpu(dtype)
     if name not in NAMES:
         raise BackendUnavailable(f"no backend is called {name!r}; there are: auto, {', '.join(NAMES)}")
     if reason := _why_not(name):
@@ -74,20 +75,25 @@ def choose_backend(
     if name == "cupy":
         from .cupy_backend import CupyBackend
 
-        return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit)
+        return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit, index=device)
     return Backend(dtype, threads, head=head)
 
 
-def _card(dtype: str, threads: int | None, head: str, memory_limit: int | str | None) -> Backend | None:
+def choose_cpu(dtype: str = "float32") -> str:
+    """The faster of the processor's backends that can run here and has the dtype."""
+    return "cython" if dtype == "float32" and _why_not("cython") is None else "numpy"
+
+
+def _card(dtype: str, threads: int | None, head: str, memory_limit: int | str | None, device: int) -> Backend | None:
     """The CuPy backend if "auto" should take it: there is a GPU, it has the dtype and the head, and it answers."""
     from . import cuda
 
-    if cuda.emulation_wanted() or dtype == "float64" or head == "screened" or cuda.why_unavailable() is not None:
+    if cuda.emulation_wanted() or dtype == "float64" or head == "screened" or cuda.why_unavailable(device) is not None:
         return None
     from .cupy_backend import CupyBackend
 
     try:
-        return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit)
+        return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit, index=device)
     except BackendError as error:
         warnings.warn(f"the GPU does not answer, and the processor computes instead: {error}", stacklevel=3)
         return None

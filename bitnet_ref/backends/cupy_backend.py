@@ -81,15 +81,19 @@ class CupyBackend(Backend):
         *,
         head: str = "auto",
         memory_limit: int | str | None = None,
+        index: int = 0,
         device: Device | None = None,
         graphs: bool = True,
     ) -> None:
-        """memory_limit: of the card's memory, bytes or "8GiB".  device: one that is open.  graphs: replay decoding."""
+        """memory_limit: of the card's memory, bytes or "8GiB".  index: the card's number.  device: one that is open.
+        graphs: replay decoding."""
         super().__init__(dtype, threads, head=head)
         self.precision = dtype  # of the cache, the head and dense matrices
         self.dtype = np.dtype(np.float32)  # of activations
         self.graphs = graphs
-        self.ws = Workspace(open_device(memory_limit=parse_bytes(memory_limit)) if device is None else device)
+        self.index = index
+        opened = open_device(index=index, memory_limit=parse_bytes(memory_limit)) if device is None else device
+        self.ws = Workspace(opened)
         self.rope_positions = RopeTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
         self._denses = DenseKernels(self.ws, dtype)
@@ -129,6 +133,10 @@ class CupyBackend(Backend):
 
     # -- around a pass -------------------------------------------------------------------------------------------------
 
+    @property
+    def summary(self) -> str:
+        return f"{self.name} on card {self.index}"
+
     def running(self) -> AbstractContextManager[Any]:
         return self._lock  # one stream, one set of buffers: passes of several threads take turns
 
@@ -152,6 +160,9 @@ class CupyBackend(Backend):
         if not isinstance(batch, DeviceBatch):
             self.rope_positions.reach = max(self.rope_positions.reach, batch.extent[1])
         return DeviceBatch.placed(self.ws, batch)
+
+    def from_host(self, array: NDArray) -> NDArray:
+        return self.ws.upload(array)
 
     def to_host(self, array: NDArray) -> NDArray:
         if not isinstance(array, DEFERRED) and not self.ws.holds(array):

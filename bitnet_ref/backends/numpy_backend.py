@@ -81,6 +81,10 @@ class Backend:
         """A linear's weight in the layout this backend computes from; called once for each, as the file is read."""
         return w
 
+    def prepare_for(self, layer: int | None) -> Callable[[LinearWeight], LinearWeight]:
+        """`prepare` of whoever computes that layer, or None: the head. It is this backend, unless it is a split one."""
+        return self.prepare
+
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
         """All of a model, each linear prepared, when it has been read: what a backend adds to it as a whole."""
         return w
@@ -102,6 +106,14 @@ class Backend:
         """The batch where this backend computes from it: on a card its arrays are device arrays. Here: as it is"""
         return batch
 
+    def at_layer(self, index: int, x: NDArray) -> NDArray:
+        """x (N, D), the input of that layer, where the layer is computed, as is what follows. Here: as it is"""
+        return x
+
+    def from_host(self, array: NDArray) -> NDArray:
+        """A NumPy array where this backend computes from it: on a card a copy. Here: as it is"""
+        return array
+
     def to_host(self, array: NDArray) -> NDArray:
         """What an operation gave, as a NumPy array. On a card this waits for it, and raises what has gone wrong there:
         NumericsError for NaN or Inf where the operations above raise it, DeviceError."""
@@ -118,6 +130,11 @@ class Backend:
 
     def close(self) -> None:
         """Give back what the backend holds outside this process's memory; it cannot compute after that"""
+
+    @property
+    def summary(self) -> str:
+        """What computes, in some words."""
+        return self.name
 
     def new_cache(
         self,

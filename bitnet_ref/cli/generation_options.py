@@ -17,7 +17,11 @@ HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or comp
 CACHE_HELP = "How keys and values are kept: the narrow ones change the logits (bench cache).  [default: --dtype]"
 OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
 OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or go on without the oldest tokens.  [default: error]"
-LOAD_OPTIONS = ("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized")
+GPU_LAYERS_HELP = "Layers that cards compute, or all; the CPU has the rest.  [default: as many as fit]"
+LOAD_OPTIONS = (
+    *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
+    *("devices", "gpu_layers", "memory_limit"),
+)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
@@ -44,6 +48,9 @@ def model_options(function: AnyFunction) -> AnyFunction:
         option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
         option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
         option("--prepared", is_flag=True, help="Keep the weights as computed beside the model; map them next time."),
+        option("--devices", metavar="N,N", callback=_numbers, help="Cards that share the layers.  [default: 0]"),
+        option("--gpu-layers", metavar="N", callback=_count, help=GPU_LAYERS_HELP),
+        option("--memory-limit", metavar="BYTES", help="Of each card's memory, like 8GiB.  [default: what is free]"),
         option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
     ]
     return apply_options(function, options)
@@ -102,6 +109,21 @@ def several_options(function: AnyFunction) -> AnyFunction:
 def given_only(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given, as keyword arguments."""
     return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    try:
+        return None if value is None else [int(number) for number in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"expected numbers of cards like 0,1, got {value!r}") from None
+
+
+def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value in (None, "all"):
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"expected a number of layers, or all, got {value!r}")
+    return int(value)
 
 
 def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, float] | None:

@@ -177,9 +177,12 @@ def norm_size(config: ModelConfig, name: str) -> int:
 
 
 def read_weights(
-    checkpoint: Checkpoint, progress: Progress | None = None, prepare: Prepare | None = None
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    prepare_for: Callable[[int | None], Prepare | None] = lambda layer: None,
 ) -> ModelWeights:
-    """All of a checkpoint. Each linear goes through `prepare` as soon as it is read: it is never held twice."""
+    """All of a checkpoint. Each linear goes through `prepare_for(its layer)` (None: the head; see
+    `Backend.prepare_for`) as soon as it is read: it is never held twice."""
     config = checkpoint.config
     total = part_count(config)
     counter = iter(range(1, total + 1))
@@ -190,10 +193,10 @@ def read_weights(
 
     embedding = checkpoint.embedding()
     done()
-    layers = tuple(read_layer(checkpoint, index, prepare, done) for index in range(config.num_hidden_layers))
+    layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
     final_norm = checkpoint.norm("final_norm")
     done()
-    head = read_head(checkpoint, embedding, prepare)
+    head = read_head(checkpoint, embedding, prepare_for(None))
     if not config.tie_word_embeddings:
         done()
     checkpoint.finish()

@@ -184,7 +184,7 @@ def load_hf_weights(
     uses is an error too, because it means that the config describes another model.
     """
     with HfCheckpoint(Path(path), config=config) as checkpoint:
-        return read_weights(checkpoint, progress, prepare)
+        return read_weights(checkpoint, progress, lambda layer: prepare)
 
 
 def hf_norm_names(name: str) -> list[str]:

@@ -262,6 +262,8 @@ def new_cache(model: Model, config: EngineConfig) -> KVCache:
     wanted = config.max_batch * -(-context // size)
     held, free = model.backend.memory()
     most = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
+    if most is not None and held is None and free is not None:  # of several memories: what is free is within the limit
+        most = free
     if config.cache_tokens is not None:
         pages = -(-config.cache_tokens // size)
     elif config.cache_bytes is not None:

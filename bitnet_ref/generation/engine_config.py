@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..backends import NAMES
-from ..errors import ConfigError, GenerationError
+from ..backends.placement import Placement
+from ..errors import BackendUnavailable, ConfigError, GenerationError
 from ..kv_dtypes import CACHE_DTYPES
 from .params import ALIASES, SamplingParams, is_int, is_real
 
@@ -46,6 +47,8 @@ class EngineConfig:
 
     Device (for `bitnet_ref.load_engine`):
     backend: as in `load`. fallback: backends to try, in order, when that one is not available here.
+    devices, gpu_layers: as in `load`: the cards that share the layers, and how many layers cards compute. Room is left
+        there for `cache_tokens`.
 
     What for:
     sampling: defaults of `SamplingParams` for requests that do not say.
@@ -66,6 +69,8 @@ class EngineConfig:
     memory_limit: int | None = None
     backend: str = "auto"
     fallback: tuple[str, ...] = ()
+    devices: tuple[int, ...] | None = None
+    gpu_layers: int | str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     timeline_steps: int = 2000
 
@@ -94,6 +99,12 @@ class EngineConfig:
         good = isinstance(fallback, list | tuple) and all(name in backends for name in fallback)
         _check(good, "fallback", f"a list of {', '.join(backends)}", fallback)
         object.__setattr__(self, "fallback", tuple(fallback))
+        try:
+            placement = Placement.of(self.devices, self.gpu_layers, None)
+        except BackendUnavailable as error:
+            name, _, message = str(error).partition(": ")
+            raise ConfigError(message, field=name) from error
+        object.__setattr__(self, "devices", placement.devices)
         dtype = self.cache_dtype
         _check(dtype is None or dtype in CACHE_DTYPES, "cache_dtype", f"one of {', '.join(CACHE_DTYPES)}", dtype)
         _check(isinstance(self.sampling, Mapping), "sampling", "a table of generation parameters", self.sampling)

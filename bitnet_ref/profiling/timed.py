@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,8 @@ from ..backends import Backend, ScreenedHead
 from ..kv_cache import TokenBatch
 
 # What is no operation on numbers. `running` is timed too, but as the step that holds the others.
-NOT_TIMED = frozenset({"prepare", "prepare_model", "place", "run", "new_cache", "synchronize", "running", "close"})
+NOT_TIMED = frozenset({"prepare", "prepare_for", "prepare_model", "place", "at_layer", "from_host", "run", "new_cache"})
+NOT_TIMED |= {"prepared_layout", "synchronize", "running", "close"}
 OPS = frozenset(
     name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
 ) - frozenset(NOT_TIMED)
@@ -122,13 +122,14 @@ def read_attention(calls: list[tuple[Any, ...]]) -> tuple[str, int]:
         if this_batch is not batch or this_window != window:  # the same for all layers
             batch, window = this_batch, this_window
             kind, seen = seen_by(batch, window)
-            nbytes = round(seen * cache.nbytes / math.prod(cache.keys.shape[:3]))  # a token's, of one layer
+            nbytes = round(seen * cache.bytes_per_token / cache.layers)
         calls[at] = (op, None, depth, start_s, end_s, nbytes)
     return kind, 0 if batch is None else len(batch)
 
 
 def seen_by(batch: TokenBatch, window: int | None) -> tuple[str, int]:
     """-> the kind of a batch, and how many past and present tokens it attends to, each counted once."""
+    batch = getattr(batch, "host", batch)  # where a backend has placed it elsewhere
     ends: dict[int, list[int]] = {}  # of each slot: first and last position, tokens
     for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
         end = ends.setdefault(slot, [position, position, 0])

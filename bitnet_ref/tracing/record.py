@@ -153,6 +153,12 @@ class Recorder(Backend):
         self._host_batch = batch
         return self.inner.place(batch)
 
+    def at_layer(self, index: int, x: NDArray) -> NDArray:
+        return self.inner.at_layer(index, x)
+
+    def from_host(self, array: NDArray) -> NDArray:
+        return self.inner.from_host(array)
+
     def to_host(self, array: NDArray) -> NDArray:
         return self.inner.to_host(array)
 

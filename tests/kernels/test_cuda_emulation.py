@@ -340,18 +340,18 @@ def test_old_builds_of_a_file_are_removed(tmp_path, monkeypatch):
     folder = tmp_path / "bitnet_ref" / "cuda"
     folder.mkdir(parents=True)
     (folder / "other.cu-0123.so").touch()
-    path, device = tmp_path / "some.cu", EmulatedDevice()
-    y = device.zeros(1, np.int32)
+    path = tmp_path / "some.cu"
     kernels = []
     for number in (1, 2):
         emulated_device.compiled.cache_clear()
         path.write_text(f'extern "C" __global__ void f(int *y) {{ y[0] = {number}; }}')
         emulated_device.flattened.cache_clear()
         device = EmulatedDevice()
-        kernels.append(device.kernel(str(path), "f"))
+        kernels.append((device, device.kernel(str(path), "f")))
         assert sorted(found.suffix for found in folder.glob("some.cu-*")) == [".so", ".txt"]
     assert (folder / "other.cu-0123.so").exists()
-    for number, kernel in enumerate(kernels, 1):
+    for number, (device, kernel) in enumerate(kernels, 1):
+        y = device.zeros(1, np.int32)
         kernel(1, 1, (y,))
         assert device.to_host(y).tolist() == [number]
     emulated_device.compiled.cache_clear()  # what is in this folder will not be there

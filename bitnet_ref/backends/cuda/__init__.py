@@ -7,8 +7,8 @@ import os
 from ...errors import BackendUnavailable
 from .device import Device, DeviceArray, Event, Graph, Kernel, MemoryInfo
 
-__all__ = ["Device", "DeviceArray", "Event", "Graph", "Kernel", "MemoryInfo", "emulation_wanted", "open_device"]
-__all__ += ["why_unavailable"]
+__all__ = ["Device", "DeviceArray", "Event", "Graph", "Kernel", "MemoryInfo", "device_count", "emulation_wanted"]
+__all__ += ["open_device", "why_unavailable"]
 
 VARIABLE = "BITNET_REF_CUDA"
 
@@ -30,6 +30,17 @@ def why_unavailable(index: int = 0) -> str | None:
     from . import cupy_device
 
     return cupy_device.why_unavailable(index)
+
+
+def device_count() -> int:
+    """How many GPUs `open_device` can be asked for; of the emulation there may be any number, and it counts as one."""
+    if why_unavailable() is not None:
+        return 0
+    if emulation_wanted():
+        return 1
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
 
 
 def open_device(index: int = 0, memory_limit: int | None = None) -> Device:

@@ -162,7 +162,7 @@ class CupyDevice(Device):
             stack.enter_context(self.stream)
             stack.enter_context(self.xp.cuda.using_allocator(self.pool.malloc))
             yield
-        self._peak = max(self._peak, self.pool.used_bytes())
+            self._peak = max(self._peak, self.pool.used_bytes())  # of the current device, so inside
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
         if self._capturing:
@@ -195,7 +195,7 @@ class CupyDevice(Device):
     def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
         import cupyx
 
-        with device_errors():
+        with device_errors(), self.gpu:
             return cupyx.empty_pinned(shape, dtype)
 
     # -- work ----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class CupyDevice(Device):
     def synchronize(self) -> None:
         if self._capturing:
             raise DeviceError("the device was waited for while a graph is captured")
-        with device_errors():
+        with device_errors(), self.gpu:
             self.stream.synchronize()
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ class CupyDevice(Device):
     def memory(self) -> MemoryInfo:
         with device_errors(), self.gpu:
             free, total = self.xp.cuda.runtime.memGetInfo()
-        used = self.pool.used_bytes()
+            used, held = self.pool.used_bytes(), self.pool.total_bytes()  # a pool counts for the current device
         self._peak = max(self._peak, used)
-        return MemoryInfo(total, free, used, self.pool.total_bytes(), self._peak, self._limit)
+        return MemoryInfo(total, free, used, held, self._peak, self._limit)
 
     def trim(self) -> None:
         with device_errors(), self.gpu:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ MULTIPROCESSORS = 132
 L2_BYTES = 60 << 20
 
 _KINDS = {"int32": "i", "uint32": "i", "float32": "f", "float64": "d", "int64": "l", "uint64": "l"}
+_numbers = itertools.count()  # of the devices
 _one_at_a_time = threading.Lock()  # a compiled file keeps the state of its launch in static variables
 
 
@@ -158,6 +160,7 @@ class EmulatedKernel:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem)
         plain = [plain_argument(value) for value in args]
+        self._device._check_own(self.name, *plain)
         found = "".join(map(_kind, plain))
         for place, (kind, value) in enumerate(zip(self.kinds, plain, strict=False)):
             if found[place] != kind and not (kind == "p" and isinstance(value, np.uint64)):
@@ -235,6 +238,7 @@ class EmulatedDevice(Device):
         self._limit, self._used, self._peak = memory_limit, 0, 0
         self._allocated, self._alive = 0, dict[int, tuple[int, int]]()  # number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
+        self.number = next(_numbers)
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
     def _do(self, call: Callable[[], object], *touched: Any) -> None:
@@ -253,6 +257,14 @@ class EmulatedDevice(Device):
         return next(found, None)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def _check_own(self, what: str, *values: Any) -> None:
+        """DeviceError for an array of another emulated device: what a card cannot reach, or only slowly."""
+        for value in values:
+            while isinstance(value, np.ndarray):
+                value = value.base
+            if (number := getattr(value, "device_number", self.number)) != self.number:
+                raise DeviceError(f"{what}: an array of emulated device {number}, asked for on device {self.number}")
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
         if self._recording is not None:
@@ -275,6 +287,7 @@ class EmulatedDevice(Device):
         self._used += size
         self._peak = max(self._peak, self._used)
         ctypes.memset(address, UNWRITTEN, size)
+        memory.device_number = self.number  # for `_check_own`
         return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
     def _release(self, number: int, place: int, size: int) -> None:
@@ -287,6 +300,7 @@ class EmulatedDevice(Device):
         self._do(lambda: ctypes.memset(address, byte, size), array)
 
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+        self._check_own("device copy", target, source)
         if target.shape != source.shape or target.dtype != source.dtype:
             got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
@@ -299,6 +313,7 @@ class EmulatedDevice(Device):
     def to_host(self, array: DeviceArray) -> NDArray:
         if self._recording is not None:
             raise DeviceError("an array was read while a graph is captured")
+        self._check_own("to_host", array)
         return np.array(array)
 
     def to_pinned(self, target: NDArray, source: DeviceArray) -> None:

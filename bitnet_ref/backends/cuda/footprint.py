@@ -1,0 +1,63 @@
+"""How many bytes of a card a model's layers take, told from its shape before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ...config import ModelConfig
+from .attention import CHUNK, LEAST_TABLE, SCORES_BYTES
+from .cache import KEPT_AS, ROUND_CAPACITY_TO
+from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS
+
+ALIGNED_TO = 512  # bytes: what CuPy's pool rounds every array up to
+PROMPT_TOKENS = 512  # of one pass: what an engine's step takes at most by default
+CHOSEN_FROM = 64  # tokens of a pass whose logits are wanted: an engine's batch
+
+Itemsize = Callable[[str], int | None]  # bytes of an element of a dense matrix on the card; None: it is ternary
+
+
+def weight_bytes(shape: tuple[int, int], itemsize: int | None, bias: bool) -> int:
+    """Of a linear (out, in): dense, or ternary in tiles with a scale a row."""
+    out, width = shape
+    vectors = aligned(4 * out) * (bias + (itemsize is None))
+    if itemsize is not None:
+        return aligned(out * width * itemsize) + vectors
+    return aligned(-(-out // TILE_ROWS) * -(-width // TILE_COLUMNS) * TILE_WORDS * 4) + vectors
+
+
+def layer_bytes(config: ModelConfig, itemsize: Itemsize) -> int:
+    """The weights of a layer. itemsize: by the names of `ModelConfig.linear_shapes`."""
+    total = 4 * aligned(4 * max(config.hidden_size, config.intermediate_size, config.query_size))  # norms
+    for name, shape in config.linear_shapes().items():
+        bias = config.attention_bias if name in ("q_proj", "k_proj", "v_proj", "o_proj") else config.mlp_bias
+        total += weight_bytes(shape, itemsize(name), bias)
+    return total
+
+
+def cache_bytes(config: ModelConfig, kind: str, tokens: int) -> int:
+    """The keys and values that one layer keeps of so many tokens."""
+    tokens = -(-tokens // ROUND_CAPACITY_TO) * ROUND_CAPACITY_TO
+    a_head = config.head_dim * np.dtype(KEPT_AS[kind]).itemsize + (4 if kind == "int8" else 0)
+    return 2 * aligned(tokens * config.num_key_value_heads * a_head)
+
+
+def working_bytes(config: ModelConfig, tokens: int) -> int:
+    """What a pass needs besides, whatever layers it runs: activations, attention's scores, logits, RoPE's tables.
+
+    tokens: of the longest text. A pass takes `PROMPT_TOKENS` of them at most; a longer one needs more.
+    """
+    n, heads, head_dim = min(tokens, PROMPT_TOKENS), config.num_attention_heads, config.head_dim
+    rows = 5 * config.hidden_size + 3 * config.query_size + 2 * config.kv_size + 3 * config.intermediate_size
+    stride = -(-tokens // CHUNK) * CHUNK
+    scores = min(SCORES_BYTES, n * heads * stride * 4)
+    parts = scores // CHUNK * head_dim * 2  # float64, one for each chunk of keys
+    tables = 2 * max(LEAST_TABLE, 1 << tokens.bit_length()) * head_dim // 2 * 4
+    logits = min(n, CHOSEN_FROM) * config.vocab_size * 4
+    return n * rows * 4 + scores + parts + tables + logits
+
+
+def aligned(nbytes: int) -> int:
+    """Rounded up to what the pool gives."""
+    return -(-nbytes // ALIGNED_TO) * ALIGNED_TO
