@@ -211,3 +211,13 @@ def run_sanitized(code: str, *arguments: str) -> subprocess.CompletedProcess[str
     env = {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+
+
+def put(index, value):
+    """A change of an array, or of bytes, in one place."""
+
+    def change(array):
+        array[index] = value
+        return array
+
+    return change

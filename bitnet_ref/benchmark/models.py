@@ -38,7 +38,6 @@ PROMPT_REPEATS = 3
 GREEDY = SamplingParams()
 PEAK_CALLS = 10  # of about 1 ms each
 STEPS_BETWEEN_READS = 4  # of decoding: the read empties the caches, which a small model lives in
-NO_SPEED = "the backend differs from the NumPy reference: no speed is reported"
 
 Progress = Callable[[int, int], object]
 

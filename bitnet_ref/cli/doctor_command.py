@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .shell import DIFFERS, common_options, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
     from ..doctor import BackendCheck, BackendState, Diagnosis
@@ -64,37 +65,41 @@ def draw(found: Diagnosis, out: Console) -> None:
     table.add_row("models", ", ".join(found.models))
     out.print(table)
 
-    out.print(Text("\nBackends", style="bold"))
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for backend in found.backends:
-        table.add_row(backend.name, *backend_in_words(backend))
-    out.print(table)
-
+    draw_section("Backends", [(backend.name, *backend_in_words(backend)) for backend in found.backends], out)
     if found.methods:
-        out.print(Text("\nMethods of the ternary product (cython)", style="bold"))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for _ in range(3):
-            table.add_column(overflow="fold")
-        for method in found.methods:
-            state = "taken" if method["chosen"] else "available" if method["reason"] is None else "not here"
-            style = "green" if method["chosen"] else "" if method["reason"] is None else "yellow"
-            table.add_row(
-                method["name"], Text(state, style=style), f"{method['summary']}; {method['reason'] or method['why']}"
-            )
-        out.print(table)
+        methods = [(method["name"], *method_in_words(method)) for method in found.methods]
+        draw_section("Methods of the ternary product (cython)", methods, out)
+    checks = [(check.backend, passed_in_words(check), check_in_words(check)) for check in found.checks]
+    draw_section("Self-check: the shipped model, computed on each backend", checks, out)
 
-    out.print(Text("\nSelf-check: the shipped model, computed on each backend", style="bold"))
+
+def draw_section(title: str, rows: Iterable[tuple[RenderableType, ...]], out: Console) -> None:
+    """A title, and rows of a name, a state and what there is to say."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for check in found.checks:
-        verdict = Text("passed", style="green") if check.passed else Text("FAILED", style="bold red")
-        table.add_row(check.backend, verdict, check_in_words(check))
+    for row in rows:
+        table.add_row(*row)
+    out.print(Text(f"\n{title}", style="bold"))
     out.print(table)
+
+
+def method_in_words(method: dict[str, Any]) -> tuple[Text, str]:
+    from rich.text import Text
+
+    state = "taken" if method["chosen"] else "available" if method["reason"] is None else "not here"
+    style = "green" if method["chosen"] else "" if method["reason"] is None else "yellow"
+    return Text(state, style=style), f"{method['summary']}; {method['reason'] or method['why']}"
+
+
+def passed_in_words(check: BackendCheck) -> Text:
+    from rich.text import Text
+
+    return Text("passed", style="green") if check.passed else Text("FAILED", style="bold red")
 
 
 def extension_in_words(found: Diagnosis) -> str:

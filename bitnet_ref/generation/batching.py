@@ -4,8 +4,9 @@ Requests join and leave the running batch at any step, and prefill and decode sh
 is paged and shared (PagedAttention, arXiv 2309.06180). By the model's batch invariance every request gets the tokens,
 texts and log probabilities that it gets alone, whatever else runs.
 
-Who does what: `scheduler.py` decides who takes part in a step, `pages.py` which page holds what, `worker.py` is the
-thread that computes, `tickets.py` what a request's user holds of it. Here is the face.
+Who does what: `scheduler.py` decides who takes part in a step, `pages.py` which page holds what, `step.py` computes it,
+`worker.py` is the thread that does one after the other, `tickets.py` what a request's user holds of it. Here is the
+face.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from .metrics import EngineMetrics
 from .params import SamplingParams
 from .results import Generation
 from .sequence import Request
+from .step import StepRecord
 from .tickets import RequestHandle, RequestState, Ticket
-from .worker import StepRecord, Worker
+from .worker import Worker
 
 if TYPE_CHECKING:
     from ..api import Model

@@ -177,11 +177,6 @@ class SamplingParams:
         """The parameter that the text must match, if there is one, and its value."""
         return {name: value for name in GUIDES if (value := getattr(self, name)) not in (None, ())}
 
-    @property
-    def room_for(self) -> int:
-        """Sequences that each prompt needs in the cache."""
-        return max(self.n, self.num_beams)
-
     @classmethod
     def of(cls, **params: Any) -> SamplingParams:
         """From keyword arguments. An unknown name is refused with the nearest right one (GenerationError)."""

@@ -1,7 +1,7 @@
 """The engine's thread: takes requests in, plans a step, computes it, hands out the tokens, again and again.
 
 It alone touches the cache, the scheduler and the rows. Other threads leave requests and wishes to cancel, and take
-chunks out. A failure of the model fails the requests of that step; one in a request's own functions fails that request.
+chunks out. What a step computes is in `step.py`.
 """
 
 from __future__ import annotations
@@ -10,46 +10,21 @@ import heapq
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from numpy.typing import NDArray
-
-from ..backends import Backend, HeadCandidates, HeadNeed
 from ..errors import EngineClosed, GenerationError, QueueFull, RequestTimeout
-from ..kv_cache import NO_PAGE, KVCache, TokenBatch, TokenIds
+from ..kv_cache import KVCache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .results import StreamChunk
-from .scheduler import Job, Piece, Plan, Scheduler
-from .sequence import Continuation
+from .scheduler import Plan, Scheduler
+from .step import Stepper, StepRecord, part_of, ticket_of
 from .tickets import Outbox, RequestState, Ticket, cancelled, wake_all
 
 if TYPE_CHECKING:
     from ..api import Model
-
-
-class Part(NamedTuple):
-    """What one request did in a step: its number, its slot, "prefill" or "decode", and how many tokens."""
-
-    request_id: int
-    slot: int
-    kind: str
-    tokens: int
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step of the engine. `start_s` on the clock of `time.perf_counter`."""
-
-    number: int
-    start_s: float
-    seconds: float
-    parts: tuple[Part, ...]
-    waiting: int  # requests that had no place
 
 
 class Worker:
@@ -61,6 +36,7 @@ class Worker:
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
         self._scheduler = Scheduler(self.pool, config.max_batch, config.max_batch_tokens, config.priority_wait_s)
+        self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._tell)
         self._process = os.getpid()
         self._changed = Condition()  # guards what follows
         self._arrived: list[Ticket] = []
@@ -198,7 +174,7 @@ class Worker:
         if plan.pieces:
             start = time.perf_counter()
             self._begin(plan, start)
-            self._step(plan)
+            self._stepper.run(plan)
             self._record(plan, start)
         elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
             raise RuntimeError(f"there are {jobs} sequences to run, and none of them can")
@@ -216,7 +192,7 @@ class Worker:
     def _begin(self, plan: Plan, now: float) -> None:
         """Note the first step of each request."""
         for piece in plan.pieces:
-            ticket = _ticket(piece.job)
+            ticket = ticket_of(piece.job)
             if ticket.began_s is None:
                 ticket.began_s = now
                 with self._changed:
@@ -224,98 +200,6 @@ class Worker:
                 self.metrics.add("prompt_tokens", ticket.stats.prompt_tokens)
                 self.metrics.observe("request_queue_time_seconds", now - ticket.arrival_s)
                 ticket.stats.cached_tokens = piece.job.cached
-
-    def _step(self, plan: Plan) -> None:
-        asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
-        pieces = [piece for piece in plan.pieces if not _ticket(piece.job).ended]
-        needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
-        if not pieces:
-            return
-        try:
-            hidden, found = self._forward(plan.copies, pieces, needs)
-        except Exception as error:
-            self._fail(pieces, error)
-            return
-        for job, _, start, count, _ in pieces:
-            job.row.computed = start + count
-            assert job.lease is not None
-            if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
-                job.lease.commit(job.row.context, job.row.computed)
-        ends = [piece.job for piece in pieces if piece.ends]
-        for job, x, candidates in zip(ends, hidden, found, strict=True):
-            self._accept(job, x, candidates)
-
-    def _ask(self, job: Job) -> HeadNeed | None:
-        """What the row needs of the head. None, and the request has failed, where its own rules do."""
-        try:
-            return _row(job).needs()
-        except Exception as error:
-            self._end(_ticket(job), _own_fault(_ticket(job), error), "error")
-            return None
-
-    def _forward(
-        self,
-        copies: Sequence[tuple[int, int]],
-        pieces: Sequence[Piece],
-        needs: Sequence[HeadNeed],
-    ) -> tuple[NDArray, list[HeadCandidates]]:
-        """The pieces through the model; the last tokens of those that end, through the head."""
-        cache = self.cache
-        cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
-        parts: list[tuple[int, int, TokenIds]] = []
-        for job, slot, start, count, _ in pieces:
-            lease = job.lease
-            assert lease is not None
-            if lease.changed:
-                cache.page_table[slot, : len(lease.pages)] = lease.pages
-                cache.page_table[slot, len(lease.pages) :] = NO_PAGE
-                lease.changed = False
-            parts.append((slot, start, job.row.context[start : start + count]))
-        wanted = [index for index, piece in enumerate(pieces) if piece.ends]
-        return self.model.candidates(TokenBatch.of(parts, logits_of_last=wanted), cache, needs)
-
-    def _accept(self, job: Job, x: NDArray, candidates: HeadCandidates) -> None:
-        """One more token of a job, if its request is still wanted."""
-        ticket, row = _ticket(job), _row(job)
-        if ticket.ended:  # by a fault of another of its n rows
-            return
-        if not row.chunks and job is ticket.jobs[0]:
-            self._fork(ticket)
-        try:
-            chunk = row.accept(x, candidates, ticket.stats)
-        except Exception as error:
-            self._end(ticket, _own_fault(ticket, error), "error")
-            return
-        now = time.perf_counter()
-        if ticket.first_token_s is None:
-            assert ticket.began_s is not None
-            ticket.first_token_s = now
-            ticket.stats.prefill_s = now - ticket.began_s
-            self.metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
-        elif ticket.streams:
-            self.metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
-        if len(row.chunks) > 1:
-            ticket.stats.decode_tokens += 1
-        ticket.last_token_s = now
-        ticket.stats.decode_s = now - ticket.first_token_s
-        if ticket.streams:
-            self._news.append((ticket.outbox, chunk))
-        if row.computed == 0:  # tokens were dropped, by its `overflow`
-            self._scheduler.restart(job)
-        if chunk.finish_reason is not None:
-            self._scheduler.remove(job)
-            if all(each.finished for each in ticket.rows):
-                self._end(ticket, None, chunk.finish_reason)
-
-    def _fork(self, ticket: Ticket) -> None:
-        """The prompt is computed: the other n - 1 rows go on from the same pages. They compute its last token again,
-        for its logits."""
-        lease = ticket.jobs[0].lease
-        assert lease is not None
-        for job in ticket.jobs[1:]:
-            job.lease = lease.fork()
-            job.row.computed = job.row.context_tokens - 1
-            self._scheduler.add(job)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -333,21 +217,11 @@ class Worker:
         self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
         if error is not None:
             ticket.outbox.error = error
-        self._news.append((ticket.outbox, None))
+        self._tell(ticket.outbox, None)
 
-    def _fail(self, pieces: Sequence[Piece], error: Exception) -> None:
-        """The model failed in a step."""
-        self.metrics.add("engine_faults")
-        tickets = {_ticket(piece.job): None for piece in pieces}
-        where = _failed_op(error)
-        for ticket in tickets:
-            message = (
-                f"request {ticket.number} failed with the {len(tickets)} requests of its step, after "
-                f"{ticket.stats.generated_tokens} tokens{where}: {type(error).__name__}: {error}"
-            )
-            failure = GenerationError(message)
-            failure.__cause__ = error
-            self._end(ticket, failure, "error")
+    def _tell(self, outbox: Outbox, chunk: StreamChunk | None) -> None:
+        """Something for a reader, which gets it when the step is over; None: that is all."""
+        self._news.append((outbox, chunk))
 
     def _hand_out(self) -> None:
         """Give the readers their chunks and ends, all at once: a reader that wakes takes the interpreter's lock."""
@@ -367,41 +241,5 @@ class Worker:
         metrics.counters["prefix_cache_queries"] = scheduler.asked_tokens
         metrics.counters["prefix_cache_hits"] = scheduler.cached_tokens
         if self.config.timeline_steps:
-            parts = tuple(_part(piece) for piece in plan.pieces)
+            parts = tuple(part_of(piece) for piece in plan.pieces)
             self.timeline.append(StepRecord(metrics.counters["engine_steps"], start, seconds, parts, self._in_queue))
-
-
-def _part(piece: Piece) -> Part:
-    decodes = piece.tokens == 1 and len(_row(piece.job).chunks) > 1  # the newest is of this step
-    return Part(_ticket(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
-
-
-def _ticket(job: Job) -> Ticket:
-    assert isinstance(job.owner, Ticket)
-    return job.owner
-
-
-def _row(job: Job) -> Continuation:
-    assert isinstance(job.row, Continuation)
-    return job.row
-
-
-def _own_fault(ticket: Ticket, error: Exception) -> GenerationError:
-    """What the request's own functions, rules or grammar raised."""
-    failure = GenerationError(
-        f"request {ticket.number} failed in choosing token {ticket.stats.generated_tokens + 1}, by its own "
-        f"parameters: {type(error).__name__}: {error}"
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _failed_op(error: BaseException) -> str:
-    """ " in attention", by the backend's method that the exception left last."""
-    op, traceback = "", error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if isinstance(frame.f_locals.get("self", frame.f_locals.get("be")), Backend):
-            op = f", in {frame.f_code.co_name}"
-        traceback = traceback.tb_next
-    return op

@@ -5,14 +5,13 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
 COUNTS = {"config": 60, "weights": 50, "index": 40, "tokenizer": 25, "gguf": 40, "native": 50, "onnx": 40}
-FORKED_COUNTS = {"gguf": 300, "weights": 300, "onnx": 300}
+FORKED_KINDS, FORKED_COUNT = ("gguf", "weights", "onnx"), 100
 OURS = {"FormatError", "ConfigError", "NumericsError", "TokenizerError", "GenerationError", "OutOfMemory"}
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limits of a forked child are Linux's")
 
@@ -57,20 +56,25 @@ def test_mutants_with_every_backend(kind):
 
 
 @needs_linux
-@pytest.mark.parametrize("kind", FORKED_COUNTS)
+@pytest.mark.parametrize("kind", FORKED_KINDS)
 def test_mutants_within_their_limits(kind, tmp_path):
     """Each in a child with 5 CPU-seconds and 1 GiB beyond the files' size: a model or one of our errors."""
+    run_forked(kind, 100_000, FORKED_COUNT, tmp_path)
+
+
+@needs_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORKED_KINDS)
+def test_more_mutants_within_their_limits(kind, tmp_path):
+    run_forked(kind, 100_000 + FORKED_COUNT, 10 * FORKED_COUNT, tmp_path)
+
+
+def run_forked(kind, first, count, folder):
     needs_package(kind)
-    half, outcomes = FORKED_COUNTS[kind] // 2, Counter()
-
-    def run(first):
-        return run_campaign("--forked", kind, first, first + half, "--keep", tmp_path, timeout_s=600)[-1]
-
-    with ThreadPoolExecutor(2) as pool:  # one process a core
-        for last in pool.map(run, (100_000, 100_000 + half)):
-            assert (last["done"], last["finds"]) == (half, [])
-            outcomes += Counter(last["outcomes"])
-    assert outcomes.total() == 2 * half
+    last = run_campaign("--forked", kind, first, first + count, "--keep", folder, timeout_s=600)[-1]
+    assert (last["done"], last["finds"]) == (count, [])
+    outcomes = Counter(last["outcomes"])
+    assert outcomes.total() == count
     check_variety(outcomes)
 
 

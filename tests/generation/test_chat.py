@@ -2,7 +2,6 @@
 
 import os
 import signal
-import weakref
 
 import pytest
 from helpers import chat_folder
@@ -127,16 +126,7 @@ def test_what_a_session_refuses(talker):
 # -- what is left of a generation that was broken off ------------------------------------------------------------------
 
 
-def test_a_closed_generator_frees_its_cache_at_once(monkeypatch):
-    caches = []
-    new_cache = bitnet_ref.Model.new_cache
-
-    def watched(self, *args, **kwargs):
-        cache = new_cache(self, *args, **kwargs)
-        caches.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr(bitnet_ref.Model, "new_cache", watched)
+def test_a_closed_generator_frees_its_cache_at_once(caches):
     story = bitnet_ref.load()
     stream = story.stream("Alice", max_tokens=50)
     next(stream)

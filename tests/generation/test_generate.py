@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, model
 
-import bitnet_ref
 from bitnet_ref.errors import GenerationError, TokenizerError
 from bitnet_ref.weights import TernaryWeight
 
@@ -63,16 +61,7 @@ def test_stream_is_generate_in_pieces(story):
     assert stream.stats.prompt_tokens == len(out.prompt_token_ids)
 
 
-def test_closing_a_stream_cancels_and_frees_the_cache(story, monkeypatch):
-    caches = []
-    new_cache = bitnet_ref.Model.new_cache
-
-    def watched(self, *args, **kwargs):
-        cache = new_cache(self, *args, **kwargs)
-        caches.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr(bitnet_ref.Model, "new_cache", watched)
+def test_closing_a_stream_cancels_and_frees_the_cache(story, caches):
     stream = story.stream("Alice", max_tokens=50)
     next(stream)
     stream.close()

@@ -84,12 +84,16 @@ def test_equal_pages_become_one():
     pool.check([one, two])
 
 
-def test_writing_to_a_shared_page_copies_it_first():
+def forked(tokens):
+    """(pool, a lease with all the tokens, its fork)"""
     pool = PagePool(8, SIZE)
-    tokens = ids(*range(6))
     lease = pool.open(tokens)
     fill(lease, tokens)
-    child = lease.fork()
+    return pool, lease, lease.fork()
+
+
+def test_writing_to_a_shared_page_copies_it_first():
+    pool, lease, child = forked(ids(*range(6)))
     assert pool.in_use == 2
     assert child.missing(5, 6) == 1
     (source, copy), *more = child.reserve(5, 6)
@@ -100,11 +104,8 @@ def test_writing_to_a_shared_page_copies_it_first():
 
 
 def test_a_full_page_is_copied_too_and_found_equal_afterwards():
-    pool = PagePool(8, SIZE)
     tokens = ids(*range(8))
-    lease = pool.open(tokens)
-    fill(lease, tokens)
-    child = lease.fork()
+    pool, lease, child = forked(tokens)
     assert len(child.reserve(7, 8)) == 1
     child.commit(tokens, 8)
     assert child.pages == lease.pages

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import BITNET, DATA, GOLDEN, TINY, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, GOLDEN, TINY, put, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.api import ASSETS
@@ -68,14 +68,6 @@ def changed(path, source, values=None, drop=(), data=None, types=None):
         ]
         write_gguf(path, typed, kept)
     return path
-
-
-def put(index, value):
-    def change(raw):
-        raw[index] = value
-        return raw
-
-    return change
 
 
 # -- what it says of good files ----------------------------------------------------------------------------------------

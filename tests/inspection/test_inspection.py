@@ -7,7 +7,17 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, safetensors_bytes, tiny_tensors, write_checkpoint, write_shards
+from helpers import (
+    BITNET,
+    GOLDEN,
+    GOLDEN_CASES,
+    TINY,
+    put,
+    safetensors_bytes,
+    tiny_tensors,
+    write_checkpoint,
+    write_shards,
+)
 
 import bitnet_ref
 from bitnet_ref.api import ASSETS
@@ -130,14 +140,6 @@ def changed(config=BITNET, **changes):
         return write_checkpoint(folder, config, {name: array for name, array in tensors.items() if array is not None})
 
     return build
-
-
-def put(index, value):
-    def change(array):
-        array[index] = value
-        return array
-
-    return change
 
 
 def with_config(change, config=BITNET):

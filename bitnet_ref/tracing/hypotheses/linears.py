@@ -73,9 +73,6 @@ def _(s: Setting) -> Setting | None:
     return _scales(s, lambda _, w: ml_dtypes.bfloat16(w.w_dequant_scale))
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
-
-
 def _row_scales(s: Setting, scales_of: Callable[[tuple[TernaryWeight, ...]], Sequence[NDArray]]) -> Setting | None:
     """q, k and v with a scale for each row, as scales_of(their weights) says."""
     scales: dict[int, NDArray] = {}

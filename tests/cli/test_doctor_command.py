@@ -1,0 +1,77 @@
+"""bitnet-ref doctor: the installation, and each backend against the reference."""
+
+import importlib.metadata
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cli_runs import invoke, invoke_json
+from click.testing import CliRunner
+
+import bitnet_ref
+from bitnet_ref import doctor
+from bitnet_ref.cli import cli
+from bitnet_ref.doctor import check_backend
+from bitnet_ref.threads import resolve_threads
+from bitnet_ref.weights import TernaryWeight
+
+
+def test_doctor_json():
+    found = invoke_json("doctor")
+    available = bitnet_ref.available_backends()
+    assert {b["name"]: b["reason"] for b in found["backends"]} == available
+    assert [c["backend"] for c in found["checks"]] == [name for name, reason in available.items() if reason is None]
+    assert found["healthy"] is True
+    for check in found["checks"]:
+        assert check["matrices"] == 42
+        assert check["accumulators"] > 10_000
+        assert (check["unequal"], check["passed"], check["error"]) == (0, True, None)
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["versions"]["click"] == importlib.metadata.version("click")
+    assert found["models"] == ["storyteller"]
+    assert found["memory_total"] >= found["memory_available"] > 0
+    assert found["threads"] == resolve_threads()
+    assert [method["name"] for method in found["methods"] if method["chosen"]] == (
+        ["2-bit"] if available["cython"] is None else []
+    )
+
+
+def test_doctor_shows_an_impossible_thread_count_and_computes_all_the_same():
+    result = CliRunner().invoke(cli, ["doctor"], env={"BITNET_REF_NUM_THREADS": "none"})
+    assert result.exit_code == 0
+    for words in ("BITNET_REF_NUM_THREADS", "storyteller", "accumulators exact", "Backends", np.__version__):
+        assert words in result.stdout
+    assert "FAILED" not in result.stdout
+
+
+def test_doctor_notices_wrong_logits():
+    model = bitnet_ref.load(backend="numpy", threads=1)
+    tokens = [1, 3797, 537]
+    truth = model.logits(tokens)
+    assert check_backend("numpy", model, tokens, truth, 1e-4, threads=1).passed
+    wrong = truth.copy()
+    wrong[1, 7] += 1e-3
+    check = check_backend("numpy", model, tokens, wrong, 1e-4, threads=1)
+    assert not check.passed
+    assert check.logits_error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_doctor_notices_wrong_accumulators():
+    model = bitnet_ref.load(backend="numpy", threads=1)
+    w_t = model.weights.layers[2].up_proj.ternary()
+    w_t[5] = 1 - np.abs(w_t[5])  # one row of one matrix
+    scale = model.weights.layers[2].up_proj.w_dequant_scale
+    layers = list(model.weights.layers)
+    layers[2] = replace(layers[2], up_proj=TernaryWeight.from_ternary(w_t, scale))
+    exact = bitnet_ref.Model(model.config, replace(model.weights, layers=tuple(layers)), model.backend, model.path)
+    tokens = [1, 3797, 537]
+    check = check_backend("numpy", exact, tokens, model.logits(tokens), 1e-4, threads=1)
+    assert not check.passed
+    assert 1 <= check.unequal <= 3  # one accumulator of each token
+
+
+def test_doctor_fails_when_a_backend_differs(monkeypatch):
+    monkeypatch.setattr(doctor, "LOGITS_FLOOR", -1.0)  # no computation is that good
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout

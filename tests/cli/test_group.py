@@ -1,0 +1,152 @@
+"""The shell interface as a whole: help, errors, exit codes, streams."""
+
+import subprocess
+
+import click
+import numpy as np
+import pytest
+from cli_runs import FAST, invoke, invoke_json, needs_cython, process
+from click.testing import CliRunner
+from helpers import BITNET, DATA, GOLDEN, run_python, tiny_tensors, write_checkpoint
+
+import bitnet_ref
+from bitnet_ref import errors
+from bitnet_ref.cli import cli
+from bitnet_ref.cli.shell import Interface
+
+
+def test_version_and_help():
+    assert invoke("--version").stdout.split()[-1] == bitnet_ref.__version__
+    for command in ([], *([name] for name in cli.commands)):
+        for flag in ("--help", "-h"):
+            result = invoke(*command, flag)
+            assert result.exit_code == 0
+            assert "--debug" in result.stdout
+            assert "--json" in result.stdout
+    models = ["pull", "list", "rm", "convert", "crossval"]
+    assert list(cli.commands) == ["generate", "chat", "inspect", *models, "bench", "doctor", "lab"]
+
+
+@pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])
+def test_runs_as_a_module(module):
+    child = process("--version", module=module, stdout=subprocess.PIPE)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (0, b"")
+    assert out.decode().startswith("bitnet-ref, version")
+
+
+def test_imports_little():
+    code = "import sys, json; import bitnet_ref; first = set(sys.modules); import bitnet_ref.cli\n"
+    code += "names = ['click', 'rich', 'jinja2', 'sentencepiece', 'tokenizers', 'readline']\n"
+    code += "print(json.dumps([[n in first for n in names], [n in sys.modules for n in names]]))"
+    package, shell = run_python(code)
+    assert package == [False] * 6
+    assert shell == [True] + [False] * 5
+
+
+FAMILIES = [
+    (errors.GenerationError("x"), 2),
+    (errors.ShapeError("op", expected="a", got="b"), 2),
+    (errors.ConfigError("of an argument"), 2),
+    (errors.ConfigError("of a file", path="config.json"), 3),
+    (errors.FormatError("x"), 3),
+    (errors.TokenizerError("x"), 3),
+    (errors.NumericsError("x", tensor="blocks.0.hook_resid_pre"), 3),
+    (errors.BackendError("x"), 4),
+    (errors.BackendUnavailable("x"), 4),
+    (errors.DeviceError("x"), 4),
+    (errors.OutOfMemory("x"), 4),
+    (MemoryError(), 4),
+    (KeyboardInterrupt(), 130),
+    (BrokenPipeError(), 0),
+    (ZeroDivisionError("a bug"), 70),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), FAMILIES, ids=lambda value: type(value).__name__)
+def test_exit_codes(error, code):
+    @click.group(cls=Interface)
+    def group():
+        pass
+
+    @group.command()
+    def fail():
+        raise error
+
+    result = CliRunner().invoke(group, ["fail"])
+    assert result.exit_code == code
+    assert ("error:" in result.stderr) == (code not in (0, 130))
+    assert ("Traceback" in result.stderr) == (code == 70)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("generate", "x", "--model", "no/such/model"), 3, "no/such/model: no such file or folder"),
+        (("generate", "x", "--model", "storytelling"), 3, "there is: storyteller"),
+        (("generate", "x", "--temperature", "-1"), 2, "temperature: expected a number >= 0, got -1.0"),
+        (("generate", "x", "--max-tokens", "1000"), 2, "the model's context is 256"),
+        pytest.param(
+            ("generate", "x", "--backend", "cython", "--dtype", "float64"), 2, "dtype float32", marks=needs_cython
+        ),
+        (("generate", "1 x", "--raw-ids"), 2, "expected token ids"),
+        (("generate", "4096", "--raw-ids"), 2, "token id 4096"),
+        (("generate", "x", "--model", GOLDEN / "llama-dense"), 3, "--raw-ids"),
+        (("inspect", DATA / "make_golden.py"), 3, "other formats are not read"),
+    ],
+)
+def test_errors_are_one_message(args, code, words):
+    result = invoke(*args)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert words in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    facts = invoke_json(*args, code=code)["error"]
+    assert words in facts["message"]
+    assert issubclass(getattr(errors, facts["type"]), errors.BitNetRefError)
+
+
+def test_json_errors_carry_the_place(tmp_path):
+    tensors = tiny_tensors(BITNET)
+    tensors["model.norm.weight"][2] = np.float32("nan")
+    folder = write_checkpoint(tmp_path / "m", BITNET, tensors)
+    facts = invoke_json("generate", "1 2", "--raw-ids", "--model", folder, *FAST, code=3)["error"]
+    assert facts["type"] == "FormatError"
+    assert facts["path"] == str(folder / "model.safetensors")
+    assert facts["field"] == "model.norm.weight"
+    assert facts["offset"] > 8
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("generate", "x", "--tempature", "1"), "--temperature"),
+        (("generate",), "PROMPT"),
+        (("generate", "x", "--threads", "0"), "--threads"),
+        (("generate", "x", "--backend", "gpu"), "cython"),
+        (("transmogrify",), "transmogrify"),
+    ],
+)
+def test_wrong_usage(args, words):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_unavailable_backend():
+    reasons = {name: reason for name, reason in bitnet_ref.available_backends().items() if reason is not None}
+    for name, reason in reasons.items():
+        result = invoke("generate", "x", "--backend", name)
+        assert result.exit_code == 4
+        assert reason in result.stderr
+    result = CliRunner().invoke(cli, ["generate", "x"], env={"BITNET_REF_NUM_THREADS": "many"})
+    assert result.exit_code == 4
+    assert "BITNET_REF_NUM_THREADS" in result.stderr
+
+
+@pytest.mark.parametrize("args", [("--debug", "inspect", "nothing"), ("inspect", "nothing", "--debug")])
+def test_debug_shows_the_traceback(args):
+    result = invoke(*args)
+    assert result.exit_code == 3
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: nothing")

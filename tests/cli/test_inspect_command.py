@@ -1,0 +1,101 @@
+"""bitnet-ref inspect: what is said of a file."""
+
+import json
+import shutil
+
+import pytest
+from cli_runs import invoke, invoke_json
+from click.testing import CliRunner
+from helpers import BITNET, DATA, GOLDEN, tiny_tensors, write_checkpoint
+
+from bitnet_ref.cli import cli
+from bitnet_ref.inspection import inspect_model
+
+
+def test_inspect_shows_the_facts():
+    result = invoke("inspect", "storyteller")
+    assert result.exit_code == 0
+    for words in (
+        "2B-4T",
+        "5,776,640",
+        "multiply by it",
+        "relu2",
+        "RoPE theta 10000",
+        "256 tokens",
+        "down_proj",
+        "63.6%",
+    ):
+        assert words in result.stdout
+    assert result.stdout.endswith("Nothing odd about it.\n")
+    assert not any(line.endswith(" ") for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_inspect_fits_the_width(columns):
+    result = CliRunner().invoke(cli, ["inspect", str(GOLDEN / "bitnet-packed-offline")], env={"COLUMNS": str(columns)})
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= columns for line in lines[1:])  # the first is the path, which is never cut
+    assert not any("…" in line for line in lines)
+    assert sum(line.startswith(("q_proj", "down_proj")) for line in lines) == 2
+
+
+def test_inspect_json_equals_the_library():
+    found = inspect_model("storyteller")
+    assert invoke_json("inspect", "storyteller") == json.loads(json.dumps(found.to_dict()))
+
+
+def test_inspect_of_a_broken_model(tmp_path):
+    tensors = tiny_tensors(BITNET)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 3] = 0xFF
+    folder = write_checkpoint(tmp_path / "m", BITNET, tensors)
+    result = invoke("inspect", folder)
+    assert result.exit_code == 3
+    assert "model.layers.1.mlp.up_proj.weight: holds the invalid ternary code 3" in " ".join(result.stdout.split())
+    assert "gate_proj" in result.stdout
+    facts = invoke_json("inspect", folder, code=3)
+    assert facts["findings"][0]["severity"] == "error"
+
+
+def test_inspect_lists_a_plain_file(tmp_path):
+    file = tmp_path / "plain.safetensors"
+    shutil.copy(GOLDEN / "llama-dense" / "golden.safetensors", file)
+    result = invoke("inspect", file)
+    assert result.exit_code == 0
+    for words in ("without a config.json", "logits64", "F64", "tokens", "I32"):
+        assert words in result.stdout
+    assert invoke_json("inspect", file)["header_only"] is True
+
+
+def test_inspect_of_a_gguf():
+    path = DATA / "gguf" / "i2_s.gguf"
+    result = invoke("inspect", path)
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    for words in (
+        "GGUF version 3, architecture bitnet-b1.58",
+        "dialect: bitnet.cpp",
+        "I2_S layout: x86 assumed",
+        "the architecture bitnet-b1.58 means it",
+        "--i2s-layout",
+    ):
+        assert words in text
+    facts = invoke_json("inspect", path, "--i2s-layout", "x86")
+    assert (facts["kind"], facts["architecture"], len(facts["ternary"])) == ("gguf-i2_s", "bitnet-b1.58", 14)
+    assert facts["evidence"][1] == "I2_S layout: x86, as it was asked for"
+
+
+def test_inspect_one_tensor():
+    result = invoke("inspect", "storyteller", "--tensor", "blocks.2.mlp.down_proj")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("blocks.2.mlp.down_proj: 256 x 768, ternary (hf-packed)\n-1: 32.5%, 0: 35.1%")
+    facts = invoke_json("inspect", "storyteller", "--tensor", "model.layers.2.mlp.down_proj.weight")
+    assert facts["name"] == "blocks.2.mlp.down_proj"
+    assert sum(facts["shares"]) == pytest.approx(1)
+    assert [(rows["from"], rows["to"]) for rows in facts["rows"]][-1] == (224, 256)
+
+
+def test_inspect_no_such_tensor():
+    result = invoke("inspect", "storyteller", "--tensor", "blocks.2.mlp.down_prj")
+    assert result.exit_code == 2
+    assert "near it are" in result.stderr
+    assert "blocks.2.mlp.down_proj" in result.stderr

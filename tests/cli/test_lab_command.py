@@ -1,0 +1,70 @@
+"""bitnet-ref lab: the notebooks, copied and opened."""
+
+import sys
+
+import pytest
+from cli_runs import invoke, invoke_json
+
+from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
+from bitnet_ref.cli.shell import size_in_words
+
+
+def test_lab_copies_the_notebooks(tmp_path):
+    target = tmp_path / "mine"
+    facts = invoke_json("lab", "--no-launch", "--dir", target)
+    source = find_notebooks()
+    notebooks = sorted(file.name for file in source.glob("*.ipynb"))
+    assert notebooks
+    assert set(notebooks) <= set(facts["copied"])
+    for name in notebooks:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    (target / notebooks[0]).write_text("my own work")
+    facts = invoke_json("lab", "--no-launch", "--dir", target)
+    assert (facts["kept"], facts["copied"], facts["launched"]) == ([notebooks[0]], [], False)
+    result = invoke("lab", "--no-launch", "--dir", target)
+    assert f"kept   {target / notebooks[0]}" in result.stdout
+    assert (target / notebooks[0]).read_text() == "my own work"
+    assert invoke_json("lab", "--no-launch", "--dir", target, "--force")["copied"] == [notebooks[0]]
+    assert (target / notebooks[0]).read_bytes() == (source / notebooks[0]).read_bytes()
+
+
+def test_lab_copies_only_what_a_reader_needs(tmp_path):
+    source = tmp_path / "source"
+    (source / ".ipynb_checkpoints").mkdir(parents=True)
+    for name in ("01.ipynb", "plots.py", "junk.bin", ".ipynb_checkpoints/01.ipynb"):
+        (source / name).write_text(name)
+    done = copy_notebooks(source, tmp_path / "target")
+    assert done == (["01.ipynb", "plots.py"], [], [])
+    assert copy_notebooks(source, tmp_path / "target").unchanged == ["01.ipynb", "plots.py"]
+
+
+def test_lab_finds_installed_and_checked_out_notebooks(tmp_path):
+    package = tmp_path / "bitnet_ref"
+    assert find_notebooks(package) is None
+    for folder in (tmp_path / "notebooks", package / "notebooks"):  # the second wins
+        folder.mkdir(parents=True)
+        (folder / "01.ipynb").write_text("{}")
+        assert find_notebooks(package) == folder
+
+
+def test_lab_without_jupyterlab(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)  # what the import system sees when it is not installed
+    result = invoke("lab", "--dir", tmp_path / "nb")
+    assert result.exit_code == 4
+    assert 'pip install "bitnet-ref[notebooks]"' in result.stderr
+    assert "copied" in result.stdout
+    assert invoke_json("lab", "--dir", tmp_path / "nb", code=4)["launched"] is False
+
+
+def test_lab_into_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert invoke("lab", "--no-launch", "--dir", tmp_path / "file").exit_code == 2
+    assert invoke("lab", "--no-launch", "--dir", tmp_path / "file" / "below").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(0, "0 bytes"), (168, "168 bytes"), (1536, "1.5 KB"), (1023, "1.0 KB"), (5 << 30, "5.0 GB"), (1 << 50, "1024 TB")],
+)
+def test_sizes_in_words(nbytes, words):
+    assert size_in_words(nbytes) == words

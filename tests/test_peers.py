@@ -1,0 +1,116 @@
+"""bench model --versus: the same shape in other programs."""
+
+import json
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from bench_runs import (
+    TINY,
+)
+from click.testing import CliRunner
+
+import bitnet_ref
+from bitnet_ref import benchmark
+from bitnet_ref.benchmark.peers import Peer, peer_config
+from bitnet_ref.benchmark.random_file import write_random_gguf
+from bitnet_ref.cli import bench_model, cli
+from bitnet_ref.errors import BackendError, BackendUnavailable
+
+
+def test_the_shell_knows_the_peers():
+    assert set(bench_model.PEER_NAMES) == set(benchmark.PEERS)
+
+
+def test_a_peer_is_asked_for_the_same_shape():
+    asked = peer_config(TINY)
+    assert (asked["hidden_size"], asked["num_key_value_heads"], asked["hidden_act"]) == (16, 2, "relu2")
+    assert asked["tie_word_embeddings"] is True
+    assert "sliding_window" not in asked
+    assert peer_config(replace(TINY, model_type="mistral", sliding_window=4))["sliding_window"] == 4
+    json.dumps(asked)
+
+
+@pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")
+def test_a_peer_that_is_not_installed_costs_one_line():
+    with pytest.raises(BackendUnavailable, match="pip install torch transformers"):
+        benchmark.measure_peer("transformers", TINY, 3, 2)
+    arguments = ["bench", "model", "--prompt", "3", "--new", "2", "--versus", "transformers"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0
+    assert "versus transformers" in done.output
+    assert "pip install torch transformers" in " ".join(done.output.split())
+    told = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
+    assert "pip install" in told["versus"]["transformers"]
+
+
+def test_a_file_of_random_weights_is_a_model(tmp_path):
+    """What llama.cpp is given, read by our own reader: the shape, each plane drawn apart, and the gate that it has."""
+    config = replace(TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    write_random_gguf(config, path := tmp_path / "model.gguf")
+    model = bitnet_ref.load(path, backend="numpy")
+    assert model.config.linear_shapes() == config.linear_shapes()
+    assert (model.config.num_hidden_layers, model.config.activation) == (config.num_hidden_layers, "silu")
+    planes = [w.ternary() for _, w in model.weights.layers[0].linears()]
+    assert not np.array_equal(planes[0], planes[3])
+    assert 0.25 < np.mean(planes[0] == 0) < 0.42
+    assert np.isfinite(model.logits([1, 2, 3])).all()
+
+
+def test_a_shape_that_a_peer_cannot_hold_costs_one_line(tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text("print('{}')")
+    monkeypatch.setitem(benchmark.PEERS, "blocks", Peer(str(tmp_path / "peer.py"), "pip install it", gguf="tq2_0"))
+    with pytest.raises(BackendError, match="blocks of 256 inputs"):
+        benchmark.measure_peer("blocks", TINY, 3, 2)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed")
+def test_llama_cpp_that_is_not_installed_writes_no_file(monkeypatch):
+    monkeypatch.setattr("bitnet_ref.benchmark.peers.write_random_gguf", pytest.fail)
+    with pytest.raises(BackendUnavailable, match="pip install llama-cpp-python"):
+        benchmark.measure_peer("llama-cpp-python", TINY, 3, 2)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+def test_llama_cpp_is_measured():
+    config = replace(TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    found = benchmark.measure_peer("llama-cpp-python", config, 5, 3)
+    assert found.prompt_tokens_per_s > 0
+    assert found.decode.repetitions == 3
+
+
+@pytest.mark.skipif(find_spec("transformers") is None or find_spec("torch") is None, reason="needs transformers")
+def test_transformers_is_measured():
+    found = benchmark.measure_peer("transformers", TINY, 5, 3)
+    assert found.prompt_tokens_per_s > 0
+    assert found.decode.repetitions == 3
+    assert found.peak_memory_bytes > 0
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("raise SystemExit('too little memory')", "too little memory"),
+        ("print('no JSON')", "JSONDecodeError"),
+        ("", "IndexError"),
+    ],
+)
+def test_a_peer_that_fails_says_why(script, why, tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text(script)
+    monkeypatch.setitem(benchmark.PEERS, "broken", Peer(str(tmp_path / "peer.py"), "pip install it"))
+    with pytest.raises(BackendError, match=why):
+        benchmark.measure_peer("broken", TINY, 3, 2)
+
+
+def test_what_a_peer_prints_becomes_its_speeds(tmp_path, monkeypatch):
+    """The ratio of times that a script gives; a Python that is not there is named."""
+    times = {"version": "1", "weights": "w", "prompt_s": [2, 1], "decode_s": [0.5, 0.25, 1], "peak_memory_bytes": 7}
+    (tmp_path / "peer.py").write_text(f"print('loading'); print({json.dumps(times)!r})")
+    monkeypatch.setitem(benchmark.PEERS, "fixed", Peer(str(tmp_path / "peer.py"), "pip install it"))
+    found = benchmark.measure_peer("fixed", TINY, 10, 3, threads=2, python=sys.executable)
+    assert (found.prompt_tokens_per_s, found.decode_tokens_per_s, found.decode.median_s) == (10, 4, 0.5)
+    with pytest.raises(BackendError, match="no-such-python"):
+        benchmark.measure_peer("fixed", TINY, python="no-such-python")
