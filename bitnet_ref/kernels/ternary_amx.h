@@ -1,10 +1,12 @@
 /* The ternary product with AMX: one instruction multiplies a tile of 16 tokens x 64 columns by a tile of 64 columns x 16
  * rows: 16,384 int8 products, added by fours into 16 x 16 lanes of int32.
  *
- * Plain version: ternary_scalar.h. PROVEN BY EMULATION ONLY, NOT TIMED: no processor with AMX was at hand when this was
- * written. tests/kernels runs this text over tiles in plain C that check all that the manual asks of a configuration
- * (amx_emulated.h), and looks for the instructions in the built extension. The lines of assembly below and the question
- * to the Linux kernel have not run. No figure here is a measurement.
+ * Plain version: ternary_scalar.h. RUN ON EMULATORS ONLY, NOT TIMED: no processor with AMX was at hand. All of this file,
+ * the instructions and the question to the kernel too, ran equal to the plain version on Bochs 3.0's Sapphire Rapids under
+ * Linux 6.12 (tests/kernels/amx_machine.py; with bochs.patch, for that Bochs has AMX faults, which are mended by the manual
+ * as this was written by it). The suite runs this text over tiles in plain C that check all that the manual asks of a
+ * configuration (amx_emulated.h), and looks for the instructions in the built extension. No figure here is a measurement:
+ * those in cycles are of Intel's optimisation manual.
  *
  * The operands, in the terms of the instruction (C += A B, A signed, B unsigned: tdpbsud):
  *   A  16 tokens, 64 activations each: read from x as it lies, rows x_stride apart.
@@ -12,7 +14,8 @@
  *      2-bit field of a panel's vector gives, and how avx512_unpack stores it. So nothing is shuffled for the tiles.
  *   C  16 tokens x 16 rows: written to acc as it lies, tokens acc_stride apart.
  * Eight tile registers: 2 x 2 sums (32 tokens x 32 rows), 2 of tokens, 2 of rows. A step of 64 columns is 4 loads and 4
- *   products; a product keeps the unit busy for 16 cycles, a load from L1 for 8, so loads are hidden.
+ *   products; a product keeps the unit busy for 16 cycles, a load from L1 for 8, so loads are hidden. Its sum comes after
+ *   52, so there must be four in turn: 16 tokens or fewer go against all 64 rows (`amx_few`), 5 loads and 4 products.
  * Columns come in chunks of AMX_K = 1024: the panel's part is unpacked to bytes (64 KB, in L2) once for all tokens, the
  *   sums are loaded and stored once a chunk, 16 products later. Unpacking is about a cycle for 64 weights: as much as the
  *   products of 16 tokens, a fifth of the whole at 64 tokens.
@@ -56,55 +59,74 @@ static inline void amx_release(void) { __asm__ volatile("tilerelease" ::: "memor
 #endif
 
 /* Tiles 0-3: sums, [tokens 0-15 or 16-31][rows 0-15 or 16-31]. 4, 5: those tokens. 6, 7: those rows.
- * `tokens` of 1 to 32, `columns` a multiple of 4 to 64. With 16 tokens or fewer, tiles 2, 3 and 5 are not there. */
+ * With 16 tokens or fewer, 0-3: sums, of all 64 rows. 4: the tokens. 5, 6, 7: rows, in turn.
+ * `tokens` of 1 to 32, `columns` a multiple of 4 to 64. */
 static inline void amx_shape(size_t tokens, size_t columns) {
     amx_config config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
-    const size_t first = tokens < AMX_ROWS ? tokens : AMX_ROWS, second = tokens - first;
+    const int few = tokens <= AMX_ROWS;
+    const size_t first = few ? tokens : AMX_ROWS, second = few ? tokens : tokens - AMX_ROWS;
     for (int tile = 0; tile < 8; tile++) {
-        const size_t rows = tile >= 6 ? columns / 4 : tile == 4 || tile < 2 ? first : second;
+        const int is_tokens = tile == 4 || (tile == 5 && !few);
+        const size_t rows = tile > 4 && !is_tokens ? columns / 4 : tile == 4 || tile < 2 ? first : second;
         config.rows[tile] = (uint8_t)rows;
-        config.colsb[tile] = (uint16_t)(!rows ? 0 : tile == 4 || tile == 5 ? columns : 64);
+        config.colsb[tile] = (uint16_t)(is_tokens ? columns : 64);
     }
     amx_configure(&config);
 }
 
-/* n_steps steps of `columns` columns: up to 32 tokens against 32 rows of unpacked columns. The configuration is for them. */
+/* n_steps steps of `columns` columns: 17 to 32 tokens against 32 rows of unpacked columns. The configuration is theirs. */
 static inline void amx_tile(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                            size_t tokens, int32_t *acc, size_t acc_stride) {
+                            int32_t *acc, size_t acc_stride) {
     const size_t acc_bytes = acc_stride * sizeof *acc;
     const int8_t *x1 = x + AMX_ROWS * x_stride;
     int32_t *acc1 = acc + AMX_ROWS * acc_stride;
     AMX_LOAD(0, acc, acc_bytes);
     AMX_LOAD(1, acc + 16, acc_bytes);
-    if (tokens > AMX_ROWS) {
-        AMX_LOAD(2, acc1, acc_bytes);
-        AMX_LOAD(3, acc1 + 16, acc_bytes);
-        for (size_t step = 0; step < n_steps; step++) {
-            const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
-            AMX_LOAD(4, x + step * columns, x_stride);
-            AMX_LOAD(6, b, BLOCK_BYTES);
-            AMX_DOT(0, 4, 6);
-            AMX_LOAD(7, b + VECTOR_BYTES, BLOCK_BYTES);
-            AMX_DOT(1, 4, 7);
-            AMX_LOAD(5, x1 + step * columns, x_stride);
-            AMX_DOT(2, 5, 6);
-            AMX_DOT(3, 5, 7);
-        }
-        AMX_STORE(2, acc1, acc_bytes);
-        AMX_STORE(3, acc1 + 16, acc_bytes);
-    } else
-        for (size_t step = 0; step < n_steps; step++) {
-            const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
-            AMX_LOAD(4, x + step * columns, x_stride);
-            AMX_LOAD(6, b, BLOCK_BYTES);
-            AMX_DOT(0, 4, 6);
-            AMX_LOAD(7, b + VECTOR_BYTES, BLOCK_BYTES);
-            AMX_DOT(1, 4, 7);
-        }
+    AMX_LOAD(2, acc1, acc_bytes);
+    AMX_LOAD(3, acc1 + 16, acc_bytes);
+    for (size_t step = 0; step < n_steps; step++) {
+        const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
+        AMX_LOAD(4, x + step * columns, x_stride);
+        AMX_LOAD(6, b, BLOCK_BYTES);
+        AMX_DOT(0, 4, 6);
+        AMX_LOAD(7, b + VECTOR_BYTES, BLOCK_BYTES);
+        AMX_DOT(1, 4, 7);
+        AMX_LOAD(5, x1 + step * columns, x_stride);
+        AMX_DOT(2, 5, 6);
+        AMX_DOT(3, 5, 7);
+    }
     AMX_STORE(0, acc, acc_bytes);
     AMX_STORE(1, acc + 16, acc_bytes);
+    AMX_STORE(2, acc1, acc_bytes);
+    AMX_STORE(3, acc1 + 16, acc_bytes);
+}
+
+/* n_steps steps of `columns` columns: 1 to 16 tokens against 64 rows. The configuration is theirs. */
+static inline void amx_few(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
+                           int32_t *acc, size_t acc_stride) {
+    const size_t acc_bytes = acc_stride * sizeof *acc;
+    AMX_LOAD(0, acc, acc_bytes);
+    AMX_LOAD(1, acc + 16, acc_bytes);
+    AMX_LOAD(2, acc + 32, acc_bytes);
+    AMX_LOAD(3, acc + 48, acc_bytes);
+    for (size_t step = 0; step < n_steps; step++) {
+        const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
+        AMX_LOAD(4, x + step * columns, x_stride);
+        AMX_LOAD(5, b, BLOCK_BYTES);
+        AMX_DOT(0, 4, 5);
+        AMX_LOAD(6, b + VECTOR_BYTES, BLOCK_BYTES);
+        AMX_DOT(1, 4, 6);
+        AMX_LOAD(7, b + 2 * VECTOR_BYTES, BLOCK_BYTES);
+        AMX_DOT(2, 4, 7);
+        AMX_LOAD(5, b + 3 * VECTOR_BYTES, BLOCK_BYTES);
+        AMX_DOT(3, 4, 5);
+    }
+    AMX_STORE(0, acc, acc_bytes);
+    AMX_STORE(1, acc + 16, acc_bytes);
+    AMX_STORE(2, acc + 32, acc_bytes);
+    AMX_STORE(3, acc + 48, acc_bytes);
 }
 
 /* All M tokens against the chunk's steps of one width: full pairs first, then the tokens left over */
@@ -113,9 +135,12 @@ static inline void amx_steps(const uint8_t *bytes, size_t n_steps, size_t column
     for (size_t m = 0; m < M; m += AMX_PAIR) {
         const size_t tokens = M - m < AMX_PAIR ? M - m : AMX_PAIR;
         if (m == 0 || tokens != AMX_PAIR) amx_shape(tokens, columns);
-        for (size_t half = 0; half < 2; half++)
-            amx_tile(bytes + half * 2 * VECTOR_BYTES, n_steps, columns, x + m * x_stride, x_stride, tokens,
-                     acc + m * acc_stride + half * 32, acc_stride);
+        if (tokens <= AMX_ROWS)
+            amx_few(bytes, n_steps, columns, x + m * x_stride, x_stride, acc + m * acc_stride, acc_stride);
+        else
+            for (size_t half = 0; half < 2; half++)
+                amx_tile(bytes + half * 2 * VECTOR_BYTES, n_steps, columns, x + m * x_stride, x_stride,
+                         acc + m * acc_stride + half * 32, acc_stride);
     }
 }
 
@@ -150,11 +175,13 @@ AVX512_TARGET static void ternary_panel_amx(const uint8_t *panel, size_t n_block
 
 #if !defined(BITNET_REF_AMX_EMULATED)
 #include <cpuid.h>
+#include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-/* NULL when this process may use the tiles. The Linux kernel gives their 8 KB of state only to a process that asks. */
+/* NULL when this process may use the tiles. The Linux kernel gives their 8 KB of state only to a process that asks: once,
+ * for all threads, those to come, and children that are forked. Not where a thread's signal stack could not hold them. */
 static const char *amx_lacks(void) {
 #if !defined(BITNET_REF_AMX_EMULATED)
     enum { OSXSAVE = 1 << 27, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, XCR0_TILES = 3 << 17 };
@@ -169,7 +196,9 @@ static const char *amx_lacks(void) {
     if (!__get_cpuid_count(0x1D, 1, &a, &b, &c, &d) || a >> 16 != 1024 || b != (8u << 16 | 64) || (c & 0xFFFF) != 16)
         return "the processor's AMX tiles are not 8 of 16 rows by 64 bytes";
     if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) != 0)
-        return "the Linux kernel does not permit AMX (it needs 5.16 or later)";
+        return errno == ENOSPC ? "a thread's signal stack (sigaltstack) has no room for AMX's tiles: it must hold "
+                                 "sysconf(_SC_MINSIGSTKSZ) bytes and more"
+                               : "the Linux kernel does not permit AMX (it needs 5.16 or later)";
 #endif
     return NULL;
 }

@@ -1,4 +1,6 @@
-"""The C kernels by themselves: built with each compiler at hand, for 64-bit Arm under an emulator, under sanitizers."""
+"""The C kernels by themselves: built with each compiler at hand, for 64-bit Arm under an emulator, under sanitizers.
+
+AMX's instructions run in amx_machine.py, which no test starts: it builds a whole machine."""
 
 import platform
 import re
@@ -56,6 +58,20 @@ def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
     if "avx512: 30 rounds" in done.stdout:  # which both stand on
         assert "amx: 30 rounds, all equal" in done.stdout
         assert "avxvnni: 30 rounds, all equal" in done.stdout
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="x86-64 Linux only")
+def test_what_linux_asks_of_a_program_with_tiles(tmp_path):
+    """Where there are tiles. Elsewhere: that the program builds, and says what is missing."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed")
+    program = tmp_path / "check_amx_linux"
+    source = SOURCE.with_name("check_amx_linux.c")
+    flags = [flag for flag in FLAGS if flag not in (str(SOURCE), "-lm", "-DBITNET_REF_AMX_EMULATED")]
+    subprocess.run(["gcc", "-O2", "-pthread", *flags, str(source), "-lm", "-o", str(program)], check=True)
+    done = subprocess.run([str(program), "50"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all equal" in done.stdout or "not run: the processor has no A" in done.stdout
 
 
 # What each set is for, in the mnemonics of objdump. AVX-VNNI's vpdpbusd is a VEX instruction.
