@@ -1,32 +1,17 @@
 """bench model: a model by the name of its shape, and what its prompt is measured against."""
 
 import json
-from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
+from bench_runs import NO_CYTHON, SMALL, TINY
+from bench_runs import invoke as invoke_bench
 from helpers import BITNET, write_checkpoint
 
-import bitnet_ref
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend, cython_backend
 from bitnet_ref.benchmark.ceiling import INSTRUCTIONS, peak_of
-from bitnet_ref.cli import cli
 
-NO_CYTHON = bitnet_ref.available_backends()["cython"]
-TINY = replace(
-    benchmark.SHAPES["2b-4t"],
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    max_position_embeddings=64,
-)
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense
-SMALL = 1 << 16
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +21,7 @@ def small_reader(monkeypatch):
 
 
 def invoke(*args):
-    return CliRunner().invoke(cli, ["bench", "model", *map(str, args), "--prompt", "4", "--new", "2", "--threads", "1"])
+    return invoke_bench("model", *args, "--prompt", "4", "--new", "2", "--threads", "1")
 
 
 @pytest.mark.parametrize("name", ["2b4t", "2b-4t", "2B-4T"])
@@ -75,7 +60,7 @@ def test_a_prompt_without_a_known_instruction_has_no_bound():
     assert peak_of(Backend(threads=1)) is None
 
 
-@pytest.mark.skipif(NO_CYTHON is not None, reason=str(NO_CYTHON))
+@pytest.mark.skipif(NO_CYTHON, reason="no extension here")
 def test_a_prompt_is_bound_by_the_rate_of_the_product_instruction():
     sets = [name for name, why in cython_backend.simd_variants().items() if why is None and name in INSTRUCTIONS]
     if not sets:

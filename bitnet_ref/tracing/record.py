@@ -17,6 +17,7 @@ that it is given. Names are TransformerLens's, without a batch axis, plus BitNet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -162,16 +163,8 @@ class Recorder(Backend):
     def to_host(self, array: NDArray) -> NDArray:
         return self.inner.to_host(array)
 
-    def new_cache(
-        self,
-        config: ModelConfig,
-        slots: int,
-        capacity: int,
-        dtype: str | None = None,
-        page_size: int | None = None,
-        pages: int | None = None,
-    ) -> KVCache:
-        return self.inner.new_cache(config, slots, capacity, dtype, page_size, pages)
+    def new_cache(self, *args: Any, **kwargs: Any) -> KVCache:
+        return self.inner.new_cache(*args, **kwargs)
 
     # -- primitives, each passed on and kept ---------------------------------------------------------------------------
 
