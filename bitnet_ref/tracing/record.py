@@ -17,8 +17,8 @@ that it is given. Names are TransformerLens's, without a batch axis, plus BitNet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
