@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
+DATA = (TESTS / "data" / "storyteller", ROOT / "bitnet_ref" / "assets")
 opened: set[str] = set()
 
 
@@ -24,7 +25,9 @@ def files_in_use() -> list[str]:
         line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
     }
     modules = {module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-    paths = opened | mapped | modules | {os.path.realpath(path) for path in mapped}
+    # what a library opens by itself, unseen
+    data = {str(path) for folder in DATA for path in folder.rglob("*")}
+    paths = opened | data | mapped | modules | {os.path.realpath(path) for path in mapped}
     return sorted(path for path in paths if os.path.isfile(path) and not path.startswith(("/proc/", "/sys/", "/dev/")))
 
 

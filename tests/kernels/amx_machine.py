@@ -122,10 +122,9 @@ def python_files(root: Path, folder: Path) -> str:
             copy_in(path, root)
     folders = sorted({str(Path(line).parent) for line in record.read_text().splitlines() if ".so" in Path(line).name})
     libraries = ":".join(folder for folder in folders if "site-packages" not in folder)
-    return (
-        f"PYTHONHOME={sys.base_prefix} PYTHONPATH={':'.join(p for p in sys.path if p)} LD_LIBRARY_PATH={libraries} "
-        + (f"BITNET_REF_SIMD=amx {Path(sys.executable).resolve()} {guest}")
-    )
+    path = ":".join(entry for entry in sys.path if os.path.exists(entry))
+    variables = f"PYTHONHOME={sys.base_prefix} PYTHONPATH={path} LD_LIBRARY_PATH={libraries} BITNET_REF_SIMD=amx"
+    return f"{variables} {Path(sys.executable).resolve()} {guest}"
 
 
 def image(folder: Path, root_packages: Path, with_python: bool) -> Path:
