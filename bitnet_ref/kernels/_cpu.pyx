@@ -36,6 +36,7 @@ cdef extern from "kernels.h" nogil:
         size_t page_size, stride, scale_stride, first, n_keys
         int kind
     const int KV_FLOAT32, KV_FLOAT16, KV_INT8
+    long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
     ctypedef struct kernel_set:
@@ -70,6 +71,7 @@ cdef extern from *:
     const int BITNET_REF_OPENMP
 
 has_openmp = bool(BITNET_REF_OPENMP)
+cdef Py_ssize_t L2_BYTES = l2_bytes()
 panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 
 # A second thread costs some microseconds, and much more on a busy machine: it is woken for this much work or more.
@@ -274,7 +276,12 @@ cdef class Panels:
 
 cdef enum:
     MAX_LINEARS = 8  # of one call
-    TOKENS_A_BLOCK = 384  # whose accumulators for one panel, 96 KB, stay in L2; a multiple of the tiles' six
+    TOKENS_A_STEP = 96  # whole tiles of every set: 6 and 32 tokens
+
+
+cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept:
+    """How many tokens go through all panels before the next ones do: their activations stay in L2, most of it theirs."""
+    return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_A_STEP)) * TOKENS_A_STEP
 
 
 def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels):
@@ -284,9 +291,10 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     for one token of a 2560-wide block the steps between the products took a tenth of the time.
     """
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, m, item, p, rows, bad = -1, total = 0, bytes_ = 0
-    cdef Py_ssize_t method = (<Panels> ws[0]).method if count else 0, x_stride
+    cdef Py_ssize_t method = (<Panels> ws[0]).method if count else 0
     cdef const ternary_method *how = &METHODS[method]
     cdef Py_ssize_t n_blocks = (K + how.block_k - 1) // <Py_ssize_t> how.block_k, wide = n_blocks * how.block_k
+    cdef Py_ssize_t x_stride = n_blocks * how.x_bytes
     cdef Panels w
     cdef float[:, ::1] y
     cdef const uint8_t *panels[MAX_LINEARS]
@@ -317,12 +325,12 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     cdef float *x_quant_scale
     cdef void *scratch = NULL
     cdef int32_t *acc = NULL
+    cdef float *out = NULL
     cdef int team = threads_for(M * K, FLOATS_A_THREAD, threads)
-    cdef Py_ssize_t block, tokens
+    cdef Py_ssize_t block, tokens, tokens_a_block = tokens_in_l2(x_stride)
     x_q = <int8_t *> malloc(M * wide)
     x_sum = <int32_t *> malloc(M * sizeof(int32_t))
     x_quant_scale = <float *> malloc(M * sizeof(float))
-    x_stride = n_blocks * how.x_bytes
     if how.expand != NULL:
         expanded = <int8_t *> malloc(M * x_stride)
     if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
@@ -347,25 +355,24 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
             team = threads_for(bytes_ * M, PANEL_BYTES_A_THREAD, threads)
             with parallel(num_threads=team):
                 scratch = aligned_scratch(SCRATCH_BYTES)
-                acc = <int32_t *> aligned_scratch(min(M, TOKENS_A_BLOCK) * PANEL_ROWS * sizeof(int32_t))
+                acc = <int32_t *> aligned_scratch(min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
                 # Dynamic, two panels at a time: no faster, in turns on two quiet cores (2B-4T's shape, 12 and 30 layers).
-                for item in prange(total, schedule="static"):
+                for item in prange((M + tokens_a_block - 1) // tokens_a_block * total, schedule="static"):
+                    block = item // total * tokens_a_block
+                    tokens = min(tokens_a_block, M - block)
+                    p = item % total
                     i = 0
-                    while item >= first[i + 1]:
+                    while p >= first[i + 1]:
                         i = i + 1
-                    p = item - first[i]
+                    p = p - first[i]
                     rows = min(<Py_ssize_t> PANEL_ROWS, n_out[i] - p * PANEL_ROWS)
-                    block = 0
-                    while block < M:
-                        tokens = min(<Py_ssize_t> TOKENS_A_BLOCK, M - block)
-                        ternary.run(panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
-                                    (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
-                                    x_sum + block, acc, PANEL_ROWS, rows, scratch)
-                        for m in range(tokens):
-                            chosen.dequantize(acc + m * PANEL_ROWS, rows, scales[i], x_quant_scale[block + m],
-                                              biases[i] + p * PANEL_ROWS if biases[i] != NULL else NULL,
-                                              outs[i] + (block + m) * n_out[i] + p * PANEL_ROWS)
-                        block = block + TOKENS_A_BLOCK
+                    out = outs[i] + block * n_out[i] + p * PANEL_ROWS
+                    ternary.run(panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
+                                (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
+                                x_sum + block, acc, PANEL_ROWS, rows, scratch)
+                    for m in range(tokens):
+                        chosen.dequantize(acc + m * PANEL_ROWS, rows, scales[i], x_quant_scale[block + m],
+                                          biases[i] + p * PANEL_ROWS if biases[i] != NULL else NULL, out + m * n_out[i])
                 free(acc)
                 free(scratch)
         free(x_q)

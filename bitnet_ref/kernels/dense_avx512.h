@@ -9,10 +9,10 @@
  * and B; at the end (3 A - B) / 256. Exact in int32 that wraps: 256 times the result must fit, |sum w x| <= 128 K < 2^23,
  * so K < 65,536 (`DENSE_MAX_K`; beyond it the scalar version runs).
  * Instructions for 64 weights: 4, against 2 with 2 bits; bytes: 12.8 against 16.
- * Six tokens or more: digits are taken out to bytes, 240 columns at a time, for the tiles of ternary_avx512.h.
+ * Three tokens or more: digits are taken out to bytes, 240 columns at a time, for the tiles of ternary_avx512.h.
  *
  * Measured as in ternary_avx512.h, one thread: 1 token 75 G multiply-adds/s, which is 15 GB/s (2 bits: 148 and 37);
- *   8 tokens 103 (2 bits: 177), 64 tokens 164 (200 to 254). So it wins where a thread gets less than 15 GB/s from memory
+ *   4 tokens 95, 8: 139, 16: 189, 64: 249 (2 bits: 220 and 267). So it wins where a thread gets less than 15 GB/s from memory
  *   and tokens come one at a time: 2B-4T's linears from memory, two threads: 40.1 against 46.2 ms (best of 15), 47.5
  *   against 52.6 (median), at a read of 3 to 4 GB/s on a busy machine. See backends/kernel_manager.py for the rule.
  */
@@ -21,7 +21,7 @@
 
 #include "panel.h"
 
-enum { DENSE_BLOCK_K = 20, DENSE_DIGITS = 5, DENSE_MAX_K = 65535, DENSE_CHUNK = 12 /* blocks unpacked at a time */ };
+enum { DENSE_BLOCK_K = 20, DENSE_DIGITS = 5, DENSE_MAX_K = 65535, DENSE_CHUNK = 12 /* blocks unpacked at a time */, DENSE_ONE_BY_ONE = 2 };
 
 static inline uint8_t dense_byte(const uint8_t *codes) { /* 5 codes -> the least byte whose digits they are */
     unsigned value = 0;
@@ -135,26 +135,26 @@ DENSE_TARGET static void dense_unpack(const uint8_t *panel, size_t n_blocks, uin
         }
 }
 
+/* Any M. `acc` has all 64 rows. */
+DENSE_TARGET static void dense_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
+                                    const int32_t *x_sum, int32_t *acc, size_t acc_stride, uint8_t *scratch) {
+    avx512_begin(x_sum, M, acc, acc_stride);
+    for (size_t start = 0; start < n_blocks; start += DENSE_CHUNK) {
+        const size_t blocks = n_blocks - start < DENSE_CHUNK ? n_blocks - start : DENSE_CHUNK;
+        dense_unpack(panel + start * BLOCK_BYTES, blocks, scratch);
+        avx512_tiles(scratch, DENSE_DIGITS * blocks, x + start * DENSE_BLOCK_K, x_stride, M,
+                     panel + (start + blocks) * BLOCK_BYTES, acc, acc_stride);
+    }
+}
+
 DENSE_TARGET static void dense_panel_avx512(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
                                             size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows,
                                             void *scratch) {
-    const size_t sixes = M - M % AVX512_TOKENS;
-    int32_t out[AVX512_TOKENS * PANEL_ROWS];
-    for (size_t start = 0; sixes && start < n_blocks; start += DENSE_CHUNK) {
-        const size_t blocks = n_blocks - start < DENSE_CHUNK ? n_blocks - start : DENSE_CHUNK;
-        dense_unpack(panel + start * BLOCK_BYTES, blocks, (uint8_t *)scratch);
-        for (size_t m = 0; m < sixes; m += AVX512_TOKENS) {
-            avx512_tile((const uint8_t *)scratch, DENSE_DIGITS * blocks, x + m * x_stride + start * DENSE_BLOCK_K, x_stride,
-                        panel + (start + blocks) * BLOCK_BYTES, out);
-            for (size_t t = 0; t < AVX512_TOKENS; t++)
-                for (size_t r = 0; r < rows; r++) {
-                    int32_t *to = acc + (m + t) * acc_stride + r;
-                    *to = out[t * PANEL_ROWS + r] + (start ? *to : -x_sum[m + t]);
-                }
-        }
+    if (M > DENSE_ONE_BY_ONE) {
+        ternary_by_way_of_64_rows(dense_many, panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, rows, scratch);
+        return;
     }
-    for (size_t m = sixes; m < M; m++)
-        dense_one(panel, n_blocks, x + m * x_stride, x_sum[m], acc + m * acc_stride, rows);
+    for (size_t m = 0; m < M; m++) dense_one(panel, n_blocks, x + m * x_stride, x_sum[m], acc + m * acc_stride, rows);
 }
 
 #endif

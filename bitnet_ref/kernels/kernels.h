@@ -5,6 +5,7 @@
 #define BITNET_REF_KERNELS_H
 
 #include <math.h>
+#include <unistd.h>
 
 #include "dense_avx512.h"
 #include "kv_view.h"
@@ -134,6 +135,15 @@ static const char *kernel_set_lacks(size_t index) {
 #endif
     (void)name;
     return NULL;
+}
+
+/* of one core, as the system says, or 1 MB */
+static inline long l2_bytes(void) {
+    long bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    return bytes > 0 ? bytes : 1 << 20;
 }
 
 #endif

@@ -72,4 +72,24 @@ static void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, ui
     }
 }
 
+/* A matrix's last panel may have fewer rows than are computed: `many` into 64 rows, of which `rows` are taken over. */
+typedef void (*ternary_many_fn)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
+                                size_t, uint8_t *);
+static void ternary_by_way_of_64_rows(ternary_many_fn many, const uint8_t *panel, size_t n_blocks, const int8_t *x,
+                                      size_t x_stride, size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride,
+                                      size_t rows, void *scratch) {
+    enum { AT_ONCE = 96 };
+    int32_t whole[AT_ONCE * PANEL_ROWS];
+    if (rows == PANEL_ROWS) {
+        many(panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, (uint8_t *)scratch);
+        return;
+    }
+    for (size_t m = 0; m < M; m += AT_ONCE) {
+        const size_t tokens = M - m < AT_ONCE ? M - m : AT_ONCE;
+        many(panel, n_blocks, x + m * x_stride, x_stride, tokens, x_sum + m, whole, PANEL_ROWS, (uint8_t *)scratch);
+        for (size_t t = 0; t < tokens; t++)
+            memcpy(acc + (m + t) * acc_stride, whole + t * PANEL_ROWS, rows * sizeof(int32_t));
+    }
+}
+
 #endif

@@ -22,13 +22,12 @@
  * A chunk's last step may have 16, 32 or 48 columns: tiles of their own width (`configure`), for a tile load must not
  *   read past x. The same for the last tokens. The configuration costs some hundred cycles, so it is set only when the
  *   shape changes.
- * Up to avx512_few's six tokens the AVX-512 kernels run: they read panels without unpacking. So do the float steps.
+ * Up to avx512_few's four tokens the AVX-512 kernels run: they read panels without unpacking. So do the float steps.
  */
 #ifndef BITNET_REF_TERNARY_AMX_H
 #define BITNET_REF_TERNARY_AMX_H
 
 #include "ternary_avx512.h"
-#include "ternary_ymm.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #define BITNET_REF_HAS_AMX 1
@@ -147,9 +146,7 @@ static inline void amx_steps(const uint8_t *bytes, size_t n_steps, size_t column
 /* Any M. `acc` has all 64 rows. */
 AVX512_TARGET static void amx_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
                                    const int32_t *x_sum, int32_t *acc, size_t acc_stride, uint8_t *scratch) {
-    for (size_t m = 0; m < M; m++)
-        for (size_t q = 0; q < 4; q++)
-            _mm512_storeu_si512(acc + m * acc_stride + 16 * q, _mm512_set1_epi32(-x_sum[m]));
+    avx512_begin(x_sum, M, acc, acc_stride);
     for (size_t start = 0; start < n_blocks; start += AMX_K / BLOCK_K) {
         const size_t blocks = n_blocks - start < AMX_K / BLOCK_K ? n_blocks - start : AMX_K / BLOCK_K;
         const size_t n_steps = blocks / 4, left = blocks % 4 * BLOCK_K;
@@ -166,7 +163,7 @@ AVX512_TARGET static void amx_many(const uint8_t *panel, size_t n_blocks, const 
 AVX512_TARGET static void ternary_panel_amx(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
                                             size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows,
                                             void *scratch) {
-    if (M <= AVX512_TOKENS) {
+    if (M <= AVX512_FEW_TOKENS) {
         ternary_panel_avx512(panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, rows, scratch);
     } else {
         ternary_by_way_of_64_rows(amx_many, panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, rows, scratch);

@@ -6,22 +6,26 @@
  *   `v & 0x0C` is 4 * code, `v & 0x30` 16 * code, `v & 0xC0` 64 * code, each summed in an accumulator of its own and
  *   shifted once at the end (exact: the sum is a multiple). 4 ANDs + 4 dot products for 64 bytes, no shift in the loop.
  *   An accumulator reaches K/4 * 128 * 128, so K < 2^19 (`AVX512_MAX_K`; beyond it the scalar variant runs).
- * 2 to 6 tokens, `avx512_few`: codes are shifted down in registers and used for each token: 24 accumulators.
+ * 2 to 4 tokens, `avx512_few`: codes are shifted down in registers and used for each token: 16 accumulators.
  * More, `avx512_many`: 256 columns of the panel are unpacked to bytes once (16 KB, in L1) and used for all tokens, six
- *   at a time; the rest of one to five goes the way above. While a tile runs, the next columns are fetched, a line with
- *   each group: 256 columns are a page of 4 KB, at whose end the processor stops fetching by itself.
- * 7 to 11: two parts of few.
+ *   at a time, at the end one to five. The sums begin as -x_sum in `acc`, and a tile takes them from there and puts them
+ *   back. While a tile runs, the next columns are fetched, a line with each group: 256 columns are a page of 4 KB, at whose
+ *   end the processor stops fetching by itself.
  *
- * Measured, one thread of a Cascade Lake Xeon at about 3 GHz, 64 rows of 2560 columns in L2, G multiply-adds/s:
- *   1 token 148 (37 GB/s of codes: twice what a thread gets from memory) - 4 tokens 194 - 64 tokens 254 - 512 tokens 259
- * 16 matrices of 6912 x 2560 from memory, ms of processor time of one thread, before tiles fetched ahead and 7 to 11 were
- *   halved, and after: 1 token 6.8 (its memory read), 8 tokens 20.8 and 14.9, 12: 23.4 and 17.8, 16: 31.2 and 24.2,
- *   24: 38.7 and 31.8
+ * Measured, one thread of a Cascade Lake Xeon, 64 rows of 2560 columns in L2, part of the rate of vpdpbusd alone (307 G
+ *   multiply-adds/s):
+ *   1 token 0.19 to 0.48: its memory or L2 - 4 tokens 0.63 - 8: 0.72 - 16: 0.83 - 32: 0.84 - 64: 0.87 - 128: 0.88
+ *   Of 64 tokens' time the tiles' loop alone would take 0.90, its loads of sums 0.03, unpacking 0.03.
+ * Dequantised and stored to a result of 6912 columns: 0.76, since each of its lines comes from a far cache first.
  * Tried:
  *   - accumulators as an array in the tile loop, intrinsics: 65 (all of it stored in every step)
  *   - as variables, intrinsics: 125 (copied before and spilled after each dot product)
  *   - as variables, each dot product in inline assembly: 125 (no copies, but ten accumulators live in memory)
- *   - the whole loop of the tile in assembly: 254
+ *   - the whole loop of the tile in assembly: 254; its sums taken from and put back to where they stay, not to a buffer that
+ *     is then added there: 267; the tokens after the last six by tiles too, not by `avx512_few`: 8 tokens 0.64 to 0.72 of
+ *     the peak, 11: 0.64 to 0.80, 16: 0.73 to 0.83, 64: 0.85 to 0.87
+ *   - fetching the next tokens' activations, or sums, before each tile: 3 to 5% slower (they are in L2)
+ *   - fetching the lines of the result, to be written, during the last columns: 1 to 2% faster, not worth its argument
  */
 #ifndef BITNET_REF_TERNARY_AVX512_H
 #define BITNET_REF_TERNARY_AVX512_H
@@ -33,7 +37,7 @@
 
 #define AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 #define AVX512_INLINE AVX512_TARGET static inline __attribute__((always_inline))
-enum { AVX512_TOKENS = 6, AVX512_PREFETCH = 2048, AVX512_MAX_K = 1 << 19 };
+enum { AVX512_TOKENS = 6, AVX512_FEW_TOKENS = 4, AVX512_PREFETCH = 2048, AVX512_MAX_K = 1 << 19 };
 
 /* which of rows 16 q .. 16 q + 15 the panel has */
 AVX512_INLINE __mmask16 avx512_mask(size_t q, size_t rows) {
@@ -62,8 +66,6 @@ AVX512_INLINE __m512i avx512_dot(__m512i sum, __m512i codes, __m512i xs) {
 #define AVX512_TOKENS_2(EACH) AVX512_TOKENS_1(EACH) EACH(1)
 #define AVX512_TOKENS_3(EACH) AVX512_TOKENS_2(EACH) EACH(2)
 #define AVX512_TOKENS_4(EACH) AVX512_TOKENS_3(EACH) EACH(3)
-#define AVX512_TOKENS_5(EACH) AVX512_TOKENS_4(EACH) EACH(4)
-#define AVX512_TOKENS_6(EACH) AVX512_TOKENS_5(EACH) EACH(5)
 
 AVX512_TARGET static void avx512_one(const uint8_t *panel, size_t n_blocks, const int8_t *x, int32_t x_sum,
                                      int32_t *acc, size_t rows) {
@@ -145,8 +147,6 @@ AVX512_TARGET static void avx512_one(const uint8_t *panel, size_t n_blocks, cons
 AVX512_FEW(2)
 AVX512_FEW(3)
 AVX512_FEW(4)
-AVX512_FEW(5)
-AVX512_FEW(6)
 #undef AVX512_FEW
 
 /* 16 * n_blocks columns of a panel -> bytes, [group of 4 columns][vector of 16 rows][64] */
@@ -163,96 +163,109 @@ AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, u
         }
 }
 
-/* Six tokens against n_groups groups of unpacked columns: out (6, 64) int32 = sum of code * x.
+/* acc (T, 64) += codes * x, of T tokens and n_groups groups of unpacked columns. Strides in bytes.
  *
  * In assembly, because the point of the tile is that 24 accumulators, 4 weight vectors and a broadcast fill 29 of the 32
  * registers, and neither GCC 12's intrinsics nor single inline instructions keep them there: it copied and spilled half
  * of them in every step. Per group of 4 columns: 4 + 6 loads, 24 dot products. `next`: the packed columns that come next,
  * a line of which is fetched with each group. */
-AVX512_TARGET static void avx512_tile(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride,
-                                      const uint8_t *next, int32_t *out) {
-    const int8_t *x3 = x + 3 * x_stride;
-#define DOT4(word, a, b, c, d)                                                                                         \
-    "vpbroadcastd " word ", %%zmm28\n\t"                                                                               \
-    "vpdpbusd %%zmm28, %%zmm24, %%zmm" a "\n\tvpdpbusd %%zmm28, %%zmm25, %%zmm" b "\n\t"                              \
+/* token t's activations, its sums, its registers */
+#define TILE_TOKENS_1(EACH) EACH("(%[x])", "(%[acc])", "0", "1", "2", "3")
+#define TILE_TOKENS_2(EACH) TILE_TOKENS_1(EACH) EACH("(%[x],%[x_stride])", "(%[acc],%[acc_stride])", "4", "5", "6", "7")
+#define TILE_TOKENS_3(EACH) TILE_TOKENS_2(EACH) EACH("(%[x],%[x_stride],2)", "(%[acc],%[acc_stride],2)", "8", "9", "10", "11")
+#define TILE_TOKENS_4(EACH) TILE_TOKENS_3(EACH) EACH("(%[x3])", "(%[acc3])", "12", "13", "14", "15")
+#define TILE_TOKENS_5(EACH) TILE_TOKENS_4(EACH) EACH("(%[x3],%[x_stride])", "(%[acc3],%[acc_stride])", "16", "17", "18", "19")
+#define TILE_TOKENS_6(EACH) \
+    TILE_TOKENS_5(EACH) EACH("(%[x3],%[x_stride],2)", "(%[acc3],%[acc_stride],2)", "20", "21", "22", "23")
+#define TILE_LOAD(x, acc, a, b, c, d)                                                                                  \
+    "vmovdqu32 0" acc ", %%zmm" a "\n\tvmovdqu32 64" acc ", %%zmm" b "\n\t"                                            \
+    "vmovdqu32 128" acc ", %%zmm" c "\n\tvmovdqu32 192" acc ", %%zmm" d "\n\t"
+#define TILE_DOT(x, acc, a, b, c, d)                                                                                   \
+    "vpbroadcastd " x ", %%zmm28\n\t"                                                                                  \
+    "vpdpbusd %%zmm28, %%zmm24, %%zmm" a "\n\tvpdpbusd %%zmm28, %%zmm25, %%zmm" b "\n\t"                               \
     "vpdpbusd %%zmm28, %%zmm26, %%zmm" c "\n\tvpdpbusd %%zmm28, %%zmm27, %%zmm" d "\n\t"
-#define ZERO4(a, b, c, d)                                                                                              \
-    "vpxord %%zmm" a ", %%zmm" a ", %%zmm" a "\n\tvpxord %%zmm" b ", %%zmm" b ", %%zmm" b "\n\t"                      \
-    "vpxord %%zmm" c ", %%zmm" c ", %%zmm" c "\n\tvpxord %%zmm" d ", %%zmm" d ", %%zmm" d "\n\t"
-#define STORE4(at, a, b, c, d)                                                                                         \
-    "vmovdqu32 %%zmm" a ", " at "+0(%[out])\n\tvmovdqu32 %%zmm" b ", " at "+64(%[out])\n\t"                          \
-    "vmovdqu32 %%zmm" c ", " at "+128(%[out])\n\tvmovdqu32 %%zmm" d ", " at "+192(%[out])\n\t"
-    __asm__ volatile(
-        ZERO4("0", "1", "2", "3") ZERO4("4", "5", "6", "7") ZERO4("8", "9", "10", "11")
-        ZERO4("12", "13", "14", "15") ZERO4("16", "17", "18", "19") ZERO4("20", "21", "22", "23")
-        ".p2align 5\n"
-        "1:\n\t"
-        "prefetcht0 (%[next])\n\t"
-        "vmovdqa32 (%[w]), %%zmm24\n\t"
-        "vmovdqa32 64(%[w]), %%zmm25\n\t"
-        "vmovdqa32 128(%[w]), %%zmm26\n\t"
-        "vmovdqa32 192(%[w]), %%zmm27\n\t"
-        DOT4("(%[x])", "0", "1", "2", "3")
-        DOT4("(%[x],%[stride])", "4", "5", "6", "7")
-        DOT4("(%[x],%[stride],2)", "8", "9", "10", "11")
-        DOT4("(%[x3])", "12", "13", "14", "15")
-        DOT4("(%[x3],%[stride])", "16", "17", "18", "19")
-        DOT4("(%[x3],%[stride],2)", "20", "21", "22", "23")
-        "add $256, %[w]\n\t"
-        "add $64, %[next]\n\t"
-        "add $4, %[x]\n\t"
-        "add $4, %[x3]\n\t"
-        "dec %[count]\n\t"
-        "jnz 1b\n\t"
-        STORE4("0", "0", "1", "2", "3") STORE4("256", "4", "5", "6", "7") STORE4("512", "8", "9", "10", "11")
-        STORE4("768", "12", "13", "14", "15") STORE4("1024", "16", "17", "18", "19") STORE4("1280", "20", "21", "22", "23")
-        : [w] "+r"(bytes), [x] "+r"(x), [x3] "+r"(x3), [next] "+r"(next), [count] "+r"(n_groups)
-        : [stride] "r"(x_stride), [out] "r"(out)
-        : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
-          "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
-          "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28");
-#undef DOT4
-#undef ZERO4
-#undef STORE4
+#define TILE_STORE(x, acc, a, b, c, d)                                                                                 \
+    "vmovdqu32 %%zmm" a ", 0" acc "\n\tvmovdqu32 %%zmm" b ", 64" acc "\n\t"                                            \
+    "vmovdqu32 %%zmm" c ", 128" acc "\n\tvmovdqu32 %%zmm" d ", 192" acc "\n\t"
+#define AVX512_TILE(T)                                                                                                 \
+    AVX512_TARGET static void avx512_tile_##T(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride, \
+                                              const uint8_t *next, int32_t *acc, size_t acc_stride) {                  \
+        const int8_t *x3 = x + 3 * x_stride;                                                                           \
+        char *acc3 = (char *)acc + 3 * acc_stride;                                                                     \
+        __asm__ volatile(                                                                                              \
+            TILE_TOKENS_##T(TILE_LOAD)                                                                                 \
+            ".p2align 5\n"                                                                                             \
+            "1:\n\t"                                                                                                   \
+            "prefetcht0 (%[next])\n\t"                                                                                 \
+            "vmovdqa32 (%[w]), %%zmm24\n\tvmovdqa32 64(%[w]), %%zmm25\n\t"                                             \
+            "vmovdqa32 128(%[w]), %%zmm26\n\tvmovdqa32 192(%[w]), %%zmm27\n\t"                                         \
+            TILE_TOKENS_##T(TILE_DOT)                                                                                  \
+            "add $256, %[w]\n\tadd $64, %[next]\n\tadd $4, %[x]\n\tadd $4, %[x3]\n\t"                                  \
+            "dec %[count]\n\t"                                                                                         \
+            "jnz 1b\n\t"                                                                                               \
+            TILE_TOKENS_##T(TILE_STORE)                                                                                \
+            : [w] "+r"(bytes), [x] "+r"(x), [x3] "+r"(x3), [next] "+r"(next), [count] "+r"(n_groups)                   \
+            : [x_stride] "r"(x_stride), [acc] "r"(acc), [acc3] "r"(acc3), [acc_stride] "r"(acc_stride)                 \
+            : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
+              "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21",       \
+              "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28");                                          \
+    }
+AVX512_TILE(1)
+AVX512_TILE(2)
+AVX512_TILE(3)
+AVX512_TILE(4)
+AVX512_TILE(5)
+AVX512_TILE(6)
+#undef AVX512_TILE
+#undef TILE_LOAD
+#undef TILE_DOT
+#undef TILE_STORE
+
+/* acc (M, 64) = -x_sum: where the sums of the tiles begin */
+AVX512_TARGET static void avx512_begin(const int32_t *x_sum, size_t M, int32_t *acc, size_t acc_stride) {
+    for (size_t m = 0; m < M; m++)
+        for (size_t q = 0; q < 4; q++)
+            _mm512_storeu_si512(acc + m * acc_stride + 16 * q, _mm512_set1_epi32(-x_sum[m]));
 }
 
-/* M tokens, M a multiple of six */
+/* acc (M, 64) += codes * x of n_groups groups of unpacked columns */
+AVX512_TARGET static void avx512_tiles(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride, size_t M,
+                                       const uint8_t *next, int32_t *acc, size_t acc_stride) {
+    const size_t acc_bytes = acc_stride * sizeof *acc;
+#define TILE(T) avx512_tile_##T(bytes, n_groups, x, x_stride, next, acc, acc_bytes)
+    for (size_t m = 0, tokens; m < M; m += tokens, x += tokens * x_stride, acc += tokens * acc_stride) {
+        /* 7 as 4 and 3: a tile of one token would wait for its own sums */
+        tokens = M - m == AVX512_TOKENS + 1 ? 4 : M - m < AVX512_TOKENS ? M - m : AVX512_TOKENS;
+        switch (tokens) {
+        case 1: TILE(1); break;
+        case 2: TILE(2); break;
+        case 3: TILE(3); break;
+        case 4: TILE(4); break;
+        case 5: TILE(5); break;
+        case 6: TILE(6); break;
+        }
+    }
+#undef TILE
+}
+
+/* Any M. `acc` has all 64 rows. */
 AVX512_TARGET static void avx512_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
-                                      const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows,
-                                      uint8_t *scratch) {
-    int32_t out[AVX512_TOKENS * PANEL_ROWS];
+                                      const int32_t *x_sum, int32_t *acc, size_t acc_stride, uint8_t *scratch) {
+    avx512_begin(x_sum, M, acc, acc_stride);
     for (size_t start = 0; start < n_blocks; start += SCRATCH_K / BLOCK_K) {
         const size_t blocks = n_blocks - start < SCRATCH_K / BLOCK_K ? n_blocks - start : SCRATCH_K / BLOCK_K;
         avx512_unpack(panel + start * BLOCK_BYTES, blocks, scratch);
-        for (size_t m = 0; m < M; m += AVX512_TOKENS) {
-            avx512_tile(scratch, 4 * blocks, x + m * x_stride + start * BLOCK_K, x_stride,
-                        panel + (start + blocks) * BLOCK_BYTES, out);
-            for (size_t t = 0; t < AVX512_TOKENS; t++) {
-                int32_t *to = acc + (m + t) * acc_stride;
-                const int32_t *from = out + t * PANEL_ROWS;
-                if (start == 0)
-                    for (size_t r = 0; r < rows; r++) to[r] = from[r] - x_sum[m + t];
-                else
-                    for (size_t r = 0; r < rows; r++) to[r] += from[r];
-            }
-        }
+        avx512_tiles(scratch, 4 * blocks, x + start * BLOCK_K, x_stride, M, panel + (start + blocks) * BLOCK_BYTES, acc,
+                     acc_stride);
     }
 }
 
 AVX512_TARGET static void ternary_panel_avx512(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
                                                size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride,
                                                size_t rows, void *scratch) {
-    if (M > AVX512_TOKENS && M < 2 * AVX512_TOKENS) { /* twice a few is less than many and a rest */
-        const size_t half = M / 2;
-        ternary_panel_avx512(panel, n_blocks, x, x_stride, half, x_sum, acc, acc_stride, rows, scratch);
-        ternary_panel_avx512(panel, n_blocks, x + half * x_stride, x_stride, M - half, x_sum + half,
-                             acc + half * acc_stride, acc_stride, rows, scratch);
+    if (M > AVX512_FEW_TOKENS) {
+        ternary_by_way_of_64_rows(avx512_many, panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, rows, scratch);
         return;
-    }
-    if (M > AVX512_TOKENS) {
-        const size_t sixes = M - M % AVX512_TOKENS;
-        avx512_many(panel, n_blocks, x, x_stride, sixes, x_sum, acc, acc_stride, rows, (uint8_t *)scratch);
-        x += sixes * x_stride, x_sum += sixes, acc += sixes * acc_stride, M -= sixes;
     }
     switch (M) {
 #define FEW(T) avx512_few_##T(panel, n_blocks, x, x_stride, x_sum, acc, acc_stride, rows)
@@ -260,8 +273,6 @@ AVX512_TARGET static void ternary_panel_avx512(const uint8_t *panel, size_t n_bl
     case 2: FEW(2); break;
     case 3: FEW(3); break;
     case 4: FEW(4); break;
-    case 5: FEW(5); break;
-    case 6: FEW(6); break;
 #undef FEW
     }
 }
