@@ -124,7 +124,8 @@ def python_files(root: Path, folder: Path) -> str:
     libraries = ":".join(folder for folder in folders if "site-packages" not in folder)
     path = ":".join(entry for entry in sys.path if os.path.exists(entry))
     variables = f"PYTHONHOME={sys.base_prefix} PYTHONPATH={path} LD_LIBRARY_PATH={libraries} BITNET_REF_SIMD=amx"
-    return f"{variables} {Path(sys.executable).resolve()} {guest}"
+    variables += " OPENBLAS_CORETYPE=Haswell"  # its kernels for this processor use what Bochs does not know
+    return f"{variables} {Path(sys.executable).resolve()} -X faulthandler {guest}"
 
 
 def image(folder: Path, root_packages: Path, with_python: bool) -> Path:
@@ -148,6 +149,7 @@ def image(folder: Path, root_packages: Path, with_python: bool) -> Path:
     ]
     script += ["exec > /dev/ttyS0 2>&1", "echo Linux $($b uname -r), $($b grep -m1 'model name' /proc/cpuinfo)"]
     script += [f"{command} || bad=1" for command in commands]
+    script += ["[ $bad = 0 ] || $b dmesg | $b tail -n 5"]  # which instruction a program died of
     script += [f'echo "{END}$bad"', "$b poweroff -f"]
     (root / "init").write_text("\n".join(script) + "\n")
     (root / "init").chmod(0o755)
