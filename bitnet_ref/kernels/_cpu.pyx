@@ -35,7 +35,7 @@ cdef extern from "kernels.h" nogil:
         const int32_t *pages
         size_t page_size, stride, scale_stride, first, n_keys
         int kind
-    const int KV_FLOAT32, KV_FLOAT16, KV_INT8
+    const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS
     long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
@@ -50,6 +50,8 @@ cdef extern from "kernels.h" nogil:
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
         size_t (*attend_workspace)(size_t, size_t, size_t) noexcept nogil
         void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *) noexcept nogil
+        void (*attend_many)(const float *, size_t, size_t, size_t, size_t, const kv_view *, size_t, double, double *,
+                            float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
@@ -479,13 +481,15 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
 
     Returns -1, or the first token that sees a position for which the table has no page.
 
-    (token, kv head) pairs over threads. Each goes through all of its keys in one order. Few pairs that leave some threads
-    idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads, whose results are the
-    same alone. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
+    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads: a key
+    is widened once for all. Each head goes through all of its keys in one order, alone or not. Few pairs that leave some
+    threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads. Splitting by keys
+    would be even, but would change the order of sums that NumPy's bits are held to.
     """
     cdef kv_view view = layer.view
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = layer.G, page_size = layer.page_size
-    cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, count, page
+    cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, heads, page
+    cdef Py_ssize_t together = max(<Py_ssize_t> 1, ATTEND_ROWS // max(<Py_ssize_t> 1, R)), runs = 0, run
     if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or R * G != H or z.shape[0] != M
             or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, page_size, G, layer.d}")
@@ -506,39 +510,56 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
-    whole = M * G
+    cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # token of each run
+    if first == NULL:
+        raise MemoryError(f"no memory for the places of {M} tokens")
+    for m in range(M):
+        if (m == 0 or m - first[runs - 1] == together or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
+            first[runs] = m
+            runs += 1
+    first[runs] = M
+    whole = runs * G
     if whole < 8 * team:
         whole -= whole % team
         parts = min(<Py_ssize_t> team, R)
     piece = (R + parts - 1) // parts  # query heads of a part
     parts = (R + piece - 1) // piece
     with nogil, parallel(num_threads=team):
-        workspace = <double *> aligned_scratch(chosen.attend_workspace(R, d, longest) * sizeof(double))
-        for item in prange(whole + (M * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
+        workspace = <double *> aligned_scratch(
+            chosen.attend_workspace(R * min(M, together), d, longest + together) * sizeof(double))
+        for item in prange(whole + (runs * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
             g = item if item < whole else whole + (item - whole) // parts
             head = 0 if item < whole else (item - whole) % parts * piece
-            count = R if item < whole else min(piece, R - head)
-            m = g // G
+            heads = R if item < whole else min(piece, R - head)
+            run = g // G
             g = g % G
-            attend_one(chosen, &q[m, g * R + head, 0], count, d, g, view, &page_table[slots[m], 0], positions[m], window,
-                       scale, workspace, &z[m, g * R + head, 0])
+            m = first[run]
+            attend_run(chosen, &q[m, g * R + head, 0], first[run + 1] - m, heads, d, H * d, g, view,
+                       &page_table[slots[m], 0], positions[m], window, scale, workspace, &z[m, g * R + head, 0])
         free(workspace)
+    free(first)
     return -1
 
 
-cdef inline void attend_one(const kernel_set *chosen, const float *q, Py_ssize_t heads, Py_ssize_t d, Py_ssize_t g,
-                            kv_view view, const int32_t *pages, Py_ssize_t position, Py_ssize_t window, double scale,
-                            double *workspace, float *z) noexcept nogil:
-    """One token's heads of kv head g. `view` (a copy) knows the pools of all heads, and learns here what is seen."""
+cdef inline void attend_run(const kernel_set *chosen, const float *q, Py_ssize_t tokens, Py_ssize_t heads, Py_ssize_t d,
+                            Py_ssize_t token_stride, Py_ssize_t g, kv_view view, const int32_t *pages, Py_ssize_t position,
+                            Py_ssize_t window, double scale, double *workspace, float *z) noexcept nogil:
+    """Heads of kv head g, of tokens from `position` on. `view` (a copy) knows the pools of all heads, and learns here
+    what is seen."""
     cdef Py_ssize_t size = 4 if view.kind == KV_FLOAT32 else 2 if view.kind == KV_FLOAT16 else 1
     view.keys.rows = <const char *> view.keys.rows + g * d * size
     view.values.rows = <const char *> view.values.rows + g * d * size
     if view.kind == KV_INT8:
         view.keys.scales += g
         view.values.scales += g
-    view.pages, view.n_keys = pages, keys_seen(position, window)
-    view.first = position + 1 - view.n_keys
-    chosen.attend(q, heads, d, &view, scale, workspace, z)
+    view.pages = pages
+    view.first = position + 1 - keys_seen(position, window)
+    view.n_keys = position + tokens - view.first
+    if tokens == 1:
+        chosen.attend(q, heads, d, &view, scale, workspace, z)
+    else:
+        chosen.attend_many(q, tokens, heads, d, token_stride, &view, window, scale, workspace, z)
+
 
 
 def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):

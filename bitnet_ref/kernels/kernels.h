@@ -72,6 +72,7 @@ typedef struct {
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     size_t (*attend_workspace)(size_t, size_t, size_t);
     void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *);
+    void (*attend_many)(const float *, size_t, size_t, size_t, size_t, const kv_view *, size_t, double, double *, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
@@ -81,8 +82,8 @@ typedef struct {
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_workspace_##suffix, attend_##suffix, dense_rows_##suffix, screen_pack_##suffix,                         \
-        screen_token_##suffix, screen_rows_##suffix
+        attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                           \
+        screen_pack_##suffix, screen_token_##suffix, screen_rows_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {

@@ -14,6 +14,7 @@
 #endif
 
 enum { KV_FLOAT32, KV_FLOAT16, KV_INT8 };
+enum { ATTEND_ROWS = 32 }; /* query rows of one kv head, at most, that go through the keys together */
 
 typedef struct {
     const void *rows;    /* of this layer and head, from row 0 of page 0 on: floats, halves or int8 */

@@ -1,9 +1,11 @@
-"""Attention split over threads: which thread computes which heads does not change a bit."""
+"""Attention split over threads, and tokens that are computed together: neither changes a bit."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from helpers import model, rng
 
 from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants, why_unavailable
@@ -40,3 +42,41 @@ def test_the_number_of_threads_changes_nothing(simd, kv_heads, group, n_keys):
     pattern = np.exp(scores - scores.max(axis=1, keepdims=True))
     exact = pattern / pattern.sum(axis=1, keepdims=True) @ cache.values[0, 0, :, -1]
     np.testing.assert_allclose(one[0, -group:], exact, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    simd=st.sampled_from([name for name, lacks in simd_variants().items() if lacks is None]),
+    parts=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), min_size=1, max_size=3),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 5, 33]),
+    head_dim=st.sampled_from([8, 20, 64]),
+    window=st.sampled_from([None, 1, 7, 40]),
+    dtype=st.sampled_from(["float32", "float16", "int8"]),
+    page_size=st.sampled_from([1, 5, 16, 90]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_prompt_gives_what_its_tokens_give_one_by_one(
+    simd, parts, kv_heads, group, head_dim, window, dtype, page_size, seed
+):
+    """`parts`: of each sequence, the first position and how many tokens of it are in the batch."""
+    heads = kv_heads * group
+    config = replace(
+        model("storyteller").config,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    cache = KVCache(config, slots=len(parts), capacity=90, dtype=dtype, page_size=page_size)
+    generator = np.random.default_rng(seed)
+    for slot in range(len(parts)):
+        keys, values = (generator.standard_normal((90, kv_heads, head_dim), dtype=np.float32) for _ in range(2))
+        cache.append(0, TokenBatch.of([(slot, 0, range(90))]), keys, values)
+    batch = TokenBatch.of([(slot, first, range(count)) for slot, (first, count) in enumerate(parts)])
+    q = generator.standard_normal((len(batch), heads, head_dim), dtype=np.float32) * 3
+    be = CythonBackend(threads=2, simd=simd)
+    together = be.attention(q, cache, batch, 0, window)
+    for i in range(len(batch)):
+        alone = TokenBatch(*(array[i : i + 1] for array in (batch.tokens, batch.positions, batch.slots)))
+        np.testing.assert_array_equal(be.attention(q[i : i + 1], cache, alone, 0, window)[0], together[i])

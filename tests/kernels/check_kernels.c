@@ -161,6 +161,26 @@ static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_key
     free(q), free(keys), free(values), free(a), free(b), free(workspace), free(table), free(one);
 }
 
+/* Tokens together give the bits that each gives alone. */
+static void check_attend_many(const kernel_set *set, size_t T, size_t R, size_t d, size_t n_keys, size_t window) {
+    const size_t stride = d + between(0, 2) * d, token_stride = R * d + between(0, 5), page_size = between(1, 40);
+    const size_t last = n_keys + T - 2, first = window && window < n_keys ? n_keys - window : 0, pages = last / page_size + 1;
+    float *q = random_floats(T * token_stride), *rows = random_floats(2 * pages * page_size * stride);
+    float *a = allocate(T * token_stride * sizeof *a), *b = allocate(R * d * sizeof *b);
+    int32_t *table = allocate(pages * sizeof *table);
+    for (size_t i = 0; i < pages; i++) table[i] = (int32_t)(pages - 1 - i);
+    kv_view kv = {{rows, NULL}, {rows + pages * page_size * stride, NULL}, table, page_size, stride, 0, first, last + 1 - first, KV_FLOAT32};
+    double *workspace = allocate(set->attend_workspace(T * R, d, kv.n_keys) * sizeof *workspace);
+    set->attend_many(q, T, R, d, token_stride, &kv, window, 0.3, workspace, a);
+    for (size_t t = 0; t < T; t++) {
+        const size_t end = n_keys + t; /* token 0 sees n_keys, each later one a key more, of which a window keeps the last */
+        kv.first = window && window < end ? end - window : 0, kv.n_keys = end - kv.first;
+        set->attend(q + t * token_stride, R, d, &kv, 0.3, workspace, b);
+        must_equal(set, "attend_many", a + t * token_stride, b, R * d * sizeof *a, R, d, n_keys);
+    }
+    free(q), free(rows), free(a), free(b), free(table), free(workspace);
+}
+
 /* A narrow cache gives the bits that the float cache gives for the floats it stands for. */
 static void check_narrow_attend(const kernel_set *set, int kind, size_t R, size_t d, size_t n_keys) {
     const size_t stride = d + between(0, 2) * d, rows = n_keys + 5;
@@ -277,6 +297,8 @@ int main(int argc, char **argv) {
             }
             check_steps(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
+            const size_t R = between(1, 9);
+            check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 100), between(0, 1) * between(1, 50));
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 60));
             check_dense(set, round % 2, between(1, 20), between(1, 300), between(1, 4));
             check_screen(set, round % 2, between(1, 20), between(1, 300), between(1, 14));
