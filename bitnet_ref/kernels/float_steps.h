@@ -10,7 +10,8 @@
  * Dense rows (dense_rows.h) are summed in float32, in one fixed order on every machine.
  */
 
-enum { STEP(BLOCK_KEYS) = 16, STEP(SCORE_KEYS) = STEP_BYTES == 64 ? 4 : 2 }; /* of 512 bytes each in most models: a block and the next one are half of L1 */
+/* Keys of 512 bytes each in most models: a block and the next one are half of L1 */
+enum { STEP(BLOCK_KEYS) = 16, STEP(SCORE_KEYS) = STEP_BYTES == 64 ? 4 : 2 };
 enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4 };
 typedef double STEP(f64v) __attribute__((vector_size(STEP_BYTES)));
 typedef int64_t STEP(i64v) __attribute__((vector_size(STEP_BYTES)));
@@ -45,10 +46,12 @@ STEP_INLINE double STEP(sum_lanes)(STEP(f64v) v) { return v[0] + v[1]; }
 STEP_INLINE void STEP(sum_lanes_of_8)(STEP(f64v) a0, STEP(f64v) a1, STEP(f64v) a2, STEP(f64v) a3, STEP(f64v) b0,
                                       STEP(f64v) b1, STEP(f64v) b2, STEP(f64v) b3, double *totals) {
 #if STEP_BYTES == 64
-#define HALVES(a, b) _mm512_add_pd(_mm512_shuffle_f64x2((__m512d)a, (__m512d)b, 0xEE), _mm512_shuffle_f64x2((__m512d)a, (__m512d)b, 0x44))
-#define QUARTERS(a, b) _mm512_add_pd(_mm512_shuffle_f64x2(a, b, 0xDD), _mm512_shuffle_f64x2(a, b, 0x88))
+#define TWO(a, b, upper, lower) _mm512_add_pd(_mm512_shuffle_f64x2(a, b, upper), _mm512_shuffle_f64x2(a, b, lower))
+#define HALVES(a, b) TWO((__m512d)a, (__m512d)b, 0xEE, 0x44)
+#define QUARTERS(a, b) TWO(a, b, 0xDD, 0x88)
     const __m512d a = QUARTERS(HALVES(a0, a1), HALVES(a2, a3)), b = QUARTERS(HALVES(b0, b1), HALVES(b2, b3));
     _mm512_storeu_pd(totals, _mm512_add_pd(_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b)));
+#undef TWO
 #undef HALVES
 #undef QUARTERS
 #else
@@ -517,7 +520,8 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
             for (; s < all.to; s++)
                 STEP(scores)(wide_q + i * d, four, d, keys + (s - start) * stride, n_keys, scale, scores + i * n_keys + s);
             for (size_t r = i; r < i + four; r++) {
-                const STEP(range) before = STEP(within)(seen[r], start, all.from), after = STEP(within)(seen[r], all.to, start + count);
+                const STEP(range) before = STEP(within)(seen[r], start, all.from),
+                                  after = STEP(within)(seen[r], all.to, start + count);
                 for (s = before.from; s < before.to; s++)
                     STEP(scores)(wide_q + r * d, 1, d, keys + (s - start) * stride, n_keys, scale, scores + r * n_keys + s);
                 for (s = after.from; s < after.to; s++)
@@ -546,7 +550,8 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
                 ADD(before, 1, r)
             }
             if (four == 4)
-                STEP(wide_values_4)(p + all.from, n_keys, block + (all.from - start) * d, all.to - all.from, NULL, d, d, to);
+                STEP(wide_values_4)(p + all.from, n_keys, block + (all.from - start) * d, all.to - all.from, NULL, d, d,
+                                    to);
             else
                 ADD(all, four, 0)
             for (size_t r = 0; r < four; r++) {

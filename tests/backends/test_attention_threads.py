@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import model, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from helpers import model, rng
 
 from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants, why_unavailable
 from bitnet_ref.kv_cache import KVCache, TokenBatch
