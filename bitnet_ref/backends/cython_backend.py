@@ -26,6 +26,7 @@ from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..kv_dtypes import CACHE_DTYPES
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from .buffers import Buffers
 from .candidates import HeadCandidates, HeadNeed
 from .huge_pages import HugePages
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
@@ -111,6 +112,7 @@ def choose_simd(name: str | None = None) -> str:
 
 
 DEFAULT_LAYOUT = "2-bit"
+ADDED_BY_NUMPY = 1 << 16  # floats; fewer are no work for two threads
 TABLE_TOKENS = 16  # taken at once by table look-up, whose tables are 16 times as large as the activations
 
 
@@ -187,6 +189,7 @@ class CythonBackend(Backend):
         self.layout = choose_layout(layout, self.simd)
         self._set = list(simd_variants()).index(self.simd)
         self._memory = HugePages()
+        self._results = Buffers()
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if not isinstance(w, TernaryWeight):
@@ -230,17 +233,17 @@ class CythonBackend(Backend):
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
-        y = np.empty(x.shape, dtype=np.float32)
+        y = self._results.empty(x.shape)
         if (row := _cpu.rms_norm(_floats(x), weight, eps, y, self.threads, self._set)) >= 0:
             raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
         return y
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         check_rope(q, k, cos, sin)
-        turned = tuple(np.empty(x.shape, dtype=np.float32) for x in (q, k))
+        turned = self._results.empty(q.shape), self._results.empty(k.shape)
         for x, y in zip((q, k), turned, strict=True):
-            _cpu.rope(_floats(x), cos, sin, y, self._set)
-        return turned[0], turned[1]
+            _cpu.rope(_floats(x), cos, sin, y, self.threads, self._set)
+        return turned
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
@@ -286,9 +289,16 @@ class CythonBackend(Backend):
         if activation not in ("relu2", "silu"):
             return super().gated(gate, up, activation)
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
-        y = np.empty(gate.shape, dtype=np.float32)
+        y = self._results.empty(gate.shape)
         _cpu.gated(_floats(gate), _floats(up), activation == "silu", y, self.threads, self._set)
         return y
+
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        if x.size < ADDED_BY_NUMPY or x.shape != y.shape or x.ndim != 2:
+            return super().add(x, y)
+        z = self._results.empty(x.shape)
+        _cpu.add(_floats(x), _floats(y), z, self.threads)
+        return z
 
     # -- fused ---------------------------------------------------------------------------------------------------------
 
@@ -308,7 +318,7 @@ class CythonBackend(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
-        z = np.empty(q.shape, dtype=np.float32)
+        z = self._results.empty(q.shape)
         where = cache.page_table, batch.slots, batch.positions, window or 0
         if (i := _cpu.attention(_floats(q), _kernel_layers(cache)[layer], *where, z, self.threads, self._set)) >= 0:
             cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
@@ -353,7 +363,7 @@ class CythonBackend(Backend):
                 require("linear", False, f"x (N, {w.in_features})", x=x)
             if w.layout != self.layout:
                 self._panels(w)
-        ys = tuple([np.empty((len(x), w.out_features), dtype=np.float32) for w in ws])
+        ys = tuple([self._results.empty((len(x), w.out_features)) for w in ws])
         x, views = _floats(x), [w.kernel_view for w in ws]
         if self.layout != "table":
             self._run_linears(x, views, ys, 0)

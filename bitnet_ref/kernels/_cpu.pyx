@@ -422,14 +422,27 @@ def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[
         KERNEL_SETS[kernels].gated(&gate[m, 0], &up[m, 0], F, is_silu, &y[m, 0])
 
 
-def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] sin, float[:, :, ::1] y, Py_ssize_t kernels):
+def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threads):
+    """z = x + y"""
+    cdef Py_ssize_t M = x.shape[0], D = x.shape[1], m, i
+    if y.shape[0] != M or y.shape[1] != D or z.shape[0] != M or z.shape[1] != D:
+        raise ValueError(f"add: x {M, D}, y {y.shape[0], y.shape[1]}, z {z.shape[0], z.shape[1]}")
+    cdef int team = threads_for(M * D, FLOATS_A_THREAD, threads)
+    for m in prange(M, nogil=True, num_threads=team, schedule="static"):
+        for i in range(D):
+            z[m, i] = x[m, i] + y[m, i]
+
+
+def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] sin, float[:, :, ::1] y, int threads,
+         Py_ssize_t kernels):
     """x (M, heads, d), cos and sin (M, d/2) -> y, turned"""
     cdef Py_ssize_t M = x.shape[0], heads = x.shape[1], half = x.shape[2] // 2, m
     if (cos.shape[0] != M or sin.shape[0] != M or cos.shape[1] != half or sin.shape[1] != half or x.shape[2] != 2 * half
             or y.shape[0] != M or y.shape[1] != heads or y.shape[2] != 2 * half):
         raise ValueError(f"rope: x {M, heads, x.shape[2]}, cos {cos.shape[0], cos.shape[1]}")
-    with nogil:
-        for m in range(M):
+    cdef int team = threads_for(M * heads * half, FLOATS_A_THREAD, threads)
+    if heads and half:
+        for m in prange(M, nogil=True, num_threads=team, schedule="static"):
             KERNEL_SETS[kernels].rope(&x[m, 0, 0], heads, half, &cos[m, 0], &sin[m, 0], &y[m, 0, 0])
 
 
