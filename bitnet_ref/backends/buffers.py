@@ -16,6 +16,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+FEW = 16  # tokens, whose results are small: a step of decoding does not stop to reckon how small
 SMALLEST = 1 << 20  # bytes; the C library keeps smaller ones by itself
 MOST = 128 << 20  # bytes kept that nobody holds
 
@@ -28,8 +29,7 @@ class Buffers:
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """An array of that shape whose content is not set."""
-        nbytes = 4 * math.prod(shape)
-        if nbytes < SMALLEST:
+        if shape[0] < FEW or (nbytes := 4 * math.prod(shape)) < SMALLEST:
             return np.empty(shape, dtype=np.float32)
         kept: list[NDArray[np.uint8]] = self._mine.__dict__.setdefault("kept", [])
         for i in range(len(kept)):
