@@ -81,6 +81,7 @@ cdef enum:
     PANEL_BYTES_A_THREAD = 65536
     DENSE_BYTES_A_THREAD = 262144
     ATTENTION_FLOATS_A_THREAD = 131072
+    ATTEND_SCORES = 1 << 20  # of tokens that go through the keys together: 12 MB of each thread
     FLOATS_A_THREAD = 65536  # of the steps that go through a token once
 
 
@@ -494,15 +495,15 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
 
     Returns -1, or the first token that sees a position for which the table has no page.
 
-    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads: a key
-    is widened once for all. Each head goes through all of its keys in one order, alone or not. Few pairs that leave some
-    threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by query heads. Splitting by keys
-    would be even, but would change the order of sums that NumPy's bits are held to.
+    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads (of
+    very long ones fewer): a key is widened once for all. Each head goes through all of its keys in one order, alone or
+    not. Few pairs that leave some threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by
+    query heads. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
     """
     cdef kv_view view = layer.view
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = layer.G, page_size = layer.page_size
     cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, heads, page
-    cdef Py_ssize_t together = max(<Py_ssize_t> 1, ATTEND_ROWS // max(<Py_ssize_t> 1, R)), runs = 0, run
+    cdef Py_ssize_t together, runs = 0, run
     if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or R * G != H or z.shape[0] != M
             or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, page_size, G, layer.d}")
@@ -523,6 +524,7 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
     cdef double *workspace = NULL
+    together = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // longest) // max(<Py_ssize_t> 1, R))
     cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # token of each run
     if first == NULL:
         raise MemoryError(f"no memory for the places of {M} tokens")
