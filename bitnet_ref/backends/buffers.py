@@ -21,17 +21,17 @@ SMALLEST = 1 << 20  # bytes; the C library keeps smaller ones by itself
 MOST = 128 << 20  # bytes kept that nobody holds
 
 
-class Buffers:
+class Buffers(threading.local):
     """Hands out float32 arrays. Each thread of Python has its own, so that no two find the same one free."""
 
-    def __init__(self) -> None:
-        self._mine = threading.local()
+    def __init__(self) -> None:  # called anew in each thread
+        self._kept: list[NDArray[np.uint8]] = []
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """An array of that shape whose content is not set."""
         if shape[0] < FEW or (nbytes := 4 * math.prod(shape)) < SMALLEST:
             return np.empty(shape, dtype=np.float32)
-        kept: list[NDArray[np.uint8]] = self._mine.__dict__.setdefault("kept", [])
+        kept = self._kept
         for i in range(len(kept)):
             if nbytes <= kept[i].size <= 2 * nbytes and _free(kept, i):
                 kept.append(kept.pop(i))  # the last used last

@@ -112,7 +112,6 @@ def choose_simd(name: str | None = None) -> str:
 
 
 DEFAULT_LAYOUT = "2-bit"
-ADDED_BY_NUMPY = 1 << 16  # floats; fewer are no work for two threads
 TABLE_TOKENS = 16  # taken at once by table look-up, whose tables are 16 times as large as the activations
 
 
@@ -294,7 +293,7 @@ class CythonBackend(Backend):
         return y
 
     def add(self, x: NDArray, y: NDArray) -> NDArray:
-        if x.size < ADDED_BY_NUMPY or x.shape != y.shape or x.ndim != 2:
+        if x.size < _cpu.floats_a_thread or x.shape != y.shape or x.ndim != 2:
             return super().add(x, y)
         z = self._results.empty(x.shape)
         _cpu.add(_floats(x), _floats(y), z, self.threads)

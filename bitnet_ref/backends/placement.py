@@ -204,14 +204,8 @@ class Costs:
         return [*others, last + self.head + whole * self.embedding]
 
 
-def _memory(card: CupyBackend) -> int:
-    """Bytes that the model may take of the card."""
-    info = card.ws.device.memory()
-    return info.free if info.limit is None else min(info.free, info.limit - info.used)
-
-
 def _room(card: CupyBackend, working: int) -> int:
-    """Of these, what is there for layers."""
+    """Bytes of the card that are there for layers."""
     info = card.ws.device.memory()
     free = info.free - info.total // KEPT_FREE
     if info.limit is not None:
@@ -241,7 +235,7 @@ def _too_small(cards: Sequence[CupyBackend], asked: int | str | None, costs: Cos
 
 
 def _words(cards: Sequence[CupyBackend]) -> str:
-    return " and ".join(f"{_size(_memory(card))} of card {card.index}" for card in cards)
+    return " and ".join(f"{_size(card.memory()[1] or 0)} of card {card.index}" for card in cards)
 
 
 def _size(nbytes: int) -> str:

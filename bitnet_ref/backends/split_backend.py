@@ -197,14 +197,11 @@ class SplitBackend(Backend):
     # -- around a pass -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _all_running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         with self._lock, ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.backend.running())
             yield
-
-    def running(self) -> Any:
-        return self._all_running()
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes held: None, as there are several memories. Bytes that are free for something that grows on all layers

@@ -84,6 +84,8 @@ cdef enum:
     ATTEND_SCORES = 1 << 20  # of tokens that go through the keys together: 12 MB of each thread
     FLOATS_A_THREAD = 65536  # of the steps that go through a token once
 
+floats_a_thread = FLOATS_A_THREAD
+
 
 def kernel_sets():
     """[(name, None or what this processor lacks for it)], the best last"""
@@ -574,7 +576,6 @@ cdef inline void attend_run(const kernel_set *chosen, const float *q, Py_ssize_t
         chosen.attend(q, heads, d, &view, scale, workspace, z)
     else:
         chosen.attend_many(q, tokens, heads, d, token_stride, &view, window, scale, workspace, z)
-
 
 
 def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):

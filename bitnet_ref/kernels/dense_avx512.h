@@ -21,7 +21,8 @@
 
 #include "panel.h"
 
-enum { DENSE_BLOCK_K = 20, DENSE_DIGITS = 5, DENSE_MAX_K = 65535, DENSE_CHUNK = 12 /* blocks unpacked at a time */, DENSE_ONE_BY_ONE = 2 };
+enum { DENSE_BLOCK_K = 20, DENSE_DIGITS = 5, DENSE_MAX_K = 65535 };
+enum { DENSE_CHUNK = 12 /* blocks unpacked at a time */, DENSE_ONE_BY_ONE = 2 /* tokens: more go by tiles */ };
 
 static inline uint8_t dense_byte(const uint8_t *codes) { /* 5 codes -> the least byte whose digits they are */
     unsigned value = 0;

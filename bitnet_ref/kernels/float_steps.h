@@ -514,19 +514,22 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
         for (size_t i = 0; i < rows; i += 4) {
             const size_t four = rows - i < 4 ? rows - i : 4;
             const STEP(range) all = STEP(seen_by_all)(seen + i, four, start, start + count);
-            size_t s = all.from;
-            for (; four == 4 && s + STEP(SCORE_KEYS) <= all.to; s += STEP(SCORE_KEYS))
-                STEP(scores_4_by_keys)(wide_q + i * d, d, block + (s - start) * d, n_keys, scale, scores + i * n_keys + s);
-            for (; s < all.to; s++)
-                STEP(scores)(wide_q + i * d, four, d, keys + (s - start) * stride, n_keys, scale, scores + i * n_keys + s);
-            for (size_t r = i; r < i + four; r++) {
-                const STEP(range) before = STEP(within)(seen[r], start, all.from),
-                                  after = STEP(within)(seen[r], all.to, start + count);
-                for (s = before.from; s < before.to; s++)
-                    STEP(scores)(wide_q + r * d, 1, d, keys + (s - start) * stride, n_keys, scale, scores + r * n_keys + s);
-                for (s = after.from; s < after.to; s++)
-                    STEP(scores)(wide_q + r * d, 1, d, keys + (s - start) * stride, n_keys, scale, scores + r * n_keys + s);
+            STEP(range) rest = all;
+            for (; four == 4 && rest.from + STEP(SCORE_KEYS) <= rest.to; rest.from += STEP(SCORE_KEYS))
+                STEP(scores_4_by_keys)(wide_q + i * d, d, block + (rest.from - start) * d, n_keys, scale,
+                                       scores + i * n_keys + rest.from);
+#define SCORE(KEYS, R, r)                                                                                              \
+    for (size_t s = (KEYS).from; s < (KEYS).to; s++)                                                                   \
+        STEP(scores)(wide_q + (i + (r)) * d, R, d, keys + (s - start) * stride, n_keys, scale,                         \
+                     scores + (i + (r)) * n_keys + s);
+            SCORE(rest, four, 0)
+            for (size_t r = 0; r < four; r++) {
+                const STEP(range) before = STEP(within)(seen[i + r], start, all.from),
+                                  after = STEP(within)(seen[i + r], all.to, start + count);
+                SCORE(before, 1, r)
+                SCORE(after, 1, r)
             }
+#undef SCORE
         }
     }
     for (size_t r = 0; r < rows; r++)

@@ -82,7 +82,7 @@ typedef struct {
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                           \
+        attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
         screen_pack_##suffix, screen_token_##suffix, screen_rows_##suffix
 
 /* best last */
