@@ -180,7 +180,8 @@ class KVCache:
             self._check_page(int(slots[i]), int(positions[i]), int(positions[i]) + 1)
         return pages, positions - indices * self.page_size
 
-    def _check_extent(self, batch: TokenBatch) -> None:
+    def check_extent(self, batch: TokenBatch) -> None:
+        """Raises ShapeError where the batch has a slot or a position beyond the cache's."""
         last_slot, last_position = batch.extent
         if last_slot >= self.slots or last_position >= self.capacity:
             raise ShapeError(
@@ -194,7 +195,7 @@ class KVCache:
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
             raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
-        self._check_extent(batch)
+        self.check_extent(batch)
         places = self._places(batch.slots, batch.positions)
         where = (layer, *places)
         if self._keeps_floats:

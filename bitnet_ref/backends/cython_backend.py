@@ -9,7 +9,7 @@ float32 results equal to NumPy's on the way to the next int8 (see `kernels/float
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,14 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import quantization
+from ..config import ModelConfig
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..kv_dtypes import CACHE_DTYPES
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from .buffers import Buffers
+from .buffers import Buffers, Pool
 from .candidates import HeadCandidates, HeadNeed
 from .huge_pages import HugePages
-from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
+from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
+from .recorded_step import MOST_RECORDED, Steps, TapedBatch
 from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
 # A thread that waits for work should sleep. libgomp lets it spin for some milliseconds by default, which on a machine
@@ -167,6 +169,26 @@ class PanelWeight(TernaryLinear):
         return quantization.unpack_ternary(packed, self.in_features)
 
 
+class KernelKVCache(KVCache):
+    """The KV cache that kernels append to, where it keeps float32; and the steps that were recorded over it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.steps = Steps(_cpu.Tape)
+
+    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        tape = batch.tape if isinstance(batch, TapedBatch) else None
+        if self.dtype != np.float32 or k.shape != v.shape or k.shape != (len(batch), *self.keys.shape[-2:]):
+            super().append(layer, batch, k, v)
+            if tape is not None:
+                tape.leave_out()
+            return
+        self.check_extent(batch)
+        where = self.page_table, batch.slots, batch.positions
+        if _cpu.append(_kernel_layers(self)[layer], *where, _floats(k), _floats(v), tape) >= 0:
+            super().append(layer, batch, k, v)  # raises: says what page is not there
+
+
 class CythonBackend(Backend):
     """NumPy's results at the speed of the memory and of the vector units. float32 only."""
 
@@ -188,7 +210,8 @@ class CythonBackend(Backend):
         self.layout = choose_layout(layout, self.simd)
         self._set = list(simd_variants()).index(self.simd)
         self._memory = HugePages()
-        self._results = Buffers()
+        self.results: Buffers | Pool = Buffers()
+        self.tape: Any = None  # where kernels leave their calls: see `recorded_step.py`
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if not isinstance(w, TernaryWeight):
@@ -228,20 +251,40 @@ class CythonBackend(Backend):
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # the kernels take their count with each call, and no BLAS runs beside them
 
+    def new_cache(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        return KernelKVCache(config, slots, capacity, choose_cache_dtype(self, dtype), page_size=page_size, pages=pages)
+
+    def run(
+        self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
+    ) -> NDArray:
+        n = len(batch)
+        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(n))
+        if isinstance(cache, KernelKVCache) and 0 < n <= MOST_RECORDED and all_wanted:
+            return cache.steps.run(self, compute, w, cfg, batch, cache)
+        return compute(self, w, cfg, batch, cache)
+
     # -- primitives ----------------------------------------------------------------------------------------------------
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
-        y = self._results.empty(x.shape)
-        if (row := _cpu.rms_norm(_floats(x), weight, eps, y, self.threads, self._set)) >= 0:
+        y = self.results.empty(x.shape)
+        if (row := _cpu.rms_norm(_floats(x), weight, eps, y, self.threads, self._set, self.tape)) >= 0:
             raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
         return y
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         check_rope(q, k, cos, sin)
-        turned = self._results.empty(q.shape), self._results.empty(k.shape)
+        turned = self.results.empty(q.shape), self.results.empty(k.shape)
         for x, y in zip((q, k), turned, strict=True):
-            _cpu.rope(_floats(x), cos, sin, y, self.threads, self._set)
+            _cpu.rope(_floats(x), cos, sin, y, self.threads, self._set, self.tape)
         return turned
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
@@ -277,26 +320,26 @@ class CythonBackend(Backend):
         if not _kernels_take(array):
             return super().dense_matmul(x, w)  # float16: NumPy widens it a block at a time
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=array)
-        y = np.empty((len(x), len(array)), dtype=np.float32)
+        y = self.results.empty((len(x), len(array)))
         if array.dtype == np.float32:
-            _cpu.dense_matmul_float32(_floats(x), array, y, self.threads, self._set)
+            _cpu.dense_matmul_float32(_floats(x), array, y, self.threads, self._set, self.tape)
         else:
-            _cpu.dense_matmul_bfloat16(_floats(x), array.view(np.uint16), y, self.threads, self._set)
+            _cpu.dense_matmul_bfloat16(_floats(x), array.view(np.uint16), y, self.threads, self._set, self.tape)
         return y
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
         if activation not in ("relu2", "silu"):
             return super().gated(gate, up, activation)
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
-        y = self._results.empty(gate.shape)
-        _cpu.gated(_floats(gate), _floats(up), activation == "silu", y, self.threads, self._set)
+        y = self.results.empty(gate.shape)
+        _cpu.gated(_floats(gate), _floats(up), activation == "silu", y, self.threads, self._set, self.tape)
         return y
 
     def add(self, x: NDArray, y: NDArray) -> NDArray:
-        if x.size < _cpu.floats_a_thread or x.shape != y.shape or x.ndim != 2:
+        if x.shape != y.shape or x.ndim != 2 or (x.size < _cpu.floats_a_thread and self.tape is None):
             return super().add(x, y)
-        z = self._results.empty(x.shape)
-        _cpu.add(_floats(x), _floats(y), z, self.threads)
+        z = self.results.empty(x.shape)
+        _cpu.add(_floats(x), _floats(y), z, self.threads, self.tape)
         return z
 
     # -- fused ---------------------------------------------------------------------------------------------------------
@@ -317,9 +360,10 @@ class CythonBackend(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
-        z = self._results.empty(q.shape)
+        z = self.results.empty(q.shape)
         where = cache.page_table, batch.slots, batch.positions, window or 0
-        if (i := _cpu.attention(_floats(q), _kernel_layers(cache)[layer], *where, z, self.threads, self._set)) >= 0:
+        how = z, self.threads, self._set, self.tape
+        if (i := _cpu.attention(_floats(q), _kernel_layers(cache)[layer], *where, *how)) >= 0:
             cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
         return z
 
@@ -362,7 +406,7 @@ class CythonBackend(Backend):
                 require("linear", False, f"x (N, {w.in_features})", x=x)
             if w.layout != self.layout:
                 self._panels(w)
-        ys = tuple([self._results.empty((len(x), w.out_features)) for w in ws])
+        ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
         x, views = _floats(x), [w.kernel_view for w in ws]
         if self.layout != "table":
             self._run_linears(x, views, ys, 0)
@@ -374,7 +418,7 @@ class CythonBackend(Backend):
     def _run_linears(self, x: NDArray, views: list[Any], ys: Sequence[NDArray], first: int) -> None:
         """One call of the kernel; `first`: which token of all x[0] is."""
         try:
-            row = _cpu.bit_linears(x, views, ys, self.threads, self._set)
+            row = _cpu.bit_linears(x, views, ys, self.threads, self._set, self.tape)
         except MemoryError as error:
             raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
         if row >= 0:

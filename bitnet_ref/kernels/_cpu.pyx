@@ -10,7 +10,7 @@ import os
 from cython.parallel cimport parallel, prange
 from libc.math cimport NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
-from libc.stdlib cimport abort, free, malloc
+from libc.stdlib cimport abort, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 cdef extern from "stdlib.h" nogil:
@@ -162,6 +162,88 @@ cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
     return <float *> memory
 
 
+# -- calls, and how they are made again --------------------------------------------------------------------------------
+#
+# A kernel that a decoding step runs is a C function of one struct, its call. The Python function of its name fills the
+# struct and makes the call; given a tape, it also leaves a copy there. To play a tape is to make all of its calls again
+# without a line of Python between them: see `backends/recorded_step.py`.
+
+ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # WELL, NO_MEMORY, or the row that was not well
+
+cdef enum:
+    WELL = -1
+    NO_MEMORY = -2
+
+cdef struct kept_call:
+    call_fn run
+    void *call
+
+
+cdef class Tape:
+    """Calls in their order. It holds none of the arrays that they read and write: who made it does."""
+    cdef kept_call *calls
+    cdef Py_ssize_t count, room
+    cdef list places  # of the activations that the calls read and write
+
+    def __cinit__(self):
+        self.calls, self.count, self.room, self.places = NULL, 0, 0, []
+
+    def __dealloc__(self):
+        self._free_calls()
+        free(self.calls)
+
+    cdef void _free_calls(self) noexcept:
+        cdef Py_ssize_t i
+        for i in range(self.count):
+            free(self.calls[i].call)
+        self.count = 0
+
+    def clear(self):
+        """No calls are left."""
+        self._free_calls()
+        self.places = []
+
+    def __len__(self):
+        return self.count
+
+    cdef keep(self, call_fn run, const void *call, size_t size, places):
+        cdef void *copy = malloc(size)
+        cdef void *longer
+        if copy != NULL and self.count == self.room:
+            longer = realloc(self.calls, (2 * self.room + 64) * sizeof(kept_call))
+            if longer == NULL:
+                free(copy)
+                copy = NULL
+            else:
+                self.calls, self.room = <kept_call *> longer, 2 * self.room + 64
+        if copy == NULL:
+            raise MemoryError("no memory to record a step")
+        memcpy(copy, call, size)
+        self.calls[self.count].run, self.calls[self.count].call = run, copy
+        self.count += 1
+        self.places += places
+
+    def leave_out(self):
+        """Note that something was computed that is no call here: the tape lies in no arrays then."""
+        self.places.append(0)
+
+    def lies_in(self, arrays):
+        """Whether every call reads and writes its activations in these arrays: nothing else has had a part in them."""
+        ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+        return all(any(start <= place < end for start, end in ranges) for place in self.places)
+
+    def play(self):
+        """Make the calls again. Returns whether all went well; after one that did not, none is made."""
+        cdef Py_ssize_t i
+        with nogil:
+            for i in range(self.count):
+                if self.calls[i].run(self.calls[i].call) != WELL:
+                    break
+            else:
+                i = self.count
+        return i == self.count
+
+
 def sum_words(const uint64_t[::1] words, int threads):
     """The sum of the words, modulo 2^64: reads every byte once, as fast as the memory gives it. For benchmarks."""
     cdef Py_ssize_t n = words.shape[0], chunk, chunk_words = 65536
@@ -284,71 +366,46 @@ cdef enum:
     TOKENS_A_STEP = 96  # whole tiles of every set: 6 and 32 tokens
 
 
-cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept:
+cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
     """How many tokens go through all panels before the next ones do: their activations stay in L2, most of it theirs."""
     return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_A_STEP)) * TOKENS_A_STEP
 
 
-def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels):
-    """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
+cdef struct linears_call:
+    const float *x
+    Py_ssize_t M, K, count, method, n_panels, n_bytes  # of all matrices together
+    const ternary_kernel *ternary
+    const kernel_set *chosen
+    int threads
+    const uint8_t *panels[MAX_LINEARS]
+    const float *biases[MAX_LINEARS]
+    float *ys[MAX_LINEARS]
+    Py_ssize_t first[MAX_LINEARS + 1]  # panel of each matrix
+    Py_ssize_t n_out[MAX_LINEARS]
+    float scales[MAX_LINEARS]
 
-    Returns -1, or the first row of x that holds NaN or Inf. One parallel region instead of one for each step and matrix:
-    for one token of a 2560-wide block the steps between the products took a tenth of the time.
-    """
-    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, m, item, p, rows, bad = -1, total = 0, bytes_ = 0
-    cdef Py_ssize_t method = (<Panels> ws[0]).method if count else 0
-    cdef const ternary_method *how = &METHODS[method]
+
+cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
+    cdef const linears_call *c = <const linears_call *> call
+    cdef const ternary_method *how = &METHODS[c.method]
+    cdef Py_ssize_t M = c.M, K = c.K, m, i, p, item, rows, block, tokens, bad = WELL
     cdef Py_ssize_t n_blocks = (K + how.block_k - 1) // <Py_ssize_t> how.block_k, wide = n_blocks * how.block_k
-    cdef Py_ssize_t x_stride = n_blocks * how.x_bytes
-    cdef Panels w
-    cdef float[:, ::1] y
-    cdef const uint8_t *panels[MAX_LINEARS]
-    cdef const float *biases[MAX_LINEARS]
-    cdef float *outs[MAX_LINEARS]
-    cdef Py_ssize_t first[MAX_LINEARS + 1]
-    cdef Py_ssize_t n_out[MAX_LINEARS]
-    cdef float scales[MAX_LINEARS]
-    if count > MAX_LINEARS or len(ys) != count or threads < 1:
-        raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
-    for i in range(count):
-        w, y = ws[i], ys[i]
-        if w.n_in != K or w.method != method or y.shape[0] != M or y.shape[1] != w.n_out:
-            raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
-        first[i] = total
-        total += w.panels.shape[0]
-        bytes_ += w.panels.shape[0] * w.panels.shape[1]
-        panels[i], biases[i], scales[i], n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
-        outs[i] = &y[0, 0] if M else NULL
-    first[count] = total
-    if M == 0 or count == 0:
-        return -1
-    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    cdef const ternary_kernel *ternary = kernel_for(kernels, method, wide)
-    cdef int8_t *x_q
-    cdef int8_t *expanded = NULL
-    cdef int32_t *x_sum
-    cdef float *x_quant_scale
+    cdef Py_ssize_t x_stride = n_blocks * how.x_bytes, tokens_a_block = tokens_in_l2(x_stride)
+    cdef int8_t *x_q = <int8_t *> malloc(M * wide)
+    cdef int32_t *x_sum = <int32_t *> malloc(M * sizeof(int32_t))
+    cdef float *x_quant_scale = <float *> malloc(M * sizeof(float))
+    cdef int8_t *expanded = <int8_t *> malloc(M * x_stride) if how.expand != NULL else NULL
     cdef void *scratch = NULL
     cdef int32_t *acc = NULL
     cdef float *out = NULL
-    cdef int team = threads_for(M * K, FLOATS_A_THREAD, threads)
-    cdef Py_ssize_t block, tokens, tokens_a_block = tokens_in_l2(x_stride)
-    x_q = <int8_t *> malloc(M * wide)
-    x_sum = <int32_t *> malloc(M * sizeof(int32_t))
-    x_quant_scale = <float *> malloc(M * sizeof(float))
-    if how.expand != NULL:
-        expanded = <int8_t *> malloc(M * x_stride)
+    cdef int team = threads_for(M * K, FLOATS_A_THREAD, c.threads)
     if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
-        free(x_q)
-        free(expanded)
-        free(x_sum)
-        free(x_quant_scale)
-        raise MemoryError(f"no memory for {M} tokens of {K} activations")
-    with nogil:
+        bad = NO_MEMORY
+    else:
         for m in prange(M, num_threads=team, schedule="static"):
             if wide > K:
                 memset(x_q + m * wide + K, 0, wide - K)
-            if not chosen.quantize(&x[m, 0], K, x_q + m * wide, x_quant_scale + m, x_sum + m):
+            if not c.chosen.quantize(c.x + m * K, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
                 x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
             elif how.expand != NULL:
                 how.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
@@ -356,34 +413,72 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
             if x_quant_scale[m] == 0:
                 bad = m
                 break
-        if bad < 0:
-            team = threads_for(bytes_ * M, PANEL_BYTES_A_THREAD, threads)
-            with parallel(num_threads=team):
-                scratch = aligned_scratch(SCRATCH_BYTES)
-                acc = <int32_t *> aligned_scratch(min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
-                # Dynamic, two panels at a time: no faster, in turns on two quiet cores (2B-4T's shape, 12 and 30 layers).
-                for item in prange((M + tokens_a_block - 1) // tokens_a_block * total, schedule="static"):
-                    block = item // total * tokens_a_block
-                    tokens = min(tokens_a_block, M - block)
-                    p = item % total
-                    i = 0
-                    while p >= first[i + 1]:
-                        i = i + 1
-                    p = p - first[i]
-                    rows = min(<Py_ssize_t> PANEL_ROWS, n_out[i] - p * PANEL_ROWS)
-                    out = outs[i] + block * n_out[i] + p * PANEL_ROWS
-                    ternary.run(panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
-                                (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
-                                x_sum + block, acc, PANEL_ROWS, rows, scratch)
-                    for m in range(tokens):
-                        chosen.dequantize(acc + m * PANEL_ROWS, rows, scales[i], x_quant_scale[block + m],
-                                          biases[i] + p * PANEL_ROWS if biases[i] != NULL else NULL, out + m * n_out[i])
-                free(acc)
-                free(scratch)
-        free(x_q)
-        free(expanded)
-        free(x_sum)
-        free(x_quant_scale)
+    if bad == WELL:
+        team = threads_for(c.n_bytes * M, PANEL_BYTES_A_THREAD, c.threads)
+        with parallel(num_threads=team):
+            scratch = aligned_scratch(SCRATCH_BYTES)
+            acc = <int32_t *> aligned_scratch(min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
+            # Dynamic, two panels at a time: no faster, in turns on two quiet cores (2B-4T's shape, 12 and 30 layers).
+            for item in prange((M + tokens_a_block - 1) // tokens_a_block * c.n_panels, schedule="static"):
+                block = item // c.n_panels * tokens_a_block
+                tokens = min(tokens_a_block, M - block)
+                p = item % c.n_panels
+                i = 0
+                while p >= c.first[i + 1]:
+                    i = i + 1
+                p = p - c.first[i]
+                rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[i] - p * PANEL_ROWS)
+                out = c.ys[i] + block * c.n_out[i] + p * PANEL_ROWS
+                c.ternary.run(c.panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
+                              (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
+                              x_sum + block, acc, PANEL_ROWS, rows, scratch)
+                for m in range(tokens):
+                    c.chosen.dequantize(acc + m * PANEL_ROWS, rows, c.scales[i], x_quant_scale[block + m],
+                                        c.biases[i] + p * PANEL_ROWS if c.biases[i] != NULL else NULL,
+                                        out + m * c.n_out[i])
+            free(acc)
+            free(scratch)
+    free(x_q)
+    free(expanded)
+    free(x_sum)
+    free(x_quant_scale)
+    return bad
+
+
+def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
+    """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
+
+    Returns -1, or the first row of x that holds NaN or Inf. One parallel region instead of one for each step and matrix:
+    for one token of a 2560-wide block the steps between the products took a tenth of the time.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
+    cdef linears_call c
+    cdef Panels w
+    cdef float[:, ::1] y
+    c.M, c.K, c.count, c.threads, c.n_panels, c.n_bytes = M, K, count, threads, 0, 0
+    c.method = (<Panels> ws[0]).method if count else 0
+    if count > MAX_LINEARS or len(ys) != count or threads < 1:
+        raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
+    for i in range(count):
+        w, y = ws[i], ys[i]
+        if w.n_in != K or w.method != c.method or y.shape[0] != M or y.shape[1] != w.n_out:
+            raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
+        c.first[i] = c.n_panels
+        c.n_panels += w.panels.shape[0]
+        c.n_bytes += w.panels.shape[0] * w.panels.shape[1]
+        c.panels[i], c.biases[i], c.scales[i], c.n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
+        c.ys[i] = &y[0, 0] if M else NULL
+    c.first[count] = c.n_panels
+    if M == 0 or count == 0:
+        return WELL
+    c.x, c.chosen = &x[0, 0], &KERNEL_SETS[kernels]
+    c.ternary = kernel_for(kernels, c.method, K)
+    with nogil:
+        bad = run_linears(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    if tape is not None:
+        tape.keep(run_linears, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)])
     return bad
 
 
@@ -398,55 +493,138 @@ def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, 
             KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], NULL, &y[m, 0])
 
 
-def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:, ::1] y, int threads, Py_ssize_t kernels):
-    """y = x / sqrt(mean(x^2) + eps) * weight. Returns -1, or the first row that holds NaN or Inf."""
-    cdef Py_ssize_t M = x.shape[0], D = x.shape[1], m
-    if weight.shape[0] != D or y.shape[0] != M or y.shape[1] != D:
-        raise ValueError(f"rms_norm: x {M, D}, weight {weight.shape[0]}, y {y.shape[0], y.shape[1]}")
-    cdef int team = threads_for(M * D, FLOATS_A_THREAD, threads)
-    for m in prange(M, nogil=True, num_threads=team, schedule="static"):
-        if not KERNEL_SETS[kernels].rms_norm(&x[m, 0], &weight[0], D, eps, &y[m, 0]):
-            y[m, 0] = NAN  # the mark of a bad row: no good one has it
-    for m in range(M if D else 0):
-        if y[m, 0] != y[m, 0]:
+cdef struct norm_call:
+    const float *x
+    const float *weight
+    float *y
+    Py_ssize_t M, D
+    double eps
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_norm(const void *call) noexcept nogil:
+    cdef const norm_call *c = <const norm_call *> call
+    cdef Py_ssize_t m, D = c.D
+    for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_A_THREAD, c.threads), schedule="static"):
+        if not c.chosen.rms_norm(c.x + m * D, c.weight, D, c.eps, c.y + m * D):
+            c.y[m * D] = NAN  # the mark of a bad row: no good one has it
+    for m in range(c.M if D else 0):
+        if c.y[m * D] != c.y[m * D]:
             return m
-    return -1
+    return WELL
 
 
-def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[:, ::1] y, int threads, Py_ssize_t kernels):
+def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:, ::1] y, int threads, Py_ssize_t kernels,
+             Tape tape=None):
+    """y = x / sqrt(mean(x^2) + eps) * weight. Returns -1, or the first row that holds NaN or Inf."""
+    cdef norm_call c
+    cdef Py_ssize_t bad
+    c.M, c.D, c.eps, c.chosen, c.threads = x.shape[0], x.shape[1], eps, &KERNEL_SETS[kernels], threads
+    if weight.shape[0] != c.D or y.shape[0] != c.M or y.shape[1] != c.D:
+        raise ValueError(f"rms_norm: x {c.M, c.D}, weight {weight.shape[0]}, y {y.shape[0], y.shape[1]}")
+    c.x, c.weight, c.y = &x[0, 0], &weight[0], &y[0, 0]
+    with nogil:
+        bad = run_norm(&c)
+    if tape is not None:
+        tape.keep(run_norm, &c, sizeof(c), (<size_t> c.x, <size_t> c.y))
+    return bad
+
+
+cdef struct gated_call:
+    const float *gate
+    const float *up
+    float *y
+    Py_ssize_t M, F
+    bint is_silu
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_gated(const void *call) noexcept nogil:
+    cdef const gated_call *c = <const gated_call *> call
+    cdef Py_ssize_t m, F = c.F
+    for m in prange(c.M if F else 0, num_threads=threads_for(c.M * F, FLOATS_A_THREAD, c.threads), schedule="static"):
+        c.chosen.gated(c.gate + m * F, c.up + m * F, F, c.is_silu, c.y + m * F)
+    return WELL
+
+
+def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[:, ::1] y, int threads, Py_ssize_t kernels,
+          Tape tape=None):
     """y = act(gate) * up"""
-    cdef Py_ssize_t M = gate.shape[0], F = gate.shape[1], m
-    if up.shape[0] != M or up.shape[1] != F or y.shape[0] != M or y.shape[1] != F:
-        raise ValueError(f"gated: gate {M, F}, up {up.shape[0], up.shape[1]}")
-    if F == 0:
-        return
-    cdef int team = threads_for(M * F, FLOATS_A_THREAD, threads)
-    for m in prange(M, nogil=True, num_threads=team, schedule="static"):
-        KERNEL_SETS[kernels].gated(&gate[m, 0], &up[m, 0], F, is_silu, &y[m, 0])
+    cdef gated_call c
+    c.M, c.F, c.is_silu, c.chosen, c.threads = gate.shape[0], gate.shape[1], is_silu, &KERNEL_SETS[kernels], threads
+    if up.shape[0] != c.M or up.shape[1] != c.F or y.shape[0] != c.M or y.shape[1] != c.F:
+        raise ValueError(f"gated: gate {c.M, c.F}, up {up.shape[0], up.shape[1]}")
+    c.gate, c.up, c.y = &gate[0, 0], &up[0, 0], &y[0, 0]
+    with nogil:
+        run_gated(&c)
+    if tape is not None:
+        tape.keep(run_gated, &c, sizeof(c), (<size_t> c.gate, <size_t> c.up, <size_t> c.y))
 
 
-def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threads):
+cdef struct add_call:
+    const float *x
+    const float *y
+    float *z
+    Py_ssize_t M, D
+    int threads
+
+
+cdef Py_ssize_t run_add(const void *call) noexcept nogil:
+    cdef const add_call *c = <const add_call *> call
+    cdef Py_ssize_t m, i, D = c.D
+    for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_A_THREAD, c.threads), schedule="static"):
+        for i in range(m * D, (m + 1) * D):
+            c.z[i] = c.x[i] + c.y[i]
+    return WELL
+
+
+def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threads, Tape tape=None):
     """z = x + y"""
-    cdef Py_ssize_t M = x.shape[0], D = x.shape[1], m, i
-    if y.shape[0] != M or y.shape[1] != D or z.shape[0] != M or z.shape[1] != D:
-        raise ValueError(f"add: x {M, D}, y {y.shape[0], y.shape[1]}, z {z.shape[0], z.shape[1]}")
-    cdef int team = threads_for(M * D, FLOATS_A_THREAD, threads)
-    for m in prange(M, nogil=True, num_threads=team, schedule="static"):
-        for i in range(D):
-            z[m, i] = x[m, i] + y[m, i]
+    cdef add_call c
+    c.M, c.D, c.threads = x.shape[0], x.shape[1], threads
+    if y.shape[0] != c.M or y.shape[1] != c.D or z.shape[0] != c.M or z.shape[1] != c.D:
+        raise ValueError(f"add: x {c.M, c.D}, y {y.shape[0], y.shape[1]}, z {z.shape[0], z.shape[1]}")
+    c.x, c.y, c.z = &x[0, 0], &y[0, 0], &z[0, 0]
+    with nogil:
+        run_add(&c)
+    if tape is not None:
+        tape.keep(run_add, &c, sizeof(c), (<size_t> c.x, <size_t> c.y, <size_t> c.z))
+
+
+cdef struct rope_call:
+    const float *x
+    const float *cos
+    const float *sin
+    float *y
+    Py_ssize_t M, heads, half
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_rope(const void *call) noexcept nogil:
+    cdef const rope_call *c = <const rope_call *> call
+    cdef Py_ssize_t m, half = c.half, row = c.heads * 2 * half
+    for m in prange(c.M if row else 0, num_threads=threads_for(c.M * row // 2, FLOATS_A_THREAD, c.threads),
+                    schedule="static"):
+        c.chosen.rope(c.x + m * row, c.heads, half, c.cos + m * half, c.sin + m * half, c.y + m * row)
+    return WELL
 
 
 def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] sin, float[:, :, ::1] y, int threads,
-         Py_ssize_t kernels):
+         Py_ssize_t kernels, Tape tape=None):
     """x (M, heads, d), cos and sin (M, d/2) -> y, turned"""
-    cdef Py_ssize_t M = x.shape[0], heads = x.shape[1], half = x.shape[2] // 2, m
-    if (cos.shape[0] != M or sin.shape[0] != M or cos.shape[1] != half or sin.shape[1] != half or x.shape[2] != 2 * half
-            or y.shape[0] != M or y.shape[1] != heads or y.shape[2] != 2 * half):
-        raise ValueError(f"rope: x {M, heads, x.shape[2]}, cos {cos.shape[0], cos.shape[1]}")
-    cdef int team = threads_for(M * heads * half, FLOATS_A_THREAD, threads)
-    if heads and half:
-        for m in prange(M, nogil=True, num_threads=team, schedule="static"):
-            KERNEL_SETS[kernels].rope(&x[m, 0, 0], heads, half, &cos[m, 0], &sin[m, 0], &y[m, 0, 0])
+    cdef rope_call c
+    c.M, c.heads, c.half, c.chosen, c.threads = x.shape[0], x.shape[1], x.shape[2] // 2, &KERNEL_SETS[kernels], threads
+    if (cos.shape[0] != c.M or sin.shape[0] != c.M or cos.shape[1] != c.half or sin.shape[1] != c.half
+            or x.shape[2] != 2 * c.half or y.shape[0] != c.M or y.shape[1] != c.heads or y.shape[2] != 2 * c.half):
+        raise ValueError(f"rope: x {c.M, c.heads, x.shape[2]}, cos {cos.shape[0], cos.shape[1]}")
+    c.x, c.cos, c.sin, c.y = &x[0, 0, 0], &cos[0, 0], &sin[0, 0], &y[0, 0, 0]
+    with nogil:
+        run_rope(&c)
+    if tape is not None:
+        tape.keep(run_rope, &c, sizeof(c), (<size_t> c.x, <size_t> c.cos, <size_t> c.sin, <size_t> c.y))
 
 
 cdef class KVLayer:
@@ -490,46 +668,108 @@ cdef inline Py_ssize_t keys_seen(Py_ssize_t position, Py_ssize_t window) noexcep
     return window if window and window <= position else position + 1
 
 
-def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
-              const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
-              int threads, Py_ssize_t kernels):
-    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit.
+cdef struct tokens_of_layer:
+    kv_view view
+    Py_ssize_t pages, G, d  # of the pool
+    const int32_t *page_table
+    Py_ssize_t table_slots, table_columns
+    const int64_t *slots
+    const int64_t *positions
+    Py_ssize_t M
 
-    Returns -1, or the first token that sees a position for which the table has no page.
 
-    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads (of
-    very long ones fewer): a key is widened once for all. Each head goes through all of its keys in one order, alone or
-    not. Few pairs that leave some threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by
-    query heads. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
-    """
-    cdef kv_view view = layer.view
-    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], G = layer.G, page_size = layer.page_size
-    cdef Py_ssize_t R = H // G, m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, heads, page
-    cdef Py_ssize_t together, runs = 0, run
-    if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or R * G != H or z.shape[0] != M
-            or z.shape[1] != H or z.shape[2] != d):
-        raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, page_size, G, layer.d}")
-    for m in range(M):
-        if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
-            raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
-        n_keys = keys_seen(positions[m], window)
-        if positions[m] // page_size >= page_table.shape[1]:
+cdef void describe(tokens_of_layer *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
+                   const int64_t[::1] positions) noexcept:
+    t.view, t.pages, t.G, t.d = layer.view, layer.pages, layer.G, layer.d
+    t.page_table, t.table_slots, t.table_columns = &page_table[0, 0], page_table.shape[0], page_table.shape[1]
+    t.slots, t.positions, t.M = &slots[0], &positions[0], slots.shape[0]
+
+
+cdef inline bint has_pages(const tokens_of_layer *t, Py_ssize_t m, Py_ssize_t first) noexcept nogil:
+    """Whether there is a page for each position of token m from `first` to its own."""
+    cdef Py_ssize_t page_size = t.view.page_size, column
+    if t.positions[m] < 0 or t.slots[m] < 0 or t.slots[m] >= t.table_slots or t.positions[m] // page_size >= t.table_columns:
+        return False
+    cdef const int32_t *pages = t.page_table + t.slots[m] * t.table_columns
+    for column in range(first // page_size, t.positions[m] // page_size + 1):
+        if pages[column] < 0 or pages[column] >= t.pages:
+            return False
+    return True
+
+
+cdef struct append_call:
+    tokens_of_layer to
+    const float *k
+    const float *v
+
+
+cdef Py_ssize_t run_append(const void *call) noexcept nogil:
+    cdef const append_call *c = <const append_call *> call
+    cdef Py_ssize_t m, page_size = c.to.view.page_size, row = c.to.G * c.to.d, place
+    for m in range(c.to.M):
+        if not has_pages(&c.to, m, c.to.positions[m]):
             return m
-        for page in range((positions[m] + 1 - n_keys) // page_size, positions[m] // page_size + 1):
-            if page_table[slots[m], page] < 0 or page_table[slots[m], page] >= layer.pages:
-                return m
+    for m in range(c.to.M):
+        place = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
+        place += c.to.positions[m] % page_size
+        memcpy(<float *> c.to.view.keys.rows + place * row, c.k + m * row, row * sizeof(float))
+        memcpy(<float *> c.to.view.values.rows + place * row, c.v + m * row, row * sizeof(float))
+    return WELL
+
+
+def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots, const int64_t[::1] positions,
+           const float[:, :, ::1] k, const float[:, :, ::1] v, Tape tape=None):
+    """k and v (M, G, d) to a float32 layer, at their slots and positions.
+
+    Returns -1, or the first token for whose position the table has no page; nothing is written then.
+    """
+    cdef append_call c
+    cdef Py_ssize_t M = k.shape[0], bad
+    if (layer.view.kind != KV_FLOAT32 or slots.shape[0] != M or positions.shape[0] != M or v.shape[0] != M
+            or k.shape[1] != layer.G or v.shape[1] != layer.G or k.shape[2] != layer.d or v.shape[2] != layer.d):
+        raise ValueError(f"append: k {M, k.shape[1], k.shape[2]}, v {v.shape[0], v.shape[1], v.shape[2]}")
+    describe(&c.to, layer, page_table, slots, positions)
+    c.k, c.v = &k[0, 0, 0], &v[0, 0, 0]
+    with nogil:
+        bad = run_append(&c)
+    if tape is not None:
+        tape.keep(run_append, &c, sizeof(c), (<size_t> c.k, <size_t> c.v, <size_t> c.to.slots, <size_t> c.to.positions))
+    return bad
+
+
+cdef struct attention_call:
+    tokens_of_layer of
+    const float *q
+    float *z
+    Py_ssize_t H, window
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
+    cdef const attention_call *c = <const attention_call *> call
+    cdef const kernel_set *chosen = c.chosen
+    cdef const int64_t *slots = c.of.slots
+    cdef const int64_t *positions = c.of.positions
+    cdef kv_view view = c.of.view
+    cdef Py_ssize_t M = c.of.M, H = c.H, d = c.of.d, G = c.of.G, R = H // G, window = c.window
+    cdef Py_ssize_t m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, heads
+    cdef Py_ssize_t together, runs = 0, run
+    for m in range(M):
+        n_keys = keys_seen(positions[m], window)
+        if not has_pages(&c.of, m, positions[m] + 1 - n_keys):
+            return m
         longest = max(longest, n_keys)
         work += n_keys * H * d
     if M == 0:
-        return -1
-    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+        return WELL
     cdef double scale = (<double> d) ** -0.5
-    cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, threads)
+    cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, c.threads)
     cdef double *workspace = NULL
     together = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // longest) // max(<Py_ssize_t> 1, R))
     cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # token of each run
     if first == NULL:
-        raise MemoryError(f"no memory for the places of {M} tokens")
+        return NO_MEMORY
     for m in range(M):
         if (m == 0 or m - first[runs - 1] == together or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
             first[runs] = m
@@ -541,7 +781,7 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
         parts = min(<Py_ssize_t> team, R)
     piece = (R + parts - 1) // parts  # query heads of a part
     parts = (R + piece - 1) // piece
-    with nogil, parallel(num_threads=team):
+    with parallel(num_threads=team):
         workspace = <double *> aligned_scratch(
             chosen.attend_workspace(R * min(M, together), d, longest + together) * sizeof(double))
         for item in prange(whole + (runs * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
@@ -551,11 +791,43 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
             run = g // G
             g = g % G
             m = first[run]
-            attend_run(chosen, &q[m, g * R + head, 0], first[run + 1] - m, heads, d, H * d, g, view,
-                       &page_table[slots[m], 0], positions[m], window, scale, workspace, &z[m, g * R + head, 0])
+            attend_run(chosen, c.q + (m * H + g * R + head) * d, first[run + 1] - m, heads, d, H * d, g, view,
+                       c.of.page_table + slots[m] * c.of.table_columns, positions[m], window, scale, workspace,
+                       c.z + (m * H + g * R + head) * d)
         free(workspace)
     free(first)
-    return -1
+    return WELL
+
+
+def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
+              const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
+              int threads, Py_ssize_t kernels, Tape tape=None):
+    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit.
+
+    Returns -1, or the first token that sees a position for which the table has no page.
+
+    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads (of
+    very long ones fewer): a key is widened once for all. Each head goes through all of its keys in one order, alone or
+    not. Few pairs that leave some threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by
+    query heads. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
+    """
+    cdef attention_call c
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad
+    if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or H % layer.G or z.shape[0] != M
+            or z.shape[1] != H or z.shape[2] != d):
+        raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, layer.page_size, layer.G, layer.d}")
+    for m in range(M):
+        if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
+            raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
+    describe(&c.of, layer, page_table, slots, positions)
+    c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, &KERNEL_SETS[kernels], threads
+    with nogil:
+        bad = run_attention(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for the places of {M} tokens")
+    if tape is not None:
+        tape.keep(run_attention, &c, sizeof(c), (<size_t> c.q, <size_t> c.z, <size_t> c.of.slots, <size_t> c.of.positions))
+    return bad
 
 
 cdef inline void attend_run(const kernel_set *chosen, const float *q, Py_ssize_t tokens, Py_ssize_t heads, Py_ssize_t d,
@@ -578,33 +850,58 @@ cdef inline void attend_run(const kernel_set *chosen, const float *q, Py_ssize_t
         chosen.attend_many(q, tokens, heads, d, token_stride, &view, window, scale, workspace, z)
 
 
-def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):
+def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels,
+                         Tape tape=None):
     """y (M, N) = x (M, K) w^T, w (N, K) float32"""
-    _dense(x, 0, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels)
+    _dense(x, 0, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels, tape)
 
 
-def dense_matmul_bfloat16(const float[:, ::1] x, const uint16_t[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels):
+def dense_matmul_bfloat16(const float[:, ::1] x, const uint16_t[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels,
+                          Tape tape=None):
     """y (M, N) = x (M, K) w^T, w (N, K) bfloat16, given as uint16"""
-    _dense(x, 1, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels)
+    _dense(x, 1, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels, tape)
+
+
+cdef struct dense_call:
+    const float *x
+    const char *w
+    float *y
+    int kind
+    Py_ssize_t M, N, K
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
+    cdef const dense_call *c = <const dense_call *> call
+    cdef Py_ssize_t block, K = c.K, N = c.N, size = 4 if c.kind == 0 else 2
+    cdef int team = threads_for(N * K * size * c.M, DENSE_BYTES_A_THREAD, c.threads)
+    cdef float *tokens = aligned_copy(c.x, c.M * K)
+    if tokens == NULL:
+        return NO_MEMORY
+    for block in prange((N + 15) // 16, num_threads=team, schedule="static"):
+        c.chosen.dense_rows(c.kind, c.w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
+                            c.y + block * 16, N)
+    free(tokens)
+    return WELL
 
 
 cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssize_t K, float[:, ::1] y, int threads,
-            Py_ssize_t kernels):
-    cdef Py_ssize_t M = x.shape[0], block, n_blocks = (N + 15) // 16, size = 4 if kind == 0 else 2
-    if x.shape[1] != K or y.shape[0] != M or y.shape[1] != N:
-        raise ValueError(f"dense_matmul: x {M, x.shape[1]}, w {N, K}, y {y.shape[0], y.shape[1]}")
-    if M == 0:
+            Py_ssize_t kernels, Tape tape):
+    cdef dense_call c
+    cdef Py_ssize_t bad
+    c.M, c.N, c.K, c.kind, c.chosen, c.threads = x.shape[0], N, K, kind, &KERNEL_SETS[kernels], threads
+    if x.shape[1] != K or y.shape[0] != c.M or y.shape[1] != N:
+        raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {N, K}, y {y.shape[0], y.shape[1]}")
+    if c.M == 0:
         return
-    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    cdef int team = threads_for(N * K * size * M, DENSE_BYTES_A_THREAD, threads)
-    cdef float *tokens = aligned_copy(&x[0, 0], M * K)
-    if tokens == NULL:
-        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    c.x, c.w, c.y = &x[0, 0], <const char *> w, &y[0, 0]
     with nogil:
-        for block in prange(n_blocks, num_threads=team, schedule="static"):
-            chosen.dense_rows(kind, <const char *> w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K,
-                              tokens, M, &y[0, block * 16], N)
-        free(tokens)
+        bad = run_dense(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for {c.M} tokens of {K} activations")
+    if tape is not None:
+        tape.keep(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y))
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------

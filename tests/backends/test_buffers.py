@@ -66,9 +66,9 @@ def test_no_more_is_kept_than_the_limit(monkeypatch):
     monkeypatch.setattr(buffers, "MOST", 5 << 20)
     results = Buffers()
     held = [results.empty(BIG) for _ in range(9)]
-    assert len(results._kept) == 9  # in use: none of them can go
+    assert len(results._pool.kept) == 9  # in use: none of them can go
     del held
     gc.collect()
     results.empty((3 * BIG[0], BIG[1]))
-    kept = results._kept
+    kept = results._pool.kept
     assert sum(block.size for block in kept[:-1]) <= 5 << 20

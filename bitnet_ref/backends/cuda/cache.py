@@ -125,7 +125,7 @@ class DeviceKVCache(KVCache):
     def check(self, batch: TokenBatch, window: int | None = None, reading: bool = False) -> None:
         """Raises ShapeError unless every token of the batch has a place here, and every one that it reads: a kernel
         would write and read anywhere."""
-        self._check_extent(batch)
+        self.check_extent(batch)
         host = batch.host if isinstance(batch, DeviceBatch) else batch
         assert host is not None
         if self._fixed:
