@@ -136,16 +136,16 @@ def _fields(
 ) -> Iterator[tuple[int, int, int, int]]:
     """(field number, wire type, offset of the value, value) of a message; for bytes the value is their length."""
     while pos < end:
-        key, pos = _varint(data, pos, end, path)
+        # Nearly all integers are of one byte: a call for each would take half the time of a vocabulary.
+        key, pos = (data[pos], pos + 1) if data[pos] < 0x80 else _varint(data, pos, end, path)
         number, wire = key >> 3, key & 7
         if number == 0 or wire not in (_VARINT, _FIXED64, _BYTES, _FIXED32):
             raise TokenizerError(f"not a SentencePiece model: bad field tag {key}", path=path, offset=pos)
-        if wire == _VARINT:
+        if wire in (_VARINT, _BYTES):
             where = pos
-            value, pos = _varint(data, pos, end, path)
-        elif wire == _BYTES:
-            value, where = _varint(data, pos, end, path)
-            pos = where + value
+            value, pos = (data[pos], pos + 1) if pos < end and data[pos] < 0x80 else _varint(data, pos, end, path)
+            if wire == _BYTES:
+                where, pos = pos, pos + value
         else:
             width = 4 if wire == _FIXED32 else 8
             where, value = pos, int.from_bytes(data[pos : pos + width], "little")

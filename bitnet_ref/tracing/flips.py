@@ -79,7 +79,7 @@ def judge_flips(
     which rounds once more, so that equal inputs near a half (but not on it) may part.
     """
     name, source = f"{linear}.{INT8}", linear_input(linear, config)
-    places = [(int(i), int(j)) for i, j in np.argwhere((mine != theirs) & rows[:, None])]
+    places = [(i, j) for i, j in np.argwhere((mine != theirs) & rows[:, None]).tolist()]
     if not places:
         return FlipVerdict([], None, "")
     if source not in reference:

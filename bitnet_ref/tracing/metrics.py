@@ -97,20 +97,21 @@ def measure(
         out.finite = out.finite and good
         with np.errstate(all="ignore"):
             error = np.abs(c - r)
-        error[np.isnan(error)] = np.inf
+        if not good:
+            error[np.isnan(error)] = np.inf
         differ = c != r
         out.n_values += r.size
-        out.n_differ += int(differ.sum())
+        out.n_differ += int(np.count_nonzero(differ))
         if error.size and (out.worst is None or error.max() > out.max_abs):
             at = np.unravel_index(int(error.argmax()), error.shape)
             out.worst = (rows.start + int(at[0]), *(int(i) for i in at[1:]))
-            out.max_abs = float(error.max())
+            out.max_abs = float(error[at])
         if good:
             dot, rr, cc = dot + float(np.vdot(r, c)), rr + float(np.vdot(r, r)), cc + float(np.vdot(c, c))
             dd += float(np.vdot(error, error))
         # one row of figures a token; scores and patterns have one a head and token, of which the worst is kept
         axes = (2,) if by_head else tuple(range(1, r.ndim))
-        finite_r = np.where(np.isfinite(r), r, 0.0)
+        finite_r = r if good else np.where(np.isfinite(r), r, 0.0)
         with np.errstate(all="ignore"):
             magnitude = np.maximum(np.abs(finite_r).max(axis=axes, initial=0.0), floor)
             allowed = relative * magnitude

@@ -11,7 +11,7 @@ import pytest
 from helpers import run_python
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
-COUNTS = {"config": 60, "weights": 50, "index": 40, "tokenizer": 25, "gguf": 40, "native": 50, "onnx": 40}
+COUNTS = {"config": 40, "weights": 30, "index": 30, "tokenizer": 15, "gguf": 30, "native": 30, "onnx": 25}
 FORKED_KINDS, FORKED_COUNT = ("gguf", "weights", "onnx"), 40
 OURS = {"FormatError", "ConfigError", "NumericsError", "TokenizerError", "GenerationError", "OutOfMemory"}
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limits of a forked child are Linux's")
@@ -111,7 +111,7 @@ def test_the_limits_are_limits():
 @pytest.mark.parametrize("kind", COUNTS)
 def test_longer_campaign(kind, part):
     needs_package(kind)
-    n = 10 * COUNTS[kind]
+    n = 16 * COUNTS[kind]
     run_in_one_process(kind, 1000 + part * n, 1000 + (part + 1) * n, timeout_s=3000)
 
 
