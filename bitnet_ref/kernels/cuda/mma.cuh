@@ -22,3 +22,35 @@ __device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
+
+// The same of bfloat16 pairs with float32 sums: A 16x16, B 16x8, D 16x8; a pair's lower half is the first column or row.
+//
+//     a[0]  row g,   columns 2t, 2t+1         a[1]  row g+8, the same columns
+//     a[2]  row g,   columns 2t+8, 2t+9       a[3]  row g+8, the same columns
+//     b[0]  rows 2t, 2t+1 of column g         b[1]  rows 2t+8, 2t+9 of column g
+//     d     as above
+//
+// Products are exact. Sums are not rounded to nearest: what lies below the last bit of the largest term is cut off.
+//
+// Here for R A's below each other and C B's beside each other, STEPS times: sums that do not wait for each other take
+// turns. (In emulation all of it is one meeting of the lanes, which is what costs there.)
+template <int R, int C, int STEPS>
+__device__ __forceinline__ void mma_bf16(float (&d)[R][C][4], const unsigned (&a)[R][STEPS][4],
+                                         const unsigned (&b)[C][STEPS][2]) {
+#ifdef BITNET_REF_EMULATED
+    emulated::mma_m16n8k16_bf16(d, a, b);
+#else
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int c = 0; c < C; c++)
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                asm volatile(
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                    "{%8, %9}, {%0, %1, %2, %3};"
+                    : "+f"(d[r][c][0]), "+f"(d[r][c][1]), "+f"(d[r][c][2]), "+f"(d[r][c][3])
+                    : "r"(a[r][i][0]), "r"(a[r][i][1]), "r"(a[r][i][2]), "r"(a[r][i][3]), "r"(b[c][i][0]),
+                      "r"(b[c][i][1]));
+#endif
+}
