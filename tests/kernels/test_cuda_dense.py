@@ -38,7 +38,7 @@ def error_of(y, x, w):
     return np.abs(y - exact).max() / np.abs(exact).max() / EPSILON
 
 
-# -- one order -----------------------------------------------------------------------------------------------------------
+# -- one order ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +86,7 @@ def test_launches():
     assert choose_launch(9, 2048, 2048, "float32", 132).kernel == "dense_8_float32"
 
 
-# -- what the parts hold ---------------------------------------------------------------------------------------------------
+# -- what the parts hold -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SIXTEEN)
@@ -105,7 +105,7 @@ def test_a_product_alone_is_exact(kind):
 @pytest.mark.parametrize("kind", SIXTEEN)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_ends_of_the_range(kind, kernel):
-    """The largest x, and numbers below the normal ones: all that is finite stays so. Inf and NaN show, in their rows."""
+    """The largest x, and numbers below the normal ones: what is finite stays so. Inf and NaN show, in their rows."""
     top = np.finfo(np.float32).max
     x = np.zeros((12, 70), dtype=np.float32)
     x[0, 3], x[1, 3], x[2, [3, 5]], x[3, 69] = top, -top, top, 1e-40

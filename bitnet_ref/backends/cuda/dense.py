@@ -45,8 +45,10 @@ class Launch:
 def choose_launch(
     tokens: int, width: int, out: int, kind: str, multiprocessors: int, kernel: str | None = None
 ) -> Launch:
-    """The kernel for x (tokens, width) and w (out, width) of `kind`, or the one asked for among FEW and MANY; each gives
-    the same bits. The limits between them follow from counted bytes and operations; none has been measured on a GPU."""
+    """The kernel for x (tokens, width) and w (out, width) of `kind`, or of FEW and MANY the one asked for.
+
+    It changes no bit. The limits between them follow from counted bytes and operations; none was measured on a GPU.
+    """
     if kind == "float32":
         each = 1 if tokens == 1 else 8
         return Launch(f"dense_{each}_float32", (-(-out // LANES_ROWS), -(-tokens // each)), 128)
@@ -138,7 +140,7 @@ class DenseKernels:
         return stack
 
     def matmul(self, x: Any, w: DenseRows, kernel: str | None = None) -> tuple[Any, ...]:
-        """x (N, width) float32 on the device -> (N, out) float32; of a stack each matrix's. kernel: see `choose_launch`"""
+        """x (N, width) float32 on the device -> (N, out) float32; of a stack each matrix's."""
         (n, width), out = x.shape, len(w.rows)
         parts = w.parts or (out,)
         if (

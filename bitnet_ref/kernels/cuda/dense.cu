@@ -70,6 +70,7 @@ template <class T> __device__ __forceinline__ void copy_words(uint4* to, const T
 // Sums. A tensor core cuts off what lies below the last bit of the largest term: no float32 addition, and a long chain
 // of them would lean towards zero. So a chain there is one chunk, 64 columns from zero, the smallest parts first: only
 // its last four steps (of bfloat16) add to a sum of full size. The chunks' sums are added as usual, each rounded once.
+// That a sum is the same wherever in the tile its row and its token lie is taken for granted: no document says so.
 //
 // Columns. The sum over an mma's 16 columns has no order that one could see, so they may be any 16, as long as A and B
 // agree. Lane 4g + t reads 8 weights of row g side by side, of columns 32 j + 8t, ...; their four words are what an mma
@@ -172,7 +173,7 @@ __device__ __forceinline__ int chunks_of(int width) { return (width + CHUNK - 1)
 //
 // 2B-4T's head is 656 MB, and bounds decoding as much as all its ternary matrices. A block takes 16 rows, and its warps
 // take chunks in turn, each the next one's weights on their way while it multiplies: 2 KB a warp, of some 24 warps that
-// fit on a multiprocessor, where 23 KB keep the memory busy (ternary.cu). A warp splits the x of its chunk in registers:
+// fit on a multiprocessor, where 23 KB keep the memory busy (ternary.cu). Each splits the x of its chunk in registers:
 // no other warp of the block wants it. The chunks' sums meet in shared memory, where they are added in order; those of
 // a long row in several rounds.
 constexpr int SUMS_KEPT = 8192;  // of chunks, in shared memory: 32 KB
@@ -237,7 +238,7 @@ template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
 // multiplied, the next is read and split. Of the next weights, each lane's own are on their way to a place there that
 // only this lane reads: in registers they would leave no room for three blocks on a multiprocessor.
 //
-// In shared memory a token's 64 columns of a part are eight pieces of 16 bytes; those of odd tokens have their halves exchanged.
+// In shared memory a token's 64 columns of a part are eight pieces of 16 bytes; odd tokens have the halves exchanged.
 // So the eight lanes that read at a time (g = 0 and 1, t = 0 to 3, piece t or t + 4) take all 32 banks once.
 constexpr int ROW_WARPS = 4, THREADS = 32 * ROW_WARPS, PIECES = CHUNK / WIDE;
 
@@ -335,13 +336,16 @@ template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
         }
 }
 
-#define FOR_WEIGHTS_OF(T, NAME)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(256) dense_few_8_##NAME(PARAMETERS(T)) { few<T, 1>(ARGUMENTS); }      \
-    extern "C" __global__ void __launch_bounds__(256) dense_few_32_##NAME(PARAMETERS(T)) { few<T, 4>(ARGUMENTS); }     \
-    extern "C" __global__ void __launch_bounds__(128, 3) dense_many_32_##NAME(PARAMETERS(T)) { many<T, 4>(ARGUMENTS); }   \
-    extern "C" __global__ void __launch_bounds__(128, 3) dense_many_64_##NAME(PARAMETERS(T)) { many<T, 8>(ARGUMENTS); }
-FOR_WEIGHTS_OF(f16, float16)
-FOR_WEIGHTS_OF(bf16, bfloat16)
+#define FEW(T, NAME) extern "C" __global__ void __launch_bounds__(256) dense_few_##NAME(PARAMETERS(T))
+#define MANY(T, NAME) extern "C" __global__ void __launch_bounds__(THREADS, 3) dense_many_##NAME(PARAMETERS(T))
+FEW(bf16, 8_bfloat16) { few<bf16, 1>(ARGUMENTS); }
+FEW(bf16, 32_bfloat16) { few<bf16, 4>(ARGUMENTS); }
+MANY(bf16, 32_bfloat16) { many<bf16, 4>(ARGUMENTS); }
+MANY(bf16, 64_bfloat16) { many<bf16, 8>(ARGUMENTS); }
+FEW(f16, 8_float16) { few<f16, 1>(ARGUMENTS); }
+FEW(f16, 32_float16) { few<f16, 4>(ARGUMENTS); }
+MANY(f16, 32_float16) { many<f16, 4>(ARGUMENTS); }
+MANY(f16, 64_float16) { many<f16, 8>(ARGUMENTS); }
 
 // -- 32 bits: no tensor core takes them whole -------------------------------------------------------------------------
 //

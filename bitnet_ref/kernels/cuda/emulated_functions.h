@@ -183,8 +183,8 @@ static inline void add_as_tensor_cores(Column &sums, const Column (&a)[16], cons
     }
 }
 
-/* D = A B + D, the fragments as the PTX ISA lays them out ("Matrix Fragments for mma.m16n8k16 with floating point type",
- * .bf16), g = groupID and t = threadID_in_group as above:
+/* D = A B + D, the fragments as the PTX ISA lays them out ("Matrix Fragments for mma.m16n8k16 with floating point
+ * type", .bf16), g = groupID and t = threadID_in_group as above:
  *
  *   A, four registers of two .bf16, a0 .. a7:  row = g for a0, a1, a4, a5, else g + 8
  *                                              col = t * 2 + (i & 1)      for i < 4, else that + 8

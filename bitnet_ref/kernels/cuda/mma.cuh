@@ -1,4 +1,4 @@
-// The tensor cores' int8 product, behind one function: D += A B with A 16x32, B 32x8, D 16x8, of one warp.
+// The tensor cores' products, D += A B of one warp, each behind one function. That of int8: A 16x32, B 32x8, D 16x8.
 //
 // Each lane holds four registers of A, two of B and four of D; which elements they are is in `emulated_functions.h`, in
 // the words of the PTX ISA. In short, with g = lane / 4 and t = lane % 4:
@@ -23,7 +23,7 @@ __device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], cons
 #endif
 }
 
-// The same of bfloat16 pairs with float32 sums: A 16x16, B 16x8, D 16x8; a pair's lower half is the first column or row.
+// That of bfloat16 with float32 sums: A 16x16, B 16x8, D 16x8. A register is a pair, the lower half the first of it.
 //
 //     a[0]  row g,   columns 2t, 2t+1         a[1]  row g+8, the same columns
 //     a[2]  row g,   columns 2t+8, 2t+9       a[3]  row g+8, the same columns
