@@ -5,6 +5,10 @@ import os
 # Before NumPy comes, and for the processes that tests start: the suite's products are small, and threads of the BLAS
 # would mostly wait for each other (a quarter of its time). tests/contract has them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Some hundred tests start a Python: each would compile the whole package anew if none might keep what it compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import gc
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -92,6 +96,12 @@ def pytest_collection_modifyitems(items):
         place, long = item.nodeid, any(word in item.nodeid for word in LONG)
         if EMULATED and "cupy" in item.name and (long or not any(word in place for word in QUICK)):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """The thousands of tests that were collected stay to the end: no garbage collection need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

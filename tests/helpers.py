@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,33 @@ def write_shards(folder: Path, config: dict[str, Any], shards: dict[str, dict[st
 
 def write_index(folder: Path, weight_map: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# -- damaged files -----------------------------------------------------------------------------------------------------
+
+
+def cut_to(path: Path, sizes: Iterable[int]) -> Iterator[int]:
+    """The file cut to each of these sizes, the longest first, and which it is.
+
+    It is never written anew: a file system that saves what replaces a file before it goes on (ext4) would take seconds.
+    """
+    for size in sorted(sizes, reverse=True):
+        os.truncate(path, size)
+        yield size
+
+
+def with_one_byte_changed(path: Path, places: Iterable[int]) -> Iterator[int]:
+    """The file with the byte at each of these places changed to each of a few values, and the place; then as it was."""
+    with open(path, "r+b", buffering=0) as file:
+        for at in places:
+            file.seek(at)
+            good = file.read(1)
+            for value in (0, 0x7F, 0xFF, good[0] ^ 1):
+                file.seek(at)
+                file.write(bytes([value]))
+                yield at
+            file.seek(at)
+            file.write(good)
 
 
 # -- single weights ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The package's imports: they point one way, and `import bitnet_ref` loads only what it needs."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,19 +46,24 @@ def is_type_checking(node):
 
 
 def runtime_nodes(tree):
-    """Every node but those under `if TYPE_CHECKING:`."""
+    """Every statement but those under `if TYPE_CHECKING:`. No expression holds an import."""
     for child in ast.iter_child_nodes(tree):
         if is_type_checking(child):
             for other in child.orelse:
                 yield other
                 yield from runtime_nodes(other)
-        else:
+        elif not isinstance(child, ast.expr):
             yield child
             yield from runtime_nodes(child)
 
 
+@cache
 def imported(relative):
     """(line, top name) of each import of the package's own modules in that file."""
+    return tuple(_imported(relative))
+
+
+def _imported(relative):
     package = list(relative.parent.parts)  # of the file; an __init__.py is its package
     for node in runtime_nodes(ast.parse((PACKAGE / relative).read_text())):
         if isinstance(node, ast.Import):

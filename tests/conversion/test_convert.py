@@ -11,7 +11,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from helpers import GOLDEN
+from helpers import GOLDEN, model
 
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
@@ -82,13 +82,14 @@ def test_the_shell_offers_every_target():
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(TARGETS, 2)))
 def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, tiles):
+    """Compared with the golden BitNet itself, so what `convert` proves of each step is not taken for granted."""
+    path = named(tmp_path, second)
     options = ReadOptions(tl_tiles=tiles[first])
-    source, path = named(every_format, first), named(tmp_path, second)
-    proof = convert(source, path, second, options=options, tl_tiles=tiles[second])
+    convert(named(every_format, first), path, second, options=options, tl_tiles=tiles[second], verify=False)
+    with open_checkpoint(BITNET) as source, open_checkpoint(path, ReadOptions(tl_tiles=tiles[second])) as twice:
+        proof = prove(source, twice)
     assert proof.planes.equal == proof.planes.total == 14
     assert proof.same_choice
-    with open_checkpoint(BITNET) as source, open_checkpoint(path, ReadOptions(tl_tiles=tiles[second])) as twice:
-        assert prove(source, twice, compute=False).planes.equal == 14
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -108,7 +109,7 @@ def test_storyteller_still_tells_its_story(target, tmp_path):
     proof = convert("storyteller", named(tmp_path, target), target)
     assert proof.tokenizer == "equal"
     m = bitnet_ref.load(named(tmp_path, target))
-    expected = bitnet_ref.load("storyteller").generate("Once upon a time", max_tokens=8)
+    expected = model("storyteller", "auto").generate("Once upon a time", max_tokens=8)
     found = m.generate("Once upon a time", max_tokens=8)
     assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
 

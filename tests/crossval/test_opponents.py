@@ -50,9 +50,9 @@ def check_random_models(folder, seeds):
 
 
 def test_no_false_alarm_on_random_models(tmp_path):
-    count = check_random_models(tmp_path, range(8))
+    count = check_random_models(tmp_path, range(4))
     variants = [name for name, lacks in simd_variants().items() if lacks is None]
-    assert count >= 8 * (1 + len(variants) if variants else 0)
+    assert count >= 4 * (1 + len(variants) if variants else 0)
 
 
 @pytest.mark.slow
@@ -257,11 +257,17 @@ def test_a_report_of_tensors_that_are_not_finite(tmp_path, monkeypatch):
 # -- receipts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def crossings_of_tiny(tmp_path_factory):
+    m = bitnet_ref.load(write_checkpoint(tmp_path_factory.mktemp("tiny") / "m", BITNET), backend="numpy")
+    return m, cross_backends(m, TOKENS)
+
+
 @pytest.fixture
-def receipt(tmp_path):
-    m = bitnet_ref.load(write_checkpoint(tmp_path / "m", BITNET), backend="numpy")
-    crossings = cross_backends(m, TOKENS)
-    write_receipt(tmp_path / "receipt.json", make_receipt("backends", str(tmp_path / "m"), m, TOKENS, crossings))
+def receipt(tmp_path, crossings_of_tiny):
+    m, crossings = crossings_of_tiny
+    path = write_checkpoint(tmp_path / "m", BITNET)
+    write_receipt(tmp_path / "receipt.json", make_receipt("backends", str(path), m, TOKENS, crossings))
     return tmp_path / "receipt.json"
 
 

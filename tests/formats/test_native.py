@@ -14,6 +14,7 @@ from helpers import (
     GOLDEN,
     GOLDEN_CASES,
     TINY,
+    cut_to,
     golden,
     raw_safetensors,
     tiny_tensors,
@@ -407,8 +408,7 @@ def test_truncated_at_every_byte_of_the_header_and_in_the_data(native):
     path, _, _ = native
     data = path.read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
-    for size in [*range(length), *range(length, len(data), 301), len(data) - 1]:
-        path.write_bytes(data[:size])
+    for _ in cut_to(path, [*range(length), *range(length, len(data), 301), len(data) - 1]):
         with pytest.raises(FormatError):
             NativeCheckpoint(path)
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, golden, model, rng, tiny_tensors, write_checkpoint
+from helpers import BITNET, GOLDEN, GOLDEN_CASES, TINY, cut_to, golden, model, rng, tiny_tensors, write_checkpoint
 from onnx import TensorProto, helper, numpy_helper
 from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder, nbits, write
 
@@ -306,9 +306,8 @@ def test_truncated(ours, tmp_path):
         path = export_and_keep(tmp_path)
     else:
         path = write(tmp_path, decoder(model(hf(tmp_path / "hf", TINY)).weights, "named", TINY), TINY)
-    data = path.read_bytes()
-    for size in [*range(1000), *range(1000, len(data), 101), len(data) - 1]:
-        path.write_bytes(data[:size])
+    size = path.stat().st_size
+    for _ in cut_to(path, [*range(1000), *range(1000, size, 101), size - 1]):
         with pytest.raises(FormatError) as caught, open_checkpoint(path) as checkpoint:
             read_weights(checkpoint)
         assert caught.value.path == str(path)

@@ -23,21 +23,15 @@ FLAGS += ["-DBITNET_REF_AMX_EMULATED", "-DBITNET_REF_AVXVNNI_AS_EVEX"]
 BUILDS = {
     "gcc": (["gcc", "-O3"], []),
     "clang": (["clang", "-O3", "-Wno-unknown-warning-option"], []),
-    "gcc, address and undefined behaviour sanitizers": (
-        [
-            "gcc",
-            "-O0",
-            "-g",
-            "-fsanitize=address,undefined",
-        ],  # optimising what is instrumented takes four times as long
-        [],
-    ),
+    # optimising what is instrumented takes four times as long
+    "gcc, address and undefined behaviour sanitizers": (["gcc", "-O0", "-g", "-fsanitize=address,undefined"], []),
+    "gcc, not optimised": (["gcc", "-O0"], []),
     "aarch64": (["aarch64-linux-gnu-gcc", "-O3", "-static"], ["qemu-aarch64", "-cpu", "max"]),
 }
 
 
-# The suite has the build that sees the most; the project's own check, or -m "slow or not slow", has all of them.
-IN_SUITE = "gcc, address and undefined behaviour sanitizers"
+# The suite has the build that is done soonest; the project's own check, or -m "slow or not slow", has all of them.
+IN_SUITE = "gcc, not optimised"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +54,7 @@ def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
         assert "avxvnni: 30 rounds, all equal" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="x86-64 Linux only")
 def test_what_linux_asks_of_a_program_with_tiles(tmp_path):
     """Where there are tiles. Elsewhere: that the program builds, and says what is missing."""

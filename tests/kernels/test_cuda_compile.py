@@ -1,4 +1,4 @@
-"""Every .cu file compiles for sm_80 and sm_90: with NVRTC, as on a GPU, and with nvcc, which counts registers.
+"""Every .cu file compiles for sm_80 and sm_90, and keeps its numbers in registers: with NVRTC, as on a GPU, and nvcc.
 
 NVRTC is looked for where pip puts it (nvidia-cuda-nvrtc), beside CUDA, and on the system's path.
 """
@@ -59,6 +59,20 @@ def nvrtc_compile(library, source, name, options):
     return status == 0, log.value.decode(), code.value
 
 
+RESOURCES = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers", re.S
+)
+
+
+def nothing_to_speak_of_spills(account, what):
+    """ptxas's own account: a kernel that spills registers, or indexes them at run time, is slow without being wrong."""
+    kernels = {name: tuple(map(int, facts)) for name, *facts in RESOURCES.findall(account)}
+    assert kernels, account
+    print(*(f"{what} {name}: {facts[2]} registers" for name, facts in kernels.items()), sep="\n")
+    most = 16  # bytes: two or three registers that are used once a block cost nothing
+    assert {name: facts for name, facts in kernels.items() if max(facts[:2]) > most} == {}
+
+
 def test_there_are_files():
     assert "ternary.cu" in files()
 
@@ -69,10 +83,12 @@ def test_nvrtc_compiles(file, architecture):
     library = nvrtc()
     if library is None:
         missing("nvrtc", "NVRTC is not installed: pip install nvidia-cuda-nvrtc")
-    good, log, size = nvrtc_compile(library, flattened(file), file, [f"-arch={architecture}", *NVRTC_OPTIONS])
+    options = [f"-arch={architecture}", *NVRTC_OPTIONS, "--ptxas-options=-v"]
+    good, log, size = nvrtc_compile(library, flattened(file), file, options)
     assert good, log
     assert "warning" not in log, log
     assert size > 0
+    nothing_to_speak_of_spills(log, f"{file} {architecture}")
 
 
 def test_nvrtc_says_where_an_error_is():
@@ -87,16 +103,10 @@ def test_nvrtc_says_where_an_error_is():
     assert f'ternary.cu({last_line}): error: identifier "g" is undefined' in log
 
 
-RESOURCES = re.compile(
-    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers", re.S
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", files())
 def test_nvcc_compiles_and_nothing_to_speak_of_spills(file, architecture, tmp_path):
-    """ptxas's own account: a kernel that spills registers, or indexes them at run time, is slow without being wrong."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         missing("nvcc", "nvcc is not installed")
@@ -105,8 +115,4 @@ def test_nvcc_compiles_and_nothing_to_speak_of_spills(file, architecture, tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr
-    kernels = {name: tuple(map(int, facts)) for name, *facts in RESOURCES.findall(done.stderr)}
-    assert kernels, done.stderr
-    print(*(f"{file} {architecture} {name}: {facts[2]} registers" for name, facts in kernels.items()), sep="\n")
-    most = 16  # bytes: two or three registers that are used once a block cost nothing
-    assert {name: facts for name, facts in kernels.items() if max(facts[:2]) > most} == {}
+    nothing_to_speak_of_spills(done.stderr, f"{file} {architecture}")

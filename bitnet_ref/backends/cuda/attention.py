@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,47 @@ from .rows import take_both
 from .workspace import Workspace
 
 FILE = "attention.cu"
-CHUNK = 128  # attention.cu: keys a block
-BLOCK = 128
+BLOCK = 128  # attention.cu: the threads of a block, whose warps
+WARPS = 4
+CHUNK, STEP, TILE = 128, 16, 8  # attention.cu: keys a block; what a product sums over; its rows
+MOST_TILES = 4  # attention.cu: of rows, at once
+SHARED_BYTES = 48 << 10  # of a block
+PITCH = CHUNK + 4  # attention.cu: of the pattern
 SCORES_BYTES = 256 << 20  # of one call: a long prompt is taken in parts
-TOKENS_IN_TURN = 8  # of a block, in prompts of at least so many tokens times 4
+PARTS_BYTES = 64 << 20  # of a prompt's z: more, and a block takes all chunks
+ENOUGH_BLOCKS = 128  # to keep a card busy without cutting keys into chunks: it has about as many multiprocessors
 LEAST_TABLE = 256  # positions of a RoPE table
+
+
+def chunks_seen(keys: int, window: int | None) -> int:
+    """Of the most keys that a token may see, at most; a window begins anywhere in its first chunk."""
+    return -(-(keys if window is None else min(keys, window + CHUNK - 1)) // CHUNK)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The tokens of a call and where their keys lie: what both kernels are told."""
+
+    kind: str  # what the cache keeps
+    slots: Any
+    positions: Any
+    count: int
+    each: int  # tokens of a block
+    window: int  # 0: none
+    heads: int
+    pages: tuple[Any, ...]  # attention.cu: the fields of Pages, of which the last two are kv heads and head_dim
+
+    @property
+    def tiles(self) -> int:
+        """Of rows that a block takes at once: one while decoding."""
+        return 1 if self.each * (self.heads // self.pages[-2]) <= TILE else MOST_TILES
+
+    @property
+    def tokens(self) -> tuple[Any, ...]:
+        return self.slots, self.positions, self.count, self.each
+
+    def grid(self, chunks: int) -> tuple[int, int, int]:
+        return chunks, self.pages[-2], -(-self.count // self.each)
 
 
 class Attention:
@@ -31,90 +69,95 @@ class Attention:
         self, q: Any, cache: DeviceKVCache, batch: DeviceBatch, layer: int, window: int | None, longest: int
     ) -> Any:
         """q (N, H, d) -> z (N, H, d). longest: keys that a token may see, at most."""
-        ws, (n, heads, _), (kv_heads, head_dim) = self._ws, q.shape, cache.keys.shape[-2:]
-        stride = -(-(longest if window is None else min(longest, window)) // CHUNK) * CHUNK
-        table = cache.table, cache.table.shape[1], cache.page_size, kv_heads, head_dim
+        ws, (n, heads, head_dim), kv_heads = self._ws, q.shape, cache.keys.shape[-2]
         z = ws.empty(q.shape, np.float32)
-        step = max(1, SCORES_BYTES // max(1, heads * stride * 4))
+        each = max(1, MOST_TILES * TILE // (heads // kv_heads)) if batch.has_runs else 1
+        chunks = chunks_seen(longest, window)
+        chunks_of_run = chunks + (window is not None and each > 1)
+        pages = cache.table, cache.table.shape[1], cache.page_size, kv_heads, head_dim
+        key_scales, value_scales = cache.scales_of(layer)
+        step = max(1, SCORES_BYTES // (4 * heads * chunks * CHUNK) // each) * each
         for start in range(0, n, step):
             part = slice(start, start + step)
-            some, here = q[part], (batch.slots[part], batch.positions[part])
-            each = TOKENS_IN_TURN if len(some) >= 4 * TOKENS_IN_TURN else 1
-            sizes = len(some), each, window or 0, heads
-            grid = (stride // CHUNK, kv_heads, -(-len(some) // each))
-            scores = ws.scratch((len(some), heads, stride), np.float32)
-            arguments = (
-                some,
-                cache.keys[layer],
-                cache.scales_of(layer)[0],
-                *here,
-                *sizes,
-                head_dim**-0.5,
-                *table,
-                scores,
-                stride,
+            some = Reading(
+                *(cache.kind, batch.slots[part], batch.positions[part], len(q[part]), each, window or 0, heads, pages)
             )
-            shared = heads // kv_heads * head_dim * 8
-            ws.launch(FILE, f"attention_scores_{cache.kind}", grid, BLOCK, *arguments, shared=shared)
-            parts = ws.scratch((len(some), heads, stride // CHUNK, head_dim), np.float64)
-            done = self._counters(len(some) * kv_heads)
-            last = (
-                scores,
-                stride,
-                0,
-                cache.values[layer],
-                cache.scales_of(layer)[1],
-                *here,
-                *sizes,
-                *table,
-                parts,
-                done,
-                z[part],
-            )
-            shared = heads // kv_heads * CHUNK * 4
-            ws.launch(FILE, f"attention_values_{cache.kind}", grid, BLOCK, *last, shared=shared)
+            scores = ws.scratch((some.count, heads, chunks * CHUNK), np.float32)
+            self._scores(some, q[part], cache.keys[layer], key_scales, scores, chunks_of_run)
+            parts_bytes = chunks_of_run * some.count * heads * head_dim * 8
+            if batch.has_runs and (math.prod(some.grid(1)) >= ENOUGH_BLOCKS or parts_bytes > PARTS_BYTES):
+                norms = ws.scratch((some.count * heads, 2), np.float64)
+                sizes = scores, scores.shape[-1], some.positions, some.count, some.window, heads, norms
+                ws.launch(FILE, "attention_normalisers", (-(-some.count * heads // WARPS),), BLOCK, *sizes)
+                self._values(some, scores, cache.values[layer], value_scales, z[part], 1, norms=norms)
+            else:
+                self._values(some, scores, cache.values[layer], value_scales, z[part], chunks_of_run)
         return z
+
+    def _scores(self, some: Reading, q: Any, keys: Any, scales: Any, scores: Any, chunks: int) -> None:
+        """q (N, H, d) -> scores (N, H, stride)"""
+        pitch = -(-q.shape[-1] // STEP) * STEP + 2
+        rows = max(TILE, min(some.tiles * TILE, SHARED_BYTES // (8 * pitch) // TILE * TILE))
+        sizes = rows, some.window, some.heads, q.shape[-1] ** -0.5
+        self._ws.launch(
+            *(FILE, f"attention_scores_{some.tiles}_{some.kind}", some.grid(chunks), BLOCK),
+            *(q, keys, scales, *some.tokens, *sizes, *some.pages, scores, scores.shape[-1]),
+            shared=rows * pitch * 8,
+        )
+
+    def _values(
+        self,
+        some: Reading,
+        scores: Any,
+        values: Any,
+        scales: Any,
+        z: Any,
+        chunks: int,
+        *,
+        norms: Any = None,
+        is_pattern: bool = False,
+    ) -> None:
+        """scores (N, H, stride) -> z (N, H, d).  chunks: 1 where a block takes all that there are."""
+        done = parts = None
+        if chunks > 1:
+            done = self._counters(some.count * some.pages[-2])
+            parts = self._ws.scratch((some.count, some.heads, chunks, z.shape[-1]), np.float64)
+        self._ws.launch(
+            *(FILE, f"attention_values_{some.tiles}_{some.kind}", some.grid(chunks), BLOCK),
+            *(scores, scores.shape[-1], int(is_pattern), norms, values, scales, *some.tokens, some.window, some.heads),
+            *(*some.pages, parts, done, z),
+            shared=some.tiles * TILE * PITCH * 8,
+        )
 
     # -- one token, its keys side by side: the primitives --------------------------------------------------------------
 
     def scores(self, q: Any, keys: Any) -> Any:
         """q (H, d), keys (S, G, d) float32 -> (H, S)"""
-        (heads, _), (count, kv_heads, head_dim) = q.shape, keys.shape
-        stride = -(-count // CHUNK) * CHUNK
-        scores = self._ws.empty((heads, stride), np.float32)
-        slot, position, page = self._one_page(count)
-        self._ws.launch(
-            *(FILE, "attention_scores_float32", (stride // CHUNK, kv_heads, 1), BLOCK, q, keys, None, slot, position),
-            *(1, 1, 0, heads, head_dim**-0.5, page, 1, count, kv_heads, head_dim, scores, stride),
-            shared=heads // kv_heads * head_dim * 8,
-        )
+        count, chunks = len(keys), chunks_seen(len(keys), None)
+        scores = self._ws.empty((1, len(q), chunks * CHUNK), np.float32)
+        self._scores(self._one_token(len(q), *keys.shape), q[None], keys, None, scores, chunks)
         with self._ws.device.use():
-            return scores[:, :count].copy()
+            return scores[0, :, :count].copy()
 
     def softmax(self, scores: Any) -> Any:
         """(H, S) -> (H, S)"""
         pattern = self._ws.empty(scores.shape, np.float32)
-        self._ws.launch(FILE, "softmax", (len(scores),), BLOCK, scores, scores.shape[1], pattern)
+        self._ws.launch(FILE, "softmax", (-(-len(scores) // WARPS),), BLOCK, scores, *scores.shape, pattern)
         return pattern
 
     def values(self, pattern: Any, values: Any) -> Any:
         """pattern (H, S), values (S, G, d) float32 -> (H, d)"""
-        (heads, count), (_, kv_heads, head_dim) = pattern.shape, values.shape
-        chunks, (slot, position, page) = -(-count // CHUNK), self._one_page(count)
-        z = self._ws.empty((heads, head_dim), np.float32)
-        parts = self._ws.empty((chunks, heads, head_dim), np.float64)
-        self._ws.launch(
-            *(FILE, "attention_values_float32", (chunks, kv_heads, 1), BLOCK, pattern, count, 1, values, None),
-            *(slot, position, 1, 1, 0, heads, page, 1, count, kv_heads, head_dim),
-            *(parts, self._counters(kv_heads), z),
-            shared=heads // kv_heads * CHUNK * 4,
-        )
-        return z
+        heads, count = pattern.shape
+        z = self._ws.empty((1, heads, values.shape[-1]), np.float32)
+        some = self._one_token(heads, *values.shape)
+        self._values(some, pattern, values, None, z, chunks_seen(count, None), is_pattern=True)
+        return z[0]
 
-    def _one_page(self, count: int) -> tuple[Any, Any, Any]:
-        """Slot 0, its last position, and a table of one page."""
-        slot, position, page = np.array([0]), np.array([count - 1]), np.zeros(1, dtype=np.int32)
-        return self._ws.upload(slot), self._ws.upload(position), self._ws.upload(page)
+    def _one_token(self, heads: int, count: int, kv_heads: int, head_dim: int) -> Reading:
+        """The last of `count` tokens that lie in one page."""
+        slot, position, table = np.array([0]), np.array([count - 1]), np.zeros(1, dtype=np.int32)
+        pages = self._ws.upload(table), 1, count, kv_heads, head_dim
+        return Reading("float32", self._ws.upload(slot), self._ws.upload(position), 1, 1, 0, heads, pages)
 
     def _counters(self, count: int) -> Any:
         """At least so many. Larger ones do not replace the smaller, which recorded steps have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -33,6 +34,14 @@ class DeviceBatch(TokenBatch):
     def extent(self) -> tuple[int, int]:
         assert self.host is not None
         return self.host.extent
+
+    @cached_property
+    def has_runs(self) -> bool:
+        """Whether tokens of one sequence follow each other, as in a prompt. Of a recorded step nobody can say: no."""
+        if self.host is None:
+            return False
+        slots, positions = self.host.slots, self.host.positions
+        return bool(np.any((slots[1:] == slots[:-1]) & (positions[1:] == positions[:-1] + 1)))
 
     @classmethod
     def placed(cls, ws: Workspace, batch: TokenBatch) -> DeviceBatch:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...config import ModelConfig
-from .attention import CHUNK, LEAST_TABLE, SCORES_BYTES
+from .attention import CHUNK, LEAST_TABLE, PARTS_BYTES, SCORES_BYTES, chunks_seen
 from .cache import KEPT_AS, ROUND_CAPACITY_TO
 from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS
 
@@ -50,9 +50,10 @@ def working_bytes(config: ModelConfig, tokens: int) -> int:
     """
     n, heads, head_dim = min(tokens, PROMPT_TOKENS), config.num_attention_heads, config.head_dim
     rows = 5 * config.hidden_size + 3 * config.query_size + 2 * config.kv_size + 3 * config.intermediate_size
-    stride = -(-tokens // CHUNK) * CHUNK
-    scores = min(SCORES_BYTES, n * heads * stride * 4)
-    parts = scores // CHUNK * head_dim * 2  # float64, one for each chunk of keys
+    chunks = chunks_seen(tokens, None)
+    scores = min(SCORES_BYTES, n * heads * chunks * CHUNK * 4)
+    z_in_parts = heads * chunks * head_dim * 8  # of a token: float64
+    parts = max(min(n, CHOSEN_FROM) * z_in_parts, min(n * z_in_parts, PARTS_BYTES))
     tables = 2 * max(LEAST_TABLE, 1 << tokens.bit_length()) * head_dim // 2 * 4
     logits = min(n, CHOSEN_FROM) * config.vocab_size * 4
     return n * rows * 4 + scores + parts + tables + logits

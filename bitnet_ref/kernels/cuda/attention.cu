@@ -7,182 +7,395 @@
 //     z[d]       = (float)(sum over j of pattern[j] * value[j][d])
 //
 // Sums and exponentials are float64 and rounded to float32 where NumPy rounds them: z is on the way to the next int8.
+// Both sums are products of matrices, and the tensor cores of a data centre's card multiply float64 twice as fast as
+// its other units: a prompt of 2,048 tokens of 2B-4T asks for 644 GFLOP here, 10 ms at the 67 TFLOP/s of an H200, and
+// that is as long as its ternary linears take in int8.
 //
-// One block for a token would leave most of the card idle while one sequence is decoded, so the keys are cut into
-// chunks, and a block takes (one chunk, one kv head, some tokens). All heads of a group read the same keys, at once.
+// Keys come in chunks of CHUNK positions, counted from position 0 of the sequence. A block takes one kv head and a run:
+// tokens of one sequence that follow each other, at most as many as have 32 heads of the group between them. A row is a
+// head of a token; all rows of a run read the same keys, 8 rows in each product.
 //
-//     scores:  the chunk's scores, to memory.
-//     values:  max and sum over all S scores (every block for itself: S numbers are little beside S keys), then the
-//              chunk's part of z. The last block to finish adds the parts, in the order of the chunks.
+//     scores:       the run's rows against one chunk, to memory.
+//     normalisers:  max and sum of e of every row, once, where many blocks would ask for them (a prompt). Else each
+//                   block of `values` finds them itself: S numbers are little beside S keys, and it saves a launch.
+//     values:       the pattern of a chunk, times the chunk's values. In a prompt a block goes through all chunks of
+//                   its run. While one token is decoded that would leave most of the card idle, so there a block takes
+//                   one chunk, and the last block to finish adds the chunks' parts.
 //
-// Chunks begin at the first key that the token sees and have CHUNK keys. So every sum has one order, which depends on
-// the token's own S only: not on what else is in the batch, how many tokens a block takes, or which block was last.
-// In a prompt a block takes several tokens in turn: the chunk's keys then come out of the first-level cache.
+// Either way a row's sums are taken by the same instructions in the same order, 16 columns at a time, and chunk by
+// chunk; what a token does not see counts as zero, which changes no sum. So the order depends on the token's position
+// and window only: not on what else is in the batch, how long the run is, or which block was last.
+//
+// Left for a day with a card: sm_90 has a product of 16 x 8 x 16 (m16n8k16), to compare in speed. It may add in another
+// order, so decoding would have to take it as well, with 8 of its 16 rows idle.
 #include "floats.cuh"
+#include "mma.cuh"
 #include "pages.cuh"
 
-constexpr int CHUNK = 128;    // keys a block
-constexpr int LANES = 8;      // threads that share a key
-constexpr int HEADS = 4;      // heads that take a key out of a register
+constexpr int CHUNK = 128;           // keys
+constexpr int WARPS = 4;             // of a block
+constexpr int TILE = 8;              // rows, and columns, of a product
+constexpr int STEP = 16;             // what a product sums over: lane t of 4 has the elements 4t, ..., 4t + 3
+constexpr int KEYS = CHUNK / WARPS;  // of a warp, in `scores`
+constexpr int COLUMNS = 32;          // of a warp, in `values`: 4 of a lane
+constexpr int PITCH = CHUNK + 4;     // of the pattern in shared memory: rows 32 bytes apart in its banks
+static_assert(KEYS == 4 * TILE && COLUMNS == 4 * TILE, "four tiles of columns a warp");
 
-struct Seen {  // the keys of one token
-    int slot, start, count;
+struct Run {             // tokens of one sequence that follow each other
+    int token, tokens;   // in the batch: the first, and how many
+    int slot, position;  // of the first
 };
 
-__device__ inline Seen seen_by(const long long* slots, const long long* positions, int token, int window) {
-    const int position = (int)positions[token];
-    const int start = window > 0 && position >= window ? position - window + 1 : 0;
-    return {(int)slots[token], start, position + 1 - start};
+__device__ inline Run run_from(int token, int end, const long long* slots, const long long* positions) {
+    Run run = {token, 1, (int)slots[token], (int)positions[token]};
+    while (token + run.tokens < end && slots[token + run.tokens] == run.slot &&
+           positions[token + run.tokens] == run.position + run.tokens)
+        run.tokens++;
+    return run;
 }
 
-// What a cache keeps, as the float that it stands for. scales: of int8, one for each d numbers; null of other types.
-template <class T> __device__ __forceinline__ double widened(T kept, const float* scales, size_t row) {
-    return sizeof(T) == 1 ? (double)(as_float(kept) * scales[row]) : (double)as_float(kept);
+// The first position that a token sees; `position` itself is the last.
+__device__ __forceinline__ int first_seen(int position, int window) {
+    return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
-// q (N, H, d) -> scores (N, H, stride); grid (chunks, G, ceil(N / tokens_each)); shared: H/G * d doubles.
+struct Row {          // a head of a token
+    size_t at;        // token * H + head
+    int first, last;  // positions that it sees
+};
+
+__device__ __forceinline__ Row row_of(const Run& run, int number, int kv_head, int group, int heads, int window) {
+    const int position = run.position + number / group;
+    const size_t at = (size_t)(run.token + number / group) * heads + kv_head * group + number % group;
+    return {at, first_seen(position, window), position};
+}
+
+// Where row `row` of scores (N, H, stride) has the one of position j: it begins with the chunk of the first key seen.
+__device__ __forceinline__ size_t score_of(Row row, int j, int stride) {
+    return row.at * stride + j - row.first / CHUNK * CHUNK;
+}
+
+// Four neighbours of a key or value as the cache keeps them.
+template <class T> struct alignas(4 * sizeof(T)) Four {
+    T element[4];
+};
+
+// Elements e, ..., e + 3 of the key or value whose element 0 is at `place`; zeros where there is none.
+template <class T> __device__ __forceinline__ Four<T> load_4(const T* kept, long long place, int d, int e) {
+    Four<T> four = {};
+    const bool here = (place >= 0) & (e < d);
+    if (d % 4 == 0) {
+        if (here) four = *reinterpret_cast<const Four<T>*>(kept + place + e);
+    } else {
+        for (int i = 0; i < 4; i++)
+            if (here && e + i < d) four.element[i] = kept[place + e + i];
+    }
+    return four;
+}
+
+// The floats that they stand for. scales: of int8, one for each d numbers.
 template <class T>
+__device__ __forceinline__ void widen_4(Four<T> four, const float* scales, long long place, int d, double (&out)[4]) {
+    const float scale = sizeof(T) == 1 && place >= 0 ? scales[place / d] : 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        out[i] = sizeof(T) == 1 ? (double)(as_float(four.element[i]) * scale) : (double)as_float(four.element[i]);
+}
+
+// q (N, H, d) -> scores (N, H, stride). Grid: chunks, G, tokens / tokens_each.
+// Shared: rows_at_once * (d in whole STEPs + 2) doubles.
+template <class T, int TILES>
 __device__ inline void scores_of_chunk(const float* q, const T* keys, const float* scales, const long long* slots,
-                                       const long long* positions, int n, int tokens_each, int window, int heads, double factor, Pages pages,
-                                       float* scores, int stride) {
-    double* query = dynamic_shared<double>();  // (H/G, d)
-    const int g = blockIdx.y, d = pages.head_dim, group = heads / pages.kv_heads;
-    const int lane = threadIdx.x % LANES, keys_at_once = blockDim.x / LANES;
-    for (int token = blockIdx.z * tokens_each; token < n && token < (blockIdx.z + 1) * tokens_each; token++) {
-        const Seen seen = seen_by(slots, positions, token, window);
-        const int first = blockIdx.x * CHUNK, end = min(first + CHUNK, seen.count);
-        if (first >= end) continue;  // the whole block does
-        const size_t mine = ((size_t)token * heads + g * group);
-        __syncthreads();  // the last token's query has been read
-        for (int i = threadIdx.x; i < group * d; i += blockDim.x) query[i] = q[mine * d + i];
-        __syncthreads();
-        for (int base = first; base < end; base += keys_at_once) {  // the same number of turns for every thread
-            const int j = base + threadIdx.x / LANES;
-            const size_t place = j < end ? place_of(pages, seen.slot, seen.start + j, g) : 0;
-            for (int h = 0; h < group; h += HEADS) {
-                double sum[HEADS] = {};
-                for (int i = lane; j < end && i < d; i += LANES) {
-                    const double x = widened(keys[place + i], scales, place / d);
-                    for (int t = 0; t < HEADS; t++)
-                        if (h + t < group) sum[t] += query[(h + t) * d + i] * x;
+                                       const long long* positions, int n, int tokens_each, int rows_at_once,
+                                       int window, int heads, double factor, Pages pages, float* scores, int stride) {
+    constexpr int IN_FLIGHT = TILES == 1 ? 4 : 1;  // steps: decoding waits for memory's latency
+    double* query = dynamic_shared<double>();
+    const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
+    const int width = (d + STEP - 1) / STEP * STEP, pitch = width + 2;  // rows 16 bytes apart in the banks
+    const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
+    const int begin = (gridDim.z - 1 - blockIdx.z) * tokens_each, end = min(begin + tokens_each, n);  // long ones first
+    for (int token = begin; token < end;) {
+        const Run run = run_from(token, end, slots, positions);
+        token += run.tokens;
+        const int start = first_seen(run.position, window), last = run.position + run.tokens - 1;
+        const int chunk = start / CHUNK + blockIdx.x, first = chunk * CHUNK + warp_of_block() * KEYS;  // of my warp
+        if (chunk * CHUNK > last) continue;
+        long long place[4];  // of the keys that my lane reads; -1 of one that no token of the run sees
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            const int j = first + tile * TILE + row;
+            place[tile] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
+        }
+        for (int row_0 = 0; row_0 < run.tokens * group; row_0 += rows_at_once) {
+            const int live = min(run.tokens * group - row_0, rows_at_once), tiles = (live + TILE - 1) / TILE;
+            __syncthreads();  // the last rows have been read
+            for (int i = threadIdx.x; i < tiles * TILE * width; i += blockDim.x) {
+                const int r = i / width, e = i % width;
+                const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
+                query[r * pitch + e] = r < live && e < d ? q[mine.at * d + e] : 0.0f;
+            }
+            __syncthreads();
+            if (first > last || first + KEYS <= start) continue;  // nothing for this warp
+            double sum[TILES][4][2] = {};
+            for (int base = 0; base < width; base += STEP * IN_FLIGHT) {
+                Four<T> four[IN_FLIGHT][4];
+#pragma unroll
+                for (int i = 0; i < IN_FLIGHT * 4; i++)
+                    four[i / 4][i % 4] = load_4(keys, place[i % 4], d, base + i / 4 * STEP + 4 * t);
+#pragma unroll
+                for (int i = 0; i < IN_FLIGHT; i++) {
+                    const int e = base + i * STEP;
+                    if (IN_FLIGHT > 1 && e >= width) break;
+                    double key[4][4];
+#pragma unroll
+                    for (int tile = 0; tile < 4; tile++) widen_4(four[i][tile], scales, place[tile], d, key[tile]);
+#pragma unroll
+                    for (int u = 0; u < TILES; u++) {
+                        if (TILES > 1 && u >= tiles) continue;
+                        double a[4];
+#pragma unroll
+                        for (int m = 0; m < 4; m++) a[m] = query[(u * TILE + row) * pitch + e + 4 * t + m];
+                        mma_f64(sum[u], a, key);
+                    }
                 }
-                add_lanes<HEADS, LANES>(sum, lane);
-                constexpr int EACH = LANES / HEADS;  // lanes that have the same sum
-                const int t = h + lane / EACH;
-                if (j < end && lane % EACH == 0 && t < group) scores[(mine + t) * stride + j] = (float)(sum[0] * factor);
+            }
+#pragma unroll
+            for (int u = 0; u < TILES; u++) {
+                if (u * TILE + row >= live) continue;
+                const Row mine = row_of(run, row_0 + u * TILE + row, kv_head, group, heads, window);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const int j = first + i / 2 * TILE + 2 * t + i % 2;
+                    if (mine.first <= j && j <= mine.last)
+                        scores[score_of(mine, j, stride)] = (float)(sum[u][i / 2][i % 2] * factor);
+                }
             }
         }
     }
 }
 
-// max and sum of e over a row of scores, to every thread of the block.
+// max and sum of e over a row of scores, to every lane of a warp.
 struct Normaliser {
     float largest;
     double sum;
 };
 
-__device__ inline Normaliser normaliser(const float* row, int count, float* max_scratch, double* sum_scratch) {
-    float mine = -__uint_as_float(0x7f800000u);  // -Inf
-    for (int j = threadIdx.x; j < count; j += blockDim.x) mine = Max::combine(mine, row[j]);
-    const float largest = block_max(mine, max_scratch);
-    double e = 0;  // NaN when a score is, and for Inf - Inf
-    for (int j = threadIdx.x; j < count; j += blockDim.x) e += exp((double)(row[j] - largest));
-    return {largest, block_sum(e, sum_scratch)};
+__device__ inline Normaliser normaliser(const float* row, int count) {
+    float largest = -__uint_as_float(0x7f800000u);  // -Inf
+    for (int j = lane_of_warp(); j < count; j += 32) largest = Max::combine(largest, row[j]);
+    largest = warp_max(largest);
+    double sum = 0;  // NaN when a score is, and for Inf - Inf
+    for (int j = lane_of_warp(); j < count; j += 32) sum += exp((double)(row[j] - largest));
+    return {largest, warp_sum(sum)};
 }
 
-// (H, S) -> (H, S): the softmax by itself; one block a row.
-extern "C" __global__ void softmax(const float* scores, int count, float* pattern) {
-    const size_t at = (size_t)blockIdx.x * count;
-    __shared__ float max_scratch[33];
-    __shared__ double sum_scratch[33];
-    const Normaliser norm = normaliser(scores + at, count, max_scratch, sum_scratch);
-    for (int j = threadIdx.x; j < count; j += blockDim.x)
-        pattern[at + j] = (float)(exp((double)(scores[at + j] - norm.largest)) / norm.sum);
+__device__ __forceinline__ float softened(float score, Normaliser norm) {
+    return (float)(exp((double)(score - norm.largest)) / norm.sum);
 }
 
-// scores (N, H, stride) -> z (N, H, d); grid as above; shared: H/G * CHUNK floats.
-// is_pattern: `scores` holds the pattern itself. parts (N, G, chunks, H/G * d) and done (N, G) zeros: room to work in.
-template <class T>
-__device__ inline void values_of_chunk(const float* scores, int stride, int is_pattern, const T* values,
-                                       const float* scales, const long long* slots, const long long* positions, int n, int tokens_each,
-                                       int window, int heads, Pages pages, double* parts, int* done, float* z) {
-    float* pattern = dynamic_shared<float>();  // (H/G, CHUNK)
-    __shared__ float max_scratch[33];
-    __shared__ double sum_scratch[33];
-    __shared__ size_t where[CHUNK];  // each key's place in the pool
-    __shared__ bool last;
-    const int g = blockIdx.y, d = pages.head_dim, group = heads / pages.kv_heads;
-    for (int token = blockIdx.z * tokens_each; token < n && token < (blockIdx.z + 1) * tokens_each; token++) {
-        const Seen seen = seen_by(slots, positions, token, window);
-        const int first = blockIdx.x * CHUNK, count = min(CHUNK, seen.count - first);
-        if (count <= 0) continue;
-        const int chunks = (seen.count + CHUNK - 1) / CHUNK;
-        const size_t mine = (size_t)token * heads + g * group;
-        for (int h = 0; h < group; h++) {
-            const float* row = scores + (mine + h) * stride;
-            Normaliser norm = {0, 1};
-            if (is_pattern)
-                __syncthreads();  // the last token's pattern has been read; `normaliser` waits too
-            else
-                norm = normaliser(row, seen.count, max_scratch, sum_scratch);
-            for (int j = threadIdx.x; j < count; j += blockDim.x)
-                pattern[h * CHUNK + j] =
-                    is_pattern ? row[first + j] : (float)(exp((double)(row[first + j] - norm.largest)) / norm.sum);
+// (H, S) -> (H, S): the softmax by itself; a warp a row.
+extern "C" __global__ void softmax(const float* scores, int rows, int count, float* pattern) {
+    const int row = blockIdx.x * WARPS + warp_of_block();
+    if (row >= rows) return;
+    const size_t at = (size_t)row * count;
+    const Normaliser norm = normaliser(scores + at, count);
+    for (int j = lane_of_warp(); j < count; j += 32) pattern[at + j] = softened(scores[at + j], norm);
+}
+
+// scores (N, H, stride) -> norms (N, H), for `values`; a warp a row.
+extern "C" __global__ void attention_normalisers(const float* scores, int stride, const long long* positions, int n,
+                                                 int window, int heads, Normaliser* norms) {
+    const int number = blockIdx.x * WARPS + warp_of_block();
+    if (number >= n * heads) return;
+    const int position = (int)positions[number / heads];
+    const Row row = {(size_t)number, first_seen(position, window), position};
+    const Normaliser norm = normaliser(scores + score_of(row, row.first, stride), row.last + 1 - row.first);
+    if (lane_of_warp() == 0) norms[number] = norm;
+}
+
+// Puts 0 for each Inf and NaN among a step's values.   -> which of its STEP keys had one, a bit each, to every lane
+__device__ inline unsigned take_out_bad(double (&value)[4][4]) {
+    unsigned bad = 0;
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        bool here = false;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (is_finite(value[i][m])) continue;
+            here = true;
+            value[i][m] = 0;
         }
-        for (int j = threadIdx.x; j < count; j += blockDim.x) where[j] = place_of(pages, seen.slot, seen.start + first + j, g);
-        __syncthreads();
-        double* part = parts + (((size_t)token * pages.kv_heads + g) * gridDim.x + blockIdx.x) * group * d;
-        for (int i = threadIdx.x; i < d; i += blockDim.x) {  // a thread has one place of d, for HEADS heads
-            for (int h = 0; h < group; h += HEADS) {
-                double sum[HEADS] = {};
-                for (int j = 0; j < count; j++) {
-                    const double x = widened(values[where[j] + i], scales, where[j] / d);
-                    for (int t = 0; t < HEADS; t++)
-                        if (h + t < group) sum[t] += pattern[(h + t) * CHUNK + j] * x;
+        const unsigned lanes = __ballot_sync(ALL_LANES, here);
+        for (int t = 0; t < 4; t++)
+            if (lanes & 0x11111111u << t) bad |= 1u << (4 * t + m);
+    }
+    return bad;
+}
+
+// NaN to the sums of a row, if it sees a key that was bad, of those from position j on.
+__device__ inline void give_back_bad(unsigned bad, int j, Row row, double (&sum)[4][2]) {
+    for (; bad != 0; j++, bad >>= 1)
+        if (bad & 1 && row.first <= j && j <= row.last)
+            for (int i = 0; i < 8; i++) sum[i / 2][i % 2] = __uint_as_float(0x7fc00000u);
+}
+
+// scores (N, H, stride) -> z (N, H, d). Grid: chunks, or 1 where a block takes all of them; G; tokens / tokens_each.
+// Shared: TILES * TILE * PITCH doubles. norms (N, H), or null.  is_pattern: `scores` holds the pattern itself.
+// parts (N, H, chunks, d) and done (N, G) zeros: room to work in.
+template <class T, int TILES>
+__device__ inline void values_of_chunk(const float* scores, int stride, int is_pattern, const Normaliser* norms,
+                                       const T* values, const float* scales, const long long* slots,
+                                       const long long* positions, int n, int tokens_each, int window, int heads,
+                                       Pages pages, double* parts, int* done, float* z) {
+    constexpr int ROWS = TILES * TILE, IN_FLIGHT = TILES == 1 ? 2 : 1;
+    double* pattern = dynamic_shared<double>();
+    __shared__ Normaliser norm[ROWS];
+    __shared__ long long where[CHUNK];  // each value's place in the pool; -1 of one that no token of the run sees
+    __shared__ bool is_last;
+    const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
+    const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
+    const int begin = (gridDim.z - 1 - blockIdx.z) * tokens_each, end = min(begin + tokens_each, n);
+    for (int token = begin; token < end;) {
+        const Run run = run_from(token, end, slots, positions);
+        token += run.tokens;
+        const int start = first_seen(run.position, window), last = run.position + run.tokens - 1;
+        const int chunks = last / CHUNK - start / CHUNK + 1;
+        const bool takes_all = gridDim.x == 1 || chunks == 1;
+        if (blockIdx.x >= chunks) continue;
+        for (int row_0 = 0; row_0 < run.tokens * group; row_0 += ROWS) {
+            const int live = min(run.tokens * group - row_0, ROWS), tiles = (live + TILE - 1) / TILE;
+            __syncthreads();  // the last rows' norms have been read
+            for (int r = warp_of_block(); r < live && !is_pattern; r += WARPS) {
+                const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
+                const float* from = scores + score_of(mine, mine.first, stride);
+                const int count = mine.last + 1 - mine.first;
+                const Normaliser found = norms != nullptr ? norms[mine.at] : normaliser(from, count);
+                if (lane_of_warp() == 0) norm[r] = found;
+            }
+            for (int strip = 0; strip < d; strip += WARPS * COLUMNS) {
+                const int column_0 = strip + warp_of_block() * COLUMNS;  // of my warp; a lane reads four of them
+                double total[TILES][4][2] = {};
+                for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x == 1 ? 1 : chunks) {
+                    const int first = (start / CHUNK + chunk) * CHUNK;
+                    __syncthreads();  // the last chunk's pattern has been read, the rows' norms are there
+                    for (int i = threadIdx.x; i < CHUNK; i += blockDim.x) {
+                        const int j = first + i;
+                        where[i] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
+                    }
+                    for (int i = threadIdx.x; i < tiles * TILE * CHUNK; i += blockDim.x) {
+                        const int r = i / CHUNK, j = first + i % CHUNK;
+                        const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
+                        float p = 0;
+                        if (r < live && mine.first <= j && j <= mine.last) {
+                            const float score = scores[score_of(mine, j, stride)];
+                            p = is_pattern ? score : softened(score, norm[r]);
+                        }
+                        pattern[r * PITCH + i % CHUNK] = p;
+                    }
+                    __syncthreads();
+                    if (column_0 >= d) continue;  // nothing for this warp
+                    double sum[TILES][4][2] = {};
+                    const int from = max(0, start - first) / STEP * STEP, to = min(CHUNK, last + 1 - first);
+                    for (int base = from; base < to; base += STEP * IN_FLIGHT) {
+                        Four<T> four[IN_FLIGHT][4];
+#pragma unroll
+                        for (int i = 0; i < IN_FLIGHT * 4; i++) {
+                            const int key = base + i / 4 * STEP + 4 * t + i % 4;
+                            four[i / 4][i % 4] = load_4(values, key < CHUNK ? where[key] : -1, d, column_0 + 4 * row);
+                        }
+#pragma unroll
+                        for (int i = 0; i < IN_FLIGHT; i++) {
+                            const int step = base + i * STEP;
+                            if (IN_FLIGHT > 1 && step >= to) break;
+                            double value[4][4];
+#pragma unroll
+                            for (int m = 0; m < 4; m++) {
+                                double of_key[4];
+                                widen_4(four[i][m], scales, where[step + 4 * t + m], d, of_key);
+#pragma unroll
+                                for (int column = 0; column < 4; column++) value[column][m] = of_key[column];
+                            }
+                            // What a row does not see is multiplied by 0, and counts unless it is Inf or NaN.
+                            const bool all_see = run.tokens == 1 || (first_seen(last, window) <= first + step &&
+                                                                     first + step + STEP - 1 <= run.position);
+                            const unsigned bad = all_see ? 0 : take_out_bad(value);
+#pragma unroll
+                            for (int u = 0; u < TILES; u++) {
+                                if (TILES > 1 && u >= tiles) continue;
+                                double a[4];
+#pragma unroll
+                                for (int m = 0; m < 4; m++) a[m] = pattern[(u * TILE + row) * PITCH + step + 4 * t + m];
+                                mma_f64(sum[u], a, value);
+                                const Row mine = row_of(run, row_0 + u * TILE + row, kv_head, group, heads, window);
+                                if (bad) give_back_bad(bad, first + step, mine, sum[u]);
+                            }
+                        }
+                    }
+#pragma unroll
+                    for (int u = 0; u < TILES; u++)
+#pragma unroll
+                        for (int i = 0; i < 8; i++) total[u][i / 2][i % 2] += sum[u][i / 2][i % 2];
                 }
-                for (int t = 0; t < HEADS && h + t < group; t++) {
-                    if (chunks == 1)
-                        z[(mine + h + t) * d + i] = (float)sum[t];
-                    else
-                        part[(h + t) * d + i] = sum[t];
+#pragma unroll
+                for (int u = 0; u < TILES; u++) {
+                    if (u * TILE + row >= live) continue;
+                    const size_t at = row_of(run, row_0 + u * TILE + row, kv_head, group, heads, window).at;
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        const int column = column_0 + 4 * (2 * t + i % 2) + i / 2;
+                        if (column >= d) continue;
+                        if (takes_all)
+                            z[at * d + column] = (float)total[u][i / 2][i % 2];
+                        else
+                            parts[(at * gridDim.x + blockIdx.x) * d + column] = total[u][i / 2][i % 2];
+                    }
                 }
             }
         }
-        if (chunks == 1) continue;
-        __threadfence();  // my part can be seen before I am counted
+        if (takes_all) continue;
+        __threadfence();  // my parts can be seen before I am counted
         __syncthreads();
-        if (threadIdx.x == 0) last = atomicAdd(done + (size_t)token * pages.kv_heads + g, 1) == chunks - 1;
+        int* count = done + (size_t)run.token * pages.kv_heads + kv_head;
+        if (threadIdx.x == 0) is_last = atomicAdd(count, 1) == chunks - 1;
         __syncthreads();
-        if (!last) continue;
+        if (!is_last) continue;
         __threadfence();
-        const double* all = parts + ((size_t)token * pages.kv_heads + g) * gridDim.x * group * d;
-        for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
+        for (int i = threadIdx.x; i < run.tokens * group * d; i += blockDim.x) {
+            const size_t at = row_of(run, i / d, kv_head, group, heads, window).at;
             double sum = 0;
-            for (int chunk = 0; chunk < chunks; chunk++) sum += all[(size_t)chunk * group * d + i];
-            z[mine * d + i] = (float)sum;
+            for (int chunk = 0; chunk < chunks; chunk++) sum += parts[(at * gridDim.x + chunk) * d + i % d];
+            z[at * d + i % d] = (float)sum;
         }
-        if (threadIdx.x == 0) done[(size_t)token * pages.kv_heads + g] = 0;  // as it was found
+        if (threadIdx.x == 0) *count = 0;  // as it was found
     }
 }
 
-#define FOR_A_CACHE_OF(T, NAME)                                                                                        \
-    extern "C" __global__ void attention_scores_##NAME(                                                                \
+// Without the 2, blocks of a multiprocessor that registers are to be kept for, ptxas spills to stay at 128 of them.
+#define A_BLOCK __launch_bounds__(32 * WARPS, 2)
+
+#define FOR_A_CACHE_OF(T, NAME, TILES)                                                                                 \
+    extern "C" __global__ void A_BLOCK attention_scores_##TILES##_##NAME(                                              \
         const float* q, const T* keys, const float* scales, const long long* slots, const long long* positions, int n, \
-        int tokens_each, int window, int heads, double factor, const int* table, int pages_per_slot, int page_size,    \
-        int kv_heads, int head_dim, float* scores, int stride) {                                                       \
+        int tokens_each, int rows_at_once, int window, int heads, double factor, const int* table, int pages_per_slot, \
+        int page_size, int kv_heads, int head_dim, float* scores, int stride) {                                        \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        scores_of_chunk(q, keys, scales, slots, positions, n, tokens_each, window, heads, factor, pages, scores,       \
-                        stride);                                                                                       \
+        scores_of_chunk<T, TILES>(q, keys, scales, slots, positions, n, tokens_each, rows_at_once, window, heads,      \
+                                  factor, pages, scores, stride);                                                      \
     }                                                                                                                  \
-    extern "C" __global__ void attention_values_##NAME(                                                                \
-        const float* scores, int stride, int is_pattern, const T* values, const float* scales, const long long* slots, \
-        const long long* positions, int n, int tokens_each, int window, int heads, const int* table,                   \
-        int pages_per_slot, int page_size, int kv_heads, int head_dim, double* parts, int* done, float* z) {           \
+    extern "C" __global__ void A_BLOCK attention_values_##TILES##_##NAME(                                              \
+        const float* scores, int stride, int is_pattern, const Normaliser* norms, const T* values,                     \
+        const float* scales, const long long* slots, const long long* positions, int n, int tokens_each, int window,   \
+        int heads, const int* table, int pages_per_slot, int page_size, int kv_heads, int head_dim, double* parts,     \
+        int* done, float* z) {                                                                                         \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        values_of_chunk(scores, stride, is_pattern, values, scales, slots, positions, n, tokens_each, window, heads,   \
-                        pages, parts, done, z);                                                                        \
+        values_of_chunk<T, TILES>(scores, stride, is_pattern, norms, values, scales, slots, positions, n, tokens_each, \
+                                  window, heads, pages, parts, done, z);                                               \
     }
-FOR_A_CACHE_OF(float, float32)
-FOR_A_CACHE_OF(f16, float16)
-FOR_A_CACHE_OF(bf16, bfloat16)
-FOR_A_CACHE_OF(signed char, int8)
+FOR_A_CACHE_OF(float, float32, 1)
+FOR_A_CACHE_OF(f16, float16, 1)
+FOR_A_CACHE_OF(bf16, bfloat16, 1)
+FOR_A_CACHE_OF(signed char, int8, 1)
+FOR_A_CACHE_OF(float, float32, 4)
+FOR_A_CACHE_OF(f16, float16, 4)
+FOR_A_CACHE_OF(bf16, bfloat16, 4)
+FOR_A_CACHE_OF(signed char, int8, 4)

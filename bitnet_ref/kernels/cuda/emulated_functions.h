@@ -145,6 +145,44 @@ static inline void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)[4], const un
     collective("mma.sync.m16n8k32", 0xffffffffu, finish_mma, &mine);
 }
 
+// -- mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64, sixteen at once: four A, for each four B -------------------------
+
+struct Mma64 { double (*d)[2]; const double *a, (*b)[4]; };
+
+/* D[i] = A[m] B[i][m] + D[i] for m = 0 .. 3 ("Matrix Fragments for mma.m8n8k4 with .f64 floating point type"):
+ *
+ *   A, one .f64:       row = laneid / 4, col = laneid % 4
+ *   B, one .f64:       row = laneid % 4, col = laneid / 4
+ *   C and D, two:      row = laneid / 4, col = laneid % 4 * 2 + i                                                    */
+static void finish_mma_f64(Warp &warp, unsigned mask) {
+    if (mask != 0xffffffffu || warp.count != 32) {
+        fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
+        return;
+    }
+    double a[8][16], b[4][16][8], d[4][8][8];
+    for (int lane = 0; lane < 32; lane++) {
+        const Mma64 &mine = warp.payload<Mma64>(lane);
+        for (int m = 0; m < 4; m++) {
+            a[lane / 4][m * 4 + lane % 4] = mine.a[m];
+            for (int i = 0; i < 4; i++) b[i][m * 4 + lane % 4][lane / 4] = mine.b[i][m];
+        }
+        for (int i = 0; i < 4; i++)
+            for (int e = 0; e < 2; e++) d[i][lane / 4][lane % 4 * 2 + e] = mine.d[i][e];
+    }
+    for (int i = 0; i < 4; i++)
+        for (int row = 0; row < 8; row++)
+            for (int k = 0; k < 16; k++)
+                for (int col = 0; col < 8; col++) d[i][row][col] += a[row][k] * b[i][k][col];
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++)
+            for (int e = 0; e < 2; e++) warp.payload<Mma64>(lane).d[i][e] = d[i][lane / 4][lane % 4 * 2 + e];
+}
+
+static inline void mma_m8n8k4_f64(double (&d)[4][2], const double (&a)[4], const double (&b)[4][4]) {
+    Mma64 mine{d, a, b};
+    collective("mma.sync.m8n8k4", 0xffffffffu, finish_mma_f64, &mine);
+}
+
 }  // namespace emulated
 
 // -- mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 --------------------------------------------------------------

@@ -1,4 +1,7 @@
-// The tensor cores' products, D += A B of one warp, each behind one function. That of int8: A 16x32, B 32x8, D 16x8.
+// The tensor cores' products, each behind one function of a warp.
+#pragma once
+
+// int8: D += A B with A 16x32, B 32x8, D 16x8.
 //
 // Each lane holds four registers of A, two of B and four of D; which elements they are is in `emulated_functions.h`, in
 // the words of the PTX ISA. In short, with g = lane / 4 and t = lane % 4:
@@ -9,8 +12,6 @@
 //     d[0], d[1]  row g, columns 2t, 2t+1     d[2], d[3]  row g+8, columns 2t, 2t+1
 //
 // The sum over the 32 may be taken in any order of them, as long as A and B have the same one.
-#pragma once
-
 __device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #ifdef BITNET_REF_EMULATED
     emulated::mma_m16n8k32_s8(d, a, b);
@@ -23,12 +24,32 @@ __device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], cons
 #endif
 }
 
-// That of bfloat16 with float32 sums: A 16x16, B 16x8, D 16x8. A register is a pair, the lower half the first of it.
+// float64, four products of one A at once: D[i] += A B[i] with A 8x16, B 16x8, D 8x8, each as four of m8n8k4.
+//
+//     a[m]     row g, column 4t + m     b[i][m]  row 4t + m, column g     d[i][0], d[i][1]  row g, columns 2t, 2t+1
+//
+// To the instruction the four lanes' elements are columns t of A; which columns of the 16 they are is for us to say, and
+// four neighbours are one load. Product m is added after product m - 1.
+__device__ __forceinline__ void mma_f64(double (&d)[4][2], const double (&a)[4], const double (&b)[4][4]) {
+#ifdef BITNET_REF_EMULATED
+    emulated::mma_m8n8k4_f64(d, a, b);
+#else
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+d"(d[i][0]), "+d"(d[i][1])
+                : "d"(a[m]), "d"(b[i][m]));
+#endif
+}
+
+// bfloat16 with float32 sums: D += A B with A 16x16, B 16x8, D 16x8. A register is a pair, the first in its lower half.
 //
 //     a[0]  row g,   columns 2t, 2t+1         a[1]  row g+8, the same columns
 //     a[2]  row g,   columns 2t+8, 2t+9       a[3]  row g+8, the same columns
 //     b[0]  rows 2t, 2t+1 of column g         b[1]  rows 2t+8, 2t+9 of column g
-//     d     as above
+//     d     as of int8
 //
 // Products are exact. Sums are not rounded to nearest: what lies below the last bit of the largest term is cut off.
 //

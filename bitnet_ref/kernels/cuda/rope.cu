@@ -97,7 +97,8 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
     const float scale = fmaxf(largest, 1e-30f) / 127.0f;
     if (threadIdx.x == 0) {
         if (!is_finite(largest)) complain(trouble, CACHE, token);
-        (is_key ? key_scales : value_scales)[to / head_dim] = scale;
+        float* scales = is_key ? key_scales : value_scales;  // by itself: g++ 12's sanitizer stumbles over both in one
+        scales[to / head_dim] = scale;
     }
     for (int i = threadIdx.x; i < head_dim; i += blockDim.x)
         (is_key ? keys : values)[to + i] = (signed char)fminf(fmaxf(rintf(x[i] / scale), -127.0f), 127.0f);
