@@ -69,8 +69,9 @@ template <class T> __device__ __forceinline__ void copy_words(uint4* to, const T
 //
 // Sums. A tensor core cuts off what lies below the last bit of the largest term: no float32 addition, and a long chain
 // of them would lean towards zero. So a chain there is one chunk, 64 columns from zero, the smallest parts first: only
-// its last four steps (of bfloat16) add to a sum of full size. The chunks' sums are added as usual, each rounded once.
-// That a sum is the same wherever in the tile its row and its token lie is taken for granted: no document says so.
+// its last four steps (of bfloat16) add to a sum of full size; the other way round errors are ten times as large, as
+// emulated. The chunks' sums are added as usual, each rounded once. That a sum is the same wherever in the tile its row
+// and its token lie is taken for granted: no document says so.
 //
 // Columns. The sum over an mma's 16 columns has no order that one could see, so they may be any 16, as long as A and B
 // agree. Lane 4g + t reads 8 weights of row g side by side, of columns 32 j + 8t, ...; their four words are what an mma
