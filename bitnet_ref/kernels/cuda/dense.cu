@@ -73,10 +73,10 @@ template <class T> __device__ __forceinline__ void copy_words(uint4* to, const T
 // emulated. The chunks' sums are added as usual, each rounded once. That a sum is the same wherever in the tile its row
 // and its token lie is taken for granted: no document says so.
 //
-// Columns. The sum over an mma's 16 columns has no order that one could see, so they may be any 16, as long as A and B
-// agree. Lane 4g + t reads 8 weights of row g side by side, of columns 32 j + 8t, ...; their four words are what an mma
-// wants of columns 2t, 2t + 1, 2t + 8, 2t + 9, and the next mma of the same: two steps from one load of 16 bytes, and
-// of x likewise, its parts stored in x's order.
+// Columns. An mma's 16 columns may be any, in any order, as long as A and B agree, and all kernels do. Lane 4g + t
+// reads 8 weights of row g side by side, of columns 32 j + 8t, ...; two of their four words are what an mma wants of
+// columns 2t, 2t + 1, 2t + 8, 2t + 9, the others what the next one does: two steps from one load of 16 bytes, and of x
+// likewise, whose parts lie in the order of x.
 constexpr int TILE_ROWS = 16, TILE_TOKENS = 8, CHUNK = 64, LOADS = CHUNK / 32, STEPS = CHUNK / 16, X_PARTS = 3;
 template <class T> constexpr int W_PARTS = 1;
 template <> constexpr int W_PARTS<f16> = 2;
