@@ -241,10 +241,11 @@ def _compiled_kernel() -> str:
 
 
 def _cuda_kernel() -> str:
-    """The cards, or that there is an emulated one."""
+    """The cards, or that there is an emulated one; and what an installation without cuBLAS lacks."""
     from .backends import cuda
+    from .backends.cupy_backend import INSTALL
 
-    cards = []
+    cards, has_cublas = [], True
     for index in range(max(1, cuda.device_count())):
         try:
             device = cuda.open_device(index)
@@ -255,11 +256,13 @@ def _cuda_kernel() -> str:
             continue
         if device.emulated:
             return "CUDA kernels, emulated on the processor (BITNET_REF_CUDA=emulated): slow, for checking only"
+        has_cublas &= device.can_matmul_16
         (major, minor), memory = device.compute_capability, device.memory().total / 2**30
         cards.append(f"{device.name} (card {index}, compute capability {major}.{minor}, {memory:.0f} GiB)")
     if len(cards) > 1:
         cards.append("which share a model's layers with load(..., devices=[0, 1])")
-    return f"CUDA kernels on {', '.join(cards)}"
+    lacks = f"; cuBLAS is not installed, and prompts in 16 bits take a slower kernel: {INSTALL}"
+    return f"CUDA kernels on {', '.join(cards)}" + ("" if has_cublas else lacks)
 
 
 def _methods() -> list[dict[str, Any]]:

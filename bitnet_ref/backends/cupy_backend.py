@@ -40,7 +40,9 @@ from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
-MOST_REPLAYED = MOST_IN_ORDER  # tokens of a recorded decoding step
+# Tokens of a recorded decoding step. A record keeps what the pass has between its operations: of 128 tokens of 2B-4T
+# some 0.5 GB, beside caches of 128 sequences that are many times as large.
+MOST_REPLAYED = MOST_IN_ORDER
 INSTALL = 'pip install "cupy-cuda12x[ctk]" (or "cupy-cuda13x[ctk]", as nvidia-smi says)'
 
 
@@ -64,9 +66,9 @@ class CupyBackend(Backend):
     """The operations on one card. float32 is the contract.
 
     float16 and bfloat16 keep the attention cache, the head and dense matrices in 16 bits. Norms, softmax, accumulators
-    and activations stay as they are, but for one thing: where more than 64 tokens pass through a dense matrix at once,
+    and activations stay as they are, but for one thing: where more than 128 tokens pass through a dense matrix at once,
     cuBLAS multiplies, and takes activations of 16 bits. So in 16 bits a token is computed alike in any company of up to
-    64, every step of decoding among them; of a longer prompt, its last bits depend on the pieces that it comes in.
+    128, every step of decoding among them; of a longer prompt, its last bits depend on the pieces that it comes in.
     Ternary matrices know no difference: their sums are exact. What 16 bits cost is in `crossval/precision.py`.
     """
 

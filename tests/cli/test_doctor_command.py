@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 import bitnet_ref
 from bitnet_ref import doctor
+from bitnet_ref.backends import cuda
 from bitnet_ref.cli import cli
 from bitnet_ref.doctor import check_backend
 from bitnet_ref.threads import resolve_threads
@@ -75,3 +77,16 @@ def test_doctor_fails_when_a_backend_differs(monkeypatch):
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_doctor_says_that_cublas_is_missing(monkeypatch, there):
+    memory = SimpleNamespace(total=80 << 30)
+    card = SimpleNamespace(
+        name="a card", emulated=False, compute_capability=(9, 0), can_matmul_16=there, memory=lambda: memory
+    )
+    monkeypatch.setattr(cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "open_device", lambda index: card)
+    said = doctor._backend_state("cupy", None).kernel
+    assert said.startswith("CUDA kernels on a card (card 0, compute capability 9.0, 80 GiB)")
+    assert ("cuBLAS is not installed" in said) == ('pip install "cupy-cuda12x[ctk]"' in said) == (not there)

@@ -108,6 +108,27 @@ KERNEL one_mma(const signed char *a, const signed char *b, int *d) {  // a (16, 
     d[8 * g + 2 * t] = sums[0], d[8 * g + 2 * t + 1] = sums[1];
     d[8 * (g + 8) + 2 * t] = sums[2], d[8 * (g + 8) + 2 * t + 1] = sums[3];
 }
+KERNEL bf16_mma(const unsigned short *a, const unsigned short *b, float *d) {  // 3 x 2 tiles, two steps
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    const unsigned *words_a = reinterpret_cast<const unsigned *>(a), *words_b = reinterpret_cast<const unsigned *>(b);
+    unsigned left[3][2][4], right[2][2][2];
+    float sums[3][2][4];
+    for (int step = 0; step < 2; step++) {
+        for (int r = 0; r < 3; r++)
+            for (int i = 0; i < 4; i++)
+                left[r][step][i] = words_a[(16 * r + g + i % 2 * 8) * 16 + 8 * step + t + i / 2 * 4];
+        for (int c = 0; c < 2; c++)
+            for (int i = 0; i < 2; i++) right[c][step][i] = words_b[(8 * c + g) * 16 + 8 * step + t + i * 4];
+    }
+    auto place = [&](int r, int c, int i) { return ((16 * r + g + i / 2 * 8) * 2 + c) * 8 + 2 * t + i % 2; };
+    for (int r = 0; r < 3; r++)
+        for (int c = 0; c < 2; c++)
+            for (int i = 0; i < 4; i++) sums[r][c][i] = d[place(r, c, i)];
+    mma_bf16(sums, left, right);
+    for (int r = 0; r < 3; r++)
+        for (int c = 0; c < 2; c++)
+            for (int i = 0; i < 4; i++) d[place(r, c, i)] = sums[r][c][i];
+}
 KERNEL kinds(const float *, int, unsigned, long long, float, double) {}
 """
 
@@ -212,6 +233,7 @@ def test_the_other_way_to_switch_stacks(tmp_path, monkeypatch):
     monkeypatch.setattr(emulated_device, "FLAGS", [*emulated_device.FLAGS, "-DBITNET_REF_UCONTEXT"])
     test_warps_and_blocks(str(path))
     test_mma_is_a_product_of_matrices(str(path))
+    test_mma_of_bfloat16_is_a_product_of_matrices(str(path))
     test_a_failed_launch_leaves_nothing_behind(str(path))
 
 
@@ -295,6 +317,46 @@ def test_mma_is_a_product_of_matrices(file):
         device.kernel(file, "one_mma")(1, 32, (device.array(a), device.array(b), d))
         begin = np.tile([[1, 2], [3, 4]], (1, 4)).repeat(8, axis=0)
         np.testing.assert_array_equal(device.to_host(d), a.astype("i4") @ b.T.astype("i4") + begin)
+
+
+def bf16_mma(file, a, b, d):
+    """a (3, 16, 32), b (2, 8, 32): its columns, d (3, 16, 2, 8)"""
+    device = EmulatedDevice(order=3)
+    bits = [device.array(x.astype(ml_dtypes.bfloat16).view(np.uint16)) for x in (a, b)]
+    on_device = device.array(d.astype(np.float32))
+    device.kernel(file, "bf16_mma")(1, 32, (*bits, on_device))
+    return device.to_host(on_device)
+
+
+def test_mma_of_bfloat16_is_a_product_of_matrices(file):
+    """Of small integers exactly; of any numbers but for what is cut off."""
+    dice = np.random.default_rng(1)
+    a, b = dice.integers(-128, 128, (3, 16, 32)), dice.integers(-128, 128, (2, 8, 32))
+    d = dice.integers(-1000, 1000, (3, 16, 2, 8))
+    np.testing.assert_array_equal(bf16_mma(file, a, b, d), d + np.einsum("rik,cjk->ricj", a, b))
+    a, b = (dice.standard_normal(x.shape).astype(ml_dtypes.bfloat16).astype(np.float64) for x in (a, b))
+    exact = np.einsum("rik,cjk->ricj", a, b)
+    error = np.abs(bf16_mma(file, a, b, 0 * d) - exact)
+    assert 0 < error.max() < 2 * 17 * 2**-23 * 16  # of two steps, 17 terms each cut at the last bit of one below 16
+
+
+def test_mma_of_bfloat16_cuts_what_a_sum_cannot_hold(file):
+    """Each term at the last bit of the largest, towards zero; then the sum. Inf and NaN pass, in their rows."""
+    a, b, d = np.zeros((3, 16, 32)), np.ones((2, 8, 32)), np.zeros((3, 16, 2, 8))
+    a[0, 0, :3] = [1, 2.0**-24, 2.0**-24]  # half a step twice, which is lost twice
+    a[0, 1, :3] = [1, 2.0**-23, 2.0**-23]
+    a[0, 2, :2] = [1, -(2.0**-25)]
+    a[0, 3, :3] = [1.5, 1, 2.0**-23]  # 2.5 has steps of 2^-22
+    a[0, 4, [0, 16]] = [2.0**-24, 1]  # another step: the sum before is cut as a term is
+    d[0, 5], a[0, 5, 0] = 1, -(2.0**-24)
+    d[0, 6], a[0, 6, 0] = 2.0**100, 2.0**100
+    a[1, 2, 7], a[1, 3, 8], a[1, 4, 9] = np.inf, -np.inf, np.nan
+    a[1, 5, :2] = [np.inf, -np.inf]
+    d[1, 6] = np.inf
+    y = bf16_mma(file, a, b, d)
+    assert y[0, :7, 0, 0].tolist() == [1, 1 + 2.0**-22, 1, 2.5, 1, 1, 2.0**101]
+    np.testing.assert_array_equal(y[1, :8, 1, 7], [0, 0, np.inf, -np.inf, np.nan, np.nan, np.inf, 0])
+    assert (y[2] == 0).all()
 
 
 def test_arguments_are_checked(file):

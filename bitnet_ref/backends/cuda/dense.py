@@ -1,9 +1,9 @@
 """Host side of `kernels/cuda/dense.cu`: matrices that are not quantised, on the device in 32 or 16 bits.
 
-Two ways to multiply. The kernel sums in one order for every token, whatever their number: it is the contract's, and
-what every step of decoding takes. It reads a matrix once for eight tokens, and knows no tensor core: a prompt of 2,048
-tokens through 1.1 billion weights are 4.5 TFLOP. So where the caller has asked for 16 bits, more tokens than a
-recorded step has go to cuBLAS (`Device.matmul_16`), their activations rounded to the same 16 bits.
+Two ways to multiply. The kernels sum in one order for every token, whatever their number: it is the contract's, and
+what every step of decoding takes. Of float32 activations they lose nothing, which costs the tensor cores three products
+in place of one. So where the caller has asked for 16 bits, more tokens than a recorded step has go to cuBLAS
+(`Device.matmul_16`), their activations rounded to the same 16 bits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,49 @@ from .workspace import Workspace
 
 FILE = "dense.cu"
 KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-BLOCK = 128
-BLOCK_ROWS = 16  # dense.cu: of a block, 4 warps of 4
 BITS_OF = {"float16": np.float16, "bfloat16": np.uint16}
-MOST_IN_ORDER = 64  # tokens: of more, a 16-bit product is cuBLAS's. A decoding step has no more (`MOST_REPLAYED`)
+MOST_IN_ORDER = 128  # tokens: of more, a 16-bit product is cuBLAS's. A decoding step has no more (`MOST_REPLAYED`)
+
+# dense.cu's: kernels of 16-bit weights, and the tokens of a block. Those of `few` have TILE_ROWS rows of it
+CHUNK, TILE_ROWS, MANY_ROWS = 64, 16, {"bfloat16": 128, "float16": 64}
+FEW, MANY = {"dense_few_8": 8, "dense_few_32": 32}, {"dense_many_32": 32, "dense_many_64": 64}
+SUMS_BYTES = 32 << 10  # of the chunks that a block of `few` adds at a time
+LANES_ROWS = 16  # of a block for float32: 4 warps of 4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: int
+    shared_mem: int = 0
+
+
+def choose_launch(
+    tokens: int, width: int, out: int, kind: str, multiprocessors: int, kernel: str | None = None
+) -> Launch:
+    """The kernel for x (tokens, width) and w (out, width) of `kind`, or of FEW and MANY the one asked for.
+
+    It changes no bit. The limits between them follow from counted bytes and operations; none was measured on a GPU.
+    """
+    if kind == "float32":
+        each = 1 if tokens == 1 else 8
+        return Launch(f"dense_{each}_float32", (-(-out // LANES_ROWS), -(-tokens // each)), 128)
+    if kernel is None:
+        kernel = "dense_many_32" if tokens <= 32 else "dense_many_64"
+        if tokens <= 8:
+            kernel = "dense_few_8"
+        elif -(-out // MANY_ROWS[kind]) * -(-tokens // MANY[kernel]) < multiprocessors:
+            kernel = "dense_few_32"  # of few rows: smaller blocks, whose warps divide K
+    each = (FEW | MANY)[kernel]
+    rows = TILE_ROWS if kernel in FEW else MANY_ROWS[kind]
+    grid = (-(-out // rows) * -(-tokens // each),)
+    if kernel in MANY:  # in shared memory two chunks of x, in three parts, and one of w
+        return Launch(f"{kernel}_{kind}", grid, 128, (2 * 3 * each + rows) * CHUNK * 2)
+    chunks = -(-width // CHUNK)
+    return Launch(f"{kernel}_{kind}", grid, 32 * min(8, max(4, chunks)), min(chunks * rows * each * 4, SUMS_BYTES))
 
 
 @dataclass(eq=False)
@@ -100,17 +139,21 @@ class DenseKernels:
             w.on_device.rows, w.on_device.member = here, Member(stack, number)
         return stack
 
-    def matmul(self, x: Any, w: DenseRows) -> tuple[Any, ...]:
-        """x (N, width) float32 on the device -> (N, out) float32; of a stack each matrix's"""
+    def matmul(self, x: Any, w: DenseRows, kernel: str | None = None) -> tuple[Any, ...]:
+        """x (N, width) float32 on the device -> (N, out) float32; of a stack each matrix's."""
         (n, width), out = x.shape, len(w.rows)
         parts = w.parts or (out,)
-        if n > MOST_IN_ORDER and w.kind == self._precision != "float32" and self._ws.device.can_matmul_16:
+        if (
+            kernel is None
+            and n > MOST_IN_ORDER
+            and w.kind == self._precision != "float32"
+            and self._ws.device.can_matmul_16
+        ):
             return self._matmul_16(x, w, parts)
         y = self._ws.empty((n, out), np.float32)
-        tokens = 1 if n == 1 else 8
-        grid = (-(-out // BLOCK_ROWS), -(-n // tokens))
+        how = choose_launch(n, width, out, w.kind, self._ws.device.multiprocessors, kernel)
         arguments = x, n, width, w.rows, out, *first_rows(w.parts, out), y
-        self._ws.launch(FILE, f"dense_{tokens}_{w.kind}", grid, BLOCK, *arguments)
+        self._ws.launch(FILE, how.kernel, how.grid, how.block, *arguments, shared=how.shared_mem)
         return split(y, n, parts)
 
     def _matmul_16(self, x: Any, w: DenseRows, parts: tuple[int, ...]) -> tuple[Any, ...]:

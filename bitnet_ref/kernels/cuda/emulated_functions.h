@@ -1,6 +1,13 @@
 // The device's functions on the host: shuffles and votes of a warp, mma, atomics, intrinsics. See emulated.h.
 #pragma once
 
+template <typename To, typename From> static To emulated_bits(From value) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To result;
+    memcpy(&result, &value, sizeof result);
+    return result;
+}
+
 // -- warps ------------------------------------------------------------------------------------------------------------
 
 namespace emulated {
@@ -178,6 +185,111 @@ static inline void mma_m8n8k4_f64(double (&d)[4][2], const double (&a)[4], const
 
 }  // namespace emulated
 
+// -- mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 --------------------------------------------------------------
+
+namespace emulated {
+
+typedef float Floats __attribute__((vector_size(16), may_alias));  // four rows of a column
+typedef int Ints __attribute__((vector_size(16)));
+typedef unsigned Words __attribute__((vector_size(16)));
+struct Column {
+    Floats rows[4];
+    float &operator[](int row) { return reinterpret_cast<float *>(rows)[row]; }
+};
+
+/* c += the sum of a[k] b[k], as tensor cores add (Fasi, Higham, Mikaitis, Pranesh: "Numerical behavior of NVIDIA tensor
+ * cores", 2021): the products are exact; all terms are cut, toward zero, at the last of the 24 bits that the largest
+ * has; their sum is exact, and cut to 24 bits again. So of a V100; later cards keep a bit or more below the last, and
+ * are nearer to the exact sum. (Of terms that are all below 1e-30 more is lost than there.) */
+static inline void add_as_tensor_cores(Column &sums, const Column (&a)[16], const float (&b)[16]) {
+    for (int i = 0; i < 4; i++) {
+        Floats terms[17], &c = sums.rows[i], plain = {}, largest = plain + 1e-30f;
+        for (int k = 0; k < 17; k++) {
+            terms[k] = k < 16 ? a[k].rows[i] * b[k] : c;
+            const Floats size = Floats(Words(terms[k]) & 0x7fffffffu);
+            largest = size > largest ? size : largest;
+            plain += terms[k];
+        }
+        const Words exponent = Words(largest) & 0x7f800000u;
+        const Floats scale = Floats((277u << 23) - exponent);  // makes the last bit of the largest a one
+        Words sum = {};
+        for (int k = 0; k < 17; k++) sum += Words(__builtin_convertvector(terms[k] * scale, Ints));
+        const Ints size = Ints(Ints(sum) < 0 ? 0u - sum : sum);
+        Floats cut = __builtin_convertvector(size, Floats);  // rounded, up where that gives more
+        cut = Floats(Words(cut) + Words(__builtin_convertvector(cut, Ints) > size)) * Floats(exponent - (23u << 23));
+        c = plain - plain == 0 ? Floats(Words(cut) | (sum & 0x80000000u)) : plain;  // NaN and Inf as they are
+    }
+}
+
+/* D = A B + D, the fragments as the PTX ISA lays them out ("Matrix Fragments for mma.m16n8k16 with floating point
+ * type", .bf16), g = groupID and t = threadID_in_group as above:
+ *
+ *   A, four registers of two .bf16, a0 .. a7:  row = g for a0, a1, a4, a5, else g + 8
+ *                                              col = t * 2 + (i & 1)      for i < 4, else that + 8
+ *   B, two registers of two .bf16, b0 .. b3:   row = t * 2 + (i & 1)      for i < 2, else that + 8
+ *                                              col = g
+ *   C and D, four .f32, c0 .. c3:              row = g for i < 2, else g + 8;   col = t * 2 + (i & 1)             */
+template <int R, int C, int STEPS> struct MmaBf16 {
+    float (&d)[R][C][4];
+    const unsigned (&a)[R][STEPS][4], (&b)[C][STEPS][2];
+};
+
+template <int R, int C, int STEPS> static void finish_mma_bf16(Warp &warp, unsigned mask) {
+    if (mask != 0xffffffffu || warp.count != 32) {
+        fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
+        return;
+    }
+    Column a[R][STEPS][16];
+    float b[C][8][STEPS][16];
+    for (int lane = 0; lane < 32; lane++) {
+        const auto &mine = warp.payload<MmaBf16<R, C, STEPS>>(lane);
+        const int g = lane / 4, t = lane % 4;
+        for (int step = 0; step < STEPS; step++) {
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < 4; i++) {  // a[2i], a[2i + 1]
+                    Column *const columns = a[r][step] + 2 * t + (i < 2 ? 0 : 8);
+                    columns[0][g + i % 2 * 8] = emulated_bits<float>(mine.a[r][step][i] << 16);
+                    columns[1][g + i % 2 * 8] = emulated_bits<float>(mine.a[r][step][i] & 0xffff0000u);
+                }
+            for (int c = 0; c < C; c++)
+                for (int i = 0; i < 2; i++) {
+                    float *const rows = b[c][g][step] + 2 * t + 8 * i;
+                    rows[0] = emulated_bits<float>(mine.b[c][step][i] << 16);
+                    rows[1] = emulated_bits<float>(mine.b[c][step][i] & 0xffff0000u);
+                }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            Column before[8], d[8];
+            for (int lane = 0; lane < 32; lane++)
+                for (int i = 0; i < 4; i++)
+                    before[lane % 4 * 2 + i % 2][lane / 4 + (i < 2 ? 0 : 8)] =
+                        warp.payload<MmaBf16<R, C, STEPS>>(lane).d[r][c][i];
+            for (int column = 0; column < 8; column++) {
+                const int last = column - 1;  // what equals it has the same sums
+                const bool again = column > 0 && memcmp(b[c][column], b[c][last], sizeof b[c][0]) == 0 &&
+                                   memcmp(&before[column], &before[last], sizeof d[0]) == 0;
+                d[column] = again ? d[last] : before[column];
+                for (int step = 0; step < STEPS && !again; step++)
+                    add_as_tensor_cores(d[column], a[r][step], b[c][column][step]);
+            }
+            for (int lane = 0; lane < 32; lane++)
+                for (int i = 0; i < 4; i++)
+                    warp.payload<MmaBf16<R, C, STEPS>>(lane).d[r][c][i] =
+                        d[lane % 4 * 2 + i % 2][lane / 4 + (i < 2 ? 0 : 8)];
+        }
+}
+
+template <int R, int C, int STEPS>
+static void mma_m16n8k16_bf16(float (&d)[R][C][4], const unsigned (&a)[R][STEPS][4],
+                              const unsigned (&b)[C][STEPS][2]) {
+    MmaBf16<R, C, STEPS> mine{d, a, b};
+    collective("mma.sync.m16n8k16", 0xffffffffu, finish_mma_bf16<R, C, STEPS>, &mine);
+}
+
+}  // namespace emulated
+
 // -- atomics: one host thread runs everything -------------------------------------------------------------------------
 
 #define EMULATED_ATOMIC(name, type, expression)                                                                       \
@@ -279,12 +391,6 @@ static inline float max(float a, float b) { return fmaxf(a, b); }
 
 // -- floats: each rounded once, to nearest, as the device does with --fmad=false --------------------------------------
 
-template <typename To, typename From> static To emulated_bits(From value) {
-    static_assert(sizeof(To) == sizeof(From), "the same bits");
-    To result;
-    memcpy(&result, &value, sizeof result);
-    return result;
-}
 static inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 static inline int __float_as_int(float x) { return emulated_bits<int>(x); }
 static inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }

@@ -43,3 +43,35 @@ __device__ __forceinline__ void mma_f64(double (&d)[4][2], const double (&a)[4],
                 : "d"(a[m]), "d"(b[i][m]));
 #endif
 }
+
+// bfloat16 with float32 sums: D += A B with A 16x16, B 16x8, D 16x8. A register is a pair, the first in its lower half.
+//
+//     a[0]  row g,   columns 2t, 2t+1         a[1]  row g+8, the same columns
+//     a[2]  row g,   columns 2t+8, 2t+9       a[3]  row g+8, the same columns
+//     b[0]  rows 2t, 2t+1 of column g         b[1]  rows 2t+8, 2t+9 of column g
+//     d     as of int8
+//
+// Products are exact. Sums are not rounded to nearest: what lies below the last bit of the largest term is cut off.
+//
+// Here for R A's below each other and C B's beside each other, STEPS times: sums that do not wait for each other take
+// turns. (In emulation all of it is one meeting of the lanes, which is what costs there.)
+template <int R, int C, int STEPS>
+__device__ __forceinline__ void mma_bf16(float (&d)[R][C][4], const unsigned (&a)[R][STEPS][4],
+                                         const unsigned (&b)[C][STEPS][2]) {
+#ifdef BITNET_REF_EMULATED
+    emulated::mma_m16n8k16_bf16(d, a, b);
+#else
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int c = 0; c < C; c++)
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                asm volatile(
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                    "{%8, %9}, {%0, %1, %2, %3};"
+                    : "+f"(d[r][c][0]), "+f"(d[r][c][1]), "+f"(d[r][c][2]), "+f"(d[r][c][3])
+                    : "r"(a[r][i][0]), "r"(a[r][i][1]), "r"(a[r][i][2]), "r"(a[r][i][3]), "r"(b[c][i][0]),
+                      "r"(b[c][i][1]));
+#endif
+}
