@@ -6,7 +6,7 @@
  *
  * A tile of rows and tokens is computed at once: a weight is widened once for all tokens of the tile, and there are sums
  * enough under way that none waits for its own last addition. A pass takes two vectors of each sum: all 32 lanes where a
- * register has 64 bytes, else there are two or four passes.
+ * register has 64 bytes, else there are two or four passes. One token with AVX2 takes two rows and all lanes at once.
  *
  * A template like float_steps.h, which includes it. The tile's sums are an array that GCC 12 keeps in registers because
  * one flat loop, unrolled by order, goes through it; in nested loops it stayed in memory.
@@ -15,7 +15,9 @@
  * (from memory), 16 tokens 21.1, 6 tokens 20.8, 1 token 5.9 (12 GB/s, the memory's); 512 x 2560 (in L2), 12 tokens 21.4;
  * 4096 x 256, 64 tokens 16.6. A row and a token at a time gave 6.2 for any number of tokens. The most that products and
  * sums rounded apart can give is 36. What it took: sums and activations on lines of the cache (half of it), vpmovzxwd for
- * the weights. Tried: 4 rows x 3 tokens, 15 (twice the weights to widen a product).
+ * the weights. Tried: 4 rows x 3 tokens, 15 (twice the weights to widen a product). AVX2, 1 token, 60000 x 2560: two rows
+ * in one pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four are too much for L1, 9.4
+ * (18.3).
  */
 
 enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* against two rows: what fits 32 registers, or 16 */
@@ -63,34 +65,36 @@ STEP_INLINE STEP(four) STEP(fold)(const float *lanes) {
     return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-/* y[t * y_stride + r] = w[r] . x[t] for R rows and T tokens. The R rows that follow are fetched meanwhile. */
-STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const char *w, size_t K, const float *x,
-                                  float *y, size_t y_stride) {
+/* y[t * y_stride + r] = w[r] . x[t] for R rows and T tokens, V vectors of each sum a pass. The R rows that follow are
+ * fetched meanwhile. */
+STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t K,
+                                  const float *x, float *y, size_t y_stride) {
     const size_t size = kind == 0 ? 4 : 2, whole = K - K % 32;
     float lanes[2 * STEP(DENSE_TOKENS)][16] __attribute__((aligned(64))); /* of each row and token: 32, folded once */
     if (STEP(FLOATS) < 16) memset(lanes, 0, sizeof lanes); /* they are set before they are read, which GCC cannot see */
-    for (size_t pass = 0; pass < 32; pass += 2 * STEP(FLOATS)) {
+    for (size_t pass = 0; pass < 32; pass += V * STEP(FLOATS)) {
         STEP(f32v) sum[4 * STEP(DENSE_TOKENS)] = {{0}}, weights[8];
         for (size_t k = pass; k < whole; k += 32) {
             STEP_UNROLL
-            for (int i = 0; i < 2 * R; i++) {
-                const char *row = w + i / 2 * K * size;
-                if (i % 2 == 0 && pass == 0) __builtin_prefetch(row + (R * K + k) * size);
-                weights[i] = STEP(weights)(row, k + i % 2 * STEP(FLOATS), kind);
+            for (int i = 0; i < V * R; i++) {
+                const char *row = w + i / V * K * size;
+                if (i % V == 0 && pass == 0) __builtin_prefetch(row + (R * K + k) * size);
+                weights[i] = STEP(weights)(row, k + i % V * STEP(FLOATS), kind);
             }
             STEP_UNROLL
-            for (int i = 0; i < 2 * R * T; i++) /* row i / 2T, token i / 2 % T, vector i % 2 */
-                sum[i] += weights[i / (2 * T) * 2 + i % 2] * STEP(floats)(x + i / 2 % T * K + k + i % 2 * STEP(FLOATS));
+            for (int i = 0; i < V * R * T; i++) /* row i / VT, token i / V % T, vector i % V */
+                sum[i] += weights[i / (V * T) * V + i % V] * STEP(floats)(x + i / V % T * K + k + i % V * STEP(FLOATS));
         }
         STEP_UNROLL
         for (int i = 0; i < R * T; i++) {
-            if (STEP(FLOATS) == 16) sum[2 * i] += sum[2 * i + 1];
-            if (pass >= 16) {
-                sum[2 * i] = STEP(floats)(lanes[i] + pass - 16) + sum[2 * i];
-                sum[2 * i + 1] = STEP(floats)(lanes[i] + pass - 16 + STEP(FLOATS)) + sum[2 * i + 1];
+            const int all = V * STEP(FLOATS) == 32, kept = all ? V / 2 : V;
+            STEP_UNROLL
+            for (int v = 0; v < kept; v++) {
+                STEP(f32v) *half = &sum[V * i + v];
+                if (all) *half += half[kept];
+                if (pass >= 16) *half = STEP(floats)(lanes[i] + pass - 16 + v * STEP(FLOATS)) + *half;
+                memcpy(lanes[i] + pass % 16 + v * STEP(FLOATS), half, sizeof *half);
             }
-            memcpy(lanes[i] + pass % 16, &sum[2 * i], sizeof *sum);
-            if (STEP(FLOATS) < 16) memcpy(lanes[i] + pass % 16 + STEP(FLOATS), &sum[2 * i + 1], sizeof *sum);
         }
     }
     STEP(four) four[2 * STEP(DENSE_TOKENS)];
@@ -110,7 +114,7 @@ STEP_INLINE void STEP(dense_tokens)(const int kind, const int R, const char *w, 
     const size_t parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
     for (size_t part = 0; part < parts; part++) {
         const size_t m = part * M / parts;
-#define TILE(T) STEP(dense_tile)(kind, R, T, w, K, x + m * K, y + m * y_stride, y_stride)
+#define TILE(T) STEP(dense_tile)(kind, R, T, 2, w, K, x + m * K, y + m * y_stride, y_stride)
         switch ((part + 1) * M / parts - m) {
         case 1: TILE(1); break;
         case 2: TILE(2); break;
@@ -129,12 +133,14 @@ STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows,
                                      float *y, size_t y_stride) {
     const size_t row_bytes = K * (kind == 0 ? 4 : 2);
     size_t n = 0;
+    if (M == 1 && STEP_BYTES == 32)
+        for (; n + 2 <= rows; n += 2) STEP(dense_tile)(kind, 2, 1, 4, w + n * row_bytes, K, x, y + n, y_stride);
     if (M == 1) /* four rows, so that enough sums are under way */
-        for (; n + 4 <= rows; n += 4) STEP(dense_tile)(kind, 4, 1, w + n * row_bytes, K, x, y + n, y_stride);
+        for (; n + 4 <= rows; n += 4) STEP(dense_tile)(kind, 4, 1, 2, w + n * row_bytes, K, x, y + n, y_stride);
     for (; n + 2 <= rows; n += 2) STEP(dense_tokens)(kind, 2, w + n * row_bytes, K, x, M, y + n, y_stride);
     for (; n < rows; n++)
         for (size_t m = 0; m < M; m++)
-            STEP(dense_tile)(kind, 1, 1, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
+            STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
 /* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K) */

@@ -8,6 +8,10 @@
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
  * So every copy gives NumPy's float32, bit for bit, but where a double sum lies within 1e-16 of a rounding boundary.
  * Dense rows (dense_rows.h) are summed in float32, in one fixed order on every machine.
+ *
+ * Norm, gate and sums of a prompt wait for L3 (20 to 25 GB/s a thread, Cascade Lake): rms_norm with the quotient by
+ * Markstein's five operations in place of a division of 16 cycles, equal to the bit, took 68 for 88 us of 64 x 2560, but
+ * 209 for 225 of 64 x 6912, and a prompt gained 0.3%. It was left out.
  */
 
 /* Keys of 512 bytes each in most models: a block and the next one are half of L1 */
