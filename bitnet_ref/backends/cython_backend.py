@@ -170,23 +170,19 @@ class PanelWeight(TernaryLinear):
 
 
 class KernelKVCache(KVCache):
-    """The KV cache that kernels append to, where it keeps float32; and the steps that were recorded over it."""
+    """The KV cache that a kernel appends to, and the steps that were recorded over it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.steps = Steps(_cpu.Tape)
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
-        tape = batch.tape if isinstance(batch, TapedBatch) else None
-        if self.dtype != np.float32 or k.shape != v.shape or k.shape != (len(batch), *self.keys.shape[-2:]):
-            super().append(layer, batch, k, v)
-            if tape is not None:
-                tape.leave_out()
-            return
         self.check_extent(batch)
+        right = k.shape == v.shape == (len(batch), *self.keys.shape[-2:])
         where = self.page_table, batch.slots, batch.positions
-        if _cpu.append(_kernel_layers(self)[layer], *where, _floats(k), _floats(v), tape) >= 0:
-            super().append(layer, batch, k, v)  # raises: says what page is not there
+        tape = batch.tape if isinstance(batch, TapedBatch) else None
+        if not right or _cpu.append(_kernel_layers(self)[layer], *where, _floats(k), _floats(v), tape) >= 0:
+            super().append(layer, batch, k, v)  # raises: says what is wrong
 
 
 class CythonBackend(Backend):
@@ -336,10 +332,11 @@ class CythonBackend(Backend):
         return y
 
     def add(self, x: NDArray, y: NDArray) -> NDArray:
-        if x.shape != y.shape or x.ndim != 2 or (x.size < _cpu.floats_a_thread and self.tape is None):
+        if y.shape not in (x.shape, x.shape[1:]) or (x.size < _cpu.floats_a_thread and self.tape is None):
             return super().add(x, y)
         z = self.results.empty(x.shape)
-        _cpu.add(_floats(x), _floats(y), z, self.threads, self.tape)
+        is_bias = y.ndim == 1
+        _cpu.add(_floats(x), _floats(y[None] if is_bias else y), z, self.threads, is_bias, self.tape)
         return z
 
     # -- fused ---------------------------------------------------------------------------------------------------------
@@ -351,7 +348,7 @@ class CythonBackend(Backend):
         for w in ws:
             if isinstance(w, DenseWeight):
                 y = self.dense_matmul(x, w)
-                outputs.append(y if w.bias is None else y + w.bias)
+                outputs.append(y if w.bias is None else self.add(y, w.bias))
             else:
                 panels = self._panels(w)
                 norm = panels.input_norm

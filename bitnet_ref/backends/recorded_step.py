@@ -7,8 +7,8 @@ tape is played. What changes between steps (embeddings, angles, positions, slots
 are filled before; lengths follow from positions.
 
 The results of a recorded step lie in memory of its own, which is used again as soon as the model's text lets go of what
-was in it: so every layer runs over the same few arrays. Whatever did not come from there (a bias that NumPy added, a
-gate that is no kernel) would be old when the tape is played; such a step is found out when it is recorded, and never
+was in it: so every layer runs over the same few arrays. Whatever did not come from there (a product with float16
+weights, which is NumPy's) would be old when the tape is played; such a step is found out when it is recorded, and never
 played. A step in which something goes wrong is computed again without the tape, which then says what it was.
 """
 

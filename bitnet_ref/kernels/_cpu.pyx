@@ -16,6 +16,10 @@ from libc.string cimport memcpy, memset
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
 
+cdef extern from "kv_append.h" nogil:
+    bint kv_can_keep(int kind, const float *x, size_t n)
+    void kv_keep(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
+
 cdef extern from "kernels.h" nogil:
     ctypedef struct ternary_method:
         const char *name
@@ -222,10 +226,6 @@ cdef class Tape:
         self.calls[self.count].run, self.calls[self.count].call = run, copy
         self.count += 1
         self.places += places
-
-    def leave_out(self):
-        """Note that something was computed that is no call here: the tape lies in no arrays then."""
-        self.places.append(0)
 
     def lies_in(self, arrays):
         """Whether every call reads and writes its activations in these arrays: nothing else has had a part in them."""
@@ -567,7 +567,7 @@ cdef struct add_call:
     const float *x
     const float *y
     float *z
-    Py_ssize_t M, D
+    Py_ssize_t M, D, y_stride
     int threads
 
 
@@ -575,22 +575,22 @@ cdef Py_ssize_t run_add(const void *call) noexcept nogil:
     cdef const add_call *c = <const add_call *> call
     cdef Py_ssize_t m, i, D = c.D
     for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_A_THREAD, c.threads), schedule="static"):
-        for i in range(m * D, (m + 1) * D):
-            c.z[i] = c.x[i] + c.y[i]
+        for i in range(D):
+            c.z[m * D + i] = c.x[m * D + i] + c.y[m * c.y_stride + i]
     return WELL
 
 
-def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threads, Tape tape=None):
-    """z = x + y"""
+def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threads, bint is_bias, Tape tape=None):
+    """z = x + y.  is_bias: y (1, D), for every row; a weight, and no activation"""
     cdef add_call c
-    c.M, c.D, c.threads = x.shape[0], x.shape[1], threads
-    if y.shape[0] != c.M or y.shape[1] != c.D or z.shape[0] != c.M or z.shape[1] != c.D:
+    c.M, c.D, c.threads, c.y_stride = x.shape[0], x.shape[1], threads, 0 if is_bias else x.shape[1]
+    if y.shape[0] != (1 if is_bias else c.M) or y.shape[1] != c.D or z.shape[0] != c.M or z.shape[1] != c.D:
         raise ValueError(f"add: x {c.M, c.D}, y {y.shape[0], y.shape[1]}, z {z.shape[0], z.shape[1]}")
     c.x, c.y, c.z = &x[0, 0], &y[0, 0], &z[0, 0]
     with nogil:
         run_add(&c)
     if tape is not None:
-        tape.keep(run_add, &c, sizeof(c), (<size_t> c.x, <size_t> c.y, <size_t> c.z))
+        tape.keep(run_add, &c, sizeof(c), (<size_t> c.x, <size_t> c.z) + (() if is_bias else (<size_t> c.y,)))
 
 
 cdef struct rope_call:
@@ -705,27 +705,33 @@ cdef struct append_call:
 
 cdef Py_ssize_t run_append(const void *call) noexcept nogil:
     cdef const append_call *c = <const append_call *> call
-    cdef Py_ssize_t m, page_size = c.to.view.page_size, row = c.to.G * c.to.d, place
+    cdef Py_ssize_t m, g, at, page_size = c.to.view.page_size, row = c.to.G * c.to.d, place
+    cdef int kind = c.to.view.kind
     for m in range(c.to.M):
         if not has_pages(&c.to, m, c.to.positions[m]):
             return m
+        if not (kv_can_keep(kind, c.k + m * row, row) and kv_can_keep(kind, c.v + m * row, row)):
+            return m
     for m in range(c.to.M):
         place = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
-        place += c.to.positions[m] % page_size
-        memcpy(<float *> c.to.view.keys.rows + place * row, c.k + m * row, row * sizeof(float))
-        memcpy(<float *> c.to.view.values.rows + place * row, c.v + m * row, row * sizeof(float))
+        place = (place + c.to.positions[m] % page_size) * c.to.G
+        for g in range(c.to.G):
+            at = m * row + g * c.to.d
+            kv_keep(kind, c.k + at, c.to.d, <void *> c.to.view.keys.rows, place + g, <float *> c.to.view.keys.scales + place + g)
+            kv_keep(kind, c.v + at, c.to.d, <void *> c.to.view.values.rows, place + g, <float *> c.to.view.values.scales + place + g)
     return WELL
 
 
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots, const int64_t[::1] positions,
            const float[:, :, ::1] k, const float[:, :, ::1] v, Tape tape=None):
-    """k and v (M, G, d) to a float32 layer, at their slots and positions.
+    """k and v (M, G, d) to a layer, at their slots and positions, as kv_dtypes.narrow keeps them.
 
-    Returns -1, or the first token for whose position the table has no page; nothing is written then.
+    Returns -1, or the first token for whose position the table has no page, or that cannot be kept so; nothing is written
+    then.
     """
     cdef append_call c
     cdef Py_ssize_t M = k.shape[0], bad
-    if (layer.view.kind != KV_FLOAT32 or slots.shape[0] != M or positions.shape[0] != M or v.shape[0] != M
+    if (slots.shape[0] != M or positions.shape[0] != M or v.shape[0] != M
             or k.shape[1] != layer.G or v.shape[1] != layer.G or k.shape[2] != layer.d or v.shape[2] != layer.d):
         raise ValueError(f"append: k {M, k.shape[1], k.shape[2]}, v {v.shape[0], v.shape[1], v.shape[2]}")
     describe(&c.to, layer, page_table, slots, positions)
