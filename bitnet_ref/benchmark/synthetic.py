@@ -17,7 +17,7 @@ from ..backends import Backend
 from ..config import ModelConfig, QuantizationConfig, RopeConfig
 from ..errors import ConfigError
 from ..quantization import CODES_PER_BYTE
-from ..weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
+from ..weights import DenseWeight, LayerWeights, ModelWeights, TernaryWeight
 
 Progress = Callable[[int, int], object]
 
@@ -103,9 +103,9 @@ def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Te
 def synthetic_model(
     config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
 ) -> Model:
-    """A model of that shape with random weights, in the backend's own layout. `layers` makes it shorter.
+    """A model of that shape with random weights, in the layout of whoever computes them. `layers` makes it shorter.
 
-    One matrix at a time is drawn and passed through `backend.prepare`, so the peak is hardly above the model's size.
+    One matrix at a time is drawn and passed on, so the peak is hardly above the model's size.
     """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
@@ -114,11 +114,9 @@ def synthetic_model(
     rng = np.random.default_rng(seed)
     total = config.num_hidden_layers + 1
 
-    def linear(name: str) -> LinearWeight:
-        return backend.prepare(random_ternary_weight(rng, *config.linear_shapes()[name]))
-
     def layer(index: int) -> LayerWeights:
-        linears = {name: linear(name) for name in config.linear_shapes()}
+        prepare = backend.prepare_for(index)
+        linears = {name: prepare(random_ternary_weight(rng, *shape)) for name, shape in config.linear_shapes().items()}
         if progress is not None:
             progress(index + 1, total)
         return LayerWeights(
@@ -131,7 +129,7 @@ def synthetic_model(
 
     blocks = tuple(layer(index) for index in range(config.num_hidden_layers))
     embedding = _random_table(rng, config)
-    head = embedding if config.tie_word_embeddings else backend.prepare(_random_table(rng, config))
+    head = embedding if config.tie_word_embeddings else backend.prepare_for(None)(_random_table(rng, config))
     if progress is not None:
         progress(total, total)
     weights = ModelWeights(embedding, blocks, _ones(config.hidden_size), head)

@@ -22,6 +22,7 @@ from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cupy_backend import CupyBackend
 from bitnet_ref.backends.placement import Costs, Placement, divided
 from bitnet_ref.backends.split_backend import Part, SplitBackend, SplitKVCache
+from bitnet_ref.benchmark import synthetic_model
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import BackendUnavailable, ConfigError, DeviceError, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.formats.checkpoint import ReadOptions, read_weights
@@ -545,3 +546,15 @@ def test_a_failed_load_holds_nothing(deep, monkeypatch):
         bitnet_ref.load(deep, backend="cupy", devices=[0, 1], gpu_layers="all", memory_limit=limit_for(deep, 1))
     gc.collect()
     assert all(device.memory().used < 100_000 for device in devices)
+
+
+def test_a_synthetic_model_over_two_parts():
+    """Random weights go to whoever computes their layer; they are the same weights."""
+    config = bitnet_ref.load(GOLDEN / "bitnet-packed-offline", backend="numpy").config
+    be = SplitBackend([Part(choose_backend("numpy"), 0, 1), Part(CupyBackend(), 1, config.num_hidden_layers)])
+    batch = TokenBatch.of([(0, 0, [3, 1, 2])])
+    logits = [
+        m.forward(batch, m.new_cache(1, 4))
+        for m in (synthetic_model(config, be, seed=5), synthetic_model(config, Backend(), seed=5))
+    ]
+    np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=LOGITS_FLOOR)
