@@ -187,10 +187,10 @@ cdef class Tape:
     """Calls in their order. It holds none of the arrays that they read and write: who made it does."""
     cdef kept_call *calls
     cdef Py_ssize_t count, room
-    cdef list places  # of the activations that the calls read and write
+    cdef set places  # of the activations that the calls read and write
 
     def __cinit__(self):
-        self.calls, self.count, self.room, self.places = NULL, 0, 0, []
+        self.calls, self.count, self.room, self.places = NULL, 0, 0, set()
 
     def __dealloc__(self):
         self._free_calls()
@@ -205,7 +205,7 @@ cdef class Tape:
     def clear(self):
         """No calls are left."""
         self._free_calls()
-        self.places = []
+        self.places = set()
 
     def __len__(self):
         return self.count
@@ -225,7 +225,7 @@ cdef class Tape:
         memcpy(copy, call, size)
         self.calls[self.count].run, self.calls[self.count].call = run, copy
         self.count += 1
-        self.places += places
+        self.places.update(places)
 
     def lies_in(self, arrays):
         """Whether every call reads and writes its activations in these arrays: nothing else has had a part in them."""
