@@ -99,7 +99,7 @@ def extensions() -> list[Extension]:
         "bitnet_ref.kernels._cpu",
         [str(kernels / "_cpu.pyx")],
         include_dirs=[str(kernels)],
-        depends=[str(path) for path in sorted(kernels.glob("*.h"))],
+        depends=[str(path) for kind in ("*.h", "*.pxi") for path in sorted(kernels.glob(kind))],
         optional=WISH == "auto",
     )
     return cythonize([extension], language_level=3)

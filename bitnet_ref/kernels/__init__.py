@@ -1,1 +1,1 @@
-"""Compiled kernels. `.h` files own the lanes, `.pyx` the threads and the checks, `.py` callers the meaning."""
+"""Compiled kernels. `.h` files own the lanes, `.pyx` and `.pxi` threads and checks, `.py` callers the meaning."""

@@ -1,0 +1,237 @@
+# Part of _cpu.pyx: the KV cache's layers, what is appended to them, and attention over them.
+
+
+cdef class KVLayer:
+    """One layer's keys and values (pages, page_size, G, d), ready to be read: float32, float16 given as uint16, or int8
+    with scales (pages, page_size, G). It holds on to the arrays."""
+    cdef object arrays
+    cdef kv_view view
+    cdef Py_ssize_t pages, page_size, G, d
+
+    def __init__(self, keys, values, key_scales=None, value_scales=None):
+        self.arrays = keys, values, key_scales, value_scales
+        self.pages, self.page_size, self.G, self.d = keys.shape
+        if keys.shape != values.shape or keys.dtype != values.dtype or 0 in keys.shape:
+            raise ValueError(f"KVLayer: keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}")
+        self.view.keys = self._pool(keys, key_scales)
+        self.view.values = self._pool(values, value_scales)
+        self.view.page_size, self.view.stride, self.view.scale_stride = self.page_size, self.G * self.d, self.G
+
+    cdef kv_pool _pool(self, array, scales) except *:
+        cdef const float[:, :, :, ::1] wide
+        cdef const uint16_t[:, :, :, ::1] half
+        cdef const int8_t[:, :, :, ::1] narrow
+        cdef const float[:, :, ::1] scale
+        cdef kv_pool pool
+        pool.rows, pool.scales = NULL, NULL
+        if array.dtype.itemsize == 2:
+            half = array
+            self.view.kind, pool.rows = KV_FLOAT16, &half[0, 0, 0, 0]
+        elif array.dtype.itemsize == 1:
+            narrow, scale = array, scales
+            if scale.shape[0] != self.pages or scale.shape[1] != self.page_size or scale.shape[2] != self.G:
+                raise ValueError(f"KVLayer: keys {array.shape}, scales {scales.shape}")
+            self.view.kind, pool.rows, pool.scales = KV_INT8, &narrow[0, 0, 0, 0], &scale[0, 0, 0]
+        else:
+            wide = array
+            self.view.kind, pool.rows = KV_FLOAT32, &wide[0, 0, 0, 0]
+        return pool
+
+
+cdef inline Py_ssize_t keys_seen(Py_ssize_t position, Py_ssize_t window) noexcept nogil:
+    return window if window and window <= position else position + 1
+
+
+cdef struct tokens_of_layer:
+    kv_view view
+    Py_ssize_t pages, G, d  # of the pool
+    const int32_t *page_table
+    Py_ssize_t table_slots, table_columns
+    const int64_t *slots
+    const int64_t *positions
+    Py_ssize_t M
+
+
+cdef void describe(tokens_of_layer *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
+                   const int64_t[::1] positions) noexcept:
+    t.view, t.pages, t.G, t.d = layer.view, layer.pages, layer.G, layer.d
+    t.page_table, t.table_slots, t.table_columns = &page_table[0, 0], page_table.shape[0], page_table.shape[1]
+    t.slots, t.positions, t.M = &slots[0], &positions[0], slots.shape[0]
+
+
+cdef inline bint has_pages(const tokens_of_layer *t, Py_ssize_t m, Py_ssize_t first) noexcept nogil:
+    """Whether there is a page for each position of token m from `first` to its own."""
+    cdef Py_ssize_t page_size = t.view.page_size, column
+    if t.positions[m] < 0 or t.slots[m] < 0 or t.slots[m] >= t.table_slots:
+        return False
+    if t.positions[m] // page_size >= t.table_columns:
+        return False
+    cdef const int32_t *pages = t.page_table + t.slots[m] * t.table_columns
+    for column in range(first // page_size, t.positions[m] // page_size + 1):
+        if pages[column] < 0 or pages[column] >= t.pages:
+            return False
+    return True
+
+
+cdef struct append_call:
+    tokens_of_layer to
+    const float *k
+    const float *v
+
+
+cdef inline void keep_row(int kind, const float *x, size_t d, const kv_pool *pool, size_t row) noexcept nogil:
+    kv_keep(kind, x, d, <void *> pool.rows, row, <float *> pool.scales + row if pool.scales != NULL else NULL)
+
+
+cdef Py_ssize_t run_append(const void *call) noexcept nogil:
+    cdef const append_call *c = <const append_call *> call
+    cdef Py_ssize_t m, g, at, page_size = c.to.view.page_size, row = c.to.G * c.to.d, place
+    cdef int kind = c.to.view.kind
+    for m in range(c.to.M):
+        if not has_pages(&c.to, m, c.to.positions[m]):
+            return m
+        if not (kv_can_keep(kind, c.k + m * row, row) and kv_can_keep(kind, c.v + m * row, row)):
+            return m
+    for m in range(c.to.M):
+        place = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
+        place = (place + c.to.positions[m] % page_size) * c.to.G
+        for g in range(c.to.G):
+            at = m * row + g * c.to.d
+            keep_row(kind, c.k + at, c.to.d, &c.to.view.keys, place + g)
+            keep_row(kind, c.v + at, c.to.d, &c.to.view.values, place + g)
+    return WELL
+
+
+def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
+           const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, Tape tape=None):
+    """k and v (M, G, d) to a layer, at their slots and positions, as kv_dtypes.narrow keeps them.
+
+    Returns -1, or the first token for whose position the table has no page, or that cannot be kept so: then nothing is
+    written.
+    """
+    cdef append_call c
+    cdef Py_ssize_t M = k.shape[0], bad
+    if (slots.shape[0] != M or positions.shape[0] != M or v.shape[0] != M
+            or k.shape[1] != layer.G or v.shape[1] != layer.G or k.shape[2] != layer.d or v.shape[2] != layer.d):
+        raise ValueError(f"append: k {M, k.shape[1], k.shape[2]}, v {v.shape[0], v.shape[1], v.shape[2]}")
+    describe(&c.to, layer, page_table, slots, positions)
+    c.k, c.v = &k[0, 0, 0], &v[0, 0, 0]
+    with nogil:
+        bad = run_append(&c)
+    if tape is not None:
+        tape.keep(run_append, &c, sizeof(c), (<size_t> c.k, <size_t> c.v, <size_t> c.to.slots, <size_t> c.to.positions))
+    return bad
+
+
+cdef struct attention_call:
+    tokens_of_layer of
+    const float *q
+    float *z
+    Py_ssize_t H, window
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
+    cdef const attention_call *c = <const attention_call *> call
+    cdef const kernel_set *chosen = c.chosen
+    cdef const int64_t *slots = c.of.slots
+    cdef const int64_t *positions = c.of.positions
+    cdef kv_view view = c.of.view
+    cdef Py_ssize_t M = c.of.M, H = c.H, d = c.of.d, G = c.of.G, R = H // G, window = c.window
+    cdef Py_ssize_t m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, heads
+    cdef Py_ssize_t together, runs = 0, run
+    for m in range(M):
+        n_keys = keys_seen(positions[m], window)
+        if not has_pages(&c.of, m, positions[m] + 1 - n_keys):
+            return m
+        longest = max(longest, n_keys)
+        work += n_keys * H * d
+    if M == 0:
+        return WELL
+    cdef double scale = (<double> d) ** -0.5
+    cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, c.threads)
+    cdef double *workspace = NULL
+    together = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // longest) // max(<Py_ssize_t> 1, R))
+    cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # token of each run
+    if first == NULL:
+        return NO_MEMORY
+    for m in range(M):
+        if (m == 0 or m - first[runs - 1] == together or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
+            first[runs] = m
+            runs += 1
+    first[runs] = M
+    whole = runs * G
+    if whole < 8 * team:
+        whole -= whole % team
+        parts = min(<Py_ssize_t> team, R)
+    piece = (R + parts - 1) // parts  # query heads of a part
+    parts = (R + piece - 1) // piece
+    with parallel(num_threads=team):
+        workspace = <double *> aligned_scratch(
+            chosen.attend_workspace(R * min(M, together), d, longest + together) * sizeof(double))
+        for item in prange(whole + (runs * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
+            g = item if item < whole else whole + (item - whole) // parts
+            head = 0 if item < whole else (item - whole) % parts * piece
+            heads = R if item < whole else min(piece, R - head)
+            run = g // G
+            g = g % G
+            m = first[run]
+            attend_run(chosen, c.q + (m * H + g * R + head) * d, first[run + 1] - m, heads, d, H * d, g, view,
+                       c.of.page_table + slots[m] * c.of.table_columns, positions[m], window, scale, workspace,
+                       c.z + (m * H + g * R + head) * d)
+        free(workspace)
+    free(first)
+    return WELL
+
+
+def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
+              const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
+              int threads, Py_ssize_t kernels, Tape tape=None):
+    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit.
+
+    Returns -1, or the first token that sees a position for which the table has no page.
+
+    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads (of
+    very long ones fewer): a key is widened once for all. Each head goes through all of its keys in one order, alone or
+    not. Few pairs that leave some threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by
+    query heads. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
+    """
+    cdef attention_call c
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad
+    if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or H % layer.G or z.shape[0] != M
+            or z.shape[1] != H or z.shape[2] != d):
+        raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, layer.page_size, layer.G, layer.d}")
+    for m in range(M):
+        if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
+            raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
+    describe(&c.of, layer, page_table, slots, positions)
+    c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, &KERNEL_SETS[kernels], threads
+    with nogil:
+        bad = run_attention(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for the places of {M} tokens")
+    if tape is not None:
+        places = <size_t> c.q, <size_t> c.z, <size_t> c.of.slots, <size_t> c.of.positions
+        tape.keep(run_attention, &c, sizeof(c), places)
+    return bad
+
+
+cdef inline void attend_run(const kernel_set *chosen, const float *q, Py_ssize_t tokens, Py_ssize_t heads, Py_ssize_t d,
+                            Py_ssize_t token_stride, Py_ssize_t g, kv_view view, const int32_t *pages, Py_ssize_t position,
+                            Py_ssize_t window, double scale, double *workspace, float *z) noexcept nogil:
+    """Heads of kv head g, of tokens from `position` on. `view` (a copy) knows the pools of all heads, and learns here
+    what is seen."""
+    cdef Py_ssize_t size = 4 if view.kind == KV_FLOAT32 else 2 if view.kind == KV_FLOAT16 else 1
+    view.keys.rows = <const char *> view.keys.rows + g * d * size
+    view.values.rows = <const char *> view.values.rows + g * d * size
+    if view.kind == KV_INT8:
+        view.keys.scales += g
+        view.values.scales += g
+    view.pages = pages
+    view.first = position + 1 - keys_seen(position, window)
+    view.n_keys = position + tokens - view.first
+    if tokens == 1:
+        chosen.attend(q, heads, d, &view, scale, workspace, z)
+    else:
+        chosen.attend_many(q, tokens, heads, d, token_stride, &view, window, scale, workspace, z)

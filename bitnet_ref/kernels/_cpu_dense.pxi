@@ -1,0 +1,138 @@
+# Part of _cpu.pyx: dense matrices (dense_rows.h), and the screened head (head_screen.h).
+
+
+def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels,
+                         Tape tape=None):
+    """y (M, N) = x (M, K) w^T, w (N, K) float32"""
+    _dense(x, 0, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels, tape)
+
+
+def dense_matmul_bfloat16(const float[:, ::1] x, const uint16_t[:, ::1] w, float[:, ::1] y, int threads,
+                          Py_ssize_t kernels, Tape tape=None):
+    """y (M, N) = x (M, K) w^T, w (N, K) bfloat16, given as uint16"""
+    _dense(x, 1, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels, tape)
+
+
+cdef struct dense_call:
+    const float *x
+    const char *w
+    float *y
+    int kind
+    Py_ssize_t M, N, K
+    const kernel_set *chosen
+    int threads
+
+
+cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
+    cdef const dense_call *c = <const dense_call *> call
+    cdef Py_ssize_t block, K = c.K, N = c.N, size = 4 if c.kind == 0 else 2
+    cdef int team = threads_for(N * K * size * c.M, DENSE_BYTES_A_THREAD, c.threads)
+    cdef float *tokens = aligned_copy(c.x, c.M * K)
+    if tokens == NULL:
+        return NO_MEMORY
+    for block in prange((N + 15) // 16, num_threads=team, schedule="static"):
+        c.chosen.dense_rows(c.kind, c.w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
+                            c.y + block * 16, N)
+    free(tokens)
+    return WELL
+
+
+cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssize_t K, float[:, ::1] y, int threads,
+            Py_ssize_t kernels, Tape tape):
+    cdef dense_call c
+    cdef Py_ssize_t bad
+    c.M, c.N, c.K, c.kind, c.chosen, c.threads = x.shape[0], N, K, kind, &KERNEL_SETS[kernels], threads
+    if x.shape[1] != K or y.shape[0] != c.M or y.shape[1] != N:
+        raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {N, K}, y {y.shape[0], y.shape[1]}")
+    if c.M == 0:
+        return
+    c.x, c.w, c.y = &x[0, 0], <const char *> w, &y[0, 0]
+    with nogil:
+        bad = run_dense(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for {c.M} tokens of {K} activations")
+    if tape is not None:
+        tape.keep(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y))
+
+
+# -- the screened head: head_screen.h ----------------------------------------------------------------------------------
+
+
+cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
+    """The rows of a float32 matrix, or of a bfloat16 one given as uint16"""
+    cdef const float[:, ::1] wide
+    cdef const uint16_t[:, ::1] half
+    if w.dtype.itemsize == 4:
+        wide = w
+        N[0], K[0], kind[0] = wide.shape[0], wide.shape[1], 0
+        return &wide[0, 0]
+    half = w
+    N[0], K[0], kind[0] = half.shape[0], half.shape[1], 1
+    return &half[0, 0]
+
+
+def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_t kernels):
+    """w (N, K) float32, or bfloat16 given as uint16 -> q (N, wide) int8 and facts (N, 3)"""
+    cdef Py_ssize_t N, K, n, wide = q.shape[1]
+    cdef int kind
+    cdef const char *rows = <const char *> _matrix(w, &N, &K, &kind)
+    if q.shape[0] != N or facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or K >= 1 << 22:
+        raise ValueError(f"screen_pack: w {N, K}, q {q.shape[0], wide}, facts {facts.shape[0], facts.shape[1]}")
+    cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
+    cdef int team = threads_for(N * size, DENSE_BYTES_A_THREAD, threads)
+    for n in prange(N, nogil=True, num_threads=team, schedule="static"):
+        KERNEL_SETS[kernels].screen_pack(kind, rows + n * size, K, wide, &q[n, 0], &facts[n, 0])
+
+
+def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::1] facts, float[:, ::1] lower,
+                float[:, ::1] upper, int threads, Py_ssize_t kernels):
+    """x (M, K), what screen_pack made -> lower and upper (M, N): between them lies the logit that dense_matmul computes.
+
+    Returns -1, or the first row of x that holds NaN or Inf.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], N = q.shape[0], wide = q.shape[1], m, block, bad = -1
+    cdef Py_ssize_t n_blocks = (N + 63) // 64
+    if (facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or lower.shape[0] != M
+            or lower.shape[1] != N or upper.shape[0] != M or upper.shape[1] != N):
+        raise ValueError(f"screen_rows: x {M, K}, q {N, wide}, lower {lower.shape[0], lower.shape[1]}")
+    if M == 0 or N == 0:
+        return -1
+    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    cdef int16_t *tokens = NULL
+    if posix_memalign(<void **> &tokens, 64, M * wide * sizeof(int16_t)) != 0:
+        tokens = NULL
+    cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
+    if tokens == NULL or token_facts == NULL:
+        free(tokens)
+        free(token_facts)
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    cdef int team = threads_for(N * wide * M, DENSE_BYTES_A_THREAD, threads)
+    with nogil:
+        for m in range(M):
+            if bad < 0 and not chosen.screen_token(&x[m, 0], K, wide, tokens + m * wide, token_facts + 3 * m):
+                bad = m
+        if bad < 0:
+            for block in prange(n_blocks, num_threads=team, schedule="static"):
+                chosen.screen_rows(&q[block * 64, 0], min(<Py_ssize_t> 64, N - block * 64), K, wide, &facts[block * 64, 0],
+                                   tokens, M, token_facts, &lower[0, block * 64], &upper[0, block * 64], N)
+        free(tokens)
+        free(token_facts)
+    return bad
+
+
+def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int threads, Py_ssize_t kernels):
+    """y[i] = w[rows[i]] . x, the bits that dense_matmul gives; w (N, K) float32, or bfloat16 given as uint16"""
+    cdef Py_ssize_t N, K, i, n = rows.shape[0]
+    cdef int kind
+    cdef const char *first = <const char *> _matrix(w, &N, &K, &kind)
+    if x.shape[0] != K or y.shape[0] != n:
+        raise ValueError(f"dense_rows: x {x.shape[0]}, w {N, K}, {n} rows, y {y.shape[0]}")
+    for i in range(n):
+        if rows[i] < 0 or rows[i] >= N:
+            raise ValueError(f"dense_rows: row {rows[i]} of {N}")
+    if n == 0:
+        return
+    cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
+    cdef int team = threads_for(n * size, DENSE_BYTES_A_THREAD, threads)
+    for i in prange(n, nogil=True, num_threads=team, schedule="static"):
+        KERNEL_SETS[kernels].dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1)

@@ -1,0 +1,226 @@
+# Part of _cpu.pyx: ternary matrices, from their packing to BitLinears.
+
+
+def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int threads, Py_ssize_t method):
+    """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 blocks): the method's layout, as the headers describe them"""
+    cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p, count
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
+    if (panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES
+            or N == 0 or row_bytes == 0):
+        raise ValueError(f"pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
+    cdef int team = threads_for(n_panels * panels.shape[1], PANEL_BYTES_A_THREAD, threads)
+    for p in prange(n_panels, nogil=True, num_threads=team, schedule="static"):
+        count = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
+        METHODS[method].pack(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
+
+
+def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed, Py_ssize_t method):
+    """The inverse of pack_panels."""
+    cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
+    if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES:
+        raise ValueError(f"unpack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
+    for p in range(n_panels):
+        METHODS[method].unpack(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
+                               &packed[p * PANEL_ROWS, 0])
+
+
+def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_scale, Py_ssize_t kernels):
+    """x (M, K) -> x_q (M, K), x_quant_scale (M, 1). Returns -1, or the first row that holds NaN or Inf."""
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], m
+    cdef int32_t x_sum
+    if x_q.shape[0] != M or x_quant_scale.shape[0] != M or x_q.shape[1] != K:
+        raise ValueError(f"quantize: x {M, K}, x_q {x_q.shape[0], x_q.shape[1]}")
+    with nogil:
+        for m in range(M):
+            if not KERNEL_SETS[kernels].quantize(&x[m, 0], K, &x_q[m, 0], &x_quant_scale[m, 0], &x_sum):
+                with gil:
+                    return m
+    return -1
+
+
+def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uint8_t[:, ::1] panels,
+                   int32_t[:, ::1] acc, int threads, Py_ssize_t kernels, Py_ssize_t method):
+    """x_q (M, block_k * blocks) int8, zeros beyond K, and its row sums; panels; -> acc (M, N). Panels over threads."""
+    cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = acc.shape[1], n_panels = panels.shape[0], p, m
+    cdef const ternary_kernel *chosen = kernel_for(kernels, method, wide)
+    cdef const ternary_method *how = &METHODS[method]
+    cdef Py_ssize_t n_blocks = wide // <Py_ssize_t> how.block_k, x_stride = n_blocks * how.x_bytes
+    if (acc.shape[0] != M or x_sum.shape[0] != M or wide % how.block_k or panels.shape[1] != n_blocks * BLOCK_BYTES
+            or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
+        raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
+    if M == 0:
+        return
+    cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_A_THREAD, threads)
+    cdef void *scratch = NULL
+    cdef int8_t *expanded = NULL
+    cdef const int8_t *x = &x_q[0, 0]
+    if how.expand != NULL:
+        expanded = <int8_t *> malloc(M * x_stride)
+        if expanded == NULL:
+            raise MemoryError(f"no memory for the tables of {M} tokens")
+        for m in range(M):
+            how.expand(&x_q[m, 0], n_blocks, <uint8_t *> expanded + m * x_stride)
+        x = expanded
+    with nogil, parallel(num_threads=team):
+        scratch = aligned_scratch(SCRATCH_BYTES)
+        for p in prange(n_panels, schedule="static"):
+            chosen.run(&panels[p, 0], n_blocks, x, x_stride, M, &x_sum[0], &acc[0, p * PANEL_ROWS], N,
+                       min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), scratch)
+        free(scratch)
+    free(expanded)
+
+
+cdef class Panels:
+    """One ternary matrix, ready to be multiplied: its panels, its scale, its bias."""
+    cdef const uint8_t[:, ::1] panels
+    cdef const float[::1] bias
+    cdef const float *bias_values
+    cdef Py_ssize_t n_out, n_in, n_blocks, method
+    cdef float w_dequant_scale
+
+    def __init__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias,
+                 Py_ssize_t method):
+        self.panels, self.n_out, self.n_in, self.w_dequant_scale = panels, n_out, n_in, w_dequant_scale
+        self.method = method
+        self.n_blocks = (n_in + METHODS[method].block_k - 1) // <Py_ssize_t> METHODS[method].block_k
+        if panels.shape[0] != (n_out + PANEL_ROWS - 1) // PANEL_ROWS or panels.shape[1] != self.n_blocks * BLOCK_BYTES:
+            raise ValueError(f"Panels: {panels.shape[0], panels.shape[1]} for {n_out, n_in}")
+        self.bias_values = NULL
+        if bias is not None:
+            self.bias = bias
+            if self.bias.shape[0] != n_out:
+                raise ValueError(f"Panels: bias {self.bias.shape[0]}, expected {n_out}")
+            self.bias_values = &self.bias[0]
+
+
+cdef enum:
+    MAX_LINEARS = 8  # of one call
+    TOKENS_A_STEP = 96  # whole tiles of every set: 6 and 32 tokens
+
+
+cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
+    """How many tokens go through all panels before the next ones do: their activations stay in L2, most of it theirs."""
+    return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_A_STEP)) * TOKENS_A_STEP
+
+
+cdef struct linears_call:
+    const float *x
+    Py_ssize_t M, K, count, method, n_panels, n_bytes  # of all matrices together
+    const ternary_kernel *ternary
+    const kernel_set *chosen
+    int threads
+    const uint8_t *panels[MAX_LINEARS]
+    const float *biases[MAX_LINEARS]
+    float *ys[MAX_LINEARS]
+    Py_ssize_t first[MAX_LINEARS + 1]  # panel of each matrix
+    Py_ssize_t n_out[MAX_LINEARS]
+    float scales[MAX_LINEARS]
+
+
+cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
+    cdef const linears_call *c = <const linears_call *> call
+    cdef const ternary_method *how = &METHODS[c.method]
+    cdef Py_ssize_t M = c.M, K = c.K, m, i, p, item, rows, block, tokens, bad = WELL
+    cdef Py_ssize_t n_blocks = (K + how.block_k - 1) // <Py_ssize_t> how.block_k, wide = n_blocks * how.block_k
+    cdef Py_ssize_t x_stride = n_blocks * how.x_bytes, tokens_a_block = tokens_in_l2(x_stride)
+    cdef int8_t *x_q = <int8_t *> malloc(M * wide)
+    cdef int32_t *x_sum = <int32_t *> malloc(M * sizeof(int32_t))
+    cdef float *x_quant_scale = <float *> malloc(M * sizeof(float))
+    cdef int8_t *expanded = <int8_t *> malloc(M * x_stride) if how.expand != NULL else NULL
+    cdef void *scratch = NULL
+    cdef int32_t *acc = NULL
+    cdef float *out = NULL
+    cdef int team = threads_for(M * K, FLOATS_A_THREAD, c.threads)
+    if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
+        bad = NO_MEMORY
+    else:
+        for m in prange(M, num_threads=team, schedule="static"):
+            if wide > K:
+                memset(x_q + m * wide + K, 0, wide - K)
+            if not c.chosen.quantize(c.x + m * K, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
+                x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
+            elif how.expand != NULL:
+                how.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
+        for m in range(M):
+            if x_quant_scale[m] == 0:
+                bad = m
+                break
+    if bad == WELL:
+        team = threads_for(c.n_bytes * M, PANEL_BYTES_A_THREAD, c.threads)
+        with parallel(num_threads=team):
+            scratch = aligned_scratch(SCRATCH_BYTES)
+            acc = <int32_t *> aligned_scratch(min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
+            # Dynamic, two panels at a time: no faster, in turns on two quiet cores (2B-4T's shape, 12 and 30 layers).
+            for item in prange((M + tokens_a_block - 1) // tokens_a_block * c.n_panels, schedule="static"):
+                block = item // c.n_panels * tokens_a_block
+                tokens = min(tokens_a_block, M - block)
+                p = item % c.n_panels
+                i = 0
+                while p >= c.first[i + 1]:
+                    i = i + 1
+                p = p - c.first[i]
+                rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[i] - p * PANEL_ROWS)
+                out = c.ys[i] + block * c.n_out[i] + p * PANEL_ROWS
+                c.ternary.run(c.panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
+                              (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
+                              x_sum + block, acc, PANEL_ROWS, rows, scratch)
+                for m in range(tokens):
+                    c.chosen.dequantize(acc + m * PANEL_ROWS, rows, c.scales[i], x_quant_scale[block + m],
+                                        c.biases[i] + p * PANEL_ROWS if c.biases[i] != NULL else NULL,
+                                        out + m * c.n_out[i])
+            free(acc)
+            free(scratch)
+    free(x_q)
+    free(expanded)
+    free(x_sum)
+    free(x_quant_scale)
+    return bad
+
+
+def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
+    """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
+
+    Returns -1, or the first row of x that holds NaN or Inf. One parallel region instead of one for each step and matrix:
+    for one token of a 2560-wide block the steps between the products took a tenth of the time.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
+    cdef linears_call c
+    cdef Panels w
+    cdef float[:, ::1] y
+    c.M, c.K, c.count, c.threads, c.n_panels, c.n_bytes = M, K, count, threads, 0, 0
+    c.method = (<Panels> ws[0]).method if count else 0
+    if count > MAX_LINEARS or len(ys) != count or threads < 1:
+        raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
+    for i in range(count):
+        w, y = ws[i], ys[i]
+        if w.n_in != K or w.method != c.method or y.shape[0] != M or y.shape[1] != w.n_out:
+            raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
+        c.first[i] = c.n_panels
+        c.n_panels += w.panels.shape[0]
+        c.n_bytes += w.panels.shape[0] * w.panels.shape[1]
+        c.panels[i], c.biases[i], c.scales[i], c.n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
+        c.ys[i] = &y[0, 0] if M else NULL
+    c.first[count] = c.n_panels
+    if M == 0 or count == 0:
+        return WELL
+    c.x, c.chosen = &x[0, 0], &KERNEL_SETS[kernels]
+    c.ternary = kernel_for(kernels, c.method, K)
+    with nogil:
+        bad = run_linears(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    if tape is not None:
+        tape.keep(run_linears, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)])
+    return bad
+
+
+def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, ::1] x_quant_scale, float[:, ::1] y,
+               Py_ssize_t kernels):
+    """y (M, N) = acc * (w_dequant_scale / x_quant_scale)"""
+    cdef Py_ssize_t M = acc.shape[0], N = acc.shape[1], m
+    if y.shape[0] != M or y.shape[1] != N or x_quant_scale.shape[0] != M:
+        raise ValueError(f"dequantize: acc {M, N}, y {y.shape[0], y.shape[1]}")
+    with nogil:
+        for m in range(M):
+            KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], NULL, &y[m, 0])
