@@ -30,7 +30,7 @@ from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, Ternar
 from .buffers import Buffers, Pool
 from .candidates import HeadCandidates, HeadNeed
 from .huge_pages import HugePages
-from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
+from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
 from .recorded_step import MOST_RECORDED, Steps, TapedBatch
 from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
@@ -191,6 +191,7 @@ class CythonBackend(Backend):
     name = "cython"
     dtypes = ("float32",)
     cache_dtypes = CACHE_DTYPES
+    cache_class = KernelKVCache
 
     def __init__(
         self,
@@ -246,17 +247,6 @@ class CythonBackend(Backend):
 
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # the kernels take their count with each call, and no BLAS runs beside them
-
-    def new_cache(
-        self,
-        config: ModelConfig,
-        slots: int,
-        capacity: int,
-        dtype: str | None = None,
-        page_size: int | None = None,
-        pages: int | None = None,
-    ) -> KVCache:
-        return KernelKVCache(config, slots, capacity, choose_cache_dtype(self, dtype), page_size=page_size, pages=pages)
 
     def run(
         self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache

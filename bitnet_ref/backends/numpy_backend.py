@@ -65,6 +65,7 @@ class Backend:
     name = "numpy"
     dtypes: tuple[str, ...] = ("float32", "float64")
     cache_dtypes: tuple[str, ...] = ("float64", *CACHE_DTYPES)
+    cache_class: type[KVCache] = KVCache
 
     def __init__(self, dtype: str = "float32", threads: int | None = None, *, head: str = "auto") -> None:
         if dtype not in self.dtypes:
@@ -147,7 +148,7 @@ class Backend:
     ) -> KVCache:
         """An empty KV cache where this backend reads it, in its own dtype unless another is given; see `KVCache`."""
         chosen = choose_cache_dtype(self, dtype)
-        return KVCache(config, slots, capacity, chosen, page_size=page_size, pages=pages)
+        return self.cache_class(config, slots, capacity, chosen, page_size=page_size, pages=pages)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
