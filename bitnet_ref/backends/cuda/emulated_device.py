@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+from ...file_lock import lock_file
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
 from .sources import FOLDER, find, flattened
 
@@ -80,22 +81,28 @@ def compiled(file: str, sanitize: bool) -> tuple[Path, tuple[str, ...]]:
     path = find(file)
     library, listing = folder / f"{path.name}-{digest}.so", folder / f"{path.name}-{digest}.txt"
     if not (library.is_file() and listing.is_file()):
-        include = [f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            source = [found, "-x", "c++", *include]
-            text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], file)
-            names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
-            lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), ""]
-            shim, built, listed = Path(work, "kernels.cpp"), Path(work, "kernels.so"), Path(work, "names")
-            shim.write_text("\n".join(lines))
-            listed.write_text("\n".join(names))
-            _run([*source, *flags, "-o", str(built), str(shim)], f"{file} does not compile")
-            os.replace(listed, listing)
-            os.replace(built, library)
+        with open(folder / f"{path.name}.lock", "wb") as lock:
+            lock_file(lock.fileno())
+            if not (library.is_file() and listing.is_file()):  # no other process has done it meanwhile
+                _build(path, found, flags, library, listing)
     with suppress(OSError):
         os.utime(library)  # used now
         _remove_old_builds(folder, path.name)
     return library, tuple(listing.read_text().split())
+
+
+def _build(path: Path, compiler: str, flags: list[str], library: Path, listing: Path) -> None:
+    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], path.name)
+        names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
+        lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), ""]
+        shim, built, listed = Path(work, "kernels.cpp"), Path(work, "kernels.so"), Path(work, "names")
+        shim.write_text("\n".join(lines))
+        listed.write_text("\n".join(names))
+        _run([*source, *flags, "-o", str(built), str(shim)], f"{path.name} does not compile")
+        os.replace(listed, listing)
+        os.replace(built, library)
 
 
 def _remove_old_builds(folder: Path, name: str) -> None:
