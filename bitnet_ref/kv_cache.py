@@ -39,6 +39,11 @@ class TokenBatch:
         """(largest slot, largest position), looked up once for all layers; (-1, -1) when there are no tokens."""
         return (int(self.slots.max()), int(self.positions.max())) if len(self) else (-1, -1)
 
+    @property
+    def all_wanted(self) -> bool:
+        """Whether the logits of every token are wanted, in order."""
+        return self.wanted is None or np.array_equal(self.wanted, np.arange(len(self)))
+
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
         """From (slot, first position, token ids) of each sequence.

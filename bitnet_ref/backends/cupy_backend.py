@@ -178,8 +178,7 @@ class CupyBackend(Backend):
         self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
     ) -> NDArray:
         n = len(batch)
-        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(n))
-        if not (self.graphs and isinstance(cache, DeviceKVCache) and 0 < n <= MOST_REPLAYED and all_wanted):
+        if not (self.graphs and isinstance(cache, DeviceKVCache) and 0 < n <= MOST_REPLAYED and batch.all_wanted):
             return compute(self, w, cfg, batch, cache)
         cache.check(batch, cfg.sliding_window, reading=True)
         size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences

@@ -251,9 +251,7 @@ class CythonBackend(Backend):
     def run(
         self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
     ) -> NDArray:
-        n = len(batch)
-        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(n))
-        if isinstance(cache, KernelKVCache) and 0 < n <= MOST_RECORDED and all_wanted:
+        if isinstance(cache, KernelKVCache) and 0 < len(batch) <= MOST_RECORDED and batch.all_wanted:
             return cache.steps.run(self, compute, w, cfg, batch, cache)
         return compute(self, w, cfg, batch, cache)
 
@@ -307,10 +305,7 @@ class CythonBackend(Backend):
             return super().dense_matmul(x, w)  # float16: NumPy widens it a block at a time
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=array)
         y = self.results.empty((len(x), len(array)))
-        if array.dtype == np.float32:
-            _cpu.dense_matmul_float32(_floats(x), array, y, self.threads, self._set, self.tape)
-        else:
-            _cpu.dense_matmul_bfloat16(_floats(x), array.view(np.uint16), y, self.threads, self._set, self.tape)
+        _cpu.dense_matmul(_floats(x), _bits(array), y, self.threads, self._set, self.tape)
         return y
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:

@@ -185,13 +185,15 @@ cdef struct kept_call:
 
 
 cdef class Tape:
-    """Calls in their order. It holds none of the arrays that they read and write: who made it does."""
+    """Calls in their order. It holds what they read that is no activation: weights, which may have been laid out for one
+    call, and a cache's layers. The activations are with who made it."""
     cdef kept_call *calls
     cdef Py_ssize_t count, room
     cdef set places  # of the activations that the calls read and write
+    cdef list held
 
     def __cinit__(self):
-        self.calls, self.count, self.room, self.places = NULL, 0, 0, set()
+        self.calls, self.count, self.room, self.places, self.held = NULL, 0, 0, set(), []
 
     def __dealloc__(self):
         self._free_calls()
@@ -206,12 +208,9 @@ cdef class Tape:
     def clear(self):
         """No calls are left."""
         self._free_calls()
-        self.places = set()
+        self.places, self.held = set(), []
 
-    def __len__(self):
-        return self.count
-
-    cdef keep(self, call_fn run, const void *call, size_t size, places):
+    cdef keep(self, call_fn run, const void *call, size_t size, places, held=None):
         cdef void *copy = malloc(size)
         cdef void *longer
         if copy != NULL and self.count == self.room:
@@ -227,6 +226,7 @@ cdef class Tape:
         self.calls[self.count].run, self.calls[self.count].call = run, copy
         self.count += 1
         self.places.update(places)
+        self.held.append(held)
 
     def lies_in(self, arrays):
         """Whether every call reads and writes its activations in these arrays: nothing else has had a part in them."""

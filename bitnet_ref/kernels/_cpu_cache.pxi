@@ -119,7 +119,8 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
     with nogil:
         bad = run_append(&c)
     if tape is not None:
-        tape.keep(run_append, &c, sizeof(c), (<size_t> c.k, <size_t> c.v, <size_t> c.to.slots, <size_t> c.to.positions))
+        places = <size_t> c.k, <size_t> c.v, <size_t> c.to.slots, <size_t> c.to.positions
+        tape.keep(run_append, &c, sizeof(c), places, (layer, page_table))
     return bad
 
 
@@ -213,7 +214,7 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
         raise MemoryError(f"no memory for the places of {M} tokens")
     if tape is not None:
         places = <size_t> c.q, <size_t> c.z, <size_t> c.of.slots, <size_t> c.of.positions
-        tape.keep(run_attention, &c, sizeof(c), places)
+        tape.keep(run_attention, &c, sizeof(c), places, (layer, page_table))
     return bad
 
 

@@ -1,16 +1,17 @@
 # Part of _cpu.pyx: dense matrices (dense_rows.h), and the screened head (head_screen.h).
 
 
-def dense_matmul_float32(const float[:, ::1] x, const float[:, ::1] w, float[:, ::1] y, int threads, Py_ssize_t kernels,
-                         Tape tape=None):
-    """y (M, N) = x (M, K) w^T, w (N, K) float32"""
-    _dense(x, 0, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels, tape)
-
-
-def dense_matmul_bfloat16(const float[:, ::1] x, const uint16_t[:, ::1] w, float[:, ::1] y, int threads,
-                          Py_ssize_t kernels, Tape tape=None):
-    """y (M, N) = x (M, K) w^T, w (N, K) bfloat16, given as uint16"""
-    _dense(x, 1, &w[0, 0], w.shape[0], w.shape[1], y, threads, kernels, tape)
+cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
+    """The rows of a float32 matrix, or of a bfloat16 one given as uint16"""
+    cdef const float[:, ::1] wide
+    cdef const uint16_t[:, ::1] half
+    if w.dtype.itemsize == 4:
+        wide = w
+        N[0], K[0], kind[0] = wide.shape[0], wide.shape[1], 0
+        return &wide[0, 0]
+    half = w
+    N[0], K[0], kind[0] = half.shape[0], half.shape[1], 1
+    return &half[0, 0]
 
 
 cdef struct dense_call:
@@ -37,38 +38,26 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     return WELL
 
 
-cdef _dense(const float[:, ::1] x, int kind, const void *w, Py_ssize_t N, Py_ssize_t K, float[:, ::1] y, int threads,
-            Py_ssize_t kernels, Tape tape):
+def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssize_t kernels, Tape tape=None):
+    """y (M, N) = x (M, K) w^T, w (N, K) float32, or bfloat16 given as uint16"""
     cdef dense_call c
     cdef Py_ssize_t bad
-    c.M, c.N, c.K, c.kind, c.chosen, c.threads = x.shape[0], N, K, kind, &KERNEL_SETS[kernels], threads
-    if x.shape[1] != K or y.shape[0] != c.M or y.shape[1] != N:
-        raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {N, K}, y {y.shape[0], y.shape[1]}")
+    c.w = <const char *> _matrix(w, &c.N, &c.K, &c.kind)
+    c.M, c.chosen, c.threads = x.shape[0], &KERNEL_SETS[kernels], threads
+    if x.shape[1] != c.K or y.shape[0] != c.M or y.shape[1] != c.N:
+        raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {c.N, c.K}, y {y.shape[0], y.shape[1]}")
     if c.M == 0:
         return
-    c.x, c.w, c.y = &x[0, 0], <const char *> w, &y[0, 0]
+    c.x, c.y = &x[0, 0], &y[0, 0]
     with nogil:
         bad = run_dense(&c)
     if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for {c.M} tokens of {K} activations")
+        raise MemoryError(f"no memory for {c.M} tokens of {c.K} activations")
     if tape is not None:
-        tape.keep(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y))
+        tape.keep(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y), w)
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------
-
-
-cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
-    """The rows of a float32 matrix, or of a bfloat16 one given as uint16"""
-    cdef const float[:, ::1] wide
-    cdef const uint16_t[:, ::1] half
-    if w.dtype.itemsize == 4:
-        wide = w
-        N[0], K[0], kind[0] = wide.shape[0], wide.shape[1], 0
-        return &wide[0, 0]
-    half = w
-    N[0], K[0], kind[0] = half.shape[0], half.shape[1], 1
-    return &half[0, 0]
 
 
 def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_t kernels):

@@ -35,7 +35,7 @@ def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:
     with nogil:
         bad = run_norm(&c)
     if tape is not None:
-        tape.keep(run_norm, &c, sizeof(c), (<size_t> c.x, <size_t> c.y))
+        tape.keep(run_norm, &c, sizeof(c), (<size_t> c.x, <size_t> c.y), weight)
     return bad
 
 
@@ -98,7 +98,8 @@ def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threa
     with nogil:
         run_add(&c)
     if tape is not None:
-        tape.keep(run_add, &c, sizeof(c), (<size_t> c.x, <size_t> c.z) + (() if is_bias else (<size_t> c.y,)))
+        places = (<size_t> c.x, <size_t> c.z) + (() if is_bias else (<size_t> c.y,))
+        tape.keep(run_add, &c, sizeof(c), places, y if is_bias else None)
 
 
 cdef struct rope_call:

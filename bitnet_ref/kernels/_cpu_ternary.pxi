@@ -106,7 +106,7 @@ cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
 
 cdef struct linears_call:
     const float *x
-    Py_ssize_t M, K, count, method, n_panels, n_bytes  # of all matrices together
+    Py_ssize_t M, K, method, n_panels, n_bytes  # of all matrices together
     const ternary_kernel *ternary
     const kernel_set *chosen
     int threads
@@ -188,7 +188,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     cdef linears_call c
     cdef Panels w
     cdef float[:, ::1] y
-    c.M, c.K, c.count, c.threads, c.n_panels, c.n_bytes = M, K, count, threads, 0, 0
+    c.M, c.K, c.threads, c.n_panels, c.n_bytes = M, K, threads, 0, 0
     c.method = (<Panels> ws[0]).method if count else 0
     if count > MAX_LINEARS or len(ys) != count or threads < 1:
         raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
@@ -211,7 +211,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     if tape is not None:
-        tape.keep(run_linears, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)])
+        tape.keep(run_linears, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)], tuple(ws))
     return bad
 
 

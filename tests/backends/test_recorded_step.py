@@ -185,6 +185,17 @@ def test_another_model_or_backend_on_the_same_cache():
     np.testing.assert_array_equal(double, 2 * step_of(m, batch, cache))
 
 
+def test_weights_that_were_laid_out_for_one_call():
+    """A model that was loaded for NumPy: each call packs its weights anew, and a tape keeps those that it has seen."""
+    plain = model("storyteller", "numpy")
+    m = type(plain)(plain.config, plain.weights, CythonBackend())
+    prompt = rng(5).integers(1, 500, 5)
+    cache = m.new_cache(1, 64)
+    by_tape = decode(m, cache, [prompt], 6)
+    assert played(cache, 1)
+    np.testing.assert_array_equal(by_tape, decode(m, m.new_cache(1, 64), [prompt], 6, eagerly))
+
+
 def test_threads_of_python_at_once():
     """Each with a cache of its own, on one backend."""
     m = load("storyteller")

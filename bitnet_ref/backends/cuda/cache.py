@@ -49,8 +49,7 @@ class DeviceBatch(TokenBatch):
         if isinstance(batch, DeviceBatch):
             return batch
         sheet = ws.upload(np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64))
-        all_wanted = batch.wanted is None or np.array_equal(batch.wanted, np.arange(len(batch)))
-        rows = None if all_wanted else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
+        rows = None if batch.all_wanted else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
         return cls(sheet[0], sheet[1], sheet[2], rows, batch)
 
 
