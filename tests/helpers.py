@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file
 import bitnet_ref
 from bitnet_ref.api import ASSETS
 from bitnet_ref.backends import Backend
+from bitnet_ref.config import ModelConfig
 from bitnet_ref.formats.packing import hf_from_ternary
 from bitnet_ref.quantization import quantize_weights
 from bitnet_ref.weights import LinearWeight
@@ -170,6 +172,12 @@ def write_shards(folder: Path, config: dict[str, Any], shards: dict[str, dict[st
 
 def write_index(folder: Path, weight_map: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def of_one_layer(kv_heads: int, group: int, head_dim: int) -> ModelConfig:
+    """A model of which only attention is asked: `group` query heads for each kv head."""
+    sizes = {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return replace(model("storyteller").config, num_hidden_layers=1, **sizes)
 
 
 # -- damaged files -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Memory for the large results of a prompt's steps, used again when nobody holds what was in it.
+"""Memory for the large results of a prompt's steps, and for all of a recorded one (`recorded_step.py`), used again when
+nobody holds what was in it.
 
 A new array of megabytes is a new map: the system clears its pages at the first touch, and takes them back when the
 array goes. Each step of each layer then pays for memory that the step before has just given up.

@@ -1,10 +1,8 @@
 """Attention split over threads, and tokens that are computed together: neither changes a bit."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from helpers import model, rng
+from helpers import of_one_layer, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +18,7 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 def test_the_number_of_threads_changes_nothing(simd, kv_heads, group, n_keys):
     """Groups that do not go into the threads are split by heads; 700 keys are work for several threads."""
     heads, d = kv_heads * group, 40  # 40: no whole number of vector pairs
-    config = replace(
-        model("storyteller").config,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=d,
-    )
-    cache = KVCache(config, slots=1, capacity=n_keys)
+    cache = KVCache(of_one_layer(kv_heads, group, d), slots=1, capacity=n_keys)
     generator = rng(kv_heads, group, n_keys)
     cache.keys[:] = generator.standard_normal(cache.keys.shape, dtype=np.float32)
     cache.values[:] = generator.standard_normal(cache.values.shape, dtype=np.float32)
@@ -61,13 +52,7 @@ def test_a_prompt_gives_what_its_tokens_give_one_by_one(
 ):
     """`parts`: of each sequence, the first position and how many tokens of it are in the batch."""
     heads = kv_heads * group
-    config = replace(
-        model("storyteller").config,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-    )
+    config = of_one_layer(kv_heads, group, head_dim)
     cache = KVCache(config, slots=len(parts), capacity=90, dtype=dtype, page_size=page_size)
     generator = np.random.default_rng(seed)
     for slot in range(len(parts)):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from helpers import GOLDEN, model, rng, run_sanitized
+from helpers import GOLDEN, model, of_one_layer, rng, run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,10 +40,7 @@ def test_a_token_attends_alike_in_any_company(be, case):
     """Pieces of sequences together, with the keys of a block in chunks or not, and each token alone: no bit differs.
     Beside NumPy, whose products add in another order, one in some 10^8 may be rounded the other way."""
     kv_heads, group, head_dim, kind, window, page_size, pieces = case
-    config = model(GOLDEN / "llama-dense").config
-    heads = kv_heads * group
-    sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    config = replace(config, num_hidden_layers=1, **sizes)
+    config, heads = of_one_layer(kv_heads, group, head_dim), kv_heads * group
     caches = [b.new_cache(config, len(pieces), 264, kind, page_size=page_size) for b in (be, Backend())]
     generator = rng(head_dim)
     for slot, (length, _, _) in enumerate(pieces):

@@ -79,9 +79,8 @@ class Attention:
         step = max(1, SCORES_BYTES // (4 * heads * chunks * CHUNK) // each) * each
         for start in range(0, n, step):
             part = slice(start, start + step)
-            some = Reading(
-                *(cache.kind, batch.slots[part], batch.positions[part], len(q[part]), each, window or 0, heads, pages)
-            )
+            slots, positions = batch.slots[part], batch.positions[part]
+            some = Reading(cache.kind, slots, positions, len(slots), each, window or 0, heads, pages)
             scores = ws.scratch((some.count, heads, chunks * CHUNK), np.float32)
             self._scores(some, q[part], cache.keys[layer], key_scales, scores, chunks_of_run)
             parts_bytes = chunks_of_run * some.count * heads * head_dim * 8

@@ -102,6 +102,12 @@ static inline int __reduce_min_sync(unsigned mask, int value) {
 
 namespace emulated {
 
+static bool is_whole(Warp &warp, unsigned mask) {
+    if (mask == 0xffffffffu && warp.count == 32) return true;
+    fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
+    return false;
+}
+
 struct Mma { int *d; const unsigned *a, *b; };
 
 /* D = A B + D, the fragments as the PTX ISA lays them out ("Matrix Fragments for mma.m16n8k32", 8-bit types):
@@ -114,10 +120,7 @@ struct Mma { int *d; const unsigned *a, *b; };
  *   C and D, four .s32, c0 .. c3:              row = groupID for i < 2, else groupID + 8
  *                                              col = threadID_in_group * 2 + (i & 1)                              */
 static void finish_mma(Warp &warp, unsigned mask) {
-    if (mask != 0xffffffffu || warp.count != 32) {
-        fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
-        return;
-    }
+    if (!is_whole(warp, mask)) return;
     int8_t a[16][32], b[8][32];  // b by columns
     for (int lane = 0; lane < 32; lane++) {
         const Mma &mine = warp.payload<Mma>(lane);
@@ -155,10 +158,7 @@ struct Mma64 { double (*d)[2]; const double *a, (*b)[4]; };
  *   B, one .f64:       row = laneid % 4, col = laneid / 4
  *   C and D, two:      row = laneid / 4, col = laneid % 4 * 2 + i                                                    */
 static void finish_mma_f64(Warp &warp, unsigned mask) {
-    if (mask != 0xffffffffu || warp.count != 32) {
-        fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
-        return;
-    }
+    if (!is_whole(warp, mask)) return;
     double a[8][16], b[4][16][8], d[4][8][8];
     for (int lane = 0; lane < 32; lane++) {
         const Mma64 &mine = warp.payload<Mma64>(lane);
@@ -183,11 +183,7 @@ static inline void mma_m8n8k4_f64(double (&d)[4][2], const double (&a)[4], const
     collective("mma.sync.m8n8k4", 0xffffffffu, finish_mma_f64, &mine);
 }
 
-}  // namespace emulated
-
 // -- mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 --------------------------------------------------------------
-
-namespace emulated {
 
 typedef float Floats __attribute__((vector_size(16), may_alias));  // four rows of a column
 typedef int Ints __attribute__((vector_size(16)));
@@ -235,10 +231,7 @@ template <int R, int C, int STEPS> struct MmaBf16 {
 };
 
 template <int R, int C, int STEPS> static void finish_mma_bf16(Warp &warp, unsigned mask) {
-    if (mask != 0xffffffffu || warp.count != 32) {
-        fail("thread %u: mma.sync needs all 32 lanes, and has 0x%08x", warp.lanes[0].number, mask);
-        return;
-    }
+    if (!is_whole(warp, mask)) return;
     Column a[R][STEPS][16];
     float b[C][8][STEPS][16];
     for (int lane = 0; lane < 32; lane++) {
