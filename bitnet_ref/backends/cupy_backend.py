@@ -2,7 +2,7 @@
 
 Arrays stay on the device from the embedding to the logits. An operation answers where it was asked: given device arrays
 it gives device arrays, given NumPy arrays it gives NumPy arrays (so the contract's tests, and whoever looks at a single
-operation, need not know of the device). Steps between two matrix products are put off and fused, see `cuda/rows.py`;
+operation, need not know of the device). Steps between two matrix products are put off and fused, see `deferred.py`;
 a decoding step is recorded once and replayed, see `cuda/steps.py`.
 
 `BITNET_REF_CUDA=emulated` runs the same kernels on the processor, compiled by the host's C++ compiler: slowly, to read,
@@ -32,12 +32,13 @@ from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
 from .cuda.cache import DeviceBatch, DeviceKVCache
 from .cuda.dense import MOST_IN_ORDER, DenseKernels, DeviceDense
-from .cuda.rows import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned, quantized, take, value
+from .cuda.rows import quantized, take, value
 from .cuda.select import select
 from .cuda.stacks import Stack, stack_linears, stack_of
 from .cuda.steps import RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
+from .deferred import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
 # Tokens of a recorded decoding step. A record keeps what the pass has between its operations: of 128 tokens of 2B-4T

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import ml_dtypes
@@ -26,12 +26,15 @@ from ..config import ModelConfig
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..kv_dtypes import CACHE_DTYPES
+from ..layers import apply_rope
 from ..weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from .buffers import Buffers, Pool
 from .candidates import HeadCandidates, HeadNeed
+from .deferred import PLAIN, Rotation, Turned
+from .fused_pass import KernelBatch, run_fused
 from .huge_pages import HugePages
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, require
-from .recorded_step import MOST_RECORDED, Steps, TapedBatch
+from .recorded_step import MOST_RECORDED, Steps
 from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
 # A thread that waits for work should sleep. libgomp lets it spin for some milliseconds by default, which on a machine
@@ -180,8 +183,11 @@ class KernelKVCache(KVCache):
         self.check_extent(batch)
         right = k.shape == v.shape == (len(batch), *self.keys.shape[-2:])
         where = self.page_table, batch.slots, batch.positions
-        tape = batch.tape if isinstance(batch, TapedBatch) else None
-        if not right or _cpu.append(_kernel_layers(self)[layer], *where, _floats(k), _floats(v), tape) >= 0:
+        how = batch.how if isinstance(batch, KernelBatch) else (1, 0, None)
+        turning: Any = k.rotation if isinstance(k, Turned) else Rotation(None, k, None, None)
+        kv, angles = (_floats(turning.k), _floats(v)), {"cos": turning.cos, "sin": turning.sin}
+        if not right or _cpu.append(_kernel_layers(self)[layer], *where, *kv, *how, **angles) >= 0:
+            k = k if turning.cos is None else apply_rope(turning.k, turning.cos, turning.sin)
             super().append(layer, batch, k, v)  # raises: says what is wrong
 
 
@@ -251,9 +257,11 @@ class CythonBackend(Backend):
     def run(
         self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
     ) -> NDArray:
-        if isinstance(cache, KernelKVCache) and 0 < len(batch) <= MOST_RECORDED and batch.all_wanted:
+        if not isinstance(cache, KernelKVCache):
+            return compute(self, w, cfg, batch, cache)
+        if 0 < len(batch) <= MOST_RECORDED and batch.all_wanted:
             return cache.steps.run(self, compute, w, cfg, batch, cache)
-        return compute(self, w, cfg, batch, cache)
+        return run_fused(self, compute, w, cfg, batch, cache)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +336,7 @@ class CythonBackend(Backend):
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         if all(type(w) is PanelWeight and w.input_norm is None for w in ws):
-            return self._bit_linears(x, cast("Sequence[PanelWeight]", ws))
+            return self._bit_linears(x, ws)
         outputs = []
         for w in ws:
             if isinstance(w, DenseWeight):
@@ -336,16 +344,24 @@ class CythonBackend(Backend):
                 outputs.append(y if w.bias is None else self.add(y, w.bias))
             else:
                 panels = self._panels(w)
-                norm = panels.input_norm
-                outputs += self._bit_linears(x if norm is None else self.rms_norm(x, norm.weight, norm.eps), [panels])
+                if (norm := panels.input_norm) is None:
+                    outputs += self._bit_linears(x, [panels])
+                else:  # here and now, also in a pass that puts norms off
+                    outputs += self._bit_linears(CythonBackend.rms_norm(self, x, norm.weight, norm.eps), [panels])
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+        return self._attention(q, cache, batch, layer, window)
+
+    def _attention(
+        self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None, **turning: NDArray
+    ) -> NDArray:
+        """turning: cos and sin, by which q is yet to be turned"""
         check_attention(q, cache, batch)
         z = self.results.empty(q.shape)
         where = cache.page_table, batch.slots, batch.positions, window or 0
         how = z, self.threads, self._set, self.tape
-        if (i := _cpu.attention(_floats(q), _kernel_layers(cache)[layer], *where, *how)) >= 0:
+        if (i := _cpu.attention(_floats(q), _kernel_layers(cache)[layer], *where, *how, **turning)) >= 0:
             cache.visible(layer, int(batch.slots[i]), int(batch.positions[i]), window)  # raises: says what it lacks
         return z
 
@@ -381,26 +397,31 @@ class CythonBackend(Backend):
             raise NumericsError(f"head_candidates: token {tokens[row]} holds NaN or Inf")
         return lower, upper
 
-    def _bit_linears(self, x: NDArray, ws: Sequence[PanelWeight]) -> tuple[NDArray, ...]:
-        """BitLinears of the same x, which is quantised once, in one call."""
+    def _fuses(self, ws: Sequence[LinearWeight]) -> bool:
+        """Whether `_bit_linears` multiplies all of them in one call. Tables take a few tokens at a time."""
+        return self.layout != "table" and all(type(w) is PanelWeight and w.input_norm is None for w in ws)
+
+    def _bit_linears(self, x: NDArray, ws: Sequence[Any], gate: int = PLAIN, **made_of: Any) -> tuple[NDArray, ...]:
+        """BitLinears of the same x, which is quantised once, in one call. made_of: what x is made into before; gate:
+        what the two results are made into after."""
         for w in ws:  # 24 calls a token in a small model: nothing is formatted here unless it is wrong
             if x.ndim != 2 or x.shape[1] != w.in_features:
                 require("linear", False, f"x (N, {w.in_features})", x=x)
             if w.layout != self.layout:
                 self._panels(w)
-        ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
+        ys = tuple([self.results.empty((len(x), w.out_features)) for w in (ws if gate == PLAIN else ws[:1])])
         x, views = _floats(x), [w.kernel_view for w in ws]
         if self.layout != "table":
-            self._run_linears(x, views, ys, 0)
+            self._run_linears(x, views, ys, 0, gate=gate, **made_of)
             return ys
         for part in _parts(len(x), self.layout):
             self._run_linears(x[part], views, [y[part] for y in ys], part.start)
         return ys
 
-    def _run_linears(self, x: NDArray, views: list[Any], ys: Sequence[NDArray], first: int) -> None:
+    def _run_linears(self, x: NDArray, views: list[Any], ys: Sequence[NDArray], first: int, **made_of: Any) -> None:
         """One call of the kernel; `first`: which token of all x[0] is."""
         try:
-            row = _cpu.bit_linears(x, views, ys, self.threads, self._set, self.tape)
+            row = _cpu.bit_linears(x, views, ys, self.threads, self._set, self.tape, **made_of)
         except MemoryError as error:
             raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
         if row >= 0:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,7 +25,7 @@ from ..config import ModelConfig, RopeConfig
 from ..kv_cache import KVCache, TokenBatch
 from ..weights import DenseWeight, ModelWeights
 from .buffers import Pool
-from .numpy_backend import Backend
+from .fused_pass import FusedPass, KernelBatch, copy_as, run_fused
 
 if TYPE_CHECKING:
     from .cython_backend import CythonBackend
@@ -36,13 +34,6 @@ MOST_RECORDED = 64  # tokens of a step
 STEPS_KEPT = 8  # of a cache: as many numbers of tokens
 
 Compute = Callable[..., NDArray]
-
-
-@dataclass(frozen=True, eq=False)
-class TapedBatch(TokenBatch):
-    """The tokens of a recorded step. `tape`: where a cache leaves its calls too."""
-
-    tape: Any = None
 
 
 class Steps:
@@ -61,7 +52,7 @@ class Steps:
         of, n = (be, compute, w, cfg, cache.keys, cache.values, cache.page_table), len(batch)
         if n not in self._seen:
             self._seen.add(n)
-            return compute(be, w, cfg, batch, cache)
+            return run_fused(be, compute, w, cfg, batch, cache)
         step = self._kept.pop(n, None)
         if step is None or any(mine is not theirs for mine, theirs in zip(step.of, of, strict=True)):
             step = RecordedStep(of, self._new_tape(), self._results)
@@ -95,9 +86,10 @@ class RecordedStep:
     def _record(self, batch: TokenBatch, cache: KVCache) -> NDArray | None:
         be, compute, w, cfg, *_ = self.of
         self._tape.clear()
-        recorder = _recorder(be, self._tape, self._results, cfg, len(batch))
+        recorder = copy_as(_Recording, be)
+        recorder.begin(self._tape, self._results, cfg, len(batch))
         recorder.fill(batch)
-        result = compute(recorder, w, cfg, batch, cache)
+        result = recorder.value(compute(recorder, w, cfg, batch, cache))
         self.can_be_played = recorder.is_whole(result)
         if not self.can_be_played:
             return None
@@ -105,16 +97,13 @@ class RecordedStep:
         return result.copy()
 
 
-class _Recording(Backend):
-    """What a backend does otherwise while it records: stands before the class of a copy of it."""
-
-    tape: Any
-    results: Pool
+class _Recording(FusedPass):
+    """What a backend does otherwise while it records."""
 
     def begin(self, tape: Any, results: Pool, cfg: ModelConfig, n: int) -> None:
         self.tape, self.results = tape, results
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
-        self._batch = TapedBatch(tokens, positions, slots, tape=tape)
+        self._batch = KernelBatch(tokens, positions, slots, how=(self.threads, self._set, tape))
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
         self._cos, self._sin = (np.empty((n, cfg.head_dim // 2), dtype=np.float32) for _ in range(2))
         self._table: DenseWeight | None = None
@@ -130,9 +119,10 @@ class _Recording(Backend):
 
     def is_whole(self, result: NDArray) -> bool:
         """Whether kernels on the tape have computed the result, and everything that they read."""
+        kept = cast("Pool", self.results).kept
         inputs = self._x, self._cos, self._sin, self._batch.slots, self._batch.positions
-        computed = any(result.base is memory for memory in self.results.kept)
-        return computed and self.tape.lies_in([*self.results.kept, *inputs])
+        computed = any(result.base is memory for memory in kept)
+        return computed and self.tape.lies_in([*kept, *inputs])
 
     def place(self, batch: TokenBatch) -> TokenBatch:
         return self._batch
@@ -146,16 +136,3 @@ class _Recording(Backend):
         self._rope = rope, head_dim
         self._cos[:], self._sin[:] = super().rope_tables(positions, rope, head_dim)
         return self._cos, self._sin
-
-
-def _recorder(be: CythonBackend, tape: Any, results: Pool, cfg: ModelConfig, n: int) -> _Recording:
-    """A copy of the backend that records the operations of n tokens."""
-    made = object.__new__(_recording_class(cast("Any", type(be))))
-    made.__dict__.update(be.__dict__)
-    made.begin(tape, results, cfg, n)
-    return made
-
-
-@cache
-def _recording_class(base: Any) -> type[_Recording]:
-    return type(f"Recording{base.__name__}", (_Recording, base), {})

@@ -55,8 +55,8 @@ cdef extern from "kernels.h" nogil:
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
         size_t (*attend_workspace)(size_t, size_t, size_t) noexcept nogil
         void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *) noexcept nogil
-        void (*attend_many)(const float *, size_t, size_t, size_t, size_t, const kv_view *, size_t, double, double *,
-                            float *) noexcept nogil
+        void (*attend_many)(const float *, size_t, size_t, size_t, size_t, size_t, const kv_view *, size_t, double,
+                            double *, float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil

@@ -73,10 +73,38 @@ cdef inline bint has_pages(const tokens_of_layer *t, Py_ssize_t m, Py_ssize_t fi
     return True
 
 
+cdef struct turning:  # RoPE on the way: the angles of each token, or NULL
+    const float *cos
+    const float *sin
+    const kernel_set *chosen
+
+
+cdef void describe_turning(turning *t, const float[:, ::1] cos, const float[:, ::1] sin, Py_ssize_t M, Py_ssize_t d,
+                           Py_ssize_t kernels) except *:
+    t.cos, t.sin, t.chosen = NULL, NULL, &KERNEL_SETS[kernels]
+    if cos is None or sin is None:
+        return
+    if cos.shape[0] != M or sin.shape[0] != M or 2 * cos.shape[1] != d or 2 * sin.shape[1] != d:
+        raise ValueError(f"rope: {M} heads of {d}, cos {cos.shape[0], cos.shape[1]}, sin {sin.shape[0], sin.shape[1]}")
+    if M:
+        t.cos, t.sin = &cos[0, 0], &sin[0, 0]
+
+
+cdef inline const float *turned(const turning *t, const float *x, Py_ssize_t m, Py_ssize_t heads, Py_ssize_t d,
+                                float *scratch) noexcept nogil:
+    """x, some heads of token m, as they are; or turned, in the scratch"""
+    if t.cos == NULL:
+        return x
+    t.chosen.rope(x, heads, d // 2, t.cos + m * (d // 2), t.sin + m * (d // 2), scratch)
+    return scratch
+
+
 cdef struct append_call:
     tokens_of_layer to
+    turning of_k
     const float *k
     const float *v
+    int threads
 
 
 cdef inline void keep_row(int kind, const float *x, size_t d, const kv_pool *pool, size_t row) noexcept nogil:
@@ -85,26 +113,41 @@ cdef inline void keep_row(int kind, const float *x, size_t d, const kv_pool *poo
 
 cdef Py_ssize_t run_append(const void *call) noexcept nogil:
     cdef const append_call *c = <const append_call *> call
-    cdef Py_ssize_t m, g, at, page_size = c.to.view.page_size, row = c.to.G * c.to.d, place
-    cdef int kind = c.to.view.kind
-    for m in range(c.to.M):
-        if not has_pages(&c.to, m, c.to.positions[m]):
-            return m
-        if not (kv_can_keep(kind, c.k + m * row, row) and kv_can_keep(kind, c.v + m * row, row)):
-            return m
-    for m in range(c.to.M):
-        place = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
-        place = (place + c.to.positions[m] % page_size) * c.to.G
-        for g in range(c.to.G):
-            at = m * row + g * c.to.d
-            keep_row(kind, c.k + at, c.to.d, &c.to.view.keys, place + g)
-            keep_row(kind, c.v + at, c.to.d, &c.to.view.values, place + g)
+    cdef Py_ssize_t m, M = c.to.M, row = c.to.G * c.to.d, bad = WELL
+    cdef int kind = c.to.view.kind, team = threads_for(2 * M * row, FLOATS_A_THREAD, c.threads)
+    cdef float *scratch = <float *> aligned_scratch(row * sizeof(float))
+    for m in range(M):
+        if not (has_pages(&c.to, m, c.to.positions[m]) and (kind == KV_FLOAT32 or (
+                kv_can_keep(kind, turned(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch), row)
+                and kv_can_keep(kind, c.v + m * row, row)))):
+            bad = m
+            break
+    free(scratch)
+    if bad != WELL:
+        return bad
+    with parallel(num_threads=team):
+        scratch = <float *> aligned_scratch(row * sizeof(float))
+        for m in prange(M, schedule="static"):
+            append_token(c, m, turned(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch))
+        free(scratch)
     return WELL
 
 
+cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k) noexcept nogil:
+    cdef Py_ssize_t g, G = c.to.G, d = c.to.d, page_size = c.to.view.page_size
+    cdef const float *v = c.v + m * G * d
+    cdef Py_ssize_t row = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
+    row = (row + c.to.positions[m] % page_size) * G
+    for g in range(G):
+        keep_row(c.to.view.kind, k + g * d, d, &c.to.view.keys, row + g)
+        keep_row(c.to.view.kind, v + g * d, d, &c.to.view.values, row + g)
+
+
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
-           const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, Tape tape=None):
-    """k and v (M, G, d) to a layer, at their slots and positions, as kv_dtypes.narrow keeps them.
+           const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, int threads,
+           Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None, const float[:, ::1] sin=None):
+    """k and v (M, G, d) to a layer, at their slots and positions, as kv_dtypes.narrow keeps them. cos, sin: k is turned
+    by these angles (M, d/2) on its way.
 
     Returns -1, or the first token for whose position the table has no page, or that cannot be kept so: then nothing is
     written.
@@ -115,17 +158,23 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
             or k.shape[1] != layer.G or v.shape[1] != layer.G or k.shape[2] != layer.d or v.shape[2] != layer.d):
         raise ValueError(f"append: k {M, k.shape[1], k.shape[2]}, v {v.shape[0], v.shape[1], v.shape[2]}")
     describe(&c.to, layer, page_table, slots, positions)
-    c.k, c.v = &k[0, 0, 0], &v[0, 0, 0]
+    describe_turning(&c.of_k, cos, sin, M, layer.d, kernels)
+    c.k, c.v, c.threads = &k[0, 0, 0], &v[0, 0, 0], threads
     with nogil:
         bad = run_append(&c)
     if tape is not None:
-        places = <size_t> c.k, <size_t> c.v, <size_t> c.to.slots, <size_t> c.to.positions
-        tape.keep(run_append, &c, sizeof(c), places, (layer, page_table))
+        tape.keep(run_append, &c, sizeof(c), [<size_t> c.k, <size_t> c.v] + places_of(&c.to, &c.of_k), (layer, page_table))
     return bad
+
+
+cdef list places_of(const tokens_of_layer *t, const turning *by):
+    """Where the activations lie that these describe."""
+    return [<size_t> t.slots, <size_t> t.positions] + ([<size_t> by.cos, <size_t> by.sin] if by.cos != NULL else [])
 
 
 cdef struct attention_call:
     tokens_of_layer of
+    turning of_q
     const float *q
     float *z
     Py_ssize_t H, window
@@ -153,6 +202,7 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, c.threads)
     cdef double *workspace = NULL
+    cdef float *scratch = NULL
     together = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // longest) // max(<Py_ssize_t> 1, R))
     cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # token of each run
     if first == NULL:
@@ -171,6 +221,7 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     with parallel(num_threads=team):
         workspace = <double *> aligned_scratch(
             chosen.attend_workspace(R * min(M, together), d, longest + together) * sizeof(double))
+        scratch = <float *> aligned_scratch(R * min(M, together) * d * sizeof(float)) if c.of_q.cos != NULL else NULL
         for item in prange(whole + (runs * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
             g = item if item < whole else whole + (item - whole) // parts
             head = 0 if item < whole else (item - whole) % parts * piece
@@ -178,9 +229,8 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
             run = g // G
             g = g % G
             m = first[run]
-            attend_run(chosen, c.q + (m * H + g * R + head) * d, first[run + 1] - m, heads, d, H * d, g, view,
-                       c.of.page_table + slots[m] * c.of.table_columns, positions[m], window, scale, workspace,
-                       c.z + (m * H + g * R + head) * d)
+            attend_run(c, m, first[run + 1] - m, g, g * R + head, heads, view, scale, workspace, scratch)
+        free(scratch)
         free(workspace)
     free(first)
     return WELL
@@ -188,8 +238,10 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
 
 def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
               const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
-              int threads, Py_ssize_t kernels, Tape tape=None):
-    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit.
+              int threads, Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None,
+              const float[:, ::1] sin=None):
+    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit. cos,
+    sin: q is turned by these angles (M, d/2) on its way.
 
     Returns -1, or the first token that sees a position for which the table has no page.
 
@@ -207,32 +259,40 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
         if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
             raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
     describe(&c.of, layer, page_table, slots, positions)
+    describe_turning(&c.of_q, cos, sin, M, d, kernels)
     c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, &KERNEL_SETS[kernels], threads
     with nogil:
         bad = run_attention(&c)
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for the places of {M} tokens")
     if tape is not None:
-        places = <size_t> c.q, <size_t> c.z, <size_t> c.of.slots, <size_t> c.of.positions
+        places = [<size_t> c.q, <size_t> c.z] + places_of(&c.of, &c.of_q)
         tape.keep(run_attention, &c, sizeof(c), places, (layer, page_table))
     return bad
 
 
-cdef inline void attend_run(const kernel_set *chosen, const float *q, Py_ssize_t tokens, Py_ssize_t heads, Py_ssize_t d,
-                            Py_ssize_t token_stride, Py_ssize_t g, kv_view view, const int32_t *pages, Py_ssize_t position,
-                            Py_ssize_t window, double scale, double *workspace, float *z) noexcept nogil:
-    """Heads of kv head g, of tokens from `position` on. `view` (a copy) knows the pools of all heads, and learns here
-    what is seen."""
+cdef inline void attend_run(const attention_call *c, Py_ssize_t m, Py_ssize_t tokens, Py_ssize_t g, Py_ssize_t head,
+                            Py_ssize_t heads, kv_view view, double scale, double *workspace,
+                            float *scratch) noexcept nogil:
+    """Query heads of kv head g, of some tokens that follow each other from m on. `view` (a copy) knows the pools of all
+    heads, and learns here what is seen."""
     cdef Py_ssize_t size = 4 if view.kind == KV_FLOAT32 else 2 if view.kind == KV_FLOAT16 else 1
+    cdef Py_ssize_t H = c.H, d = c.of.d, position = c.of.positions[m], q_stride = H * d, t
+    cdef const float *q = c.q + (m * H + head) * d
+    cdef float *z = c.z + (m * H + head) * d
+    if c.of_q.cos != NULL:
+        for t in range(tokens):
+            turned(&c.of_q, q + t * H * d, m + t, heads, d, scratch + t * heads * d)
+        q, q_stride = scratch, heads * d
     view.keys.rows = <const char *> view.keys.rows + g * d * size
     view.values.rows = <const char *> view.values.rows + g * d * size
     if view.kind == KV_INT8:
         view.keys.scales += g
         view.values.scales += g
-    view.pages = pages
-    view.first = position + 1 - keys_seen(position, window)
+    view.pages = c.of.page_table + c.of.slots[m] * c.of.table_columns
+    view.first = position + 1 - keys_seen(position, c.window)
     view.n_keys = position + tokens - view.first
     if tokens == 1:
-        chosen.attend(q, heads, d, &view, scale, workspace, z)
+        c.chosen.attend(q, heads, d, &view, scale, workspace, z)
     else:
-        chosen.attend_many(q, tokens, heads, d, token_stride, &view, window, scale, workspace, z)
+        c.chosen.attend_many(q, tokens, heads, d, q_stride, H * d, &view, c.window, scale, workspace, z)

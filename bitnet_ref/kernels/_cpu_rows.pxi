@@ -79,12 +79,17 @@ cdef struct add_call:
     int threads
 
 
+cdef inline void add_row(const float *x, const float *y, Py_ssize_t D, float *z) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(D):
+        z[i] = x[i] + y[i]
+
+
 cdef Py_ssize_t run_add(const void *call) noexcept nogil:
     cdef const add_call *c = <const add_call *> call
-    cdef Py_ssize_t m, i, D = c.D
+    cdef Py_ssize_t m, D = c.D
     for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_A_THREAD, c.threads), schedule="static"):
-        for i in range(D):
-            c.z[m * D + i] = c.x[m * D + i] + c.y[m * c.y_stride + i]
+        add_row(c.x + m * D, c.y + m * c.y_stride, D, c.z + m * D)
     return WELL
 
 

@@ -104,12 +104,49 @@ cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
     return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_A_STEP)) * TOKENS_A_STEP
 
 
-cdef struct linears_call:
+cdef enum:  # what a product's activations are made of, as in backends/deferred.py
+    PLAIN
+    SUM
+    RELU2
+    SILU
+
+
+cdef struct rows_made:  # x, or x + other, or act(x) * other; then its norm
+    int source
     const float *x
+    const float *other
+    float *made  # where sum or gate is to be kept, or NULL
+    const float *norm_weight  # NULL: no norm
+    double eps
+
+
+cdef inline Py_ssize_t row_floats(Py_ssize_t K) noexcept nogil:
+    return (K + 15) // 16 * 16  # whole lines of the cache
+
+
+cdef inline const float *row_of(const rows_made *r, const kernel_set *chosen, Py_ssize_t m, Py_ssize_t K,
+                                float *scratch) noexcept nogil:
+    """Row m, in x, `made` or the scratch (2 rows), where it stays in L1. NULL: its norm is not finite."""
+    cdef const float *row = r.x + m * K
+    cdef float *to = scratch if r.made == NULL else r.made + m * K
+    cdef float *normed = scratch + row_floats(K)
+    if r.source == SUM:
+        add_row(row, r.other + m * K, K, to)
+    elif r.source != PLAIN:
+        chosen.gated(row, r.other + m * K, K, r.source == SILU, to)
+    if r.source != PLAIN:
+        row = to
+    if r.norm_weight == NULL:
+        return row
+    return normed if chosen.rms_norm(row, r.norm_weight, K, r.eps, normed) else NULL
+
+
+cdef struct linears_call:
+    rows_made rows
     Py_ssize_t M, K, method, n_panels, n_bytes  # of all matrices together
     const ternary_kernel *ternary
     const kernel_set *chosen
-    int threads
+    int threads, gate  # RELU2 or SILU: of the first two matrices' results, ys[0] = act(first) * second; else PLAIN
     const uint8_t *panels[MAX_LINEARS]
     const float *biases[MAX_LINEARS]
     float *ys[MAX_LINEARS]
@@ -118,10 +155,35 @@ cdef struct linears_call:
     float scales[MAX_LINEARS]
 
 
+cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t most,
+                                const int32_t *x_sum, const float *x_quant_scale, const int8_t *x, Py_ssize_t x_stride,
+                                int32_t *acc, void *scratch) noexcept nogil:
+    """Panel p of all, or of both gate and up, times the tokens from `block` on, at most `most`."""
+    cdef Py_ssize_t tokens = min(most, c.M - block), n_blocks = x_stride // <Py_ssize_t> METHODS[c.method].x_bytes
+    cdef Py_ssize_t i = 0, m, n, rows, both = 1 if c.gate == PLAIN else 2
+    cdef float y[2][64]  # PANEL_ROWS
+    cdef float *out
+    while p >= c.first[i + 1]:
+        i = i + 1
+    p = p - c.first[i]
+    rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[i] - p * PANEL_ROWS)
+    for n in range(both):
+        c.ternary.run(c.panels[i + n] + p * n_blocks * BLOCK_BYTES, n_blocks, x + block * x_stride, x_stride, tokens,
+                      x_sum + block, acc + n * tokens * PANEL_ROWS, PANEL_ROWS, rows, scratch)
+    for m in range(tokens):
+        out = c.ys[i] + (block + m) * c.n_out[i] + p * PANEL_ROWS
+        for n in range(both):
+            c.chosen.dequantize(acc + (n * tokens + m) * PANEL_ROWS, rows, c.scales[i + n], x_quant_scale[block + m],
+                                c.biases[i + n] + p * PANEL_ROWS if c.biases[i + n] != NULL else NULL,
+                                out if both == 1 else y[n])
+        if both == 2:
+            c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
+
+
 cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef const linears_call *c = <const linears_call *> call
     cdef const ternary_method *how = &METHODS[c.method]
-    cdef Py_ssize_t M = c.M, K = c.K, m, i, p, item, rows, block, tokens, bad = WELL
+    cdef Py_ssize_t M = c.M, K = c.K, m, item, n_items, both, bad = WELL
     cdef Py_ssize_t n_blocks = (K + how.block_k - 1) // <Py_ssize_t> how.block_k, wide = n_blocks * how.block_k
     cdef Py_ssize_t x_stride = n_blocks * how.x_bytes, tokens_a_block = tokens_in_l2(x_stride)
     cdef int8_t *x_q = <int8_t *> malloc(M * wide)
@@ -129,46 +191,38 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef float *x_quant_scale = <float *> malloc(M * sizeof(float))
     cdef int8_t *expanded = <int8_t *> malloc(M * x_stride) if how.expand != NULL else NULL
     cdef void *scratch = NULL
+    cdef const float *row = NULL
     cdef int32_t *acc = NULL
-    cdef float *out = NULL
     cdef int team = threads_for(M * K, FLOATS_A_THREAD, c.threads)
     if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
         bad = NO_MEMORY
     else:
-        for m in prange(M, num_threads=team, schedule="static"):
-            if wide > K:
-                memset(x_q + m * wide + K, 0, wide - K)
-            if not c.chosen.quantize(c.x + m * K, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
-                x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
-            elif how.expand != NULL:
-                how.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
+        with parallel(num_threads=team):
+            scratch = aligned_scratch(2 * row_floats(K) * sizeof(float))
+            for m in prange(M, schedule="static"):
+                if wide > K:
+                    memset(x_q + m * wide + K, 0, wide - K)
+                row = row_of(&c.rows, c.chosen, m, K, <float *> scratch)
+                if row == NULL or not c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
+                    x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
+                elif how.expand != NULL:
+                    how.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
+            free(scratch)
         for m in range(M):
             if x_quant_scale[m] == 0:
                 bad = m
                 break
     if bad == WELL:
         team = threads_for(c.n_bytes * M, PANEL_BYTES_A_THREAD, c.threads)
+        both = 1 if c.gate == PLAIN else 2
+        n_items = c.n_panels // both
         with parallel(num_threads=team):
             scratch = aligned_scratch(SCRATCH_BYTES)
-            acc = <int32_t *> aligned_scratch(min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
+            acc = <int32_t *> aligned_scratch(both * min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
             # Dynamic, two panels at a time: no faster, in turns on two quiet cores (2B-4T's shape, 12 and 30 layers).
-            for item in prange((M + tokens_a_block - 1) // tokens_a_block * c.n_panels, schedule="static"):
-                block = item // c.n_panels * tokens_a_block
-                tokens = min(tokens_a_block, M - block)
-                p = item % c.n_panels
-                i = 0
-                while p >= c.first[i + 1]:
-                    i = i + 1
-                p = p - c.first[i]
-                rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[i] - p * PANEL_ROWS)
-                out = c.ys[i] + block * c.n_out[i] + p * PANEL_ROWS
-                c.ternary.run(c.panels[i] + p * n_blocks * BLOCK_BYTES, n_blocks,
-                              (x_q if expanded == NULL else expanded) + block * x_stride, x_stride, tokens,
-                              x_sum + block, acc, PANEL_ROWS, rows, scratch)
-                for m in range(tokens):
-                    c.chosen.dequantize(acc + m * PANEL_ROWS, rows, c.scales[i], x_quant_scale[block + m],
-                                        c.biases[i] + p * PANEL_ROWS if c.biases[i] != NULL else NULL,
-                                        out + m * c.n_out[i])
+            for item in prange((M + tokens_a_block - 1) // tokens_a_block * n_items, schedule="static"):
+                multiply_panel(c, item % n_items, item // n_items * tokens_a_block, tokens_a_block, x_sum, x_quant_scale,
+                               x_q if expanded == NULL else expanded, x_stride, acc, scratch)
             free(acc)
             free(scratch)
     free(x_q)
@@ -178,11 +232,18 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     return bad
 
 
-def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
+def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *, int source=PLAIN,
+                const float[:, ::1] other=None, float[:, ::1] made=None, const float[::1] norm_weight=None,
+                double eps=0, int gate=PLAIN):
     """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
 
-    Returns -1, or the first row of x that holds NaN or Inf. One parallel region instead of one for each step and matrix:
-    for one token of a 2560-wide block the steps between the products took a tenth of the time.
+    source, other: x is x + other (SUM), relu(x)^2 * other (RELU2) or silu(x) * other (SILU), kept in `made` where there is
+    one.  norm_weight, eps: and then RMSNorm's result.  gate: of two weights (N, K), the one result is
+    act(x ws[0]^T) * (x ws[1]^T), act being RELU2 or SILU; what is gated never leaves L1.
+
+    Returns -1, or the first row that holds NaN or Inf. One parallel region instead of one for each step and matrix:
+    for one token of a 2560-wide block the steps between the products took a tenth of the time. And a row that is made,
+    normed and quantised at once stays in L1.
     """
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
     cdef linears_call c
@@ -190,10 +251,12 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     cdef float[:, ::1] y
     c.M, c.K, c.threads, c.n_panels, c.n_bytes = M, K, threads, 0, 0
     c.method = (<Panels> ws[0]).method if count else 0
-    if count > MAX_LINEARS or len(ys) != count or threads < 1:
+    c.gate = gate
+    gates = gate != PLAIN and count == 2 and gate in (RELU2, SILU) and (<Panels> ws[0]).n_out == (<Panels> ws[1]).n_out
+    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or threads < 1 or gates != (gate != PLAIN):
         raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
     for i in range(count):
-        w, y = ws[i], ys[i]
+        w, y = ws[i], ys[0 if gates else i]
         if w.n_in != K or w.method != c.method or y.shape[0] != M or y.shape[1] != w.n_out:
             raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
         c.first[i] = c.n_panels
@@ -202,16 +265,29 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         c.panels[i], c.biases[i], c.scales[i], c.n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
         c.ys[i] = &y[0, 0] if M else NULL
     c.first[count] = c.n_panels
+    if ((source != PLAIN and (other is None or other.shape[0] != M or other.shape[1] != K))
+            or (made is not None and (made.shape[0] != M or made.shape[1] != K))
+            or (norm_weight is not None and norm_weight.shape[0] != K) or not PLAIN <= source <= SILU):
+        raise ValueError(f"bit_linears: x {M, K}, made of other sizes ({source})")
     if M == 0 or count == 0:
         return WELL
-    c.x, c.chosen = &x[0, 0], &KERNEL_SETS[kernels]
-    c.ternary = kernel_for(kernels, c.method, K)
+    c.rows.x, c.rows.source, c.rows.eps = &x[0, 0], source, eps
+    c.rows.other, c.rows.made, c.rows.norm_weight = NULL, NULL, NULL
+    if source != PLAIN:
+        c.rows.other = &other[0, 0]
+    if made is not None:
+        c.rows.made = &made[0, 0]
+    if norm_weight is not None:
+        c.rows.norm_weight = &norm_weight[0]
+    c.chosen, c.ternary = &KERNEL_SETS[kernels], kernel_for(kernels, c.method, K)
     with nogil:
         bad = run_linears(&c)
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     if tape is not None:
-        tape.keep(run_linears, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)], tuple(ws))
+        places = [<size_t> at for at in (<size_t> c.rows.x, <size_t> c.rows.other, <size_t> c.rows.made) if at]
+        places += [<size_t> c.ys[i] for i in range(count)]
+        tape.keep(run_linears, &c, sizeof(c), places, (*ws, norm_weight))
     return bad
 
 

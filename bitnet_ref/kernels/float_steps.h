@@ -135,7 +135,12 @@ STEP_TARGET static int STEP(rms_norm)(const float *x, const float *weight, size_
     return 1;
 }
 
-/* x (K) -> x_q (K) int8, *x_quant_scale, *x_sum. Returns 0 when x is not finite. */
+/* x (K) -> x_q (K) int8, *x_quant_scale, *x_sum. Returns 0 when x is not finite.
+ *
+ * No x[i] * scale is as far from zero as 127.5: 127 / largest and the product are each off by 2^-24 of themselves at
+ * most. So nothing is clipped, and adding 1.5 * 2^23, which rounds to the nearest integer, half to even, leaves that
+ * integer in the last bits of the float: as it is, modulo 2^8 and, in the sum, modulo 2^32.
+ * Measured, 64 rows of 2560 in L2, AVX-512: 35 us; with the clipping and conversions that the formula names, 63. */
 STEP_TARGET static int STEP(quantize)(const float *x, size_t K, int8_t *x_q, float *x_quant_scale, int32_t *x_sum) {
     uint32_t largest_bits = 0; /* of |x|, as an integer: the same order, and NaN above all */
     for (size_t i = 0; i < K; i++) {
@@ -148,18 +153,17 @@ STEP_TARGET static int STEP(quantize)(const float *x, size_t K, int8_t *x_q, flo
     float largest;
     memcpy(&largest, &largest_bits, 4);
     const float scale = 127.0f / (largest > 1e-5f ? largest : 1e-5f);
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds to the nearest, half to even */
-    int32_t sum = 0;
+    const float magic = 12582912.0f; /* 1.5 * 2^23, whose bits are 0x4B400000 */
+    uint32_t sum = 0;
     for (size_t i = 0; i < K; i++) {
-        float v = x[i] * scale + magic - magic;
-        v = v < -128.0f ? -128.0f : v;
-        v = v > 127.0f ? 127.0f : v;
-        const int32_t q = (int32_t)v;
-        x_q[i] = (int8_t)q;
-        sum += q;
+        const float v = x[i] * scale + magic;
+        uint32_t bits;
+        memcpy(&bits, &v, 4);
+        x_q[i] = (int8_t)bits;
+        sum += bits;
     }
     *x_quant_scale = scale;
-    *x_sum = sum;
+    *x_sum = (int32_t)(sum - (uint32_t)K * 0x4B400000u);
     return 1;
 }
 
@@ -465,7 +469,7 @@ STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const k
 /* -- attention of T tokens, one behind the other in a sequence, and one kv head ----------------------------------------
  *
  * The same as `attend` for each, to the bit, with a block of keys widened once for all: q and z (T, R, d), tokens
- * `token_stride` floats apart. `kv` is what all see together: token t sees it to the end but for the T - 1 - t last, and
+ * `q_stride` and `z_stride` floats apart. `kv` is what all see together: token t sees it to the end but for the T - 1 - t last, and
  * of that at most the last `window` (0: all). Rows (t, r) go four at a time; the few keys that not all of a four see,
  * row by row.
  *
@@ -499,8 +503,9 @@ STEP_INLINE void STEP(widen_rows)(const float *x, size_t count, size_t d, size_t
     }
 }
 
-STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, size_t d, size_t token_stride,
-                                          const kv_view *kv, size_t window, double scale, double *workspace, float *z) {
+STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, size_t d, size_t q_stride,
+                                          size_t z_stride, const kv_view *kv, size_t window, double scale,
+                                          double *workspace, float *z) {
     const size_t n_keys = kv->n_keys, rows = T * R;
     double *block = workspace, *wide_q = block + STEP(BLOCK_KEYS) * d, *sums = wide_q + rows * d, *pattern = sums + rows * d;
     float *scores = (float *)(pattern + rows * n_keys), *buffer = scores + rows * n_keys;
@@ -509,7 +514,7 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
     for (size_t i = 0; i < rows; i++) {
         const size_t to = n_keys - (T - 1 - i / R);
         seen[i] = (STEP(range)){window && kv->first + to > window ? to - window : 0, to};
-        for (size_t j = 0; j < d; j++) wide_q[i * d + j] = q[i / R * token_stride + i % R * d + j];
+        for (size_t j = 0; j < d; j++) wide_q[i * d + j] = q[i / R * q_stride + i % R * d + j];
     }
     for (size_t start = 0; start < n_keys; start += count) {
         count = kv_rows(kv, start, STEP(BLOCK_KEYS), &row);
@@ -569,7 +574,7 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
         }
     }
     for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < d; j++) z[i / R * token_stride + i % R * d + j] = (float)sums[i * d + j];
+        for (size_t j = 0; j < d; j++) z[i / R * z_stride + i % R * d + j] = (float)sums[i * d + j];
 }
 
 #include "dense_rows.h"

@@ -72,7 +72,8 @@ typedef struct {
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     size_t (*attend_workspace)(size_t, size_t, size_t);
     void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *);
-    void (*attend_many)(const float *, size_t, size_t, size_t, size_t, const kv_view *, size_t, double, double *, float *);
+    void (*attend_many)(const float *, size_t, size_t, size_t, size_t, size_t, const kv_view *, size_t, double, double *,
+                        float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);

@@ -14,9 +14,9 @@ import bitnet_ref
 from bitnet_ref import backends
 from bitnet_ref.backends import Backend, HeadNeed, choose_backend, cuda
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cuda.rows import Normed, Rows
 from bitnet_ref.backends.cuda.stacks import GROUPS, stack_linears, stack_of
 from bitnet_ref.backends.cupy_backend import MOST_REPLAYED, CupyBackend
+from bitnet_ref.backends.deferred import Normed, Rows
 from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.kv_cache import TokenBatch

@@ -163,20 +163,21 @@ static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_key
 
 /* Tokens together give the bits that each gives alone. */
 static void check_attend_many(const kernel_set *set, size_t T, size_t R, size_t d, size_t n_keys, size_t window) {
-    const size_t stride = d + between(0, 2) * d, token_stride = R * d + between(0, 5), page_size = between(1, 40);
+    const size_t stride = d + between(0, 2) * d, page_size = between(1, 40);
+    const size_t q_stride = R * d + between(0, 5), z_stride = R * d + between(0, 5);
     const size_t last = n_keys + T - 2, first = window && window < n_keys ? n_keys - window : 0, pages = last / page_size + 1;
-    float *q = random_floats(T * token_stride), *rows = random_floats(2 * pages * page_size * stride);
-    float *a = allocate(T * token_stride * sizeof *a), *b = allocate(R * d * sizeof *b);
+    float *q = random_floats(T * q_stride), *rows = random_floats(2 * pages * page_size * stride);
+    float *a = allocate(T * z_stride * sizeof *a), *b = allocate(R * d * sizeof *b);
     int32_t *table = allocate(pages * sizeof *table);
     for (size_t i = 0; i < pages; i++) table[i] = (int32_t)(pages - 1 - i);
     kv_view kv = {{rows, NULL}, {rows + pages * page_size * stride, NULL}, table, page_size, stride, 0, first, last + 1 - first, KV_FLOAT32};
     double *workspace = allocate(set->attend_workspace(T * R, d, kv.n_keys) * sizeof *workspace);
-    set->attend_many(q, T, R, d, token_stride, &kv, window, 0.3, workspace, a);
+    set->attend_many(q, T, R, d, q_stride, z_stride, &kv, window, 0.3, workspace, a);
     for (size_t t = 0; t < T; t++) {
         const size_t end = n_keys + t; /* token 0 sees n_keys, each later one a key more, of which a window keeps the last */
         kv.first = window && window < end ? end - window : 0, kv.n_keys = end - kv.first;
-        set->attend(q + t * token_stride, R, d, &kv, 0.3, workspace, b);
-        must_equal(set, "attend_many", a + t * token_stride, b, R * d * sizeof *a, R, d, n_keys);
+        set->attend(q + t * q_stride, R, d, &kv, 0.3, workspace, b);
+        must_equal(set, "attend_many", a + t * z_stride, b, R * d * sizeof *a, R, d, n_keys);
     }
     free(q), free(rows), free(a), free(b), free(table), free(workspace);
 }

@@ -16,7 +16,8 @@ from ...config import ModelConfig
 from ...errors import ShapeError
 from ...kv_cache import KVCache, TokenBatch
 from ...kv_dtypes import widen
-from .rows import Turned, threads_of, value
+from ..deferred import Turned
+from .rows import threads_of, value
 from .workspace import Workspace
 
 KEPT_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}  # bfloat16: its bits
