@@ -335,7 +335,7 @@ class CythonBackend(Backend):
     # -- fused ---------------------------------------------------------------------------------------------------------
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        if all(type(w) is PanelWeight and w.input_norm is None for w in ws):
+        if self._in_one_call(ws):
             return self._bit_linears(x, ws)
         outputs = []
         for w in ws:
@@ -397,9 +397,9 @@ class CythonBackend(Backend):
             raise NumericsError(f"head_candidates: token {tokens[row]} holds NaN or Inf")
         return lower, upper
 
-    def _fuses(self, ws: Sequence[LinearWeight]) -> bool:
-        """Whether `_bit_linears` multiplies all of them in one call. Tables take a few tokens at a time."""
-        return self.layout != "table" and all(type(w) is PanelWeight and w.input_norm is None for w in ws)
+    def _in_one_call(self, ws: Sequence[LinearWeight]) -> bool:
+        """Whether `_bit_linears` takes all of them: panels, whose x is the same."""
+        return all(type(w) is PanelWeight and w.input_norm is None for w in ws)
 
     def _bit_linears(self, x: NDArray, ws: Sequence[Any], gate: int = PLAIN, **made_of: Any) -> tuple[NDArray, ...]:
         """BitLinears of the same x, which is quantised once, in one call. made_of: what x is made into before; gate:

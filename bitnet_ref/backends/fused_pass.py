@@ -47,7 +47,8 @@ class FusedPass(Backend):
     results: Buffers | Pool
     tape: Any
     _set: int
-    _fuses: Callable[[Sequence[LinearWeight]], bool]
+    layout: str
+    _in_one_call: Callable[[Sequence[LinearWeight]], bool]
     _bit_linears: Callable[..., tuple[NDArray, ...]]
     _attention: Callable[..., NDArray]
 
@@ -109,7 +110,7 @@ class FusedPass(Backend):
         return super().dense_matmul(self.value(x), w)
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        if not self._fuses(ws):
+        if self.layout == "table" or not self._in_one_call(ws):  # tables take few tokens at a time
             return super().linears(self.value(x), ws)
         if len(ws) == 2 and ws[0].shape == ws[1].shape:
             pair = Pair(x, ws)
