@@ -9,8 +9,8 @@
  * 2 to 4 tokens, `avx512_few`: codes are shifted down in registers and used for each token: 16 accumulators.
  * More, `avx512_many`: 256 columns of the panel are unpacked to bytes once (16 KB, in L1) and used for all tokens, six
  *   at a time, at the end one to five. The sums begin as -x_sum in `acc`, and a tile takes them from there and puts them
- *   back. While a tile runs, the next columns are fetched, a line with each group: 256 columns are a page of 4 KB, at whose
- *   end the processor stops fetching by itself.
+ *   back. While the tiles run, the next columns are fetched, by each tile its part: 256 columns are a page of 4 KB, at
+ *   whose end the processor stops fetching by itself.
  *
  * Measured, one thread of a Cascade Lake Xeon, 64 rows of 2560 columns in L2, part of the rate of vpdpbusd alone (307 G
  *   multiply-adds/s):
@@ -167,8 +167,8 @@ AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, u
  *
  * In assembly, because the point of the tile is that 24 accumulators, 4 weight vectors and a broadcast fill 29 of the 32
  * registers, and neither GCC 12's intrinsics nor single inline instructions keep them there: it copied and spilled half
- * of them in every step. Per group of 4 columns: 4 + 6 loads, 24 dot products. `next`: the packed columns that come next,
- * a line of which is fetched with each group. */
+ * of them in every step. Per group of 4 columns: 4 + 6 loads, 24 dot products. `next`: this tile's part of the packed
+ * columns that come next, of which `ahead` bytes are fetched with each group. */
 /* token t's activations, its sums, its registers */
 #define TILE_TOKENS_1(EACH) EACH("(%[x])", "(%[acc])", "0", "1", "2", "3")
 #define TILE_TOKENS_2(EACH) TILE_TOKENS_1(EACH) EACH("(%[x],%[x_stride])", "(%[acc],%[acc_stride])", "4", "5", "6", "7")
@@ -189,7 +189,7 @@ AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, u
     "vmovdqu32 %%zmm" c ", 128" acc "\n\tvmovdqu32 %%zmm" d ", 192" acc "\n\t"
 #define AVX512_TILE(T)                                                                                                 \
     AVX512_TARGET static void avx512_tile_##T(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride, \
-                                              const uint8_t *next, int32_t *acc, size_t acc_stride) {                  \
+                                              const uint8_t *next, size_t ahead, int32_t *acc, size_t acc_stride) {    \
         const int8_t *x3 = x + 3 * x_stride;                                                                           \
         char *acc3 = (char *)acc + 3 * acc_stride;                                                                     \
         __asm__ volatile(                                                                                              \
@@ -200,12 +200,13 @@ AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, u
             "vmovdqa32 (%[w]), %%zmm24\n\tvmovdqa32 64(%[w]), %%zmm25\n\t"                                             \
             "vmovdqa32 128(%[w]), %%zmm26\n\tvmovdqa32 192(%[w]), %%zmm27\n\t"                                         \
             TILE_TOKENS_##T(TILE_DOT)                                                                                  \
-            "add $256, %[w]\n\tadd $64, %[next]\n\tadd $4, %[x]\n\tadd $4, %[x3]\n\t"                                  \
+            "add $256, %[w]\n\tadd %[ahead], %[next]\n\tadd $4, %[x]\n\tadd $4, %[x3]\n\t"                             \
             "dec %[count]\n\t"                                                                                         \
             "jnz 1b\n\t"                                                                                               \
             TILE_TOKENS_##T(TILE_STORE)                                                                                \
             : [w] "+r"(bytes), [x] "+r"(x), [x3] "+r"(x3), [next] "+r"(next), [count] "+r"(n_groups)                   \
-            : [x_stride] "r"(x_stride), [acc] "r"(acc), [acc3] "r"(acc3), [acc_stride] "r"(acc_stride)                 \
+            : [x_stride] "r"(x_stride), [acc] "r"(acc), [acc3] "r"(acc3), [acc_stride] "r"(acc_stride),                \
+              [ahead] "r"(ahead)                                                                                       \
             : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
               "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21",       \
               "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28");                                          \
@@ -231,8 +232,9 @@ AVX512_TARGET static void avx512_begin(const int32_t *x_sum, size_t M, int32_t *
 /* acc (M, 64) += codes * x of n_groups groups of unpacked columns */
 AVX512_TARGET static void avx512_tiles(const uint8_t *bytes, size_t n_groups, const int8_t *x, size_t x_stride, size_t M,
                                        const uint8_t *next, int32_t *acc, size_t acc_stride) {
-    const size_t acc_bytes = acc_stride * sizeof *acc;
-#define TILE(T) avx512_tile_##T(bytes, n_groups, x, x_stride, next, acc, acc_bytes)
+    const size_t acc_bytes = acc_stride * sizeof *acc, tiles = (M + AVX512_TOKENS - 1) / AVX512_TOKENS;
+    const size_t ahead = (VECTOR_BYTES + tiles - 1) / tiles;
+#define TILE(T) avx512_tile_##T(bytes, n_groups, x, x_stride, next, ahead, acc, acc_bytes)
     for (size_t m = 0, tokens; m < M; m += tokens, x += tokens * x_stride, acc += tokens * acc_stride) {
         /* 7 as 4 and 3: a tile of one token would wait for its own sums */
         tokens = M - m == AVX512_TOKENS + 1 ? 4 : M - m < AVX512_TOKENS ? M - m : AVX512_TOKENS;
@@ -244,6 +246,7 @@ AVX512_TARGET static void avx512_tiles(const uint8_t *bytes, size_t n_groups, co
         case 5: TILE(5); break;
         case 6: TILE(6); break;
         }
+        next += n_groups * ahead;
     }
 #undef TILE
 }
