@@ -19,6 +19,8 @@
  * Columns come in chunks of AMX_K = 1024: the panel's part is unpacked to bytes (64 KB, in L2) once for all tokens, the
  *   sums are loaded and stored once a chunk, 16 products later. Unpacking is about a cycle for 64 weights: as much as the
  *   products of 16 tokens, a fifth of the whole at 64 tokens.
+ * While a chunk is multiplied the next one is fetched, with each step its part: 16 KB come from memory in as long as the
+ *   products of 64 tokens take.
  * A chunk's last step may have 16, 32 or 48 columns: tiles of their own width (`configure`), for a tile load must not
  *   read past x. The same for the last tokens. The configuration costs some hundred cycles, so it is set only when the
  *   shape changes.
@@ -75,9 +77,20 @@ static inline void amx_shape(size_t tokens, size_t columns) {
     amx_configure(&config);
 }
 
+/* What a chunk's steps fetch meanwhile: with each of them, `ahead` bytes. */
+typedef struct {
+    const char *next;
+    size_t ahead;
+} amx_fetch;
+
+static inline void amx_fetch_step(amx_fetch *fetch) {
+    for (size_t i = 0; i < fetch->ahead; i += 64) _mm_prefetch(fetch->next + i, _MM_HINT_T1);
+    fetch->next += fetch->ahead;
+}
+
 /* n_steps steps of `columns` columns: 17 to 32 tokens against 32 rows of unpacked columns. The configuration is theirs. */
 static inline void amx_tile(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                            int32_t *acc, size_t acc_stride) {
+                            int32_t *acc, size_t acc_stride, amx_fetch *fetch) {
     const size_t acc_bytes = acc_stride * sizeof *acc;
     const int8_t *x1 = x + AMX_ROWS * x_stride;
     int32_t *acc1 = acc + AMX_ROWS * acc_stride;
@@ -87,6 +100,7 @@ static inline void amx_tile(const uint8_t *bytes, size_t n_steps, size_t columns
     AMX_LOAD(3, acc1 + 16, acc_bytes);
     for (size_t step = 0; step < n_steps; step++) {
         const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
+        amx_fetch_step(fetch);
         AMX_LOAD(4, x + step * columns, x_stride);
         AMX_LOAD(6, b, BLOCK_BYTES);
         AMX_DOT(0, 4, 6);
@@ -104,7 +118,7 @@ static inline void amx_tile(const uint8_t *bytes, size_t n_steps, size_t columns
 
 /* n_steps steps of `columns` columns: 1 to 16 tokens against 64 rows. The configuration is theirs. */
 static inline void amx_few(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                           int32_t *acc, size_t acc_stride) {
+                           int32_t *acc, size_t acc_stride, amx_fetch *fetch) {
     const size_t acc_bytes = acc_stride * sizeof *acc;
     AMX_LOAD(0, acc, acc_bytes);
     AMX_LOAD(1, acc + 16, acc_bytes);
@@ -112,6 +126,7 @@ static inline void amx_few(const uint8_t *bytes, size_t n_steps, size_t columns,
     AMX_LOAD(3, acc + 48, acc_bytes);
     for (size_t step = 0; step < n_steps; step++) {
         const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
+        amx_fetch_step(fetch);
         AMX_LOAD(4, x + step * columns, x_stride);
         AMX_LOAD(5, b, BLOCK_BYTES);
         AMX_DOT(0, 4, 5);
@@ -130,32 +145,34 @@ static inline void amx_few(const uint8_t *bytes, size_t n_steps, size_t columns,
 
 /* All M tokens against the chunk's steps of one width: full pairs first, then the tokens left over */
 static inline void amx_steps(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                             size_t M, int32_t *acc, size_t acc_stride) {
+                             size_t M, int32_t *acc, size_t acc_stride, amx_fetch *fetch) {
     for (size_t m = 0; m < M; m += AMX_PAIR) {
         const size_t tokens = M - m < AMX_PAIR ? M - m : AMX_PAIR;
         if (m == 0 || tokens != AMX_PAIR) amx_shape(tokens, columns);
         if (tokens <= AMX_ROWS)
-            amx_few(bytes, n_steps, columns, x + m * x_stride, x_stride, acc + m * acc_stride, acc_stride);
+            amx_few(bytes, n_steps, columns, x + m * x_stride, x_stride, acc + m * acc_stride, acc_stride, fetch);
         else
             for (size_t half = 0; half < 2; half++)
                 amx_tile(bytes + half * 2 * VECTOR_BYTES, n_steps, columns, x + m * x_stride, x_stride,
-                         acc + m * acc_stride + half * 32, acc_stride);
+                         acc + m * acc_stride + half * 32, acc_stride, fetch);
     }
 }
 
 /* Any M. `acc` has all 64 rows. */
 AVX512_TARGET static void amx_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
                                    const int32_t *x_sum, int32_t *acc, size_t acc_stride, uint8_t *scratch) {
+    const size_t passes = M / AMX_PAIR * 2 + (M % AMX_PAIR + AMX_ROWS - 1) / AMX_ROWS; /* through the steps of a chunk */
     avx512_begin(x_sum, M, acc, acc_stride);
     for (size_t start = 0; start < n_blocks; start += AMX_K / BLOCK_K) {
         const size_t blocks = n_blocks - start < AMX_K / BLOCK_K ? n_blocks - start : AMX_K / BLOCK_K;
-        const size_t n_steps = blocks / 4, left = blocks % 4 * BLOCK_K;
+        const size_t n_steps = blocks / 4, left = blocks % 4 * BLOCK_K, steps = passes * (n_steps + (left > 0));
         const int8_t *xs = x + start * BLOCK_K;
+        amx_fetch fetch = {(const char *)panel + (start + blocks) * BLOCK_BYTES, (blocks * BLOCK_BYTES + steps - 1) / steps};
         avx512_unpack(panel + start * BLOCK_BYTES, blocks, scratch);
-        if (n_steps) amx_steps(scratch, n_steps, AMX_COLUMNS, xs, x_stride, M, acc, acc_stride);
+        if (n_steps) amx_steps(scratch, n_steps, AMX_COLUMNS, xs, x_stride, M, acc, acc_stride, &fetch);
         if (left)
             amx_steps(scratch + n_steps * AMX_ROWS * BLOCK_BYTES, 1, left, xs + n_steps * AMX_COLUMNS, x_stride, M, acc,
-                      acc_stride);
+                      acc_stride, &fetch);
     }
     amx_release();
 }

@@ -24,6 +24,10 @@
  *   - the whole loop of the tile in assembly: 254; its sums taken from and put back to where they stay, not to a buffer that
  *     is then added there: 267; the tokens after the last six by tiles too, not by `avx512_few`: 8 tokens 0.64 to 0.72 of
  *     the peak, 11: 0.64 to 0.80, 16: 0.73 to 0.83, 64: 0.85 to 0.87
+ *   - the next columns fetched by all tiles, not by the first alone, whose loads then waited: weights from memory, 60 tokens
+ *     0.81 to 0.84, of 6912 columns 0.80 to 0.85
+ *   - two or four groups a round, activations in the order that they are taken: 0 to 1%; chunks of 128, 512 or all columns,
+ *     not 256: 2 to 8% slower
  *   - fetching the next tokens' activations, or sums, before each tile: 3 to 5% slower (they are in L2)
  *   - fetching the lines of the result, to be written, during the last columns: 1 to 2% faster, not worth its argument
  */

@@ -100,12 +100,16 @@ AVX2_TARGET static void avx2_unpack(const uint8_t *panel, size_t n_blocks, uint8
                                  const int32_t *x_sum, int32_t *acc, size_t acc_stride, uint8_t *scratch) {            \
         for (size_t m = 0; m < M; m++)                                                                                 \
             for (size_t r = 0; r < PANEL_ROWS; r++) acc[m * acc_stride + r] = -x_sum[m];                               \
+        const size_t fetches = (M + YMM_TOKENS - 1) / YMM_TOKENS * (PANEL_ROWS / 16);                                  \
         for (size_t start = 0; start < n_blocks; start += SCRATCH_K / BLOCK_K) {                                       \
             const size_t blocks = n_blocks - start < SCRATCH_K / BLOCK_K ? n_blocks - start : SCRATCH_K / BLOCK_K;     \
+            const uint8_t *next = panel + (start + blocks) * BLOCK_BYTES;                                              \
+            const size_t ahead = (blocks * BLOCK_BYTES + fetches - 1) / fetches;                                       \
             avx2_unpack(panel + start * BLOCK_BYTES, blocks, scratch);                                                 \
             for (size_t m = 0; m < M; m += YMM_TOKENS) {                                                               \
                 const int8_t *xm = x + m * x_stride + start * BLOCK_K;                                                 \
-                for (size_t row = 0; row < PANEL_ROWS; row += 16) {                                                    \
+                for (size_t row = 0; row < PANEL_ROWS; row += 16, next += ahead) {                                     \
+                    for (size_t i = 0; i < ahead; i += 64) _mm_prefetch((const char *)next + i, _MM_HINT_T0);          \
                     const uint8_t *bytes = scratch + row * 4;                                                          \
                     int32_t *to = acc + m * acc_stride + row;                                                          \
                     switch (M - m) {                                                                                   \
