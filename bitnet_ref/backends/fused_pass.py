@@ -6,8 +6,9 @@ and up are multiplied with each other before they leave; attention turns its que
 takes in. The numbers are those of the single operations, which anybody who asks for one still gets: a trace, a profile,
 a test.
 
-Measured, 2B-4T's shape, two threads of a Cascade Lake Xeon, a prompt of 64 tokens: norms, gates, sums and RoPE by
-themselves took 1.4 of 12.2 ms a layer, waiting for L3 most of it.
+Measured, 2B-4T's shape, two threads of a Cascade Lake Xeon, a prompt of 64 tokens: norms, gates, sums and RoPE one by
+one took 1.4 of 12.2 ms a layer, waiting for L3 most of it; together, a layer takes 11.4. A played step of storyteller:
+0.149 ms, not 0.183.
 """
 
 from __future__ import annotations
