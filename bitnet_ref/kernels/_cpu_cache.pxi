@@ -226,8 +226,12 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
             g = item if item < whole else whole + (item - whole) // parts
             head = 0 if item < whole else (item - whole) % parts * piece
             heads = R if item < whole else min(piece, R - head)
-            run = g // G
-            g = g % G
+            if runs < M:  # head by head, whose keys a prompt's tokens then find in L2
+                run = g % runs
+                g = g // runs
+            else:
+                run = g // G
+                g = g % G
             m = first[run]
             attend_run(c, m, first[run + 1] - m, g, g * R + head, heads, view, scale, workspace, scratch)
         free(scratch)
