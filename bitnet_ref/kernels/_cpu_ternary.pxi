@@ -193,7 +193,8 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef void *scratch = NULL
     cdef const float *row = NULL
     cdef int32_t *acc = NULL
-    cdef int team = threads_for(M * K, FLOATS_A_THREAD, c.threads)
+    cdef int steps = 1 + (c.rows.source != PLAIN) + (c.rows.norm_weight != NULL)
+    cdef int team = threads_for(M * K * steps, FLOATS_A_THREAD, c.threads)
     if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
         bad = NO_MEMORY
     else:
