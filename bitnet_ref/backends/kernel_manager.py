@@ -14,9 +14,13 @@ a busy Cascade Lake Xeon (reads of memory 3.8 GB/s best, 3.1 median), all linear
 in turn (best and median of 15):
     avx2    2-bit 50.9, 58.7 ms   table   57.9, 64.6 ms    look-up gains nothing over multiply-add, and loses prompts
     avx512  2-bit 46.2, 52.6 ms   1.6-bit 40.1, 47.5 ms    a fifth fewer bytes, 6 to 29% less time (six runs)
-so 1.6-bit wins where only decoding counts and memory is the limit. It does not where prompts count (164 against 200 to
-254 G multiply-adds/s at 64 tokens; it has no AMX tiles) or where a thread gets more than 15 GB/s, all that its kernel
-takes. That is why it is there to choose, and is not chosen.
+On quiet cores (21.5 GB/s), all of 2B-4T with the screened head:
+    one token   2-bit 22.9 to 23.3 tok/s    1.6-bit 24.4 to 25.1
+    prompt, 64  2-bit 171 to 186 tok/s      1.6-bit 171 to 179
+    8, 16       2-bit 1.90, 3.05 ms a layer 1.6-bit 2.30, 3.40     sequences at once
+so 1.6-bit wins where one sequence is decoded and memory is the limit. It does not for several, nor where there are AMX
+tiles, of which it has none, nor where a thread gets more than 15 GB/s, all that its kernel takes. That is why it is
+there to choose, and is not chosen.
 """
 
 from __future__ import annotations
