@@ -38,7 +38,7 @@ from .cuda.stacks import Stack, stack_linears, stack_of
 from .cuda.steps import RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
-from .deferred import DEFERRED, GATES, PLAIN, SUM, Normed, Rotation, Rows, Turned
+from .deferred import GATES, PLAIN, SUM, Deferred, Normed, Rotation, Rows, Turned
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
 # Tokens of a recorded decoding step. A record keeps what the pass has between its operations: of 128 tokens of 2B-4T
@@ -53,8 +53,8 @@ def in_kind(op: Callable) -> Callable:
     @wraps(op)
     def answer(self: CupyBackend, *args: Any, **kwargs: Any) -> Any:
         holds = self.ws.holds
-        subject = next(a for a in args if isinstance(a, (*DEFERRED, np.ndarray)) or holds(a))
-        if isinstance(subject, DEFERRED) or holds(subject):
+        subject = next(a for a in args if isinstance(a, (Deferred, np.ndarray)) or holds(a))
+        if isinstance(subject, Deferred) or holds(subject):
             return op(self, *args, **kwargs)
         with self.running():
             out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
@@ -168,7 +168,7 @@ class CupyBackend(Backend):
         return self.ws.upload(array)
 
     def to_host(self, array: NDArray) -> NDArray:
-        if not isinstance(array, DEFERRED) and not self.ws.holds(array):
+        if not isinstance(array, Deferred) and not self.ws.holds(array):
             return array
         if self._hidden is not None and array is self._hidden[0]:  # it came with the head's candidates
             host, self._hidden = self._hidden[1], None

@@ -20,9 +20,27 @@ PLAIN, SUM, RELU2, SILU = range(4)  # what rows are made of; cuda/rows.cu: enum 
 GATES = {"relu2": RELU2, "silu": SILU}
 
 
+class Deferred:
+    """A float32 array that is not there yet."""
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the array's will be."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
 @dataclass(eq=False)
-class Rows:
-    """(N, K) float32, made of one or two arrays of that shape; `made` once a kernel has."""
+class Rows(Deferred):
+    """(N, K), made of one or two arrays of that shape; `made` once a kernel has."""
 
     source: int
     a: Any
@@ -30,24 +48,13 @@ class Rows:
     made: Any = None
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self.a.shape
-
-    @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 @dataclass(eq=False)
-class Normed:
-    """(N, K) float32: the RMSNorm of some rows."""
+class Normed(Deferred):
+    """(N, K): the RMSNorm of some rows."""
 
     of: Rows
     weight: Any  # (K,)
@@ -55,19 +62,8 @@ class Normed:
     value: Any = None
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self.of.shape
-
-    @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.of.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 @dataclass(eq=False)
@@ -83,26 +79,15 @@ class Rotation:
 
 
 @dataclass(eq=False)
-class Turned:
+class Turned(Deferred):
     """One of the two results of a rotation."""
 
     rotation: Rotation
     is_query: bool
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         return (self.rotation.q if self.is_query else self.rotation.k).shape
-
-    @property
-    def ndim(self) -> int:
-        return 3
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 @dataclass(eq=False)
@@ -115,26 +100,12 @@ class Pair:
 
 
 @dataclass(eq=False)
-class OfPair:
-    """(N, out) float32: one of the two."""
+class OfPair(Deferred):
+    """(N, out): one of the two."""
 
     pair: Pair
     index: int
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return len(self.pair.x), self.pair.ws[self.index].shape[0]
-
-    @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-
-DEFERRED = (Rows, Normed, Turned)  # on a card
