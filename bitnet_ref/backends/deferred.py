@@ -40,16 +40,19 @@ class Deferred:
 
 @dataclass(eq=False)
 class Rows(Deferred):
-    """(N, K), made of one or two arrays of that shape; `made` once a kernel has."""
+    """(N, K), made of one or two arrays of that shape."""
 
     source: int
     a: Any
     b: Any = None
-    made: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.a.shape
+
+    def settle(self, made: Any) -> None:
+        """They are there; what they were made of is let go."""
+        self.source, self.a, self.b = PLAIN, made, None
 
 
 @dataclass(eq=False)

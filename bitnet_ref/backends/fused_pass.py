@@ -57,9 +57,9 @@ class FusedPass(Backend):
         """The array itself: what was put off is computed now."""
         if isinstance(x, Rows):
             if x.source == SUM:
-                _settle(x, super().add(x.a, x.b))
+                x.settle(super().add(x.a, x.b))
             elif x.source != PLAIN:
-                _settle(x, super().gated(x.a, x.b, _GATE_NAMES[x.source]))
+                x.settle(super().gated(x.a, x.b, _GATE_NAMES[x.source]))
             return x.a
         if isinstance(x, Normed):
             if x.value is None:
@@ -132,7 +132,7 @@ class FusedPass(Backend):
             self.value(x)  # raises, where the norm is what holds NaN or Inf
             raise
         if made is not None:
-            _settle(rows, made)
+            rows.settle(made)
         return ys
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
@@ -143,11 +143,6 @@ class FusedPass(Backend):
 
 
 _GATE_NAMES = {number: name for name, number in GATES.items()}
-
-
-def _settle(rows: Rows, made: NDArray) -> None:
-    """The rows are there; what they were made of is let go."""
-    rows.source, rows.a, rows.b = PLAIN, made, None
 
 
 def run_fused(

@@ -25,15 +25,13 @@ from ..config import ModelConfig, RopeConfig
 from ..kv_cache import KVCache, TokenBatch
 from ..weights import DenseWeight, ModelWeights
 from .buffers import Pool
-from .fused_pass import FusedPass, KernelBatch, copy_as, run_fused
+from .fused_pass import Compute, FusedPass, copy_as, run_fused
 
 if TYPE_CHECKING:
     from .cython_backend import CythonBackend
 
 MOST_RECORDED = 64  # tokens of a step
 STEPS_KEPT = 8  # of a cache: as many numbers of tokens
-
-Compute = Callable[..., NDArray]
 
 
 class Steps:
@@ -103,7 +101,7 @@ class _Recording(FusedPass):
     def begin(self, tape: Any, results: Pool, cfg: ModelConfig, n: int) -> None:
         self.tape, self.results = tape, results
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
-        self._batch = KernelBatch(tokens, positions, slots, how=(self.threads, self._set, tape))
+        self._batch = super().place(TokenBatch(tokens, positions, slots))
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
         self._cos, self._sin = (np.empty((n, cfg.head_dim // 2), dtype=np.float32) for _ in range(2))
         self._table: DenseWeight | None = None

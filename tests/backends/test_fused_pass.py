@@ -10,9 +10,10 @@ from helpers import GOLDEN, GOLDEN_CASES, model, prepared, random_ternary, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cython_backend import CythonBackend, choose_layout, layouts, simd_variants, why_unavailable
+from bitnet_ref.backends.cython_backend import CythonBackend, layouts, simd_variants, why_unavailable
 from bitnet_ref.backends.deferred import OfPair
 from bitnet_ref.backends.fused_pass import FusedPass, copy_as
+from bitnet_ref.crossval.opponents import prepared_model
 from bitnet_ref.errors import NumericsError, ShapeError
 from bitnet_ref.kv_cache import TokenBatch
 from bitnet_ref.model import final_hidden
@@ -47,23 +48,15 @@ def test_a_pass_is_its_operations(case, kind):
             np.testing.assert_array_equal(mine[:, slot, : len(prompt)], theirs[:, slot, : len(prompt)])
 
 
-@pytest.mark.parametrize("layout", list(layouts()))
-@pytest.mark.parametrize("simd", SETS)
+@pytest.mark.parametrize(
+    ("simd", "layout"), [(simd, layout) for layout, (_, sets) in layouts().items() for simd in SETS if simd in sets]
+)
 def test_on_every_kernel_set_and_layout(simd, layout):
-    if simd not in layouts()[layout][1]:
-        pytest.skip(f"{simd} has no kernel for {layout} weights")
-    m = model(GOLDEN / "bitnet-packed-offline")
-    be = CythonBackend(simd=simd, layout=choose_layout(layout, simd), threads=2)
-    weights = replace(m.weights, layers=tuple(_prepared_layer(be, layer) for layer in m.weights.layers))
-    m = type(m)(m.config, weights, be)
+    be = CythonBackend(simd=simd, layout=layout, threads=2)
+    m = prepared_model(model(GOLDEN / "bitnet-packed-offline"), be)
     prompts = [rng(slot).integers(1, m.config.vocab_size, n) for slot, n in enumerate((12, 9))]
     for found, expected in in_turn(m, prompts, [m.new_cache(2, 24) for _ in range(2)]):
         np.testing.assert_array_equal(found, expected)
-
-
-def _prepared_layer(be, layer):
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    return replace(layer, **{name: be.prepare(getattr(layer, name)) for name in names})
 
 
 @settings(max_examples=150, deadline=None)

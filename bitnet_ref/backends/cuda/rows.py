@@ -17,13 +17,9 @@ SHARED_FLOATS = 8192  # a row longer than this waits in global memory
 def value(ws: Workspace, x: Any) -> Any:
     """The device array itself: what was put off is computed now, once."""
     if isinstance(x, Rows):
-        if x.source == PLAIN:
-            return x.a
-        if x.made is None:
-            made = ws.empty(x.shape, np.float32)
-            _compute(ws, x, made=made)
-            x.made = made
-        return x.made
+        if x.source != PLAIN:
+            _compute(ws, x, made=ws.empty(x.shape, np.float32))
+        return x.a
     if isinstance(x, Normed):
         if x.value is None:
             x.value = ws.empty(x.shape, np.float32)
@@ -73,15 +69,16 @@ def _compute(
     """One launch: everything from what `x` is made of to the results that are wanted."""
     of, weight, eps = (x.of, x.weight, x.eps) if isinstance(x, Normed) else (x, None, 0.0)
     n, width = of.shape
-    source, a, b = (PLAIN, of.made, None) if of.made is not None else (of.source, of.a, of.b)
-    if source == SUM and made is None:  # the residual stream: it is needed again
-        made = of.made = ws.empty(of.shape, np.float32)
+    if of.source == SUM and made is None:  # the residual stream: it is needed again
+        made = ws.empty(of.shape, np.float32)
     stash = ws.scratch((n, width), np.float32) if width > SHARED_FLOATS else None
     ws.launch(
-        *(FILE, "rows", (n,), threads_of(width), source, a, b, width, weight, float(eps), made, normed),
+        *(FILE, "rows", (n,), threads_of(width), of.source, of.a, of.b, width, weight, float(eps), made, normed),
         *(x_q, scale, 0 if x_q is None else x_q.shape[1], stash, ws.trouble),
         shared=0 if stash is not None else width * 4,
     )
+    if made is not None:
+        of.settle(made)
 
 
 def _turn(ws: Workspace, r: Rotation) -> None:
