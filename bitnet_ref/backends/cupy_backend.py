@@ -30,15 +30,15 @@ from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, Te
 from .candidates import HeadCandidates, HeadNeed
 from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
-from .cuda.cache import DeviceBatch, DeviceKVCache
+from .cuda.cache import DeviceBatch, DeviceKVCache, decodes
 from .cuda.dense import MOST_IN_ORDER, DenseKernels, DeviceDense
-from .cuda.rows import quantized, take, value
+from .cuda.rows import linear_of_row, quantized, take, takes_row, value
 from .cuda.select import select
 from .cuda.stacks import Stack, stack_linears, stack_of
 from .cuda.steps import RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
-from .deferred import GATES, PLAIN, SUM, Deferred, Normed, Rotation, Rows, Turned
+from .deferred import GATES, PLAIN, SUM, Deferred, Normed, OfPair, Pair, Rotation, Rows, Turned
 from .numpy_backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
 
 # Tokens of a recorded decoding step. A record keeps what the pass has between its operations: of 128 tokens of 2B-4T
@@ -179,11 +179,14 @@ class CupyBackend(Backend):
         self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
     ) -> NDArray:
         n = len(batch)
-        if not (self.graphs and isinstance(cache, DeviceKVCache) and 0 < n <= MOST_REPLAYED and batch.all_wanted):
+        if not isinstance(cache, DeviceKVCache):
             return compute(self, w, cfg, batch, cache)
+        if not (self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
+            with cache.putting_off(batch):
+                return compute(self, w, cfg, batch, cache)
         cache.check(batch, cfg.sliding_window, reading=True)
         size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
-        key = size, id(w)
+        key = size, id(w), decodes(batch)
         if key not in cache.steps:
             cache.steps[key] = RecordedStep(self, compute, w, cfg, size)
         x = cache.steps[key](batch, cache)
@@ -272,6 +275,10 @@ class CupyBackend(Backend):
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         if activation not in GATES:
             raise ShapeError("gated", expected=f"an activation among {', '.join(GATES)}", got=repr(activation))
+        if isinstance(gate, OfPair) and isinstance(up, OfPair) and gate.pair is up.pair and gate.pair.ys is None:
+            stack = stack_of(gate.pair.ws)
+            if stack is not None and (gate.index, up.index) == (0, 1):
+                return Rows(PLAIN, linear_of_row(self.ws, gate.pair.x, stack.whole, GATES[activation]))
         return Rows(GATES[activation], value(self.ws, gate), value(self.ws, up))  # type: ignore[return-value]
 
     @in_kind
@@ -302,17 +309,28 @@ class CupyBackend(Backend):
                 continue
             assert isinstance(w, TernaryLinear)
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+            tiled, normed = self._tiled(w), x
             if (norm := w.input_norm) is not None:
-                x_q, scale = quantized(self.ws, self.rms_norm(value(self.ws, x), norm.weight, norm.eps))
+                normed = self.rms_norm(value(self.ws, x), norm.weight, norm.eps)
+            if takes_row(x, tiled) and (norm is not None or len(ws) == 1):
+                outputs.append(linear_of_row(self.ws, normed, tiled))
+                continue
+            if norm is not None:
+                x_q, scale = quantized(self.ws, normed)
             else:
                 x_q, scale = shared = shared or quantized(self.ws, x)
             y = self.ws.empty((len(x), w.shape[0]), np.float32)
-            outputs.append(self._ternary.linear(x_q, scale, self._tiled(w), y))
+            outputs.append(self._ternary.linear(x_q, scale, tiled, y))
         return tuple(outputs)
 
     def _stacked(self, x: NDArray, ws: Sequence[LinearWeight], stack: Stack) -> tuple[NDArray, ...]:
         """`linears` of a whole stack: one product."""
         require("linear", x.ndim == 2 and x.shape[1] == ws[0].shape[1], f"x (N, {ws[0].shape[1]})", x=x)
+        if takes_row(x, stack.whole, gated=True):  # its products may be asked for as one
+            pair = Pair(x, ws)
+            return OfPair(pair, 0), OfPair(pair, 1)  # type: ignore[return-value]
+        if takes_row(x, stack.whole):
+            return stack.split(linear_of_row(self.ws, x, stack.whole), 1)
         if isinstance(stack.whole, TiledWeight):
             x_q, scale = quantized(self.ws, x)
             y = self.ws.empty((len(x), sum(stack.parts)), np.float32)
@@ -329,7 +347,7 @@ class CupyBackend(Backend):
             longest = batch.extent[1] + 1
             if layer == 0:
                 pool.check(batch, window, reading=True)
-        return self._attention(value(self.ws, q), pool, placed, layer, window, longest)
+        return self._attention(q, pool, placed, layer, window, longest)
 
     def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
         require("head_candidates", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from ...config import RopeConfig
 from ...layers import rope_tables
+from ..deferred import Turned
 from .cache import DeviceBatch, DeviceKVCache
-from .rows import take_both
+from .rows import take_both, value
 from .workspace import Workspace
 
 FILE = "attention.cu"
@@ -30,6 +32,11 @@ LEAST_TABLE = 256  # positions of a RoPE table
 def chunks_seen(keys: int, window: int | None) -> int:
     """Of the most keys that a token may see, at most; a window begins anywhere in its first chunk."""
     return -(-(keys if window is None else min(keys, window + CHUNK - 1)) // CHUNK)
+
+
+def pitch_of(head_dim: int) -> int:
+    """Doubles from one query to the next in shared memory."""
+    return -(-head_dim // STEP) * STEP + 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +75,14 @@ class Attention:
     def __call__(
         self, q: Any, cache: DeviceKVCache, batch: DeviceBatch, layer: int, window: int | None, longest: int
     ) -> Any:
-        """q (N, H, d) -> z (N, H, d). longest: keys that a token may see, at most."""
+        """q (N, H, d), turned or not -> z (N, H, d). longest: keys that a token may see, at most."""
         ws, (n, heads, head_dim), kv_heads = self._ws, q.shape, cache.keys.shape[-2]
+        unturned = None
+        if isinstance(q, Turned) and heads // kv_heads <= TILE:
+            v, r = cache.taken_in(layer, q.rotation), q.rotation
+            unturned = None if v is None else (r.k, v, r.cos, r.sin)
+        cache.settle()
+        q = q.rotation.q if unturned is not None else value(ws, q)
         z = ws.empty(q.shape, np.float32)
         each = max(1, MOST_TILES * TILE // (heads // kv_heads)) if batch.has_runs else 1
         chunks = chunks_seen(longest, window)
@@ -82,7 +95,11 @@ class Attention:
             slots, positions = batch.slots[part], batch.positions[part]
             some = Reading(cache.kind, slots, positions, len(slots), each, window or 0, heads, pages)
             scores = ws.scratch((some.count, heads, chunks * CHUNK), np.float32)
-            self._scores(some, q[part], cache.keys[layer], key_scales, scores, chunks_of_run)
+            if unturned is not None:
+                of_part = [array[part] for array in (q, *unturned)]
+                self._scores_unturned(some, of_part, (cache.keys[layer], cache.values[layer]), scores, chunks)
+            else:
+                self._scores(some, q[part], cache.keys[layer], key_scales, scores, chunks_of_run)
             parts_bytes = chunks_of_run * some.count * heads * head_dim * 8
             if batch.has_runs and (math.prod(some.grid(1)) >= ENOUGH_BLOCKS or parts_bytes > PARTS_BYTES):
                 norms = ws.scratch((some.count * heads, 2), np.float64)
@@ -95,13 +112,26 @@ class Attention:
 
     def _scores(self, some: Reading, q: Any, keys: Any, scales: Any, scores: Any, chunks: int) -> None:
         """q (N, H, d) -> scores (N, H, stride)"""
-        pitch = -(-q.shape[-1] // STEP) * STEP + 2
+        pitch = pitch_of(q.shape[-1])
         rows = max(TILE, min(some.tiles * TILE, SHARED_BYTES // (8 * pitch) // TILE * TILE))
         sizes = rows, some.window, some.heads, q.shape[-1] ** -0.5
         self._ws.launch(
             *(FILE, f"attention_scores_{some.tiles}_{some.kind}", some.grid(chunks), BLOCK),
             *(q, keys, scales, *some.tokens, *sizes, *some.pages, scores, scores.shape[-1]),
             shared=rows * pitch * 8,
+        )
+
+    def _scores_unturned(
+        self, some: Reading, unturned: Sequence[Any], to: tuple[Any, Any], scores: Any, chunks: int
+    ) -> None:
+        """q (N, H, d), k and v (N, G, d) as they come from their products, cos and sin -> scores (N, H, stride)"""
+        head_dim = unturned[0].shape[-1]
+        sizes = TILE, some.window, some.heads, head_dim**-0.5
+        self._ws.launch(
+            *(FILE, f"attention_scores_unturned_{some.kind}", some.grid(chunks), BLOCK),
+            *(*unturned, *to, some.slots, some.positions, some.count, *sizes, *some.pages, scores, scores.shape[-1]),
+            self._ws.trouble,
+            shared=TILE * pitch_of(head_dim) * 8,
         )
 
     def _values(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from ...config import ModelConfig
 from ...errors import ShapeError
 from ...kv_cache import KVCache, TokenBatch
 from ...kv_dtypes import widen
-from ..deferred import Turned
+from ..deferred import Rotation, Turned
 from .rows import threads_of, value
 from .workspace import Workspace
 
@@ -54,6 +55,11 @@ class DeviceBatch(TokenBatch):
         return cls(sheet[0], sheet[1], sheet[2], rows, batch)
 
 
+def decodes(batch: TokenBatch) -> bool:
+    """Whether each of its tokens is of another sequence."""
+    return len(set(batch.slots.tolist())) == len(batch)
+
+
 @dataclass(eq=False)
 class Storage:
     """The device arrays of a cache, and the decoding steps that were recorded over these very arrays (steps.py)."""
@@ -69,6 +75,9 @@ class DeviceKVCache(KVCache):
     What a dropped cache leaves, its arrays and recorded steps, the next one of the same shape takes over: a new text of
     about the same length then needs no new record.
     """
+
+    _puts_off: bool
+    _waiting: tuple[int, DeviceBatch, Any, Any] | None  # what `append` was told of a token: layer, batch, k, v
 
     def __init__(
         self,
@@ -94,6 +103,7 @@ class DeviceKVCache(KVCache):
         self._copied = self.page_table.copy()
         storage.arrays = [*self._pools, self.table]
         self.steps = storage.steps
+        self._puts_off, self._waiting = False, None
         weakref.finalize(self, ws.shelf.put, shape, storage)
 
     @classmethod
@@ -106,6 +116,7 @@ class DeviceKVCache(KVCache):
         self.keys, self.values = ws.upload(host.keys), ws.upload(host.values)
         self.key_scales, self.value_scales = ws.upload(host.key_scales), ws.upload(host.value_scales)
         self.table, self._copied, self.steps = ws.upload(host.page_table), host.page_table.copy(), {}
+        self._puts_off, self._waiting = False, None
         return self
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
@@ -136,7 +147,34 @@ class DeviceKVCache(KVCache):
             first = 0 if window is None else max(0, int(mine.min()) - window + 1)
             self.pages_of(int(slot), first, int(mine.max()) + 1)
 
+    @contextmanager
+    def putting_off(self, batch: TokenBatch) -> Iterator[None]:
+        """In the pass of a batch of decoded tokens, each of another sequence, their keys and values wait for the
+        attention that reads them: its kernel turns them and takes them in (`taken_in`). Whoever else asks for them
+        finds them in the cache. Of one sequence, a token would read what another block has yet to write."""
+        self._puts_off = self.kind != "int8" and decodes(batch)
+        try:
+            yield
+            self.settle()
+        finally:
+            self._puts_off, self._waiting = False, None
+
+    def settle(self) -> None:
+        """What waits goes into the cache now."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._append(*waiting)
+
+    def taken_in(self, layer: int, rotation: Rotation) -> NDArray | None:
+        """v, if these are the key and value that wait: the caller is to take them in. Else what waits goes in now."""
+        if self._waiting is not None and self._waiting[0] == layer and self._waiting[2].rotation is rotation:
+            v, self._waiting = self._waiting[3], None
+            return v
+        self.settle()
+        return None
+
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        self.settle()
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
             raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
@@ -144,7 +182,14 @@ class DeviceKVCache(KVCache):
         if not ws.recording and (layer == 0 or not self._fixed):
             self.check(batch)
             self.copy_table()
-        n, (kv_heads, head_dim) = len(batch), self.keys.shape[-2:]
+        unturned = isinstance(k, Turned) and k.rotation.q_turned is None
+        if self._puts_off and unturned:
+            self._waiting = layer, batch, k, v
+            return
+        self._append(layer, batch, k, v)
+
+    def _append(self, layer: int, batch: DeviceBatch, k: Any, v: Any) -> None:
+        ws, n, (kv_heads, head_dim) = self._ws, len(batch), self.keys.shape[-2:]
         table = self.table, self.table.shape[1], self.page_size, kv_heads, head_dim
         to = self.keys[layer], self.values[layer]
         if self.kind == "int8":
@@ -169,9 +214,11 @@ class DeviceKVCache(KVCache):
         return self.key_scales[layer], self.value_scales[layer]
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+        self.settle()
         return self._rows(layer, batch.slots, batch.positions)
 
     def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+        self.settle()
         positions = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
         return self._rows(layer, np.full(len(positions), slot), positions)
 

@@ -1,35 +1,48 @@
-"""What was put off (`../deferred.py`), computed on a card: one launch of `rows.cu` gives all that is wanted of it."""
+"""What was put off (`../deferred.py`), computed on a card: one launch of `rows.cu` gives all that is wanted of it.
+
+Of one token even that is no launch of its own: `ternary_row.cu` makes the row where it multiplies it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..deferred import PLAIN, SUM, Normed, Rotation, Rows, Turned
-from .ternary import padded_columns
+from ..deferred import PLAIN, SUM, Normed, OfPair, Rotation, Rows, Turned
+from .stacks import stack_of
+from .ternary import TILE_ROWS, TiledWeight, padded_columns
 from .workspace import Workspace
 
 FILE = "rows.cu"
+ROW_THREADS = 512  # row.cuh: of a block that takes a row, if the row has so many elements
 SHARED_FLOATS = 8192  # a row longer than this waits in global memory
+MOST_COLUMNS = 16384  # of a row that is multiplied where it is made: 5 bytes of shared memory each
+BLOCKS_A_MULTIPROCESSOR = 2  # of `ternary_row`, at once
 
 
 def value(ws: Workspace, x: Any) -> Any:
     """The device array itself: what was put off is computed now, once."""
     if isinstance(x, Rows):
         if x.source != PLAIN:
-            _compute(ws, x, made=ws.empty(x.shape, np.float32))
+            _compute(ws, _Recipe(x), made=ws.empty(x.shape, np.float32))
         return x.a
     if isinstance(x, Normed):
         if x.value is None:
-            x.value = ws.empty(x.shape, np.float32)
-            _compute(ws, x, normed=x.value)
+            normed, recipe = ws.empty(x.shape, np.float32), _recipe(ws, x)
+            _compute(ws, recipe, normed=normed)
+            x.value = normed
         return x.value
     if isinstance(x, Turned):
         r = x.rotation
         if r.q_turned is None or (r.k_turned is None and not x.is_query):
             _turn(ws, r)
         return r.q_turned if x.is_query else r.k_turned
+    if isinstance(x, OfPair):
+        stack = stack_of(x.pair.ws)
+        if x.pair.ys is None and stack is not None:
+            x.pair.ys = stack.split(linear_of_row(ws, x.pair.x, stack.whole), 1)
+        return x.pair.ys[x.index]
     return x
 
 
@@ -38,10 +51,34 @@ def quantized(ws: Workspace, x: Any, pad: bool = True) -> tuple[Any, Any]:
     n, width = x.shape
     x_q = ws.empty((n, padded_columns(width) if pad else width), np.int8)
     scale = ws.empty((n, 1), np.float32)
-    if isinstance(x, Normed) and x.value is not None:
-        x = x.value
-    _compute(ws, x if isinstance(x, Rows | Normed) else Rows(PLAIN, value(ws, x)), x_q=x_q, scale=scale)
+    _compute(ws, _recipe(ws, x), x_q=x_q, scale=scale)
     return x_q, scale
+
+
+def takes_row(x: Any, w: Any, gated: bool = False) -> bool:
+    """Whether `linear_of_row` takes them."""
+    whole = not gated or (len(w.parts) == 2 and w.parts[0] == w.parts[1] and w.parts[0] % TILE_ROWS == 0)
+    return isinstance(w, TiledWeight) and len(x) == 1 and w.in_features <= MOST_COLUMNS and whole
+
+
+def linear_of_row(ws: Workspace, x: Any, w: TiledWeight, gate: int = PLAIN) -> Any:
+    """A ternary linear of one token in one launch from what x (1, K) is made of.   -> y (1, N) float32
+
+    Of a stack the results lie one after the other; of gate and up, gated, it is (1, N / 2).
+    """
+    recipe, rows = _recipe(ws, x), w.out_features
+    y = ws.empty((1, rows if gate == PLAIN else rows // 2), np.float32)
+    made = _room_for_made(ws, recipe)
+    units = -(-y.shape[1] // TILE_ROWS)
+    width = recipe.of.shape[1]
+    ws.launch(
+        *("ternary_row.cu", "ternary_row", (min(units, BLOCKS_A_MULTIPROCESSOR * ws.device.multiprocessors),)),
+        *(threads_of(width), *recipe.arguments, made, w.tiles, rows, w.w_scales, w.bias_on_device, gate, y, ws.trouble),
+        shared=padded_columns(width) + width * 4,
+    )
+    if made is not None:
+        recipe.of.settle(made)
+    return y
 
 
 def take(ws: Workspace, table: Any, kind: str, width: int, rows: Any) -> Any:
@@ -59,26 +96,48 @@ def take_both(ws: Workspace, first: Any, second: Any, width: int, rows: Any) -> 
 
 
 def threads_of(width: int) -> int:
-    """Of a block that takes a row: four elements a thread, whole warps."""
-    return min(1024, max(32, -(-width // 128) * 32))
+    """Of a block that takes a row: whole warps, and never so few or many that a row's sum has another order."""
+    return min(ROW_THREADS, -(-width // 32) * 32)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What a launch is told of x: what it is made of, and its norm."""
+
+    of: Rows
+    weight: Any = None
+    eps: float = 0.0
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.of.source, self.of.a, self.of.b, self.of.shape[1], self.weight, float(self.eps)
+
+
+def _recipe(ws: Workspace, x: Any) -> _Recipe:
+    if isinstance(x, Normed) and x.value is None:
+        return _Recipe(x.of, x.weight, x.eps)
+    return _Recipe(x if isinstance(x, Rows) else Rows(PLAIN, value(ws, x)))
+
+
+def _room_for_made(ws: Workspace, recipe: _Recipe) -> Any:
+    """Where a launch is to leave the residual stream, which is needed again; else None."""
+    return ws.empty(recipe.of.shape, np.float32) if recipe.of.source == SUM else None
 
 
 def _compute(
-    ws: Workspace, x: Rows | Normed, *, made: Any = None, normed: Any = None, x_q: Any = None, scale: Any = None
+    ws: Workspace, recipe: _Recipe, *, made: Any = None, normed: Any = None, x_q: Any = None, scale: Any = None
 ) -> None:
-    """One launch: everything from what `x` is made of to the results that are wanted."""
-    of, weight, eps = (x.of, x.weight, x.eps) if isinstance(x, Normed) else (x, None, 0.0)
-    n, width = of.shape
-    if of.source == SUM and made is None:  # the residual stream: it is needed again
-        made = ws.empty(of.shape, np.float32)
+    """One launch: everything from what x is made of to the results that are wanted."""
+    n, width = recipe.of.shape
+    made = _room_for_made(ws, recipe) if made is None else made
     stash = ws.scratch((n, width), np.float32) if width > SHARED_FLOATS else None
     ws.launch(
-        *(FILE, "rows", (n,), threads_of(width), of.source, of.a, of.b, width, weight, float(eps), made, normed),
+        *(FILE, "rows", (n,), threads_of(width), *recipe.arguments, made, normed),
         *(x_q, scale, 0 if x_q is None else x_q.shape[1], stash, ws.trouble),
         shared=0 if stash is not None else width * 4,
     )
     if made is not None:
-        of.settle(made)
+        recipe.of.settle(made)
 
 
 def _turn(ws: Workspace, r: Rotation) -> None:

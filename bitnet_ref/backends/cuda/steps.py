@@ -1,10 +1,10 @@
 """A decoding step as one CUDA graph, recorded from the model's own text.
 
-A step of 30 layers is some 330 launches; from Python each costs more than most of them run. So the first step of a
-shape runs as it is, in arrays that are kept (`Arena`), then once more while the device only records, and from then on
-the record is replayed. What changes between steps (tokens, positions, slots, the page table) is read by the kernels
-from arrays that the host fills before; lengths follow from positions. Launches are sized for the cache's capacity, and
-blocks with nothing to do return at once.
+A step of 30 layers is 186 launches, of several tokens 306; from Python each costs more than most of them run. So the
+first step of a shape runs as it is, in arrays that are kept (`Arena`), then once more while the device only records,
+and from then on the record is replayed. What changes between steps (tokens, positions, slots, the page table) is read
+by the kernels from arrays that the host fills before; lengths follow from positions. Launches are sized for the cache's
+capacity, and blocks with nothing to do return at once.
 
 The head and the choice among its logits are a second record, over what the first leaves: what tokens ask of it differs
 from call to call (`HeadNeed`). It is launched at once after the first, so the device goes from one to the other without
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 class RecordedStep:
     """The pass of `size` tokens, all of which are wanted, over one cache. Called with up to `size` tokens: the last is
-    then computed several times over, and writes the same numbers to the same places."""
+    then computed several times over, and writes the same numbers to the same places. It is called always, or never,
+    with tokens each of another sequence: what is recorded depends on it (`DeviceKVCache.putting_off`)."""
 
     def __init__(
         self, be: CupyBackend, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, size: int
@@ -58,16 +59,16 @@ class RecordedStep:
         if self._graph is not None:
             self._graph.launch()
         else:
-            self._result = self._run(cache)
+            self._result = self._run(batch, cache)
             with self._be.ws.device.capture() as graph:
-                self._run(cache)
+                self._run(batch, cache)
             self._graph = graph
         return self._result[:n]
 
-    def _run(self, cache: DeviceKVCache) -> Any:
+    def _run(self, batch: TokenBatch, cache: DeviceKVCache) -> Any:
         be = self._be
         be.rope_positions.reach = max(be.rope_positions.reach, cache.reach - 1)
-        with be.ws.arrays_of(self._arena):
+        with be.ws.arrays_of(self._arena), cache.putting_off(batch):
             return value(be.ws, self._compute(be, self._w, self._cfg, self._batch, cache))
 
     def candidates(

@@ -15,7 +15,9 @@
 // tokens of one sequence that follow each other, at most as many as have 32 heads of the group between them. A row is a
 // head of a token; all rows of a run read the same keys, 8 rows in each product.
 //
-//     scores:       the run's rows against one chunk, to memory.
+//     scores:       the run's rows against one chunk, to memory. Of tokens that are decoded, each of another sequence,
+//                   it also does what rope.cu does otherwise: each block turns the queries that it reads, and the one
+//                   with the token's own chunk takes its key and value into the cache.
 //     normalisers:  max and sum of e of every row, once, where many blocks would ask for them (a prompt). Else each
 //                   block of `values` finds them itself: S numbers are little beside S keys, and it saves a launch.
 //     values:       the pattern of a chunk, times the chunk's values. In a prompt a block goes through all chunks of
@@ -28,9 +30,8 @@
 //
 // Left for a day with a card: sm_90 has a product of 16 x 8 x 16 (m16n8k16), to compare in speed. It may add in another
 // order, so decoding would have to take it as well, with 8 of its 16 rows idle.
-#include "floats.cuh"
 #include "mma.cuh"
-#include "pages.cuh"
+#include "rope.cuh"
 
 constexpr int CHUNK = 128;           // keys
 constexpr int WARPS = 4;             // of a block
@@ -102,10 +103,40 @@ __device__ __forceinline__ void widen_4(Four<T> four, const float* scales, long 
         out[i] = sizeof(T) == 1 ? (double)(as_float(four.element[i]) * scale) : (double)as_float(four.element[i]);
 }
 
+// What comes with q (N, H, d) that are not turned yet: k and v (N, G, d), to go into the cache; cos, sin (N, d/2).
+template <class T> struct Unturned {
+    const float *k, *v, *cos, *sin;
+    T *keys, *values;
+    int* trouble;
+};
+
+// Element e of a head of d numbers of a token, turned.
+template <class T>
+__device__ __forceinline__ float turned_element(const Unturned<T>& by, int token, const float* head, int e, int d) {
+    const int half = d / 2, j = e < half ? e : e - half;
+    const size_t at = (size_t)token * half + j;
+    const Pair y = turned(head, j, half, by.cos[at], by.sin[at]);
+    return e < half ? y.first : y.second;
+}
+
+// The key and value of a token and kv head into the cache, by a block: which sees them after its next barrier.
+template <class T>
+__device__ __forceinline__ void take_in(const Unturned<T>& unturned, const Pages& pages, const Run& run, int kv_head) {
+    const int d = pages.head_dim;
+    const size_t from = ((size_t)run.token * pages.kv_heads + kv_head) * d;
+    const size_t to = place_of(pages, run.slot, run.position, kv_head);
+    for (int e = threadIdx.x; e < d; e += blockDim.x) {
+        const float key = turned_element(unturned, run.token, unturned.k + from, e, d);
+        keep(unturned.keys[to + e], key, run.token, unturned.trouble);
+        keep(unturned.values[to + e], unturned.v[from + e], run.token, unturned.trouble);
+    }
+}
+
 // q (N, H, d) -> scores (N, H, stride). Grid: chunks, G, tokens / tokens_each.
-// Shared: rows_at_once * (d in whole STEPs + 2) doubles.
+// Shared: rows_at_once * (d in whole STEPs + 2) doubles. unturned: null, or, with one token a block,
+// what it is to turn and to take into the cache.
 template <class T, int TILES>
-__device__ inline void scores_of_chunk(const float* q, const T* keys, const float* scales, const long long* slots,
+__device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturned, const T* keys, const float* scales, const long long* slots,
                                        const long long* positions, int n, int tokens_each, int rows_at_once,
                                        int window, int heads, double factor, Pages pages, float* scores, int stride) {
     constexpr int IN_FLIGHT = TILES == 1 ? 4 : 1;  // steps: decoding waits for memory's latency
@@ -126,13 +157,19 @@ __device__ inline void scores_of_chunk(const float* q, const T* keys, const floa
             const int j = first + tile * TILE + row;
             place[tile] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
         }
+        if constexpr (sizeof(T) > 1) {
+            if (unturned && last / CHUNK == chunk) take_in(*unturned, pages, run, kv_head);
+        }
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += rows_at_once) {
             const int live = min(run.tokens * group - row_0, rows_at_once), tiles = (live + TILE - 1) / TILE;
             __syncthreads();  // the last rows have been read
             for (int i = threadIdx.x; i < tiles * TILE * width; i += blockDim.x) {
                 const int r = i / width, e = i % width;
                 const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
-                query[r * pitch + e] = r < live && e < d ? q[mine.at * d + e] : 0.0f;
+                const float* from = q + mine.at * d;
+                float x = 0;
+                if (r < live && e < d) x = unturned ? turned_element(*unturned, run.token, from, e, d) : from[e];
+                query[r * pitch + e] = x;
             }
             __syncthreads();
             if (first > last || first + KEYS <= start) continue;  // nothing for this warp
@@ -379,8 +416,8 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
         int tokens_each, int rows_at_once, int window, int heads, double factor, const int* table, int pages_per_slot, \
         int page_size, int kv_heads, int head_dim, float* scores, int stride) {                                        \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        scores_of_chunk<T, TILES>(q, keys, scales, slots, positions, n, tokens_each, rows_at_once, window, heads,      \
-                                  factor, pages, scores, stride);                                                      \
+        scores_of_chunk<T, TILES>(q, nullptr, keys, scales, slots, positions, n, tokens_each, rows_at_once, window,    \
+                                  heads, factor, pages, scores, stride);                                               \
     }                                                                                                                  \
     extern "C" __global__ void A_BLOCK attention_values_##TILES##_##NAME(                                              \
         const float* scores, int stride, int is_pattern, const Normaliser* norms, const T* values,                     \
@@ -399,3 +436,19 @@ FOR_A_CACHE_OF(float, float32, 4)
 FOR_A_CACHE_OF(f16, float16, 4)
 FOR_A_CACHE_OF(bf16, bfloat16, 4)
 FOR_A_CACHE_OF(signed char, int8, 4)
+
+// Tokens of as many sequences, q, k and v as they come from their products. Grid: chunks, G, N.
+#define OF_UNTURNED_TOKENS(T, NAME)                                                                                    \
+    extern "C" __global__ void A_BLOCK attention_scores_unturned_##NAME(                                               \
+        const float* q, const float* k, const float* v, const float* cos, const float* sin, T* keys, T* values,        \
+        const long long* slots, const long long* positions, int n, int rows_at_once, int window, int heads,            \
+        double factor, const int* table, int pages_per_slot, int page_size, int kv_heads, int head_dim, float* scores, \
+        int stride, int* trouble) {                                                                                    \
+        const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
+        const Unturned<T> unturned{k, v, cos, sin, keys, values, trouble};                                             \
+        scores_of_chunk<T, 1>(q, &unturned, keys, nullptr, slots, positions, n, 1, rows_at_once, window, heads,        \
+                              factor, pages, scores, stride);                                                          \
+    }
+OF_UNTURNED_TOKENS(float, float32)
+OF_UNTURNED_TOKENS(f16, float16)
+OF_UNTURNED_TOKENS(bf16, bfloat16)

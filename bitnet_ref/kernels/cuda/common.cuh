@@ -131,6 +131,13 @@ template <int latest> __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
+/* Asks for the 128 bytes around an address, into the second-level cache. */
+__device__ __forceinline__ void prefetch(const void *global) {
+#ifndef BITNET_REF_EMULATED
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+#endif
+}
+
 // -- the kernel before this one in the stream (programmatic dependent launch, sm_90) ----------------------------------
 
 /* Lets the next kernel of the stream start before this one ends, if it was launched to. */

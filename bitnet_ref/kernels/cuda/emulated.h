@@ -445,8 +445,8 @@ static const char *launch(const Launch &how, void (*body)(void **), void **argum
     }
     std::mt19937 dice(how.order);
     machine.dynamic_bytes = how.dynamic_bytes;
-#ifdef __SANITIZE_ADDRESS__  // nothing behind it: the sanitizer's own zone begins there
-    machine.dynamic = how.dynamic_bytes ? static_cast<char *>(aligned_alloc(16, how.dynamic_bytes)) : nullptr;
+#ifdef __SANITIZE_ADDRESS__  // nothing behind it: the sanitizer's own zone begins there (malloc aligns to 16 bytes)
+    machine.dynamic = how.dynamic_bytes ? static_cast<char *>(malloc(how.dynamic_bytes)) : nullptr;
 #else
     machine.dynamic = static_cast<char *>(aligned_alloc(1024, (how.dynamic_bytes + GUARD_BYTES + 1023) / 1024 * 1024));
 #endif

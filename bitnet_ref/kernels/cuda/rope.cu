@@ -7,18 +7,9 @@
 //     keys[slot i, position i] = k',  values[slot i, position i] = v
 //
 // cos and sin are NumPy's own, computed in float64 and uploaded: sine on a card has other last bits. A thread turns one
-// pair. The fused kernel turns k on its way into the cache: one launch instead of two, and k' is never read again.
-#include "floats.cuh"
-#include "pages.cuh"
-
-struct Pair {
-    float first, second;
-};
-
-__device__ inline Pair turned(const float* x, int j, int half, float cos, float sin) {
-    const float first = x[j], second = x[j + half];
-    return {first * cos - second * sin, second * cos + first * sin};
-}
+// pair. The fused kernel turns k on its way into the cache: one launch instead of two, and k' is never read again. Of one
+// token even that is no launch: attention.cu does it.
+#include "rope.cuh"
 
 // q_turned (N, H, d) and k_turned (N, G, d); grid (ceil((H + G) * d/2 / blockDim), N).
 extern "C" __global__ void rope(const float* q, const float* k, const float* cos, const float* sin, int heads,
@@ -34,12 +25,6 @@ extern "C" __global__ void rope(const float* q, const float* k, const float* cos
     float* out = (is_query ? q_turned : k_turned) + at;
     out[j] = y.first;
     out[j + half] = y.second;
-}
-
-// One number into the cache. What 16 bits cannot hold is an error, as NaN is.
-template <class T> __device__ __forceinline__ void keep(T& to, float x, int token, int* trouble) {
-    assign(to, x);
-    if (sizeof(T) == 2 && !is_finite(as_float(to))) complain(trouble, CACHE, token);
 }
 
 // k and v (N, G, d) as they are into the cache; grid (ceil(G * d / blockDim), N).

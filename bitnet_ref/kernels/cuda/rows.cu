@@ -1,70 +1,25 @@
-// Everything that is done to a token's row between two matrix products, in one kernel.
-//
-// Plain version, for a row of floats (NumPy: layers.py, quantization.py):
-//
-//     made   = a | a + b | relu(a)^2 * b | silu(a) * b            residual sum, or the gate
-//     normed = made / sqrt(mean(made^2) + eps) * weight           RMSNorm, if there is a weight
-//     scale  = 127 / max(max|normed|, 1e-5)                       absmax quantisation, if x_q is wanted
-//     x_q    = clip(round(normed * scale), -128, 127)
+// Everything that is done to a token's row between two matrix products, in one kernel: row.cuh says what that is.
 //
 // Each step by itself is a kernel that reads a row and writes a row; a decoding step of 30 layers would have some 300 of
 // them, each a few microseconds for 10 KB. Fused, a row is read once, kept in shared memory, and what is written is the
 // int8 that the next matrix product reads. The primitives are this kernel with steps left out: they cannot disagree.
-//
-// Bits: sums and exponentials are float64, rounded once to float32; the rest is the float32 expressions of NumPy, one
-// rounding each (compiled without fused multiply-add). So x_q equals NumPy's.
-#include "floats.cuh"
-
-enum Source { PLAIN = 0, SUM = 1, RELU2 = 2, SILU = 3 };
-
-__device__ inline float make(int source, float a, const float* b, size_t i) {
-    if (source == SUM) return a + b[i];
-    if (source == RELU2) {
-        const float positive = a > 0 || a != a ? a : 0.0f;  // NaN passes
-        return positive * positive * b[i];
-    }
-    if (source == SILU) {  // a / (1 + e^-a), written so that e^-|a| never overflows
-        const double wide = a, e = exp(-fabs(wide));
-        return (float)(wide * (wide >= 0 ? 1.0 : e) / (1.0 + e)) * b[i];
-    }
-    return a;
-}
+#include "row.cuh"
 
 // One block a row of `width`. Pointers that are null: that step, or that result, is not wanted.
 // stash: where a row waits between the steps when shared memory cannot hold it; null: shared memory, width floats.
 // x_q has rows of `stride` bytes, whose end is filled with zeros.
-extern "C" __global__ void rows(int source, const float* a, const float* b, int width, const float* weight, double eps,
-                                float* made, float* normed, signed char* x_q, float* x_quant_scale, int stride,
-                                float* stash, int* trouble) {
-    __shared__ float max_scratch[33];
-    __shared__ double sum_scratch[33];
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    rows(int source, const float* a, const float* b, int width, const float* weight, double eps, float* made,
+         float* normed, signed char* x_q, float* x_quant_scale, int stride, float* stash, int* trouble) {
+    __shared__ RowScratch scratch;
     const size_t at = (size_t)blockIdx.x * width;
-    float* row = stash ? stash + at : dynamic_shared<float>();  // a thread touches the same places in each step: no barrier needed
-    double squares = 0;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        const float x = make(source, a[at + i], b, at + i);
-        row[i] = x;
-        if (made) made[at + i] = x;
-        squares += (double)x * x;
-    }
-    if (weight) {
-        const double mean_square = block_sum(squares, sum_scratch) / width;
-        if (threadIdx.x == 0 && !is_finite(mean_square)) complain(trouble, RMS_NORM, blockIdx.x);
-        const float rms = (float)sqrt(mean_square + eps);
-        for (int i = threadIdx.x; i < width; i += blockDim.x) {
-            row[i] = row[i] / rms * weight[i];
-            if (normed) normed[at + i] = row[i];
-        }
-    }
+    float* row = stash ? stash + at : dynamic_shared<float>();
+    const Recipe of = {source, a + at, b ? b + at : b, width, weight, eps};
+    const float largest = compute_row(of, row, scratch, made ? made + at : made, normed ? normed + at : normed,
+                                      x_q != nullptr, true, blockIdx.x, trouble);
     if (!x_q) return;
-    float largest = 0;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) largest = Max::combine(largest, fabsf(row[i]));  // NaN wins
-    largest = block_max(largest, max_scratch);
-    if (threadIdx.x == 0 && !is_finite(largest)) complain(trouble, QUANTIZE, blockIdx.x);
-    const float scale = 127.0f / fmaxf(largest, 1e-5f);
-    signed char* out = x_q + (size_t)blockIdx.x * stride;
-    for (int i = threadIdx.x; i < stride; i += blockDim.x)
-        out[i] = i < width ? (signed char)fminf(fmaxf(rintf(row[i] * scale), -128.0f), 127.0f) : 0;
+    const float scale = scale_of(largest);
+    quantize_row(row, width, scale, x_q + (size_t)blockIdx.x * stride, stride);
     if (threadIdx.x == 0) x_quant_scale[blockIdx.x] = scale;
 }
 

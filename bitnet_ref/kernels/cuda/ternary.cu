@@ -1,34 +1,12 @@
 // The ternary product y[M,N] = x[M,K] w[N,K]^T on a GPU: int8 activations, 2-bit weights, exact int32 sums.
 //
-// This file reads top to bottom as an explanation: the layout, the plain version, and then the fast ones.
-#include "common.cuh"
+// Read ternary.cuh first, which has the layout of the weights; then this file from top to bottom: the plain version, and
+// the fast ones. One token whose row is made on the way is multiplied in ternary_row.cu.
 #include "mma.cuh"
 #include "stacked.cuh"
+#include "ternary.cuh"
 
-// -- the layout -------------------------------------------------------------------------------------------------------
-//
-// Weights are stored as 2-bit two's complement (-1 = 11, 0 = 00, +1 = 01), in tiles of 16 rows by 128 columns, 512
-// bytes: what one warp reads with one 16-byte load a lane. Tiles lie along K first, then along N; rows and columns that
-// fill up the last tiles are zeros, which add nothing whatever they meet.
-//
-// Lane 4g + t of a tile holds four words. Crumb i (bits 2i, 2i+1) of byte b of word r is the weight of
-//
-//     row 16 R + g + 8 (r & 1),    column 128 C + 64 (r >> 1) + 16 t + 4 i + b
-//
-// so a lane's weights belong to two rows and to two runs of 16 columns, which are two 16-byte loads of x; and with all
-// crumbs i of the four words a lane has its part of an mma's A (see mma.cuh), for columns in an order of our own.
-static constexpr int TILE_ROWS = 16, TILE_COLUMNS = 128, TILE_WORDS = 128;
-
-/* The row (within the tile's 16) and the first of 4 columns (within its 128) of crumb i of word r of a lane. */
-__device__ __forceinline__ int row_of(int lane, int word) { return lane / 4 + 8 * (word & 1); }
-__device__ __forceinline__ int column_of(int lane, int word, int crumb) {
-    return 64 * (word >> 1) + 16 * (lane % 4) + 4 * crumb;
-}
-
-/* Crumb i of each of a word's four bytes, as four int8 of 64 times the weight: 11 -> -64, 00 -> 0, 01 -> 64.
- * Shifted to the top of its byte a crumb *is* that number, so there is nothing to subtract and nothing to look up; a
- * sum of such products is 64 times the sum wanted, and fits: |sum| <= 128 * 64 * K < 2^31 for K < 262,144. */
-__device__ __forceinline__ unsigned times_64(unsigned word, int crumb) { return word << (6 - 2 * crumb) & 0xc0c0c0c0u; }
+// -- into the layout --------------------------------------------------------------------------------------------------
 
 /* One thread a word: from rows of 4 codes a byte (w + 1, the first in the lowest bits) to tiles. */
 extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, int columns, unsigned *tiles) {
@@ -65,13 +43,6 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 }
 
 // -- what becomes of a sum --------------------------------------------------------------------------------------------
-
-/* y = sum * (w_scale / x_scale) + bias, each operation rounded once, as `quantization.dequantize` writes it. Every row
- * has a w_scale of its own, so that matrices of different scales can lie on top of each other. */
-__device__ __forceinline__ float scaled(int sum, float w_scale, float x_scale, bool biased, float bias) {
-    const float value = __fmul_rn(__int2float_rn(sum), __fdiv_rn(w_scale, x_scale));
-    return biased ? __fadd_rn(value, bias) : value;
-}
 
 /* What is left to do where several blocks have added to the sums. */
 extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, int second, int third,
@@ -192,14 +163,7 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
         #pragma unroll
         for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
             if (tile + ahead * warps >= end) break;  // all lanes alike
-            const uint4 low = x[8 * ahead + t], high = x[8 * ahead + t + 4];
-            const unsigned four[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
-            const unsigned w[4] = {words[ahead].x, words[ahead].y, words[ahead].z, words[ahead].w};
-            #pragma unroll
-            for (int word = 0; word < 4; word++)
-                #pragma unroll
-                for (int crumb = 0; crumb < 4; crumb++)
-                    sums[word & 1] = __dp4a(int(times_64(w[word], crumb)), int(four[word >> 1][crumb]), sums[word & 1]);
+            add_tile(sums, words[ahead], x[8 * ahead + t], x[8 * ahead + t + 4]);
         }
         tile += TILES_AHEAD * warps;
         load_tiles(words, row_of_tiles, tile, warps, end);
