@@ -132,6 +132,7 @@ class CupyBackend(Backend):
             if vector is not None:
                 self._vectors[id(vector)] = vector, self.ws.upload(_float32(vector))
         stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
+        self.synchronize()  # launches that overlap read weights before the work before them is done
         return w
 
     # -- around a pass -------------------------------------------------------------------------------------------------

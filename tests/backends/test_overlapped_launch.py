@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bitnet_ref.backends.cuda import overlapped_launch
+from bitnet_ref.backends.cuda import emulated_device, overlapped_launch
+from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.errors import DeviceError
 
 HEADERS = [path for path in (Path("/usr/local/cuda/include"), Path("/usr/include")) if (path / "cuda.h").is_file()]
-pytestmark = pytest.mark.skipif(not HEADERS or shutil.which("g++") is None, reason="no cuda.h, or no C++ compiler")
+needs_header = pytest.mark.skipif(not HEADERS or shutil.which("g++") is None, reason="no cuda.h, or no C++ compiler")
+needs_compiler = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
 
 DRIVER = """
 #include <cuda.h>
@@ -70,6 +72,7 @@ def library(tmp_path_factory):
     return found
 
 
+@needs_header
 def test_the_driver_gets_what_was_asked_for(library):
     array = SimpleNamespace(data=SimpleNamespace(ptr=0x7F0000000100))  # all that is asked of a CuPy array
     args = (array, np.int32(-5), np.float32(0.25), np.uint64(0))
@@ -80,7 +83,49 @@ def test_the_driver_gets_what_was_asked_for(library):
     assert (seen.attributes, seen.value, seen.number, seen.fraction) == (1, 1, -5, 0.25)
 
 
+@needs_header
 def test_the_drivers_errors_are_told(library):
     args = (np.uint64(0), np.int32(0), np.float32(0), np.uint64(1))  # which this driver refuses
     with pytest.raises(DeviceError, match="cuLaunchKernelEx gives CUDA error 1"):
         overlapped_launch.launch(library, 1, (1, 1, 1), (1, 1, 1), args, 0, 0)
+
+
+@needs_compiler
+def test_whether_it_works_is_tried():
+    assert overlapped_launch.works(EmulatedDevice())
+
+
+@needs_compiler
+def test_a_device_that_loses_something_does_not_work():
+    class Forgetful(EmulatedDevice):
+        def copy(self, target, source):
+            super().copy(target, source)
+            if self._recording is None and isinstance(source, np.ndarray):
+                target[..., -1] = 0
+
+    assert not overlapped_launch.works(Forgetful())
+
+
+@needs_compiler
+def test_a_device_that_refuses_does_not_work():
+    class Unwilling(EmulatedDevice):
+        def kernel(self, file, name):
+            def refuse(*args, overlap=False):
+                raise DeviceError("cuLaunchKernelEx gives CUDA error 801")
+
+            return refuse
+
+    assert not overlapped_launch.works(Unwilling())
+    assert not overlapped_launch.works(EmulatedDevice(memory_limit=1 << 20))
+
+
+@needs_compiler
+def test_a_kernel_that_waits_for_nothing_is_found(tmp_path):
+    """What guards the package's own kernels: recorded steps launch all of them so."""
+    file = tmp_path / "hasty.cu"
+    file.write_text('#include "common.cuh"\nextern "C" __global__ void hasty(int *y) { y[threadIdx.x] = 1; }\n')
+    device = EmulatedDevice()
+    kernel, y = device.kernel(str(file), "hasty"), device.zeros(32, np.int32)
+    kernel(1, 32, (y,))
+    with pytest.raises(DeviceError, match="launched to overlap, and waits for nothing"):
+        kernel(1, 32, (y,), overlap=True)

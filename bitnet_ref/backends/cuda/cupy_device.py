@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -83,7 +83,7 @@ class CupyKernel:
         with device_errors(), self._device.gpu:
             if shared_mem > ALWAYS_SHARED and self._function.max_dynamic_shared_size_bytes < shared_mem:
                 self._function.max_dynamic_shared_size_bytes = shared_mem
-            if overlap and self._device.can_overlap:
+            if (overlap or self._device.overlaps) and self._device.knows_overlap:
                 stream = self._device.stream.ptr
                 overlapped_launch.launch(
                     overlapped_launch.driver(), self._function.kernel.ptr, *sizes, plain, shared_mem, stream
@@ -141,7 +141,7 @@ class CupyDevice(Device):
         self.compute_capability = facts["major"], facts["minor"]
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
         new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
-        self.can_overlap = new_enough and overlapped_launch.driver() is not None
+        self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None
         self._limit, self._peak, self._capturing = memory_limit, 0, False
         self._modules: dict[str, Any] = {}
@@ -151,6 +151,10 @@ class CupyDevice(Device):
             self.pool = cupy.cuda.MemoryPool()
             if memory_limit is not None:
                 self.pool.set_limit(size=memory_limit)
+
+    @cached_property
+    def can_overlap(self) -> bool:  # type: ignore[override]
+        return self.knows_overlap and overlapped_launch.works(self)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class Kernel(Protocol):
         """Launch. args: device arrays (their pointers), None (a null pointer), NumPy scalars (as they are), int (as
         int32), float (as float32). shared_mem: bytes of dynamic shared memory, of which 48 KB are always there.
 
-        overlap: it may start before the kernel before it has ended, if the device `can_overlap`; only for kernels
-        that wait for those before them (`wait_for_kernels_before` of common.cuh).
+        overlap, or `Device.overlaps`: it may start before the kernel before it has ended, where the device can do
+        that; only for kernels that wait for those before them (`wait_for_kernels_before` of common.cuh).
         """
 
 
@@ -78,7 +78,8 @@ class Device(ABC):
     compute_capability: tuple[int, int]
     multiprocessors: int
     l2_bytes: int
-    can_overlap: bool  # whether `overlap` of a launch means anything
+    can_overlap: bool  # whether launches that overlap are known to work, and mean anything
+    overlaps = False  # whether all launches are to overlap, for now
     can_matmul_16: bool  # whether `matmul_16` can be asked for
     xp: Any  # numpy or cupy
 

@@ -147,6 +147,7 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("dynamic_bytes", ctypes.c_uint),
         ("order", ctypes.c_uint),
+        ("overlapped", ctypes.c_uint),
     )
 
 
@@ -176,11 +177,12 @@ class EmulatedKernel:
         if len(plain) != len(self.kinds):
             raise ShapeError(f"launch of {self.name}", expected=f"{len(self.kinds)} arguments", got=str(len(plain)))
         cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in plain]
-        self._device._do(lambda: self._run(sizes, cells, shared_mem), *plain)
+        more = shared_mem, self._device.order, overlap or self._device.overlaps
+        how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), *more)
+        self._device._do(lambda: self._run(how, cells), *plain)
 
-    def _run(self, sizes: tuple[tuple[int, ...], ...], cells: list[NDArray], shared_mem: int) -> None:
+    def _run(self, how: _Launch, cells: list[NDArray]) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
-        how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared_mem, self._device.order)
         self._device.launches += 1
         with _one_at_a_time:
             wrong = self._launch(ctypes.byref(how), pointers)
@@ -232,7 +234,7 @@ class EmulatedDevice(Device):
     compute_capability = (9, 0)
     multiprocessors = MULTIPROCESSORS
     l2_bytes = L2_BYTES
-    can_overlap = False  # one launch ends before the next begins
+    can_overlap = False  # one launch ends before the next begins; it only looks whether kernels would wait
     can_matmul_16 = True
     xp = np
 

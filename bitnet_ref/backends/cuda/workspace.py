@@ -99,13 +99,13 @@ class Workspace:
 
     @contextmanager
     def arrays_of(self, arena: Arena) -> Iterator[None]:
-        """What runs in this takes its arrays from the arena, from its first again."""
+        """What runs in this takes its arrays from the arena, from its first again; and its launches overlap."""
         arena.begin()
-        self.arena = arena
+        self.arena, self.device.overlaps = arena, self.device.can_overlap or self.device.emulated
         try:
             yield
         finally:
-            self.arena = None
+            self.arena, self.device.overlaps = None, False
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 

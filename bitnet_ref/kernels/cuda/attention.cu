@@ -141,6 +141,7 @@ __device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturn
                                        int window, int heads, double factor, Pages pages, float* scores, int stride) {
     constexpr int IN_FLIGHT = TILES == 1 ? 4 : 1;  // steps: decoding waits for memory's latency
     double* query = dynamic_shared<double>();
+    begin_in_turn();
     const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
     const int width = (d + STEP - 1) / STEP * STEP, pitch = width + 2;  // rows 16 bytes apart in the banks
     const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
@@ -232,6 +233,7 @@ __device__ __forceinline__ float softened(float score, Normaliser norm) {
 
 // (H, S) -> (H, S): the softmax by itself; a warp a row.
 extern "C" __global__ void softmax(const float* scores, int rows, int count, float* pattern) {
+    begin_in_turn();
     const int row = blockIdx.x * WARPS + warp_of_block();
     if (row >= rows) return;
     const size_t at = (size_t)row * count;
@@ -242,6 +244,7 @@ extern "C" __global__ void softmax(const float* scores, int rows, int count, flo
 // scores (N, H, stride) -> norms (N, H), for `values`; a warp a row.
 extern "C" __global__ void attention_normalisers(const float* scores, int stride, const long long* positions, int n,
                                                  int window, int heads, Normaliser* norms) {
+    begin_in_turn();
     const int number = blockIdx.x * WARPS + warp_of_block();
     if (number >= n * heads) return;
     const int position = (int)positions[number / heads];
@@ -289,6 +292,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
     __shared__ Normaliser norm[ROWS];
     __shared__ long long where[CHUNK];  // each value's place in the pool; -1 of one that no token of the run sees
     __shared__ bool is_last;
+    begin_in_turn();
     const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
     const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const int begin = (gridDim.z - 1 - blockIdx.z) * tokens_each, end = min(begin + tokens_each, n);

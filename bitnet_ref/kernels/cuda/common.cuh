@@ -147,9 +147,18 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-/* Returns when the kernels before have ended and what they wrote can be seen. Until then only weights may be read. */
+/* Returns when the kernels before have ended and what they wrote can be seen. Until then only weights may be read, and
+ * nothing written. Every kernel calls it: a recorded step launches all of them to overlap. */
 __device__ __forceinline__ void wait_for_kernels_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif defined(BITNET_REF_EMULATED)
+    emulated::waited();
 #endif
+}
+
+/* How a kernel begins that has nothing to read before. */
+__device__ __forceinline__ void begin_in_turn() {
+    let_next_kernel_start();
+    wait_for_kernels_before();
 }

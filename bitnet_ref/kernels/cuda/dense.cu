@@ -191,7 +191,9 @@ template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
     const int first_token = blockIdx.x % groups * TOKENS, warps = blockDim.x / 32, chunks = chunks_of(width);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     int chunk = warp_of_block();
+    let_next_kernel_start();
     Words words = load_words(w, row, chunk, width, out);
+    wait_for_kernels_before();
     float sum[OWN] = {};  // of thread i: the sums i, i + its block's threads, ...
     for (int first = 0; first < chunks; first += ROUND) {
         const int end = min(first + ROUND, chunks);
@@ -281,7 +283,9 @@ template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
                 parts[part];
     };
 
+    let_next_kernel_start();
     ask_for_words(0);
+    wait_for_kernels_before();
 #pragma unroll
     for (int number = 0; number < TILES / C; number++) {
         float some[WIDE];
@@ -359,6 +363,7 @@ MANY(f16, 64_float16) { many<f16, 8>(ARGUMENTS); }
 constexpr int LANE_ROWS = 4;
 
 template <int TOKENS> __device__ inline void by_lanes(PARAMETERS(float)) {
+    begin_in_turn();
     const int lane = lane_of_warp(), row = (blockIdx.x * (blockDim.x / 32) + warp_of_block()) * LANE_ROWS;
     if (row >= out) return;  // the whole warp does
     for (int token = blockIdx.y * TOKENS; token < n; token += gridDim.y * TOKENS) {

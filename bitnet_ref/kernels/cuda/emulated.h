@@ -186,7 +186,7 @@ struct Machine {
     char *dynamic = nullptr;
     size_t dynamic_bytes = 0;
     int barrier_total = 0, barrier_count = 0;  // of the last __syncthreads_count: threads, and those with a true value
-    bool failed = false;
+    bool failed = false, waited = false;
     char error[1024] = "";
 #ifdef BITNET_REF_OWN_SWITCH
     void *context = nullptr;
@@ -244,6 +244,9 @@ __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...) 
         va_end(more);
     }
 }
+
+/* What `wait_for_kernels_before` of common.cuh is here, where every kernel before has ended: noted. */
+static inline void waited() { machine.waited = true; }
 
 [[noreturn]] static void die() {
     for (;;) to_scheduler(true);
@@ -422,12 +425,13 @@ struct Launch {
     unsigned grid[3], block[3];
     unsigned dynamic_bytes;
     unsigned order;  // 0: threads and blocks ascend; 1: descend; else shuffled by this seed
+    unsigned overlapped;  // to be started before the kernel before has ended: it must wait for that by itself
 };
 
 static const char *launch(const Launch &how, void (*body)(void **), void **arguments) {
     const unsigned threads = how.block[0] * how.block[1] * how.block[2];
     const unsigned blocks = how.grid[0] * how.grid[1] * how.grid[2];
-    machine.failed = false;
+    machine.failed = machine.waited = false;
     machine.body = body, machine.arguments = arguments;
     machine.host_stack = nullptr;
     blockDim = dim3(how.block[0], how.block[1], how.block[2]);
@@ -457,6 +461,7 @@ static const char *launch(const Launch &how, void (*body)(void **), void **argum
         run_block();
     }
     free(machine.dynamic);
+    if (how.overlapped && !machine.failed && !machine.waited) fail("it was launched to overlap, and waits for nothing");
     return machine.failed ? machine.error : nullptr;
 }
 

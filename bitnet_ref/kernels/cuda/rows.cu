@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rows(int source, const float* a, const float* b, int width, const float* weight, double eps, float* made,
          float* normed, signed char* x_q, float* x_quant_scale, int stride, float* stash, int* trouble) {
     __shared__ RowScratch scratch;
+    begin_in_turn();
     const size_t at = (size_t)blockIdx.x * width;
     float* row = stash ? stash + at : dynamic_shared<float>();
     const Recipe of = {source, a + at, b ? b + at : b, width, weight, eps};
@@ -25,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // A vector to every row: what a bias is. y = x + bias, (n, width); one thread an element.
 extern "C" __global__ void add_vector(const float* x, const float* bias, size_t n, int width, float* y) {
+    begin_in_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n * width) y[i] = x[i] + bias[i % width];
 }
@@ -32,6 +34,7 @@ extern "C" __global__ void add_vector(const float* x, const float* bias, size_t 
 // x (n, width) in 16 bits, for a product that takes no other; what they cannot hold is an error. One thread an element.
 template <class T>
 __device__ inline void rounded(const float* x, size_t n, int width, T* y, int* trouble) {
+    begin_in_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n * width) return;
     assign(y[i], x[i]);
@@ -47,6 +50,7 @@ extern "C" __global__ void round_bfloat16(const float* x, size_t n, int width, b
 // y = acc * (w_dequant_scale / x_quant_scale), (n, width): a quotient and a product, each rounded once.
 extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, const float* x_quant_scale, size_t n,
                                       int width, float* y) {
+    begin_in_turn();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n * width) y[i] = (float)acc[i] * (w_dequant_scale / x_quant_scale[i / width]);
 }
@@ -55,6 +59,7 @@ extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, con
 // One block a row.
 template <class T>
 __device__ inline void take(const T* table, const long long* ids, int width, float* y) {
+    begin_in_turn();
     const T* from = table + (size_t)ids[blockIdx.x] * width;
     for (int i = threadIdx.x; i < width; i += blockDim.x) y[(size_t)blockIdx.x * width + i] = as_float(from[i]);
 }

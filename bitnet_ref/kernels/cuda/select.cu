@@ -18,6 +18,7 @@ __device__ inline unsigned key_of(float x) {
 
 // thresholds (n,) zeros -> the largest key of each token; grid (blocks, n).
 extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* trouble) {
+    begin_in_turn();
     const float* row = logits + (size_t)blockIdx.y * vocab;
     unsigned mine = 0;
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
@@ -39,6 +40,7 @@ extern "C" __global__ void kth_largest(const float* logits, int vocab, const int
     __shared__ int bins[256];
     __shared__ unsigned chosen;
     __shared__ int left;
+    begin_in_turn();
     const float* row = logits + (size_t)blockIdx.x * vocab;
     unsigned begins = 0;
     int rank = ks[blockIdx.x];
@@ -68,6 +70,7 @@ extern "C" __global__ void kth_largest(const float* logits, int vocab, const int
 // grid (blocks, n).
 extern "C" __global__ void collect(const float* logits, int vocab, const unsigned* thresholds, int room, int* counts,
                                    int* ids, float* values) {
+    begin_in_turn();
     const float* row = logits + (size_t)blockIdx.y * vocab;
     const unsigned threshold = thresholds[blockIdx.y];
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
@@ -81,6 +84,7 @@ extern "C" __global__ void collect(const float* logits, int vocab, const unsigne
 
 // values (n, m) = each token's logits of its ids (n, m), where those are not negative; grid (ceil(m / blockDim), n).
 extern "C" __global__ void pick(const float* logits, int vocab, const long long* ids, int m, float* values) {
+    begin_in_turn();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= m) return;
     const long long id = ids[(size_t)blockIdx.y * m + i];

@@ -10,6 +10,7 @@
 
 /* One thread a word: from rows of 4 codes a byte (w + 1, the first in the lowest bits) to tiles. */
 extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, int columns, unsigned *tiles) {
+    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, row_bytes = (columns + 3) / 4;
     const long long tile = index / TILE_WORDS;
@@ -33,8 +34,7 @@ extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, i
 /* Rows of `columns` int8 into rows of whole tiles: for x whose rows the kernels below cannot read. */
 extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int columns, signed char *padded) {
     const int stride = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
-    let_next_kernel_start();
-    wait_for_kernels_before();
+    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * stride) return;
     const long long token = index / stride;
@@ -47,8 +47,7 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 /* What is left to do where several blocks have added to the sums. */
 extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, int second, int third,
                                           const float *w_scales, const float *x_scales, const float *bias, float *y) {
-    let_next_kernel_start();
-    wait_for_kernels_before();
+    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
     const long long token = index / rows;
@@ -77,8 +76,7 @@ extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows,
 // -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
 
 extern "C" __global__ void ternary_plain(PARAMETERS) {
-    let_next_kernel_start();
-    wait_for_kernels_before();
+    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
     const long long token = index / rows;
