@@ -140,6 +140,7 @@ class CupyDevice(Device):
         self.name = facts["name"].decode()
         self.compute_capability = facts["major"], facts["minor"]
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
+        self.row_blocks = 2 * self.multiprocessors  # as ternary_row.cu's launch bounds say
         new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
         self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None

@@ -77,6 +77,7 @@ class Device(ABC):
     emulated: bool
     compute_capability: tuple[int, int]
     multiprocessors: int
+    row_blocks: int  # the most blocks of `ternary_row`, each of which makes the whole row: as many as run at once
     l2_bytes: int
     can_overlap: bool  # whether launches that overlap are known to work, and mean anything
     overlaps = False  # whether all launches are to overlap, for now

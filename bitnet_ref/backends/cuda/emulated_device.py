@@ -233,6 +233,7 @@ class EmulatedDevice(Device):
     emulated = True
     compute_capability = (9, 0)
     multiprocessors = MULTIPROCESSORS
+    row_blocks = 2  # few: one runs at a time here, and so each takes several units
     l2_bytes = L2_BYTES
     can_overlap = False  # one launch ends before the next begins; it only looks whether kernels would wait
     can_matmul_16 = True

@@ -18,7 +18,6 @@ FILE = "rows.cu"
 ROW_THREADS = 512  # row.cuh: of a block that takes a row, if the row has so many elements
 SHARED_FLOATS = 8192  # a row longer than this waits in global memory
 MOST_COLUMNS = 16384  # of a row that is multiplied where it is made: 5 bytes of shared memory each
-BLOCKS_A_MULTIPROCESSOR = 2  # of `ternary_row`, at once
 
 
 def value(ws: Workspace, x: Any) -> Any:
@@ -72,7 +71,7 @@ def linear_of_row(ws: Workspace, x: Any, w: TiledWeight, gate: int = PLAIN) -> A
     units = -(-y.shape[1] // TILE_ROWS)
     width = recipe.of.shape[1]
     ws.launch(
-        *("ternary_row.cu", "ternary_row", (min(units, BLOCKS_A_MULTIPROCESSOR * ws.device.multiprocessors),)),
+        *("ternary_row.cu", "ternary_row", (min(units, ws.device.row_blocks),)),
         *(threads_of(width), *recipe.arguments, made, w.tiles, rows, w.w_scales, w.bias_on_device, gate, y, ws.trouble),
         shared=padded_columns(width) + width * 4,
     )

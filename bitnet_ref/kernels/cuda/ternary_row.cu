@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
             ask_for(more ? unit : unit + gridDim.x, more ? first + TILES_AHEAD * warps : warp);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2 && warp < count; half++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 sums[half][i] += __shfl_xor_sync(ALL_LANES, sums[half][i], 1);
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
         int sum = 0;
 #pragma unroll
         for (int of_warp = 0; of_warp < MOST_WARPS; of_warp++)
-            if (of_warp < warps) sum += partial[odd][of_warp][lane_of_warp()];
+            if (of_warp < min(warps, count)) sum += partial[odd][of_warp][lane_of_warp()];
         float value = scaled(sum >> 6, w_scale, x_scale, bias != nullptr, of_bias);
         if (gate != PLAIN) value = make(gate, value, __shfl_down_sync(ALL_LANES, value, TILE_ROWS));
         if (writes && threadIdx.x < TILE_ROWS) y[mine] = value;
