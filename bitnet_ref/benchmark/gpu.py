@@ -286,6 +286,7 @@ class _Run:
             def find() -> Found:
                 sizes: dict[str, Any] = {"cold_bytes": self.plan.cold_bytes, "copy_bytes": self.plan.copy_bytes}
                 bench = measure_cuda_kernels(self.device, [(n, k)], [1], repeats=self.plan.kernel_repeats, **sizes)
+                self.device.trim()  # models have a pool of their own
                 every, overlap = bench.results, TernaryKernels(self.device).overlap and self.device.can_overlap
                 wrong = sum(r.unequal_accumulators for r in every), sum(r.unequal_floats for r in every)
                 self.found.checks[f"kernels {n}x{k}"] = Check(len(every) * n, wrong[0], len(every) * n, wrong[1])
