@@ -82,12 +82,28 @@ def test_llama_cpp_is_measured():
 
 
 @pytest.mark.skipif(find_spec("transformers") is None or find_spec("torch") is None, reason="needs transformers")
-def test_transformers_is_measured():
-    found = benchmark.measure_peer("transformers", TINY, 5, 3)
+@pytest.mark.parametrize(("quantized", "weights"), [(False, "dense bfloat16"), (True, "BitLinear, packed uint8")])
+def test_transformers_is_measured(quantized, weights, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes half a minute
+    found = benchmark.measure_peer("transformers", TINY, 5, 3, quantized=quantized)
+    assert found.weights == weights
     assert found.prompt_tokens_per_s > 0
     assert found.decode.repetitions == 3
     assert found.peak_memory_bytes > 0
     json.dumps(found.to_dict())
+
+
+def test_a_peer_is_told_the_device_only_where_it_has_a_choice(tmp_path, monkeypatch):
+    times = {"version": "1", "prompt_s": [1], "decode_s": [1], "peak_memory_bytes": 7}
+    echo = f"import json, sys; print(json.dumps({{**{times}, 'weights': json.loads(sys.argv[1])}}))"
+    (tmp_path / "peer.py").write_text(echo)
+    for name, chooses in (("fixed", False), ("free", True)):
+        monkeypatch.setitem(benchmark.PEERS, name, Peer(str(tmp_path / "peer.py"), "pip install it", chooses=chooses))
+    asked = benchmark.measure_peer("free", TINY, device="cuda", quantized=True).weights
+    assert (asked["device"], asked["quantized"]) == ("cuda", True)
+    assert "device" not in benchmark.measure_peer("fixed", TINY).weights
+    with pytest.raises(BackendError, match="for transformers"):
+        benchmark.measure_peer("fixed", TINY, device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ memory, and reported as the best and the median and as a ratio to what the read 
     synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
     peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
     cache.py      what a narrow KV cache costs                serve.py      the engine under load
-    cuda_kernels.py  the ternary kernels of a GPU
+    cuda_kernels.py  the ternary kernels of a GPU             gpu.py        all that is asked of one, in one run
 """
 
 from .bandwidth import MemoryReader
 from .cache import CacheBench, CacheError, measure_cache
 from .ceiling import Ceiling, measure_ceiling
 from .cuda_kernels import CudaKernelBench, CudaKernelResult, measure_cuda_kernels
+from .gpu import GpuBench, Plan, measure_gpu
 from .kernels import KernelBench, KernelResult, candidates, measure_kernels
 from .models import ModelBench, StepBytes, bytes_of_step, measure_model
 from .peers import PEERS, PeerBench, measure_peer
@@ -34,6 +35,7 @@ __all__ = [
     "Check",
     "CudaKernelBench",
     "CudaKernelResult",
+    "GpuBench",
     "KernelBench",
     "KernelResult",
     "Load",
@@ -41,6 +43,7 @@ __all__ = [
     "MemoryReader",
     "ModelBench",
     "PeerBench",
+    "Plan",
     "ServeBench",
     "StepBytes",
     "Timing",
@@ -53,6 +56,7 @@ __all__ = [
     "measure_cache",
     "measure_ceiling",
     "measure_cuda_kernels",
+    "measure_gpu",
     "measure_kernels",
     "measure_model",
     "measure_peer",

@@ -109,6 +109,24 @@ class CudaKernelBench:
         return facts
 
 
+class PlainCopy:
+    """The ceiling: a copy within the card's memory. nbytes: what it reads and writes, both counted."""
+
+    def __init__(self, device: Device, copy_bytes: int | None = None) -> None:
+        """copy_bytes: to read, by default 1 GiB, or a quarter of the free memory if that is less."""
+        if copy_bytes is None:
+            copy_bytes = min(LARGEST_COPY_BYTES, device.memory().free // 4)
+        self._device = device
+        self._source, self._target = (device.zeros(copy_bytes // 16 * 4, np.float32) for _ in range(2))
+        self.nbytes = 2 * self._source.nbytes
+        with device.capture() as self._graph:
+            device.copy(self._target, self._source)
+
+    def seconds(self) -> float:
+        """Of one copy, between two events."""
+        return _seconds(self._device, self._graph)
+
+
 def kernels_for(tokens: int) -> list[str]:
     """Those worth comparing: of kernels 1 and 2 the ones with room for the tokens but not four times as much, and 3."""
     few = [name for name, most in GEMV.items() if tokens <= most and (most <= 4 * tokens or most == 8)]
@@ -134,12 +152,9 @@ def measure_cuda_kernels(
         got = f"shapes {list(shapes)}, tokens {list(tokens)}, {repeats} repeats"
         raise ShapeError("measure_cuda_kernels", expected="at least one shape and token, all sizes >= 1", got=got)
     cold_bytes = CACHES_OF_WEIGHTS * device.l2_bytes if cold_bytes is None else cold_bytes
-    copy_bytes = min(LARGEST_COPY_BYTES, device.memory().free // 4) if copy_bytes is None else copy_bytes
     dice = np.random.default_rng(0)
     variants = [TernaryKernels(device, overlap) for overlap in ((False, True) if device.can_overlap else (False,))]
-    source, target = (device.zeros(copy_bytes // 16 * 4, np.float32) for _ in range(2))
-    with device.capture() as plain_copy:
-        device.copy(target, source)
+    plain_copy = PlainCopy(device, copy_bytes)
     copy_samples: list[float] = []
     results: list[CudaKernelResult] = []
     steps = len(shapes) * len(tokens)
@@ -169,7 +184,7 @@ def measure_cuda_kernels(
                     samples = []
                     graph.launch()
                     for _ in range(repeats):
-                        copy_samples.append(_seconds(device, plain_copy))
+                        copy_samples.append(plain_copy.seconds())
                         samples.append(_seconds(device, graph) / launches)
                     timing = Timing.of(samples)
                 how = choose_launch(m, n_out, n_in, device.multiprocessors, name)
@@ -182,8 +197,8 @@ def measure_cuda_kernels(
                 )
             if progress is not None:
                 progress(number * len(tokens) + part + 1, steps)
-    copy_samples = copy_samples or [_seconds(device, plain_copy)]
-    facts = device.name, device.emulated, device.l2_bytes, 2 * source.nbytes
+    copy_samples = copy_samples or [plain_copy.seconds()]
+    facts = device.name, device.emulated, device.l2_bytes, plain_copy.nbytes
     return CudaKernelBench(*facts, Timing.of(copy_samples), results)
 
 

@@ -30,10 +30,11 @@ class Peer:
     script: str  # beside this file
     pip: str  # what installs it
     gguf: str | None = None  # it reads a file: what its ternary matrices are written as
+    chooses: bool = False  # whether it can be told the device, and whether to keep the weights packed
 
 
 PEERS = {
-    "transformers": Peer("peer_transformers.py", "pip install torch transformers"),
+    "transformers": Peer("peer_transformers.py", "pip install torch transformers", chooses=True),
     "llama-cpp-python": Peer("peer_llama_cpp.py", "pip install llama-cpp-python", gguf="tq2_0"),
 }
 
@@ -62,6 +63,10 @@ class PeerBench:
         """Of the best step."""
         return 1 / self.decode.best_s
 
+    @property
+    def decode_tokens_per_s_median(self) -> float:
+        return 1 / self.decode.median_s
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
         derived = ("prompt_tokens_per_s", "decode_tokens_per_s")
@@ -76,32 +81,41 @@ def measure_peer(
     *,
     threads: int = 1,
     python: str = sys.executable,
+    device: str = "cpu",
+    quantized: bool = False,
+    timeout_s: float = TIMEOUT_S,
 ) -> PeerBench:
     """Time a random model of that shape on a peer: its prompt, and decoding greedily, one token at a time.
 
+    device, quantized: for transformers alone: "cuda" runs it on the GPU, and True with its own BitNet linears of packed
+    weights, where False means dense bfloat16.
+
     A peer that reads a file gets one in the system's folder for temporary files (TMPDIR), 1.2 GB for a 2B-4T, which is
     deleted afterwards. Raises BackendUnavailable with the pip command when `python` does not have the peer,
-    BackendError when it fails.
+    BackendError when it fails, or has not ended after timeout_s.
     """
     peer = PEERS[name]
+    if (device, quantized) != ("cpu", False) and not peer.chooses:
+        raise BackendError(f"{name} runs as it is: device and quantized are for transformers")
     asked = {
         "config": peer_config(config),
         "prompt": prompt_tokens,
         "new": new_tokens,
         "repeats": PROMPT_REPEATS,
         "threads": threads,
+        **({"device": device, "quantized": quantized} if peer.chooses else {}),
     }
     if peer.gguf is None:
-        found = _run(name, peer, python, asked)
+        found = _run(name, peer, python, asked, timeout_s)
     else:
-        _run(name, peer, python, {})  # is it there? before a gigabyte is written
+        _run(name, peer, python, {}, timeout_s)  # is it there? before a gigabyte is written
         with TemporaryDirectory(prefix="bitnet-ref-") as folder:
             file = Path(folder, "model.gguf")
             try:
                 write_random_gguf(config, file, peer.gguf)
             except (FormatError, ConfigError, OSError) as error:
                 raise BackendError(f"{name} could not be measured: no file of this shape: {error}") from error
-            found = _run(name, peer, python, {**asked, "file": str(file)})
+            found = _run(name, peer, python, {**asked, "file": str(file)}, timeout_s)
     return PeerBench(
         name,
         found["version"],
@@ -115,11 +129,11 @@ def measure_peer(
     )
 
 
-def _run(name: str, peer: Peer, python: str, asked: dict[str, Any]) -> dict[str, Any]:
+def _run(name: str, peer: Peer, python: str, asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """What the peer's script says to what is asked. Raises BackendUnavailable, BackendError."""
     command = [python, str(Path(__file__).parent / peer.script), json.dumps(asked)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise BackendError(f"{name} could not be measured: {type(error).__name__}: {error}") from error

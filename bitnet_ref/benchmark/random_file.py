@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import ModelConfig
+from ..errors import ConfigError
 from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes
 from ..formats.gguf_export import write_gguf_model
 from ..weights import DenseWeight, LinearWeight
@@ -58,8 +59,10 @@ def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: s
     """A GGUF that llama.cpp runs, its ternary matrices of that kind, embedding and head float16, without a tokenizer.
 
     Its architecture for sub-norms has silu: a shape with relu2 gets that, which changes no matrix. Raises FormatError
-    or ConfigError for a shape that the kind or GGUF cannot hold.
+    or ConfigError for a shape that the kind or GGUF cannot hold, and for a dense one.
     """
+    if config.quantization is None:
+        raise ConfigError(f"the shape is dense, and a file of {kind} is of a ternary one", field="quantization")
     if config.sub_norms:
         config = replace(config, activation="silu")
     with RandomCheckpoint(config) as checkpoint:

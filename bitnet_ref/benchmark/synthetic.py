@@ -80,6 +80,23 @@ SHAPES: dict[str, ModelConfig] = {
         tie_word_embeddings=False,
         rope=RopeConfig(),
     ),
+    "tinyllama-1.1b": replace(  # TinyLlama-1.1B, which is dense
+        _BITNET,
+        model_type="llama",
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=64,
+        activation="silu",
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        sub_norms=False,
+        rope=RopeConfig(),
+        quantization=None,
+    ),
 }
 
 # The 81 bytes that hold four codes of 0, 1 and 2 (code 3 never occurs). A random byte picks one: 13 of them come a
@@ -100,12 +117,25 @@ def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Te
     return TernaryWeight(packed, n_in, np.float32((1.5 / n_in) ** 0.5))
 
 
+def random_dense_weight(rng: np.random.Generator, n_out: int, n_in: int) -> DenseWeight:
+    """A bfloat16 matrix (n_out, n_in), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
+    bits = np.empty((n_out, n_in), dtype=np.uint16)
+    rows = max(1, (1 << 22) // n_in)  # 8 MB at a time
+    for start in range(0, len(bits), rows):
+        block = bits[start : start + rows]
+        drawn = np.frombuffer(rng.bytes(block.nbytes), dtype=np.uint16).reshape(block.shape)
+        np.bitwise_and(drawn, 0x807F, out=block)
+        block |= 0x3C80
+    return DenseWeight(bits.view(ml_dtypes.bfloat16))
+
+
 def synthetic_model(
     config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
 ) -> Model:
     """A model of that shape with random weights, in the layout of whoever computes them. `layers` makes it shorter.
 
-    One matrix at a time is drawn and passed on, so the peak is hardly above the model's size.
+    Its linears are ternary, or dense bfloat16 where the config has no quantization. One matrix at a time is drawn and
+    passed on, so the peak is hardly above the model's size.
     """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
@@ -113,10 +143,11 @@ def synthetic_model(
         config = replace(config, num_hidden_layers=layers)
     rng = np.random.default_rng(seed)
     total = config.num_hidden_layers + 1
+    draw = random_ternary_weight if config.quantization else random_dense_weight
 
     def layer(index: int) -> LayerWeights:
         prepare = backend.prepare_for(index)
-        linears = {name: prepare(random_ternary_weight(rng, *shape)) for name, shape in config.linear_shapes().items()}
+        linears = {name: prepare(draw(rng, *shape)) for name, shape in config.linear_shapes().items()}
         if progress is not None:
             progress(index + 1, total)
         return LayerWeights(
@@ -128,8 +159,9 @@ def synthetic_model(
         )
 
     blocks = tuple(layer(index) for index in range(config.num_hidden_layers))
-    embedding = _random_table(rng, config)
-    head = embedding if config.tie_word_embeddings else backend.prepare_for(None)(_random_table(rng, config))
+    table = config.vocab_size, config.hidden_size
+    embedding = random_dense_weight(rng, *table)
+    head = embedding if config.tie_word_embeddings else backend.prepare_for(None)(random_dense_weight(rng, *table))
     if progress is not None:
         progress(total, total)
     weights = ModelWeights(embedding, blocks, _ones(config.hidden_size), head)
@@ -138,15 +170,3 @@ def synthetic_model(
 
 def _ones(size: int) -> NDArray[np.float32]:
     return np.ones(size, dtype=np.float32)
-
-
-def _random_table(rng: np.random.Generator, config: ModelConfig) -> DenseWeight:
-    """A bfloat16 matrix (V, D), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
-    bits = np.empty((config.vocab_size, config.hidden_size), dtype=np.uint16)
-    rows = max(1, (1 << 22) // config.hidden_size)  # 8 MB at a time
-    for start in range(0, len(bits), rows):
-        block = bits[start : start + rows]
-        drawn = np.frombuffer(rng.bytes(block.nbytes), dtype=np.uint16).reshape(block.shape)
-        np.bitwise_and(drawn, 0x807F, out=block)
-        block |= 0x3C80
-    return DenseWeight(bits.view(ml_dtypes.bfloat16))

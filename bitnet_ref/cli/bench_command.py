@@ -6,6 +6,7 @@ import click
 
 from .bench_cache import cache
 from .bench_ceiling import ceiling
+from .bench_gpu import gpu
 from .bench_kernels import cuda, kernels
 from .bench_model import model
 from .bench_serve import serve
@@ -23,5 +24,5 @@ def bench() -> None:
     """
 
 
-for command in (kernels, cuda, ceiling, model, serve, tokenizer, cache):
+for command in (kernels, cuda, gpu, ceiling, model, serve, tokenizer, cache):
     bench.add_command(command)

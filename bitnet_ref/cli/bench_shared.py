@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api import Model
-    from ..benchmark import CudaKernelBench, KernelBench, ModelBench, TokenizerBench
+    from ..benchmark import CudaKernelBench, GpuBench, KernelBench, ModelBench, TokenizerBench
 
 
-SYNTHETIC = ("2b-4t", "700m", "1b", "7b")  # the keys of `benchmark.SHAPES`, which --help need not import
+SYNTHETIC = (
+    "2b-4t",
+    "700m",
+    "1b",
+    "7b",
+    "tinyllama-1.1b",
+)  # the keys of `benchmark.SHAPES`, which --help need not import
 
 
 def machine_options(function: AnyFunction) -> AnyFunction:
@@ -135,7 +141,9 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- what came of it ---------------------------------------------------------------------------------------------------
 
 
-def report(found: KernelBench | CudaKernelBench | ModelBench | TokenizerBench, draw: Any, **more: Any) -> None:
+def report(
+    found: KernelBench | CudaKernelBench | GpuBench | ModelBench | TokenizerBench, draw: Any, **more: Any
+) -> None:
     """JSON or the drawing, and exit code 1 when something differs from the reference."""
     if wants_json():
         print_json({**more, **found.to_dict()})
