@@ -35,7 +35,7 @@ from .cuda.dense import MOST_IN_ORDER, DenseKernels, DeviceDense
 from .cuda.rows import linear_of_row, quantized, take, takes_row, value
 from .cuda.select import select
 from .cuda.stacks import Stack, stack_linears, stack_of
-from .cuda.steps import RecordedStep
+from .cuda.steps import Ahead, RecordedStep
 from .cuda.ternary import TernaryKernels, TiledWeight
 from .cuda.workspace import Workspace, parse_bytes
 from .deferred import GATES, PLAIN, SUM, Deferred, Normed, OfPair, Pair, Rotation, Rows, Turned
@@ -105,6 +105,7 @@ class CupyBackend(Backend):
         self._vectors: dict[int, tuple[NDArray, Any]] = {}  # norms and biases on the device, by the host array's id
         self._replayed: tuple[NDArray, RecordedStep] | None = None  # what `run` gave last, if a record did
         self._hidden: tuple[NDArray, NDArray] | None = None  # the same, with its copy on the host
+        self._ahead: Ahead | None = None  # the step that the device has begun without being asked
         self._lock = threading.RLock()
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -172,17 +173,20 @@ class CupyBackend(Backend):
         if not isinstance(array, Deferred) and not self.ws.holds(array):
             return array
         if self._hidden is not None and array is self._hidden[0]:  # it came with the head's candidates
-            host, self._hidden = self._hidden[1], None
-            return host
+            return self._hidden[1]
         return self.ws.download(value(self.ws, array))[0]
 
     def run(
         self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
     ) -> NDArray:
-        n = len(batch)
+        n, ahead = len(batch), self._ahead
+        self._replayed = self._hidden = self._ahead = None
         if not isinstance(cache, DeviceKVCache):
             return compute(self, w, cfg, batch, cache)
         if not (self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
+            cache.changes += 1
+            if ahead is not None:
+                self.ws.device.fill(self.ws.trouble, 0)  # what it met is nobody's
             with cache.putting_off(batch):
                 return compute(self, w, cfg, batch, cache)
         cache.check(batch, cfg.sliding_window, reading=True)
@@ -190,7 +194,7 @@ class CupyBackend(Backend):
         key = size, id(w), decodes(batch)
         if key not in cache.steps:
             cache.steps[key] = RecordedStep(self, compute, w, cfg, size)
-        x = cache.steps[key](batch, cache)
+        x = cache.steps[key](batch, cache, ahead)
         self._replayed = x, cache.steps[key]
         return x
 
@@ -200,6 +204,7 @@ class CupyBackend(Backend):
     def close(self) -> None:
         with self._lock:
             self._vectors.clear()
+            self._replayed = self._hidden = self._ahead = None
             self.rope_positions.close()
             self.ws.shelf.clear()
             self.ws.device.close()
@@ -355,10 +360,13 @@ class CupyBackend(Backend):
         if len(needs) == 0:
             return []
         with self.running():
-            step, self._replayed, self._hidden = self._replayed, None, None
+            step, self._replayed = self._replayed, None
             if step is not None and step[0] is x and (recorded := step[1].candidates(w, needs)) is not None:
-                self._hidden = x, recorded[1]
-                return recorded[0]
+                found, hidden, self._ahead = recorded
+                self._hidden = x, hidden
+                return found
+            if self._hidden is not None and x is self._hidden[0]:  # the device may have gone on
+                x = self._hidden[1]
             return select(self.ws, self.lm_head(self.ws.upload(x), w), needs)
 
     # -- helpers -------------------------------------------------------------------------------------------------------

@@ -263,6 +263,91 @@ def test_what_grows_later_leaves_recorded_steps_their_arrays():
         np.testing.assert_array_equal(hidden, expected[step])
 
 
+def steps_beside_eager_ones(sequences, steps, between=lambda m, cache, step: None, forced=None):
+    """Greedy steps of some sequences on a recording model and an eager one, which must agree to the bit.
+    forced: {step: token of all}, in place of the greedy ones.   -> whether the device went ahead after each step"""
+    models = [load(), load(graphs=False)]
+    caches = [m.new_cache(sequences, 40) for m in models]
+    prompts = [rng(n).integers(1, 50, 2 + n) for n in range(sequences)]
+    needs, ahead = [HeadNeed(1)] * sequences, []
+    batch = TokenBatch.of([(slot, 0, p) for slot, p in enumerate(prompts)], range(sequences))
+    for step in range(steps):
+        (hidden, found), (expected, other) = (
+            m.candidates(batch, cache, needs) for m, cache in zip(models, caches, strict=True)
+        )
+        np.testing.assert_array_equal(hidden, expected)
+        tokens = [int(f.ids[f.logits.argmax()]) for f in found]
+        assert tokens == [int(f.ids[f.logits.argmax()]) for f in other]
+        ahead.append(models[0].backend._ahead is not None)
+        for m, cache in zip(models, caches, strict=True):
+            between(m, cache, step)
+        tokens = [(forced or {}).get(step, token) for token in tokens]
+        parts = [(slot, len(p) + step, [token]) for slot, (p, token) in enumerate(zip(prompts, tokens, strict=True))]
+        batch = TokenBatch.of(parts, range(sequences))
+    return ahead
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_device_goes_ahead_where_it_guesses_right(sequences):
+    assert steps_beside_eager_ones(sequences, 8) == [False] * 3 + [True] * 5
+
+
+def test_a_wrong_guess_is_not_seen():
+    """Another token than the likeliest: what was computed for that one is dropped, and guessing begins anew."""
+    assert steps_beside_eager_ones(2, 12, forced={5: 3}) == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 4
+
+
+def test_what_happens_to_the_cache_between_is_seen():
+    """The same token at the same place, but another text before it: what was begun over the old one is of no use."""
+
+    def between(m, cache, step):
+        if step == 4:
+            m.candidates(TokenBatch.of([(0, 0, [7, 8, 9])], [0]), cache, [HeadNeed(1)])
+        if step == 8:
+            cache.copy([1], [0], 4)
+
+    ahead = steps_beside_eager_ones(2, 14, between)
+    assert ahead == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2 + [True] * 3
+
+
+def test_trouble_of_a_step_that_nobody_asked_for():
+    """It is told to whoever asks for that step, and to nobody else."""
+    m = load()
+    cache, device, trouble = m.new_cache(1, 40), m.backend.ws.device, m.backend.ws.trouble
+
+    def step(position, token):
+        _, (found,) = m.candidates(TokenBatch.of([(0, position, [token])], [0]), cache, [HeadNeed(1)])
+        return int(found.ids[0])
+
+    token = step(0, 5)
+    for position in range(1, 5):
+        token = step(position, token)
+    assert m.backend._ahead is not None
+    device.fill(trouble, 1)
+    token = step(5, (token + 1) % 50)  # not what was begun
+    for position in range(6, 9):
+        token = step(position, token)
+    assert m.backend._ahead is not None
+    device.fill(trouble, 1)
+    with pytest.raises(NumericsError):
+        step(9, token)
+
+
+def test_nothing_is_begun_where_there_is_no_place():
+    """At the end of a cache, and at the end of the pages that a sequence has."""
+    m = load()
+    page = 8
+    cache = m.backend.new_cache(m.config, 1, 3 * page, page_size=page, pages=3)
+    cache.page_table[0, :2] = [2, 0]
+    token = 5
+    for position in range(2 * page):
+        _, (found,) = m.candidates(TokenBatch.of([(0, position, [token])], [0]), cache, [HeadNeed(1)])
+        token = int(found.ids[0])
+        assert (m.backend._ahead is not None) == (2 <= position < 2 * page - 1)
+    cache.page_table[0, 2] = 1
+    m.candidates(TokenBatch.of([(0, 2 * page, [token])], [0]), cache, [HeadNeed(1)])
+
+
 def test_many_tokens_are_not_recorded():
     m = load()
     n = MOST_REPLAYED + 1

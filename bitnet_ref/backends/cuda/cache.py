@@ -73,9 +73,11 @@ class DeviceKVCache(KVCache):
     changed. `visible` and `stored`, which recorders ask, give NumPy arrays.
 
     What a dropped cache leaves, its arrays and recorded steps, the next one of the same shape takes over: a new text of
-    about the same length then needs no new record.
+    about the same length then needs no new record. What lies behind a token that was decoded is nobody's: a step that
+    the device begins by itself (steps.py) may write there.
     """
 
+    changes: int  # how often anything but a step that went ahead (steps.py) may have written to it
     _puts_off: bool
     _waiting: tuple[int, DeviceBatch, Any, Any] | None  # what `append` was told of a token: layer, batch, k, v
 
@@ -103,7 +105,7 @@ class DeviceKVCache(KVCache):
         self._copied = self.page_table.copy()
         storage.arrays = [*self._pools, self.table]
         self.steps = storage.steps
-        self._puts_off, self._waiting = False, None
+        self.changes, self._puts_off, self._waiting = 0, False, None
         weakref.finalize(self, ws.shelf.put, shape, storage)
 
     @classmethod
@@ -116,7 +118,7 @@ class DeviceKVCache(KVCache):
         self.keys, self.values = ws.upload(host.keys), ws.upload(host.values)
         self.key_scales, self.value_scales = ws.upload(host.key_scales), ws.upload(host.value_scales)
         self.table, self._copied, self.steps = ws.upload(host.page_table), host.page_table.copy(), {}
-        self._puts_off, self._waiting = False, None
+        self.changes, self._puts_off, self._waiting = 0, False, None
         return self
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
@@ -130,8 +132,15 @@ class DeviceKVCache(KVCache):
     def copy_table(self) -> None:
         """Bring the device's copy of the page table up to date. Its place in memory stays."""
         if not self._fixed and not np.array_equal(self._copied, self.page_table):
+            self.changes += 1
             self._copied[:] = self.page_table
             self._ws.device.copy(self.table, self._copied)
+
+    def has_room(self, slots: NDArray, positions: NDArray) -> bool:
+        """Whether there is a place for each of these tokens, by the device's copy of the page table."""
+        if int(positions.max()) >= self.reach:
+            return False
+        return bool((self._copied[slots, positions // self.page_size] >= 0).all())
 
     def check(self, batch: TokenBatch, window: int | None = None, reading: bool = False) -> None:
         """Raises ShapeError unless every token of the batch has a place here, and every one that it reads: a kernel
@@ -174,6 +183,7 @@ class DeviceKVCache(KVCache):
         return None
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        self.changes += 1
         self.settle()
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
@@ -238,6 +248,7 @@ class DeviceKVCache(KVCache):
         return found[0], found[1]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        self.changes += 1
         moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
         if not moves or length <= 0:
             return
@@ -254,15 +265,18 @@ class DeviceKVCache(KVCache):
                 pool[:, new, :end] = rows
 
     def fill_with_zeros(self) -> None:
+        self.changes += 1
         for pool in self._pools:
             self._ws.device.fill(pool, 0)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.changes += 1
         with self._ws.device.use():
             super().copy_pages(sources, targets)
 
     def take_over(self, other: KVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
+        self.changes += 1
         for slot in range(self.slots):
             position = 0
             while position < length:  # the longest piece that lies in one page here and there

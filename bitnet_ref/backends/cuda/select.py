@@ -28,13 +28,14 @@ class Selection:
     most: the largest k that can be asked for.   also: ids a token, at most.
     `found` is one array, so that one copy brings all of it: 32-bit words,
 
-        thresholds (n,), counts (n,), ids (n, room), values (n, room), picked (n, also), and the workspace's `trouble`
+        thresholds (n,), counts (n,), first (n,), ids (n, room), values (n, room), picked (n, also), and the workspace's
+        `trouble`; `first` is the smallest id that reaches the threshold: with k = 1 the greedy token
     """
 
     def __init__(self, ws: Workspace, n: int, vocab: int, most: int, also: int) -> None:
         self._ws, self._n, self._vocab, self._most, self._also = ws, n, vocab, most, also
         self.room = 2 * most + SPARE
-        sizes = n, n, n * self.room, n * self.room, n * also, 1
+        sizes = n, n, n, n * self.room, n * self.room, n * also, 1
         self._ends = np.cumsum(sizes)[:-1].tolist()
         self.found = ws.make((sum(sizes),), np.int32)
         self._ks, self._ids = ws.make((n,), np.int32), ws.make((n, also), np.int64)
@@ -57,25 +58,30 @@ class Selection:
     def launch(self, logits: Any) -> None:
         """Find it. May be captured."""
         ws, n, vocab = self._ws, self._n, self._vocab
-        thresholds, counts, ids, values, picked, trouble = self._parts(self.found)
+        thresholds, counts, first, ids, values, picked, trouble = self._parts(self.found)
         ws.device.fill(self.found[: 2 * n], 0)  # thresholds and counts
+        ws.device.fill(first, 0x7F)
         if self._most == 1:
             ws.launch(FILE, "largest", (BLOCKS, n), THREADS, logits, vocab, thresholds, ws.trouble)
         else:
             ws.launch(FILE, "kth_largest", (n,), 1024, logits, vocab, self._ks, thresholds, ws.trouble)
-        ws.launch(FILE, "collect", (BLOCKS, n), THREADS, logits, vocab, thresholds, self.room, counts, ids, values)
+        found = thresholds, self.room, counts, first, ids, values
+        ws.launch(FILE, "collect", (BLOCKS, n), THREADS, logits, vocab, *found)
         grid = (-(-self._also // THREADS), n)
         ws.launch(FILE, "pick", grid, THREADS, logits, vocab, self._ids, self._also, picked)
         ws.device.copy(trouble, ws.trouble)
 
     def read(self, found: NDArray[np.int32], needs: Sequence[HeadNeed], logits: Any) -> list[HeadCandidates]:
         """What `launch` has left, a copy of it on the host, as candidates. NumericsError as `Workspace.download`."""
-        _, counts, ids, values, picked, trouble = self._parts(found)
+        _, counts, _, ids, values, picked, trouble = self._parts(found)
         self._ws.raise_trouble(int(trouble[0]))
         ids, values = ids.reshape(self._n, -1), values.view(np.float32).reshape(self._n, -1)
         picked = picked.view(np.float32).reshape(self._n, -1)
         out = []
         for i, (need, count) in enumerate(zip(needs, counts[: len(needs)].tolist(), strict=True)):
+            if count == 1 == need.k and len(need.also) == 0:
+                out.append(HeadCandidates(ids[i, :1].astype(np.int64), values[i, :1].copy(), self._vocab))
+                continue
             if not selects(need, self._vocab) or count > self.room:
                 every = self._ws.device.to_host(logits[i])
                 out.append(HeadCandidates(np.arange(self._vocab), every, self._vocab))
@@ -86,6 +92,15 @@ class Selection:
             both = np.concatenate([values[i, :count], picked[i, : len(wanted)]])
             out.append(HeadCandidates(unique, both[first], self._vocab))
         return out
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing but the largest logit of each token was asked for."""
+        return self._most == 1 and self._also == 0
+
+    def first(self, found: Any) -> Any:
+        """Of `found`, or a copy of it: each token's smallest id that reaches its threshold.   -> (n,) int32"""
+        return self._parts(found)[2]
 
     def _parts(self, found: Any) -> tuple[Any, ...]:
         return tuple(found[start:end] for start, end in zip([0, *self._ends], [*self._ends, len(found)], strict=True))

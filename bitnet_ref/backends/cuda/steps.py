@@ -9,11 +9,18 @@ capacity, and blocks with nothing to do return at once.
 The head and the choice among its logits are a second record, over what the first leaves: what tokens ask of it differs
 from call to call (`HeadNeed`). It is launched at once after the first, so the device goes from one to the other without
 waiting, and the host waits once: for a few ids, their logits and the final hidden states, in pinned memory.
+
+And the device need not wait for the host. Where tokens have been the likeliest ones for some steps, it goes ahead: the
+next step begins, with the tokens just found, before the host has seen them (`Ahead`). While the host turns them to text
+and decides what is to come, that step runs; if it was the one that is asked for then, its result is there, or nearly.
+If it was not, nothing of it is seen: it has written only where the tokens that come must write anyway.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +30,31 @@ from ...config import ModelConfig
 from ...kv_cache import TokenBatch
 from ...weights import LinearWeight, ModelWeights
 from ..candidates import HeadCandidates, HeadNeed
-from .cache import DeviceBatch, DeviceKVCache
+from .cache import DeviceBatch, DeviceKVCache, decodes
 from .rows import value
 from .select import Selection, selects, sizes_of
-from .workspace import Arena
+from .workspace import THREADS, Arena
 
 if TYPE_CHECKING:
     from ..cupy_backend import CupyBackend
+
+
+RIGHT_BEFORE_AHEAD = 2  # guesses in a row: a step for nothing is rare where sequences come and go
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A step that is guessed, and that the device may have begun without being asked."""
+
+    step: RecordedStep
+    cache: weakref.ref[DeviceKVCache]
+    changes: int  # `DeviceKVCache.changes` before it
+    sheet: NDArray[np.int64]  # (3, n): tokens, positions, slots
+
+    def is_for(self, step: RecordedStep, sheet: NDArray[np.int64], cache: DeviceKVCache) -> bool:
+        """Whether it is this one, over a cache that nobody has touched since."""
+        same = step is self.step and cache is self.cache() and cache.changes == self.changes
+        return same and np.array_equal(sheet, self.sheet)
 
 
 class RecordedStep:
@@ -49,13 +74,28 @@ class RecordedStep:
         self._heads: dict[tuple[int, int, int], RecordedHead] = {}
         self._head_arenas: dict[int, Arena] = {}
         self._hidden: NDArray[np.float32] | None = None  # pinned: the result on the host
+        self._asked: tuple[NDArray[np.int64], weakref.ref[DeviceKVCache]] | None = None  # at the last call
+        self._guess: Ahead | None = None  # what will be asked for if all tokens are the likeliest
+        self._right = 0  # guesses in a row
 
-    def __call__(self, batch: TokenBatch, cache: DeviceKVCache) -> NDArray:
-        """What `compute` gives for the batch.   -> (N, D) on the device, until the next call"""
-        n = len(batch)
+    def __call__(self, batch: TokenBatch, cache: DeviceKVCache, ahead: Ahead | None = None) -> NDArray:
+        """What `compute` gives for the batch.   -> (N, D) on the device, until the next call or `candidates`
+
+        ahead: what the device has begun last.
+        """
+        n, device = len(batch), self._be.ws.device
         sheet = np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64)
-        self._be.ws.device.copy(self._sheet, sheet[:, np.minimum(np.arange(self._size), n - 1)])
         cache.copy_table()
+        guessed = self._guess is not None and self._guess.is_for(self, sheet, cache)
+        self._right = self._right + 1 if guessed else 0
+        begun = guessed and ahead is self._guess
+        self._asked, self._guess = (sheet, weakref.ref(cache)) if decodes(batch) else None, None
+        if begun:
+            return self._result[:n]
+        if ahead is not None:
+            device.fill(self._be.ws.trouble, 0)  # what it met is nobody's
+        cache.changes += 1
+        device.copy(self._sheet, sheet[:, np.minimum(np.arange(self._size), n - 1)])
         if self._graph is not None:
             self._graph.launch()
         else:
@@ -73,8 +113,9 @@ class RecordedStep:
 
     def candidates(
         self, w: LinearWeight, needs: Sequence[HeadNeed]
-    ) -> tuple[list[HeadCandidates], NDArray[np.float32]] | None:
-        """`Backend.head_candidates` of the result of the last call, and that result (N, D) on the host.
+    ) -> tuple[list[HeadCandidates], NDArray[np.float32], Ahead | None] | None:
+        """`Backend.head_candidates` of the result of the last call, that result (N, D) on the host, and the step that
+        the device has begun meanwhile.
 
         None where a token needs all of its logits: that is nothing to record.
         """
@@ -91,8 +132,27 @@ class RecordedStep:
         if self._hidden is None:
             self._hidden = device.pinned(self._result.shape, np.float32)
         device.to_pinned(self._hidden, self._result)
-        device.synchronize()
-        return head.read(needs), self._hidden[: len(needs)].copy()
+        arrived = device.event()
+        begun = self._right >= RIGHT_BEFORE_AHEAD and self._go_ahead(head, vocab)
+        arrived.synchronize()
+        found, hidden = head.read(needs), self._hidden[: len(needs)].copy()
+        if self._asked is not None and head.first is not None and (cache := self._asked[1]()) is not None:
+            _, positions, slots = self._asked[0]
+            sheet = np.stack([head.first[: len(needs)].astype(np.int64), positions + 1, slots])
+            self._guess = Ahead(self, self._asked[1], cache.changes, sheet)
+        return found, hidden, self._guess if begun else None
+
+    def _go_ahead(self, head: RecordedHead, vocab: int) -> bool:
+        """Begin the step after this one, with the tokens that the head has found.   -> whether there is one"""
+        if self._asked is None or head.first is None or self._graph is None:
+            return False
+        (_, positions, slots), cache = self._asked[0], self._asked[1]()
+        if cache is None or not cache.has_room(slots, positions + 1):
+            return False
+        next_ones = head.first_on_device, self._size, vocab, self._sheet[0], self._sheet[1]
+        self._be.ws.launch("select.cu", "advance", (-(-self._size // THREADS),), THREADS, *next_ones)
+        self._graph.launch()
+        return True
 
 
 class RecordedHead:
@@ -120,6 +180,16 @@ class RecordedHead:
                 self._run()
             self._graph = graph
         device.to_pinned(self._host, self._selection.found)
+
+    @property
+    def first_on_device(self) -> Any:
+        """The greedy token of each row.   -> (size,) int32"""
+        return self._selection.first(self._selection.found)
+
+    @property
+    def first(self) -> NDArray[np.int32] | None:
+        """The same on the host, when it has been waited for; None where more than the largest logit was asked for."""
+        return self._selection.first(self._host) if self._selection.is_greedy else None
 
     def read(self, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
         return self._selection.read(self._host, needs, self._logits)
