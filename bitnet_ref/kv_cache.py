@@ -54,10 +54,11 @@ class TokenBatch:
         [0, 1, 5]
         """
         lengths = [len(ids) for _, _, ids in parts]
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for _, _, ids in parts])
-        positions = np.concatenate([np.arange(start, start + len(ids)) for _, start, ids in parts])
+        ends = np.cumsum(lengths)
+        tokens = np.concatenate([ids for _, _, ids in parts]).astype(np.int64, copy=False)
+        positions = np.arange(len(tokens)) + np.repeat([start for _, start, _ in parts] - (ends - lengths), lengths)
         slots = np.repeat([slot for slot, _, _ in parts], lengths)
-        wanted = None if logits_of_last is None else np.cumsum(lengths)[list(logits_of_last)] - 1
+        wanted = None if logits_of_last is None else ends[list(logits_of_last)] - 1
         return cls(tokens, positions, slots, wanted)
 
 

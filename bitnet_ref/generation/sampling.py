@@ -112,7 +112,7 @@ def choose_among(found: HeadCandidates, params: SamplingParams, uniform: float) 
     """What `choose` takes from all logits, from the candidates for `candidates_needed`. None: they leave it open, as
     top_p and min_p without top_k may."""
     if params.temperature == 0:
-        return int(found.ids[found.logits.argmax()])
+        return int(found.ids[found.logits.argmax() if len(found.ids) > 1 else 0])
     scaled = found.logits.astype(np.float64) / params.temperature
     if 0 < params.top_k < found.vocab_size:
         first = likeliest(scaled, params.top_k)

@@ -134,6 +134,7 @@ class Continuation:
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
         self.chunks: list[StreamChunk] = []
+        self.known = len(request.prompt)  # tokens of `ids`
         self._ids = np.empty(len(request.prompt) + min(request.max_tokens, IDS_AT_FIRST), dtype=np.int64)
         self._ids[: len(request.prompt)] = request.prompt
         self._keep(len(request.prompt))
@@ -145,11 +146,6 @@ class Continuation:
         ids = self._ids[: self.known]
         ids.flags.writeable = False  # users' functions see it
         return ids
-
-    @property
-    def known(self) -> int:
-        """How many those are."""
-        return len(self.request.prompt) + len(self.chunks)
 
     @property
     def context(self) -> NDArray[np.int64]:
@@ -203,6 +199,7 @@ class Continuation:
             kept=kept,
         )
         self.chunks.append(chunk)
+        self.known += 1
         self._make_room(stats)
         return chunk
 

@@ -34,6 +34,9 @@ from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 
 
+FEW_LOGITS = 4096  # of a token: so few are looked at together with other tokens'
+
+
 def names_matcher(names_filter: NamesFilter) -> Callable[[str], bool]:
     """A filter given as a callable, a glob ("blocks.*.hook_pattern"), several globs, or None (everything)."""
     if names_filter is None:
@@ -99,11 +102,17 @@ def checked_candidates(
             x = be.run(final_hidden, w, cfg, batch, cache)
             found = be.head_candidates(x, w.lm_head, needs)
             x = be.to_host(x)
-            if np.isfinite(x).all() and all(np.isfinite(candidates.logits).all() for candidates in found):
+            if np.isfinite(x).all() and _all_finite(found):
                 return x, found
         except NumericsError:
             pass
         raise first_non_finite(be, w, cfg, batch, cache)
+
+
+def _all_finite(found: Sequence[HeadCandidates]) -> bool:
+    few = [candidates.logits for candidates in found if len(candidates.logits) <= FEW_LOGITS]
+    many = [candidates.logits for candidates in found if len(candidates.logits) > FEW_LOGITS]
+    return all(np.isfinite(logits).all() for logits in ([np.concatenate(few)] if few else []) + many)
 
 
 def first_non_finite(

@@ -44,7 +44,7 @@ class Selection:
     def ask(self, needs: Sequence[HeadNeed]) -> None:
         """Of the first tokens these, of the rest as little as there is. Copies to the device what has changed."""
         ks, ids = np.ones(self._n, dtype=np.int32), np.full((self._n, self._also), -1, dtype=np.int64)
-        for i, need in enumerate(needs):
+        for i, need in enumerate(() if self.is_greedy else needs):
             if selects(need, self._vocab):
                 assert need.k is not None
                 ks[i] = need.k
@@ -77,10 +77,11 @@ class Selection:
         self._ws.raise_trouble(int(trouble[0]))
         ids, values = ids.reshape(self._n, -1), values.view(np.float32).reshape(self._n, -1)
         picked = picked.view(np.float32).reshape(self._n, -1)
+        alone = ids[:, :1].astype(np.int64), values[:, :1].copy()  # what most tokens ask for
         out = []
         for i, (need, count) in enumerate(zip(needs, counts[: len(needs)].tolist(), strict=True)):
             if count == 1 == need.k and len(need.also) == 0:
-                out.append(HeadCandidates(ids[i, :1].astype(np.int64), values[i, :1].copy(), self._vocab))
+                out.append(HeadCandidates(alone[0][i], alone[1][i], self._vocab))
                 continue
             if not selects(need, self._vocab) or count > self.room:
                 every = self._ws.device.to_host(logits[i])
@@ -108,6 +109,8 @@ class Selection:
 
 def sizes_of(needs: Sequence[HeadNeed], vocab: int) -> tuple[int, int]:
     """`most` and `also` of a selection for these: the largest k, and the most ids beside it."""
+    if all(need.k == 1 and len(need.also) == 0 for need in needs):
+        return 1, 0
     few = [need for need in needs if selects(need, vocab)]
     return max((need.k or 1 for need in few), default=1), max((len(need.also) for need in few), default=0)
 
