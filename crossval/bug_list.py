@@ -177,7 +177,7 @@ BLOCK_BUGS = (
         "prefill_logits_of_the_previous_position",
         "chat",
         "generated_ids",
-        (CACHE, "np.cumsum(lengths)[list(logits_of_last)] - 1", "np.cumsum(lengths)[list(logits_of_last)] - 2"),
+        (CACHE, "ends[list(logits_of_last)] - 1", "ends[list(logits_of_last)] - 2"),
         level="generation",
     ),
     bug(
