@@ -32,6 +32,7 @@ from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
 from .cuda.cache import DeviceBatch, DeviceKVCache, decodes
 from .cuda.dense import MOST_IN_ORDER, DenseKernels, DeviceDense
+from .cuda.footprint import working_bytes
 from .cuda.rows import linear_of_row, quantized, take, takes_row, value
 from .cuda.select import select
 from .cuda.stacks import Stack, stack_linears, stack_of
@@ -44,6 +45,7 @@ from .numpy_backend import Backend, check_attention, check_dequantize, check_rop
 # Tokens of a recorded decoding step. A record keeps what the pass has between its operations: of 128 tokens of 2B-4T
 # some 0.5 GB, beside caches of 128 sequences that are many times as large.
 MOST_REPLAYED = MOST_IN_ORDER
+MOST_PROMPT_TOKENS = 2048  # of a pass: blocks of 128 by 128 for every multiprocessor twice, in each matrix of 2B-4T
 INSTALL = 'pip install "cupy-cuda12x[ctk]" (or "cupy-cuda13x[ctk]", as nvidia-smi says)'
 
 
@@ -148,6 +150,12 @@ class CupyBackend(Backend):
     def memory(self) -> tuple[int | None, int | None]:
         info = self.ws.device.memory()
         return info.held, info.free if info.limit is None else min(info.free, info.limit - info.used)
+
+    def prompt_tokens(self, config: ModelConfig) -> int:
+        """As many as keep all multiprocessors at work, where what their pass needs is little beside what is free."""
+        free = self.memory()[1] or 0
+        fits = working_bytes(config, MOST_PROMPT_TOKENS, MOST_PROMPT_TOKENS) <= free // 4
+        return MOST_PROMPT_TOKENS if fits else super().prompt_tokens(config)
 
     def new_cache(
         self,

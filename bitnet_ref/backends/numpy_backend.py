@@ -59,6 +59,9 @@ def choose_cache_dtype(be: Backend, dtype: str | None) -> str:
     return chosen
 
 
+PROMPT_TOKENS = 512  # of a pass
+
+
 class Backend:
     """The NumPy backend. `dtype` float32 is the contract; float64 runs the same text as the yardstick of its error."""
 
@@ -102,6 +105,10 @@ class Backend:
         """Bytes held, and bytes that are free, where this backend keeps its arrays: here by the process, in the host's
         memory. None where the system does not say."""
         return memory_bytes(), available_bytes()
+
+    def prompt_tokens(self, config: ModelConfig) -> int:
+        """Tokens of a prompt that a pass takes where nobody says otherwise: it bounds the memory of a long one."""
+        return PROMPT_TOKENS
 
     def place(self, batch: TokenBatch) -> TokenBatch:
         """The batch where this backend computes from it: on a card its arrays are device arrays. Here: as it is"""

@@ -21,7 +21,6 @@ from ..api import Model
 from ..backends import HeadCandidates, HeadNeed, ScreenedHead
 from ..config import ModelConfig
 from ..errors import GenerationError
-from ..generation.generate import PREFILL_CHUNK
 from ..generation.params import SamplingParams
 from ..generation.sampling import choose, choose_among, log_probability
 from ..kv_cache import KVCache, TokenBatch
@@ -296,8 +295,9 @@ def measure_model(
 
 def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> HeadCandidates:
     """The prompt through the model in generation's steps of some hundred tokens.   -> what may follow the last"""
-    for start in range(0, len(prompt), PREFILL_CHUNK):
-        piece = prompt[start : start + PREFILL_CHUNK]
+    at_once = model.backend.prompt_tokens(model.config)
+    for start in range(0, len(prompt), at_once):
+        piece = prompt[start : start + at_once]
         last = [0] if start + len(piece) == len(prompt) else []
         _, found = model.candidates(
             TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, [HeadNeed(1)] * len(last)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GenerationError
 from ..kv_cache import TokenIds
-from .generate import PREFILL_CHUNK
 from .next_token import token_texts
 from .params import SamplingParams
 from .results import Generation, GenerationStats
@@ -72,7 +71,7 @@ def beam_tree(model: Model, prompt: str | TokenIds, **params: Any) -> BeamTree:
     request = Request(model, prompt, sampling)
     steps: list[BeamStep] = []
     stats = GenerationStats(model.backend.name)
-    results = beam_search(model, [request], stats, PREFILL_CHUNK, lambda _, step: steps.append(step))[0]
+    results = beam_search(model, [request], stats, lambda _, step: steps.append(step))[0]
     text = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
     return BeamTree(text, _nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
 

@@ -24,8 +24,6 @@ from .sequence import Continuation, Request, prefill_steps
 if TYPE_CHECKING:
     from ..api import Model
 
-PREFILL_CHUNK = 512  # prompt tokens computed at a time: bounds the memory of a long prompt
-
 
 def generate(model: Model, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
     """Continue one prompt (text or token ids), or each of a list. See `SamplingParams` for the parameters.
@@ -40,7 +38,7 @@ def generate(model: Model, prompt: Any, **params: Any) -> Generation | list[Gene
     requests = [Request(model, each, sampling, f"prompt {index}") for index, each in enumerate(prompts)]
     stats = GenerationStats(model.backend.name)
     if sampling.num_beams > 1:
-        groups = beam_search(model, requests, stats, PREFILL_CHUNK)
+        groups = beam_search(model, requests, stats)
     else:
         n = sampling.n
         rows = [[Continuation(request, i * n + j, j) for j in range(n)] for i, request in enumerate(requests)]
@@ -114,7 +112,8 @@ def run(
     stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
     by_slot = {group[0].slot: group for group in groups}
-    for parts, complete in prefill_steps([row.next_input for row in leaders], PREFILL_CHUNK):
+    at_once = model.backend.prompt_tokens(model.config)
+    for parts, complete in prefill_steps([row.next_input for row in leaders], at_once):
         started = time.perf_counter()
         ending = [leaders[number] for _, number in complete]
         hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
@@ -133,7 +132,7 @@ def run(
         started = time.perf_counter()
         chunks = []
         inputs = [row.next_input for row in active]  # one token each, or what was kept when others were dropped
-        for parts, complete in prefill_steps(inputs, max(PREFILL_CHUNK, len(active))):
+        for parts, complete in prefill_steps(inputs, max(at_once, len(active))):
             ending = [active[number] for _, number in complete]
             hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
             for row, x, candidates in zip(ending, hidden, found, strict=True):

@@ -148,7 +148,7 @@ class BeamSearch:
 
 
 def beam_search(
-    model: Model, requests: list[Request], stats: GenerationStats, prefill_chunk: int, watch: Watcher | None = None
+    model: Model, requests: list[Request], stats: GenerationStats, watch: Watcher | None = None
 ) -> list[list[Generation]]:
     """The `n` best continuations of each prompt. All beams of all prompts go through the model together.
 
@@ -163,7 +163,7 @@ def beam_search(
     stats.prompt_tokens = sum(len(request.prompt) for request in requests)
     stats.dropped_tokens = sum(len(request.given) - len(request.prompt) for request in requests)
     prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]
-    for parts, complete in prefill_steps(prompts, prefill_chunk):
+    for parts, complete in prefill_steps(prompts, model.backend.prompt_tokens(model.config)):
         logits = _logits(model, TokenBatch.of(parts, [part for part, _ in complete]), cache, stats)
         for (_, number), row in zip(complete, logits, strict=True):
             watch(number, searches[number].advance(row[None]))

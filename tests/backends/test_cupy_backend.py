@@ -666,6 +666,12 @@ def test_memory_has_a_limit():
         bitnet_ref.load(backend="cupy", memory_limit="many")
 
 
+def test_a_pass_takes_more_of_a_prompt_where_there_is_room():
+    config = model(CASE).config
+    assert CupyBackend(memory_limit="1GiB").prompt_tokens(config) == 2048
+    assert CupyBackend(memory_limit="16MiB").prompt_tokens(config) == Backend().prompt_tokens(config) == 512
+
+
 def test_everything_is_given_back():
     m = bitnet_ref.load(CASE, backend="cupy")
     device = m.backend.ws.device

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from ...config import ModelConfig
+from ..numpy_backend import PROMPT_TOKENS
 from .attention import CHUNK, LEAST_TABLE, PARTS_BYTES, SCORES_BYTES, chunks_seen
 from .cache import KEPT_AS, ROUND_CAPACITY_TO
 from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS
 
 ALIGNED_TO = 512  # bytes: what CuPy's pool rounds every array up to
-PROMPT_TOKENS = 512  # of one pass: what an engine's step takes at most by default
 CHOSEN_FROM = 64  # tokens of a pass whose logits are wanted: an engine's batch
 
 Itemsize = Callable[[str], int | None]  # bytes of an element of a dense matrix on the card; None: it is ternary
@@ -43,12 +43,12 @@ def cache_bytes(config: ModelConfig, kind: str, tokens: int) -> int:
     return 2 * aligned(tokens * config.num_key_value_heads * a_head)
 
 
-def working_bytes(config: ModelConfig, tokens: int) -> int:
+def working_bytes(config: ModelConfig, tokens: int, at_once: int = PROMPT_TOKENS) -> int:
     """What a pass needs besides, whatever layers it runs: activations, attention's scores, logits, RoPE's tables.
 
-    tokens: of the longest text. A pass takes `PROMPT_TOKENS` of them at most; a longer one needs more.
+    tokens: of the longest text.  at_once: of a pass, at most.
     """
-    n, heads, head_dim = min(tokens, PROMPT_TOKENS), config.num_attention_heads, config.head_dim
+    n, heads, head_dim = min(tokens, at_once), config.num_attention_heads, config.head_dim
     rows = 5 * config.hidden_size + 3 * config.query_size + 2 * config.kv_size + 3 * config.intermediate_size
     chunks = chunks_seen(tokens, None)
     scores = min(SCORES_BYTES, n * heads * chunks * CHUNK * 4)
