@@ -38,27 +38,22 @@ template <typename Op, typename T> __device__ __forceinline__ T warp_all(T value
 template <typename T> __device__ __forceinline__ T warp_sum(T value) { return warp_all<Sum>(value); }
 template <typename T> __device__ __forceinline__ T warp_max(T value) { return warp_all<Max>(value); }
 
-// -- over a block of whole warps: `scratch` is shared memory for 33 values, free again when the call returns ----------
+// -- over a block of whole warps: `scratch` is shared memory for 32 values, which wait there for the next barrier ------
 
-template <typename Op, typename T> __device__ T block_all(T value, T *scratch, T identity) {
+template <typename T> __device__ __forceinline__ T block_sum(T value, T *scratch) {
     const int warps = blockDim.x / 32;
-    value = warp_all<Op>(value);
+    value = warp_sum(value);
     if (lane_of_warp() == 0) scratch[warp_of_block()] = value;
     __syncthreads();
-    if (warp_of_block() == 0) {
-        value = warp_all<Op>(lane_of_warp() < warps ? scratch[lane_of_warp()] : identity);
-        if (lane_of_warp() == 0) scratch[32] = value;
-    }
+    return warp_sum(lane_of_warp() < warps ? scratch[lane_of_warp()] : T(0));  // by every warp: no second barrier
+}
+
+/* The largest of values of which none is negative. They compare as integers do, NaN above all of them. */
+__device__ __forceinline__ float block_largest(float value, int *scratch) {
+    const int warps = blockDim.x / 32, mine = __reduce_max_sync(ALL_LANES, __float_as_int(value));
+    if (lane_of_warp() == 0) scratch[warp_of_block()] = mine;
     __syncthreads();
-    value = scratch[32];
-    __syncthreads();  // so that the caller may write scratch at once
-    return value;
-}
-template <typename T> __device__ __forceinline__ T block_sum(T value, T *scratch) {
-    return block_all<Sum>(value, scratch, T(0));
-}
-__device__ __forceinline__ float block_max(float value, float *scratch) {
-    return block_all<Max>(value, scratch, __int_as_float(int(0xff800000)));  // -inf
+    return __int_as_float(__reduce_max_sync(ALL_LANES, lane_of_warp() < warps ? scratch[lane_of_warp()] : 0));
 }
 
 // -- 16-bit floats, by their bits -------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
                                        const long long* positions, const int* table, int pages_per_slot, int page_size,
                                        int kv_heads, int head_dim, signed char* keys, signed char* values,
                                        float* key_scales, float* value_scales, int* trouble) {
-    __shared__ float scratch[33];
+    __shared__ int scratch[32];
     begin_in_turn();
     const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};
     const int g = blockIdx.x, token = blockIdx.y;
@@ -82,7 +82,7 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
     const size_t to = place_of(pages, (int)slots[token], (int)positions[token], g);
     float largest = 0;
     for (int i = threadIdx.x; i < head_dim; i += blockDim.x) largest = Max::combine(largest, fabsf(x[i]));
-    largest = block_max(largest, scratch);
+    largest = block_largest(largest, scratch);
     const float scale = fmaxf(largest, 1e-30f) / 127.0f;
     if (threadIdx.x == 0) {
         if (!is_finite(largest)) complain(trouble, CACHE, token);

@@ -33,15 +33,16 @@ __device__ inline float make(int source, float a, float b) {
     return a;
 }
 
-// Calls each(i) for the thread's elements of a row, four at a time: `load` reads those of all four before.
+// Calls each(place, i) for the thread's elements of a row, some at a time: load(place, i) of all of these before.
+constexpr int LOADED = 5;  // at a time: 2560 columns, and what 64 registers leave room for beside weights on their way
 template <class Load, class Each> __device__ __forceinline__ void of_thread(int width, Load load, Each each) {
     const int step = blockDim.x;
-    for (int base = threadIdx.x; base < width; base += 4 * step) {
+    for (int base = threadIdx.x; base < width; base += LOADED * step) {
 #pragma unroll
-        for (int ahead = 0; ahead < 4; ahead++)
+        for (int ahead = 0; ahead < LOADED; ahead++)
             if (base + ahead * step < width) load(ahead, base + ahead * step);
 #pragma unroll
-        for (int ahead = 0; ahead < 4; ahead++)
+        for (int ahead = 0; ahead < LOADED; ahead++)
             if (base + ahead * step < width) each(ahead, base + ahead * step);
     }
 }
@@ -55,8 +56,8 @@ struct Recipe {  // what a row is made of; weight null: no norm
 };
 
 struct RowScratch {  // of a block, in shared memory
-    float largest[33];
-    double squares[33];
+    int largest[32];
+    double squares[32];
 };
 
 // The row, normed if it is to be, into `row`: shared or global memory, of which a thread touches the same places in each
@@ -65,15 +66,15 @@ struct RowScratch {  // of a block, in shared memory
 __device__ inline float compute_row(Recipe of, float* row, RowScratch& scratch, float* made, float* normed,
                                     bool quantizes, bool tells, int token, int* trouble) {
     double squares = 0;
-    float largest = 0, a[4], b[4] = {};
+    float largest = 0, a[LOADED], b[LOADED] = {};
     of_thread(
         of.width,
-        [&](int ahead, int i) {
-            a[ahead] = of.a[i];
-            if (of.source != PLAIN) b[ahead] = of.b[i];
+        [&](int place, int i) {
+            a[place] = of.a[i];
+            if (of.source != PLAIN) b[place] = of.b[i];
         },
-        [&](int ahead, int i) {
-            const float x = make(of.source, a[ahead], b[ahead]);
+        [&](int place, int i) {
+            const float x = make(of.source, a[place], b[place]);
             row[i] = x;
             if (made) made[i] = x;
             squares += (double)x * x;
@@ -85,16 +86,16 @@ __device__ inline float compute_row(Recipe of, float* row, RowScratch& scratch, 
         const float rms = (float)sqrt(mean_square + of.eps);
         largest = 0;
         of_thread(
-            of.width, [&](int ahead, int i) { b[ahead] = of.weight[i]; },
-            [&](int ahead, int i) {
-                const float x = row[i] / rms * b[ahead];
+            of.width, [&](int place, int i) { b[place] = of.weight[i]; },
+            [&](int place, int i) {
+                const float x = row[i] / rms * b[place];
                 row[i] = x;
                 if (normed) normed[i] = x;
                 largest = Max::combine(largest, fabsf(x));
             });
     }
     if (!quantizes) return 0;
-    largest = block_max(largest, scratch.largest);
+    largest = block_largest(largest, scratch.largest);
     if (threadIdx.x == 0 && tells && !is_finite(largest)) complain(trouble, QUANTIZE, token);
     return largest;
 }
