@@ -28,8 +28,8 @@ class Selection:
     most: the largest k that can be asked for.   also: ids a token, at most.
     `found` is one array, so that one copy brings all of it: 32-bit words,
 
-        thresholds (n,), counts (n,), first (n,), ids (n, room), values (n, room), picked (n, also), and the workspace's
-        `trouble`; `first` is the smallest id that reaches the threshold: with k = 1 the greedy token
+        thresholds (n,), counts (n,), from_end (n,), ids (n, room), values (n, room), picked (n, also), and what the
+        workspace's `trouble` was; from_end is `vocab` less the smallest id that reaches the threshold
     """
 
     def __init__(self, ws: Workspace, n: int, vocab: int, most: int, also: int) -> None:
@@ -58,18 +58,16 @@ class Selection:
     def launch(self, logits: Any) -> None:
         """Find it. May be captured."""
         ws, n, vocab = self._ws, self._n, self._vocab
-        thresholds, counts, first, ids, values, picked, trouble = self._parts(self.found)
-        ws.device.fill(self.found[: 2 * n], 0)  # thresholds and counts
-        ws.device.fill(first, 0x7F)
+        thresholds, counts, from_end, ids, values, picked, trouble = self._parts(self.found)
+        ws.device.fill(self.found[: 3 * n], 0)
         if self._most == 1:
             ws.launch(FILE, "largest", (BLOCKS, n), THREADS, logits, vocab, thresholds, ws.trouble)
         else:
             ws.launch(FILE, "kth_largest", (n,), 1024, logits, vocab, self._ks, thresholds, ws.trouble)
-        found = thresholds, self.room, counts, first, ids, values
+        found = thresholds, self.room, counts, from_end, ids, values, ws.trouble, trouble
         ws.launch(FILE, "collect", (BLOCKS, n), THREADS, logits, vocab, *found)
         grid = (-(-self._also // THREADS), n)
         ws.launch(FILE, "pick", grid, THREADS, logits, vocab, self._ids, self._also, picked)
-        ws.device.copy(trouble, ws.trouble)
 
     def read(self, found: NDArray[np.int32], needs: Sequence[HeadNeed], logits: Any) -> list[HeadCandidates]:
         """What `launch` has left, a copy of it on the host, as candidates. NumericsError as `Workspace.download`."""
@@ -99,8 +97,8 @@ class Selection:
         """Whether nothing but the largest logit of each token was asked for."""
         return self._most == 1 and self._also == 0
 
-    def first(self, found: Any) -> Any:
-        """Of `found`, or a copy of it: each token's smallest id that reaches its threshold.   -> (n,) int32"""
+    def from_end(self, found: Any) -> Any:
+        """Of `found`, or a copy of it: `vocab` less each token's smallest id that reaches its threshold.   -> (n,)"""
         return self._parts(found)[2]
 
     def _parts(self, found: Any) -> tuple[Any, ...]:

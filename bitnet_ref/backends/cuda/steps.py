@@ -136,20 +136,20 @@ class RecordedStep:
         begun = self._right >= RIGHT_BEFORE_AHEAD and self._go_ahead(head, vocab)
         arrived.synchronize()
         found, hidden = head.read(needs), self._hidden[: len(needs)].copy()
-        if self._asked is not None and head.first is not None and (cache := self._asked[1]()) is not None:
+        if self._asked is not None and head.is_greedy and (cache := self._asked[1]()) is not None:
             _, positions, slots = self._asked[0]
-            sheet = np.stack([head.first[: len(needs)].astype(np.int64), positions + 1, slots])
+            sheet = np.stack([head.likeliest()[: len(needs)], positions + 1, slots])
             self._guess = Ahead(self, self._asked[1], cache.changes, sheet)
         return found, hidden, self._guess if begun else None
 
     def _go_ahead(self, head: RecordedHead, vocab: int) -> bool:
         """Begin the step after this one, with the tokens that the head has found.   -> whether there is one"""
-        if self._asked is None or head.first is None or self._graph is None:
+        if self._asked is None or not head.is_greedy or self._graph is None:
             return False
         (_, positions, slots), cache = self._asked[0], self._asked[1]()
         if cache is None or not cache.has_room(slots, positions + 1):
             return False
-        next_ones = head.first_on_device, self._size, vocab, self._sheet[0], self._sheet[1]
+        next_ones = head.likeliest_on_device, self._size, vocab, self._sheet[0], self._sheet[1]
         self._be.ws.launch("select.cu", "advance", (-(-self._size // THREADS),), THREADS, *next_ones)
         self._graph.launch()
         return True
@@ -182,14 +182,18 @@ class RecordedHead:
         device.to_pinned(self._host, self._selection.found)
 
     @property
-    def first_on_device(self) -> Any:
-        """The greedy token of each row.   -> (size,) int32"""
-        return self._selection.first(self._selection.found)
+    def is_greedy(self) -> bool:
+        """Whether nothing but the largest logit of each row is asked for."""
+        return self._selection.is_greedy
 
     @property
-    def first(self) -> NDArray[np.int32] | None:
-        """The same on the host, when it has been waited for; None where more than the largest logit was asked for."""
-        return self._selection.first(self._host) if self._selection.is_greedy else None
+    def likeliest_on_device(self) -> Any:
+        """The greedy token of each row, counted from the vocabulary's end.   -> (size,) int32"""
+        return self._selection.from_end(self._selection.found)
+
+    def likeliest(self) -> NDArray[np.int64]:
+        """The greedy token of each row, when the device has been waited for.   -> (size,)"""
+        return self._w.shape[0] - self._selection.from_end(self._host).astype(np.int64)
 
     def read(self, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
         return self._selection.read(self._host, needs, self._logits)

@@ -136,9 +136,10 @@ __device__ __forceinline__ void take_in(const Unturned<T>& unturned, const Pages
 // Shared: rows_at_once * (d in whole STEPs + 2) doubles. unturned: null, or, with one token a block,
 // what it is to turn and to take into the cache.
 template <class T, int TILES>
-__device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturned, const T* keys, const float* scales, const long long* slots,
-                                       const long long* positions, int n, int tokens_each, int rows_at_once,
-                                       int window, int heads, double factor, Pages pages, float* scores, int stride) {
+__device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturned, const T* keys, const float* scales,
+                                       const long long* slots, const long long* positions, int n, int tokens_each,
+                                       int rows_at_once, int window, int heads, double factor, Pages pages,
+                                       float* scores, int stride) {
     constexpr int IN_FLIGHT = TILES == 1 ? 4 : 1;  // steps: decoding waits for memory's latency
     double* query = dynamic_shared<double>();
     begin_in_turn();

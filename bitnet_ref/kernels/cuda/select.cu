@@ -8,8 +8,8 @@
 // Floats are compared as integers of the same order: the sign bit flipped, and of negative ones all bits; -0 is 0.
 // `kth_largest` finds the threshold 8 bits at a time: a histogram of the next 8 bits of all keys that begin like the
 // threshold, and the bin in which the k-th lies. For k = 1 `largest` is a plain maximum over many blocks.
-// `collect` then writes what reaches the threshold, in any order: the host sorts a few ids. With k = 1 the first of them
-// is the greedy token, and `advance` makes it the input of the next step, before the host has seen it.
+// `collect` then writes what reaches the threshold, in any order: the host sorts a few ids. With k = 1 the smallest of
+// them is the greedy token, and `advance` makes it the input of the next step, before the host has seen it.
 #include "floats.cuh"
 
 __device__ inline unsigned key_of(float x) {
@@ -67,16 +67,17 @@ extern "C" __global__ void kth_largest(const float* logits, int vocab, const int
     if (threadIdx.x == 0) thresholds[blockIdx.x] = begins;
 }
 
-// counts (n,) zeros -> how many reach the threshold; first (n,), large -> the smallest id of them; ids and values
-// (n, room), the first `room` of them found; grid (blocks, n).
+// counts (n,) zeros -> how many reach the threshold; from_end (n,) zeros -> vocab - the smallest id of them; ids and
+// values (n, room), the first `room` of them found; told, what is in `trouble` by now; grid (blocks, n).
 extern "C" __global__ void collect(const float* logits, int vocab, const unsigned* thresholds, int room, int* counts,
-                                   int* first, int* ids, float* values) {
+                                   int* from_end, int* ids, float* values, const int* trouble, int* told) {
     begin_in_turn();
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *told = *trouble;
     const float* row = logits + (size_t)blockIdx.y * vocab;
     const unsigned threshold = thresholds[blockIdx.y];
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
         if (key_of(row[id]) < threshold) continue;
-        atomicMin(first + blockIdx.y, id);
+        atomicMax(from_end + blockIdx.y, vocab - id);
         const int place = atomicAdd(counts + blockIdx.y, 1);
         if (place >= room) continue;
         ids[(size_t)blockIdx.y * room + place] = id;
@@ -93,11 +94,11 @@ extern "C" __global__ void pick(const float* logits, int vocab, const long long*
     if (id >= 0) values[(size_t)blockIdx.y * m + i] = logits[(size_t)blockIdx.y * vocab + id];
 }
 
-// Each of n sequences one token on: its input becomes `first`, at the next position. One thread a sequence.
-extern "C" __global__ void advance(const int* first, int n, int vocab, long long* tokens, long long* positions) {
+// Each of n sequences one token on: its input is what `collect` has found, at the next position. A thread a sequence.
+extern "C" __global__ void advance(const int* from_end, int n, int vocab, long long* tokens, long long* positions) {
     begin_in_turn();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    tokens[i] = min(first[i], vocab - 1);
+    tokens[i] = min(vocab - from_end[i], vocab - 1);
     positions[i]++;
 }
