@@ -117,10 +117,10 @@ def test_every_token_alone_and_together(kernels):
 
 
 @pytest.mark.parametrize("rows", [(48, 16, 9), (32, 7)])
-@pytest.mark.parametrize(("tokens", "n_in"), [(1, 260), (3, 260), (40, 260), (3, 9000)])
+@pytest.mark.parametrize(("tokens", "n_in"), [(1, 260), (3, 260), (40, 260), (40, 9000)])
 def test_a_stack_is_its_matrices(kernels, rows, tokens, n_in):
     """Each keeps its own scale and bias, its result is an array of its own, and it still computes by itself. With 9000
-    columns several blocks add to a sum, which `ternary_finish` then puts into its place."""
+    columns several blocks add to a sum, and the last of them puts it into its place."""
     dice, device = rng(3), kernels.device
     ws = [
         TernaryWeight.from_ternary(random_ternary(dice, n, n_in), scale)
@@ -196,7 +196,8 @@ def test_a_graph_computes_again_from_what_its_arrays_hold(tokens):
     device = EmulatedDevice()
     kernels = TernaryKernels(device)
     weight, x_q, x_scale = random_case(7, tokens, 20, 9000)
-    assert choose_launch(tokens, *weight.shape, device.multiprocessors).parts > 1  # a fill, two kernels, and scratch
+    divided = choose_launch(tokens, *weight.shape, device.multiprocessors).parts > 1
+    assert divided == (tokens == 40)  # sums of several blocks, which every launch leaves as zeros
     prepared = kernels.prepare(weight)
     x, scale, y = device.array(x_q), device.array(x_scale), device.empty((tokens, 20), np.float32)
     kernels.linear(x, scale, prepared, y)
@@ -245,9 +246,9 @@ def test_every_launch_is_within_a_gpus_limits(tokens, n_out, n_in, multiprocesso
         assert 1 <= how.parts <= tiles_k
         assert (how.parts - 1) * how.share < tiles_k <= how.parts * how.share  # no part is empty
         if how.kernel in GEMV:
-            assert how.grid == (-(-n_out // 16), how.parts, 1)
-            assert how.block // 32 <= -(-tiles_k // how.parts)  # no warp without a tile
-            assert how.parts == 1 or how.grid[0] * how.parts <= multiprocessors
+            assert how.grid == (-(-n_out // 16), 1, 1)
+            assert how.block // 32 <= tiles_k  # no warp without a tile
+            assert how.parts == 1
         elif how.kernel in GEMM:
             assert how.grid[0] * 128 >= n_out
             assert how.grid[1] * GEMM[how.kernel] >= tokens

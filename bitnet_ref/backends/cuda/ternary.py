@@ -34,7 +34,7 @@ KERNELS = (PLAIN, *GEMV, *GEMM)
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. share: tiles along K of a block; parts > 1: so many blocks add to each sum, which is zero before."""
+    """One launch. share: tiles along K of a block; parts > 1: so many blocks add to each sum."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -61,15 +61,13 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
     if kernel == PLAIN:
         return Launch(kernel, (-(-tokens * rows // THREADS), 1, 1), THREADS, 0, tiles_k, 1)
     if kernel in GEMV:
-        # Few rows and a long K: several blocks to a row of tiles, each with enough for all its warps.
-        share, parts = divided(tiles_k, min(-(-tiles_k // (MOST_WARPS * TILES_AHEAD)), multiprocessors // tiles_n))
         # All blocks at once on the multiprocessors, with as many warps as fit: each then has few tiles, and asks for
         # all of them at once.
-        blocks_each = -(-tiles_n * parts // multiprocessors)
-        warps = min(MOST_WARPS, share, max(4, WARPS_A_MULTIPROCESSOR // blocks_each))
-        warps = -(-share // -(-share // warps))  # as many as have the same number of tiles, but for the last
+        blocks_each = -(-tiles_n // multiprocessors)
+        warps = min(MOST_WARPS, tiles_k, max(4, WARPS_A_MULTIPROCESSOR // blocks_each))
+        warps = -(-tiles_k // -(-tiles_k // warps))  # as many as have the same number of tiles, but for the last
         shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
-        return Launch(kernel, (tiles_n, parts, 1), 32 * warps, shared, share, parts)
+        return Launch(kernel, (tiles_n, 1, 1), 32 * warps, shared, tiles_k, 1)
     grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM[kernel])
     share, parts = divided(tiles_k, min(multiprocessors // (grid[0] * grid[1]), tiles_k // 4))
     stages = 3 * GEMM[kernel] * TILE_COLUMNS
@@ -131,8 +129,8 @@ class TiledWeight(TernaryLinear):
 class TernaryKernels:
     """The ternary product on a device.
 
-    What it needs beyond the arguments (x with longer rows, sums of several blocks) is made at the first call of that
-    size and kept, since graphs may refer to it: call once before a capture.
+    What it needs beyond the arguments (x with longer rows, sums of several blocks and who has added to them) is made at
+    the first call of that size and kept, since graphs may refer to it: call once before a capture.
 
     overlap: launch each kernel so that it asks for its weights while the kernel before it ends (`Kernel`). Off unless
     asked for: it has not run on a GPU yet.
@@ -142,7 +140,6 @@ class TernaryKernels:
         self.device, self.overlap = device, overlap
         self._kernels = {name: device.kernel(FILE, name) for name in KERNELS}
         self._pack, self._pad = device.kernel(FILE, "ternary_pack"), device.kernel(FILE, "ternary_pad")
-        self._finish = device.kernel(FILE, "ternary_finish")
         self._scratch: dict[str, list[DeviceArray]] = {}
 
     def prepare(self, weight: TernaryWeight) -> TiledWeight:
@@ -240,25 +237,24 @@ class TernaryKernels:
             self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded), overlap=self.overlap)
             x_q = padded
         how = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
-        outputs = (out, None) if x_scale is None else (None, out)
-        if how.parts > 1:
-            sums = out if x_scale is None else self._room("sums", tokens * rows, np.int32)
-            self.device.fill(sums, 0)
-            outputs = (sums, None)
+        outputs = (out, None, None) if x_scale is None else (None, None, out)
+        if how.parts > 1 and x_scale is None:
+            self.device.fill(out, 0)
+        elif how.parts > 1:
+            blocks = how.grid[0] * how.grid[1]
+            outputs = self._room("sums", tokens * rows, np.int32), self._room("done", blocks, np.int32), out
         scales = w.w_scales, x_scale, w.bias_on_device
         sizes = tokens, rows, columns, *first_rows(w.parts, rows)
         args = (x_q, stride, w.tiles, *sizes, how.share, *scales, *outputs)
         self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem, self.overlap)
-        if how.parts > 1 and x_scale is not None:
-            finish = (outputs[0], tokens, rows, *first_rows(w.parts, rows), *scales, out)
-            self._finish(-(-tokens * rows // THREADS), THREADS, finish, overlap=self.overlap)
         return out
 
     def _room(self, name: str, size: int, dtype: Any) -> DeviceArray:
-        """So many elements of an array that is kept. A larger one does not replace a smaller that a graph may have."""
+        """So many elements of an array that is kept, zeros at first. A larger one does not replace a smaller that a
+        graph may have."""
         kept = self._scratch.setdefault(name, [])
         large = next((array for array in kept if array.size >= size), None)
         if large is None:
-            large = self.device.empty(size, dtype)
+            large = self.device.zeros(size, dtype)
             kept.append(large)
         return large[:size]

@@ -42,20 +42,6 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
     padded[index] = column < columns ? x_q[token * columns + column] : (signed char)0;
 }
 
-// -- what becomes of a sum --------------------------------------------------------------------------------------------
-
-/* What is left to do where several blocks have added to the sums. */
-extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows, int second, int third,
-                                          const float *w_scales, const float *x_scales, const float *bias, float *y) {
-    begin_in_turn();
-    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (index >= (long long)tokens * rows) return;
-    const long long token = index / rows;
-    const int row = int(index % rows);
-    y[place_in_stack(token, row, tokens, rows, second, third)] =
-        scaled(sums[index], w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f);
-}
-
 // Parameters of the kernels 0 to 3:
 //
 //   x_q       (tokens, x_stride) int8, x_stride a multiple of 128, at least `columns`; what lies past `columns` does
@@ -63,15 +49,17 @@ extern "C" __global__ void ternary_finish(const int *sums, int tokens, int rows,
 //   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see above
 //   w_scales  (rows,) float32   x_scales (tokens,) float32   bias (rows,) float32 or null
 //   second, third  where the second and the third matrix of a stack begin, see stacked.cuh
-//   share     tiles along K of one block: the grid has ceil(tiles_k / share) blocks along K
-//   acc       (tokens, rows) int32, or null; where it is given nothing but the sums is written, and where the grid
-//             has several blocks along K (gridDim.y, or .z of the last kernel) they are *added* to what it holds
-//   y         (tokens, rows) float32 (of a stack: see stacked.cuh), or null where acc is given
+//   y         (tokens, rows) float32 (of a stack: see stacked.cuh), or null where the sums themselves are wanted
+//   acc       (tokens, rows) int32 for these, or null
+//   share     of kernel 3: tiles along K of one block; the grid has ceil(tiles_k / share) blocks along K, which *add* to
+//             acc. What it holds before, and for a y after, too, is zeros
+//   done      of kernel 3 where several blocks make a y: a zero for each block of rows and tokens, and zeros after
 #define PARAMETERS                                                                                                    \
     const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns, int second,       \
-        int third, int share, const float *w_scales, const float *x_scales, const float *bias, int *acc, float *y
+        int third, int share, const float *w_scales, const float *x_scales, const float *bias, int *acc, int *done,   \
+        float *y
 #define ARGUMENTS                                                                                                     \
-    x_q, x_stride, tiles, tokens, rows, columns, second, third, share, w_scales, x_scales, bias, acc, y
+    x_q, x_stride, tiles, tokens, rows, columns, second, third, share, w_scales, x_scales, bias, acc, done, y
 
 // -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
 
@@ -142,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     __shared__ uint4 x_of_tiles[16][8 * TILES_AHEAD];
     uint4 *x = x_of_tiles[warp_of_block()];
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
-    const int begin = blockIdx.y * share, end = min(begin + share, tiles_k), t = lane_of_warp() % 4;
+    const int end = tiles_k, t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
-    int tile = begin + warp_of_block();
+    int tile = warp_of_block();
     let_next_kernel_start();
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, end);
@@ -179,8 +167,6 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     sum >>= 6;
     if (acc == nullptr)  // of one token all results of a stack lie in the order of its rows
         y[mine.row] = scaled(sum, mine.w_scale, x_scale, bias != nullptr, mine.bias);
-    else if (gridDim.y > 1)
-        atomicAdd(acc + mine.row, sum);
     else
         acc[mine.row] = sum;
 }
@@ -200,10 +186,9 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     constexpr int CHAINS = 4 / GROUPS, BATCH = 4 / GROUPS, TOKENS = 8 * GROUPS;
     int *partial = dynamic_shared<int>();  // [warp][token][row]
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
-    const int begin = blockIdx.y * share, end = min(begin + share, tiles_k);
-    const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
+    const int end = tiles_k, g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
-    int tile = begin + warp_of_block();
+    int tile = warp_of_block();
     let_next_kernel_start();
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, end);
@@ -268,8 +253,6 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
         if (acc == nullptr)
             y[place_in_stack(token, mine.row, tokens, rows, second, third)] =
                 scaled(sum, mine.w_scale, x_scales[token], bias != nullptr, mine.bias);
-        else if (gridDim.y > 1)
-            atomicAdd(acc + place, sum);
         else
             acc[place] = sum;
     }
@@ -291,6 +274,9 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_32(PARAMETERS
 // warps along the rows and TOKEN_WARPS along the tokens. Of x, 128 columns of the block's tokens lie in shared memory,
 // three times over: while one is multiplied, two are on their way. Weights go from memory to registers, as above, one
 // step ahead, and are unpacked once for 64 tokens: 56 operations beside 64 mma.
+//
+// Where rows and tokens make too few blocks for the card, several divide K, add their sums to acc, and the last of them to
+// finish makes y of it. Sums are integers: their order changes nothing.
 //
 // In shared memory a token's 128 bytes are eight chunks of 16; those of odd tokens have their halves exchanged. So the
 // eight lanes that read at a time (g = 0 and 1, t = 0 to 3, chunk t or t + 4) take all 32 banks once.
@@ -388,16 +374,32 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
                     }
             }
     };
-    if (acc == nullptr)
-        each([&](int row, int token, int sum) {
-            const float b = bias != nullptr ? bias[row] : 0.0f;
-            y[place_in_stack(token, row, tokens, rows, second, third)] =
-                scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b);
-        });
-    else if (gridDim.z > 1)
-        each([&](int row, int token, int sum) { atomicAdd(acc + (long long)token * rows + row, sum); });
-    else
-        each([&](int row, int token, int sum) { acc[(long long)token * rows + row] = sum; });
+    auto write_y = [&](int row, int token, int sum) {
+        const float b = bias != nullptr ? bias[row] : 0.0f;
+        y[place_in_stack(token, row, tokens, rows, second, third)] =
+            scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b);
+    };
+    if (gridDim.z == 1) {
+        if (acc == nullptr)
+            each(write_y);
+        else
+            each([&](int row, int token, int sum) { acc[(long long)token * rows + row] = sum; });
+        return;
+    }
+    each([&](int row, int token, int sum) { atomicAdd(acc + (long long)token * rows + row, sum); });
+    if (y == nullptr) return;
+    __threadfence();  // my sums can be seen before I am counted
+    __syncthreads();
+    int *count = done + blockIdx.y * gridDim.x + blockIdx.x;
+    const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(count, 1) == (int)gridDim.z - 1);
+    if (!last) return;
+    __threadfence();
+    each([&](int row, int token, int) {
+        int *place = acc + (long long)token * rows + row;
+        write_y(row, token, __ldcg(place));
+        *place = 0;
+    });
+    if (threadIdx.x == 0) *count = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3) ternary_gemm_64(PARAMETERS) {
