@@ -151,10 +151,21 @@ class DeviceKVCache(KVCache):
         if self._fixed:
             return
         self._places(host.slots, host.positions)
-        for slot in np.unique(host.slots) if reading else ():
+        if not reading or self._reads_pages_only(host, window):
+            return
+        for slot in np.unique(host.slots):  # one by one, which names the place that is missing
             mine = host.positions[host.slots == slot]
             first = 0 if window is None else max(0, int(mine.min()) - window + 1)
             self.pages_of(int(slot), first, int(mine.max()) + 1)
+
+    def _reads_pages_only(self, batch: TokenBatch, window: int | None) -> bool:
+        """Whether there is a page for all that the tokens read."""
+        first = np.zeros_like(batch.positions) if window is None else np.maximum(0, batch.positions - window + 1)
+        begin, last = first // self.page_size, batch.positions // self.page_size
+        pages = self.page_table[batch.slots, : int(last.max(initial=-1)) + 1]
+        index = np.arange(pages.shape[1])
+        unread = (index < begin[:, None]) | (index > last[:, None])
+        return bool((unread | ((pages >= 0) & (pages < self.pages))).all())
 
     @contextmanager
     def putting_off(self, batch: TokenBatch) -> Iterator[None]:
