@@ -15,7 +15,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda import emulated_device
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cupy_backend import CupyBackend
-from bitnet_ref.benchmark import Plan, gpu, measure_gpu
+from bitnet_ref.benchmark import Plan, cuda_kernels, gpu, measure_gpu
 from bitnet_ref.benchmark.gpu import Ask, Row
 from bitnet_ref.cli import bench_gpu, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
@@ -143,11 +143,11 @@ def test_a_model_that_differs_gets_no_speed(monkeypatch):
 
 
 def test_a_kernel_that_differs_gets_no_speed(monkeypatch):
-    right = TernaryKernels.matmul
-    monkeypatch.setattr(TernaryKernels, "matmul", lambda self, *args, **how: right(self, *args, **how) + np.int32(1))
+    right = cuda_kernels.linear_of_row
+    monkeypatch.setattr(cuda_kernels, "linear_of_row", lambda *args: right(*args) * np.float32(1.1))
     found = measure_gpu(PLAN, ["kernels"])
     assert not found.equal
-    assert "DIFFERS: ternary_gemv_dp4a" in found.rows[0].why
+    assert "DIFFERS: ternary_row" in found.rows[0].why
 
 
 def test_a_kernel_that_models_do_not_take_is_compared_too(monkeypatch):

@@ -10,14 +10,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import quantization
 from ..backends.cuda import Device, DeviceArray, Graph
+from ..backends.cuda.rows import blocks_of, linear_of_row, takes_row, threads_of
 from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
+from ..backends.cuda.workspace import Arena, Workspace
 from ..errors import ShapeError
+from ..weights import TernaryWeight
 from .synthetic import random_ternary_weight
 from .timing import Timing
 
@@ -27,6 +32,7 @@ TOKENS = (1, 8, 16, 32, 64, 128, 2048)
 REPEATS = 15
 CACHES_OF_WEIGHTS = 3
 LEAST_LAUNCHES = 20  # of one graph
+ROW = "ternary_row"
 LARGEST_COPY_BYTES = 1 << 30
 TARGET_SHARES = {(13824, 2560): 0.60}  # of the copy, for one token
 LEAST_SHARE = 0.35  # of every other shape
@@ -155,7 +161,28 @@ def measure_cuda_kernels(
     dice = np.random.default_rng(0)
     variants = [TernaryKernels(device, overlap) for overlap in ((False, True) if device.can_overlap else (False,))]
     plain_copy = PlainCopy(device, copy_bytes)
+    ws = Workspace(device)
     copy_samples: list[float] = []
+
+    def timed(launch: Callable[[TiledWeight], object], copies: Sequence[TiledWeight]) -> Timing:
+        """One launch, in a graph of some, on one copy after another."""
+        launches, arena = -(-LEAST_LAUNCHES // len(copies)) * len(copies), Arena(ws.make)
+
+        def all_of_them() -> None:
+            with ws.arrays_of(arena, overlap=False):
+                for index in range(launches):
+                    launch(copies[index % len(copies)])
+
+        all_of_them()
+        with device.capture() as graph:
+            all_of_them()
+        samples = []
+        graph.launch()
+        for _ in range(repeats):
+            copy_samples.append(plain_copy.seconds())
+            samples.append(_seconds(device, graph) / launches)
+        return Timing.of(samples)
+
     results: list[CudaKernelResult] = []
     steps = len(shapes) * len(tokens)
     for number, (n_out, n_in) in enumerate(shapes):
@@ -171,35 +198,54 @@ def measure_cuda_kernels(
         for part, m in enumerate(tokens):
             x, scale = device.array(x_q[:m]), device.array(x_scale[:m])
             out = device.empty((m, n_out), np.float32)
+            sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
+            usual = ROW if takes_row(x, first) else choose_launch(m, n_out, n_in, device.multiprocessors).kernel
             for kernels, name in itertools.product(variants, kernels_for(m)):
+                launch = partial(kernels.linear, x, scale, y=out, kernel=name)
                 wrong_acc = int((device.to_host(kernels.matmul(x, first, kernel=name)) != acc[:m]).sum())
-                found = device.to_host(kernels.linear(x, scale, first, out, kernel=name))
-                wrong_y = int((found.view(np.int32) != y[:m].view(np.int32)).sum())
-                timing = None
-                if wrong_acc == wrong_y == 0:
-                    launches = -(-LEAST_LAUNCHES // len(copies)) * len(copies)
-                    with device.capture() as graph:
-                        for index in range(launches):
-                            kernels.linear(x, scale, copies[index % len(copies)], out, kernel=name)
-                    samples = []
-                    graph.launch()
-                    for _ in range(repeats):
-                        copy_samples.append(plain_copy.seconds())
-                        samples.append(_seconds(device, graph) / launches)
-                    timing = Timing.of(samples)
+                wrong_y = _unequal(device.to_host(launch(first)), y[:m])
+                timing = timed(launch, copies) if wrong_acc == wrong_y == 0 else None
                 how = choose_launch(m, n_out, n_in, device.multiprocessors, name)
-                chosen = choose_launch(m, n_out, n_in, device.multiprocessors).kernel == name
-                sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
-                results.append(
-                    CudaKernelResult(
-                        name, chosen, kernels.overlap, how.grid, how.block, *sizes, wrong_acc, wrong_y, timing
-                    )
-                )
+                which = name, name == usual, kernels.overlap, how.grid, how.block
+                results.append(CudaKernelResult(*which, *sizes, wrong_acc, wrong_y, timing))
+            if takes_row(x, first):
+                results += [_row_result(ws, variant.overlap, copies, weight, dice, timed) for variant in variants]
             if progress is not None:
                 progress(number * len(tokens) + part + 1, steps)
     copy_samples = copy_samples or [plain_copy.seconds()]
     facts = device.name, device.emulated, device.l2_bytes, plain_copy.nbytes
     return CudaKernelBench(*facts, Timing.of(copy_samples), results)
+
+
+def _row_result(
+    ws: Workspace,
+    overlap: bool,
+    copies: Sequence[TiledWeight],
+    weight: TernaryWeight,
+    dice: np.random.Generator,
+    timed: Callable[[Callable[[TiledWeight], object], Sequence[TiledWeight]], Timing],
+) -> CudaKernelResult:
+    """One token by the kernel that quantises its row itself, as decoding does."""
+    first = copies[0]
+    x = dice.standard_normal((1, first.in_features), dtype=np.float32)
+    x_q, x_scale = quantization.quantize_activations(x)
+    acc = quantization.ternary_matmul(x_q, weight.packed, first.in_features)
+    y, on_device = quantization.dequantize(acc, weight.w_dequant_scale, x_scale), ws.upload(x)
+
+    def launch(w: TiledWeight) -> DeviceArray:
+        ws.device.overlaps = overlap
+        return linear_of_row(ws, on_device, w)
+
+    wrong = _unequal(ws.download(launch(first))[0], y)
+    ws.device.overlaps = False
+    grid = blocks_of(ws.device, first.out_features), 1, 1
+    sizes = first.out_features, first.in_features, 1, first.tiles.nbytes, len(copies)
+    facts = ROW, True, overlap, grid, threads_of(first.in_features), *sizes, 0, wrong
+    return CudaKernelResult(*facts, timed(launch, copies) if wrong == 0 else None)
+
+
+def _unequal(found: NDArray[np.float32], expected: NDArray[np.float32]) -> int:
+    return int((found.view(np.int32) != expected.view(np.int32)).sum())
 
 
 def _copy(device: Device, w: TiledWeight) -> TiledWeight:

@@ -26,7 +26,6 @@ import numpy as np
 from ..api import Model
 from ..backends import choose_backend
 from ..backends.cuda import open_device
-from ..backends.cuda.ternary import TernaryKernels
 from ..config import ModelConfig
 from ..errors import BitNetRefError, ConfigError, DeviceError
 from ..generation.generate import run as generation_loop
@@ -287,7 +286,7 @@ class _Run:
                 sizes: dict[str, Any] = {"cold_bytes": self.plan.cold_bytes, "copy_bytes": self.plan.copy_bytes}
                 bench = measure_cuda_kernels(self.device, [(n, k)], [1], repeats=self.plan.kernel_repeats, **sizes)
                 self.device.trim()  # models have a pool of their own
-                every, overlap = bench.results, TernaryKernels(self.device).overlap and self.device.can_overlap
+                every, overlap = bench.results, self.device.can_overlap
                 wrong = sum(r.unequal_accumulators for r in every), sum(r.unequal_floats for r in every)
                 self.found.checks[f"kernels {n}x{k}"] = Check(len(every) * n, wrong[0], len(every) * n, wrong[1])
                 (mine,) = (r for r in every if r.chosen and r.overlapped == overlap)  # as models have it

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..deferred import PLAIN, SUM, Normed, OfPair, Rotation, Rows, Turned
+from .device import Device
 from .stacks import stack_of
 from .ternary import TILE_ROWS, TiledWeight, padded_columns
 from .workspace import Workspace
@@ -68,16 +69,20 @@ def linear_of_row(ws: Workspace, x: Any, w: TiledWeight, gate: int = PLAIN) -> A
     recipe, rows = _recipe(ws, x), w.out_features
     y = ws.empty((1, rows if gate == PLAIN else rows // 2), np.float32)
     made = _room_for_made(ws, recipe)
-    units = -(-y.shape[1] // TILE_ROWS)
     width = recipe.of.shape[1]
     ws.launch(
-        *("ternary_row.cu", "ternary_row", (min(units, ws.device.row_blocks),)),
-        *(threads_of(width), *recipe.arguments, made, w.tiles, rows, w.w_scales, w.bias_on_device, gate, y, ws.trouble),
+        *("ternary_row.cu", "ternary_row", (blocks_of(ws.device, y.shape[1]),), threads_of(width)),
+        *(*recipe.arguments, made, w.tiles, rows, w.w_scales, w.bias_on_device, gate, y, ws.trouble),
         shared=padded_columns(width) + width * 4,
     )
     if made is not None:
         recipe.of.settle(made)
     return y
+
+
+def blocks_of(device: Device, outputs: int) -> int:
+    """Of a launch of `linear_of_row` with so many outputs."""
+    return min(-(-outputs // TILE_ROWS), device.row_blocks)
 
 
 def take(ws: Workspace, table: Any, kind: str, width: int, rows: Any) -> Any:

@@ -98,10 +98,12 @@ class Workspace:
         return self.arena is not None
 
     @contextmanager
-    def arrays_of(self, arena: Arena) -> Iterator[None]:
-        """What runs in this takes its arrays from the arena, from its first again; and its launches overlap."""
+    def arrays_of(self, arena: Arena, overlap: bool = True) -> Iterator[None]:
+        """What runs in this takes its arrays from the arena, from its first again; and its launches overlap, where the
+        device can do that."""
         arena.begin()
-        self.arena, self.device.overlaps = arena, self.device.can_overlap or self.device.emulated
+        self.arena = arena
+        self.device.overlaps = overlap and (self.device.can_overlap or self.device.emulated)
         try:
             yield
         finally:
