@@ -21,7 +21,7 @@ from ..kv_cache import TokenBatch
 
 # What is no operation on numbers. `running` is timed too, but as the step that holds the others.
 NOT_TIMED = frozenset({"prepare", "prepare_for", "prepare_model", "place", "at_layer", "from_host", "run", "new_cache"})
-NOT_TIMED |= {"prepared_layout", "synchronize", "running", "close"}
+NOT_TIMED |= {"prepared_layout", "synchronize", "running", "close", "prompt_tokens"}
 OPS = frozenset(
     name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
 ) - frozenset(NOT_TIMED)
