@@ -54,6 +54,11 @@ class TokenBatch:
         [0, 1, 5]
         """
         lengths = [len(ids) for _, _, ids in parts]
+        if logits_of_last is not None and all(length == 1 for length in lengths):  # decoding: a token of each
+            rows = [[ids[0] for _, _, ids in parts], [start for _, start, _ in parts], [slot for slot, _, _ in parts]]
+            tokens, positions, slots = np.array(rows, dtype=np.int64)
+            every = list(logits_of_last) == list(range(len(parts)))
+            return cls(tokens, positions, slots, None if every else np.array(logits_of_last, dtype=np.int64))
         ends = np.cumsum(lengths)
         tokens = np.concatenate([ids for _, _, ids in parts]).astype(np.int64, copy=False)
         positions = np.arange(len(tokens)) + np.repeat([start for _, start, _ in parts] - (ends - lengths), lengths)

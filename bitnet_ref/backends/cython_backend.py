@@ -215,6 +215,9 @@ class CythonBackend(Backend):
         self._memory = HugePages()
         self.results: Buffers | Pool = Buffers()
         self.tape: Any = None  # where kernels leave their calls: see `recorded_step.py`
+        self.rope_rows: dict[
+            Any, tuple[NDArray, NDArray]
+        ] = {}  # cos and sin of every position, for steps that are played
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if not isinstance(w, TernaryWeight):

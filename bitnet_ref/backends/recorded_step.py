@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_RECORDED = 64  # tokens of a step
 STEPS_KEPT = 8  # of a cache: as many numbers of tokens
+LEAST_ROPE_ROWS = 256  # positions whose cos and sin are looked up, not computed
 
 
 class Steps:
@@ -98,6 +99,8 @@ class RecordedStep:
 class _Recording(FusedPass):
     """What a backend does otherwise while it records."""
 
+    rope_rows: dict[tuple[RopeConfig, int], tuple[NDArray, NDArray]]
+
     def begin(self, tape: Any, results: Pool, cfg: ModelConfig, n: int) -> None:
         self.tape, self.results = tape, results
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
@@ -132,5 +135,9 @@ class _Recording(FusedPass):
 
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         self._rope = rope, head_dim
-        self._cos[:], self._sin[:] = super().rope_tables(positions, rope, head_dim)
+        cos, sin = self.rope_rows.get(self._rope, (self._cos[:0], self._sin[:0]))
+        if (last := int(positions.max())) >= len(cos):
+            every = np.arange(max(LEAST_ROPE_ROWS, 1 << (last + 1).bit_length()))
+            cos, sin = self.rope_rows[self._rope] = super().rope_tables(every, rope, head_dim)
+        self._cos[:], self._sin[:] = cos[positions], sin[positions]
         return self._cos, self._sin
