@@ -34,7 +34,7 @@ from ..weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 
 
-FEW_LOGITS = 4096  # of a token: so few are looked at together with other tokens'
+FEW_LOGITS = 4096  # of a token: so few are looked at together with those of others
 
 
 def names_matcher(names_filter: NamesFilter) -> Callable[[str], bool]:
@@ -110,9 +110,10 @@ def checked_candidates(
 
 
 def _all_finite(found: Sequence[HeadCandidates]) -> bool:
-    few = [candidates.logits for candidates in found if len(candidates.logits) <= FEW_LOGITS]
-    many = [candidates.logits for candidates in found if len(candidates.logits) > FEW_LOGITS]
-    return all(np.isfinite(logits).all() for logits in ([np.concatenate(few)] if few else []) + many)
+    logits = [candidates.logits for candidates in found]
+    if len(logits) > 1 and max(map(len, logits)) <= FEW_LOGITS:
+        logits = [np.concatenate(logits)]
+    return all(np.isfinite(each).all() for each in logits)
 
 
 def first_non_finite(
