@@ -199,9 +199,10 @@ class CupyBackend(Backend):
                 return compute(self, w, cfg, batch, cache)
         cache.check(batch, cfg.sliding_window, reading=True)
         size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
-        key = size, id(w), decodes(batch)
+        decoding = decodes(batch)
+        key = size, id(w), decoding
         if key not in cache.steps:
-            cache.steps[key] = RecordedStep(self, compute, w, cfg, size)
+            cache.steps[key] = RecordedStep(self, compute, w, cfg, size, decoding)
         x = cache.steps[key](batch, cache, ahead)
         self._replayed = x, cache.steps[key]
         return x

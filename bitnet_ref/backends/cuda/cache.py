@@ -186,11 +186,10 @@ class DeviceKVCache(KVCache):
             self._append(*waiting)
 
     def taken_in(self, layer: int, rotation: Rotation) -> NDArray | None:
-        """v, if these are the key and value that wait: the caller is to take them in. Else what waits goes in now."""
+        """v, if these are the key and value that wait, which the caller is to take in. Else None: what waits stays."""
         if self._waiting is not None and self._waiting[0] == layer and self._waiting[2].rotation is rotation:
             v, self._waiting = self._waiting[3], None
             return v
-        self.settle()
         return None
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:

@@ -57,8 +57,9 @@ def quantized(ws: Workspace, x: Any, pad: bool = True) -> tuple[Any, Any]:
 
 def takes_row(x: Any, w: Any, gated: bool = False) -> bool:
     """Whether `linear_of_row` takes them."""
-    whole = not gated or (len(w.parts) == 2 and w.parts[0] == w.parts[1] and w.parts[0] % TILE_ROWS == 0)
-    return isinstance(w, TiledWeight) and len(x) == 1 and w.in_features <= MOST_COLUMNS and whole
+    if not isinstance(w, TiledWeight) or len(x) != 1 or w.in_features > MOST_COLUMNS:
+        return False
+    return not gated or (len(w.parts) == 2 and w.parts[0] == w.parts[1] and w.parts[0] % TILE_ROWS == 0)
 
 
 def linear_of_row(ws: Workspace, x: Any, w: TiledWeight, gate: int = PLAIN) -> Any:

@@ -30,7 +30,7 @@ from ...config import ModelConfig
 from ...kv_cache import TokenBatch
 from ...weights import LinearWeight, ModelWeights
 from ..candidates import HeadCandidates, HeadNeed
-from .cache import DeviceBatch, DeviceKVCache, decodes
+from .cache import DeviceBatch, DeviceKVCache
 from .rows import value
 from .select import Selection, selects, sizes_of
 from .workspace import THREADS, Arena
@@ -59,13 +59,22 @@ class Ahead:
 
 class RecordedStep:
     """The pass of `size` tokens, all of which are wanted, over one cache. Called with up to `size` tokens: the last is
-    then computed several times over, and writes the same numbers to the same places. It is called always, or never,
-    with tokens each of another sequence: what is recorded depends on it (`DeviceKVCache.putting_off`)."""
+    then computed several times over, and writes the same numbers to the same places.
+
+    decoding: whether its batches are always such as `decodes` says, or never: what is recorded depends on it
+    (`DeviceKVCache.putting_off`).
+    """
 
     def __init__(
-        self, be: CupyBackend, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, size: int
+        self,
+        be: CupyBackend,
+        compute: Callable[..., NDArray],
+        w: ModelWeights,
+        cfg: ModelConfig,
+        size: int,
+        decoding: bool,
     ) -> None:
-        self._be, self._compute, self._w, self._cfg, self._size = be, compute, w, cfg, size
+        self._be, self._compute, self._w, self._cfg, self._size, self._decoding = be, compute, w, cfg, size, decoding
         self._sheet = be.ws.zeros((3, size), np.int64)
         self._batch = DeviceBatch(self._sheet[0], self._sheet[1], self._sheet[2])
         self._arena = Arena(be.ws.make)
@@ -89,7 +98,7 @@ class RecordedStep:
         guessed = self._guess is not None and self._guess.is_for(self, sheet, cache)
         self._right = self._right + 1 if guessed else 0
         begun = guessed and ahead is self._guess
-        self._asked, self._guess = (sheet, weakref.ref(cache)) if decodes(batch) else None, None
+        self._asked, self._guess = (sheet, weakref.ref(cache)) if self._decoding else None, None
         if begun:
             return self._result[:n]
         if ahead is not None:

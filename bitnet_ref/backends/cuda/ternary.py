@@ -18,7 +18,6 @@ __all__ = ["KERNELS", "Launch", "TernaryKernels", "TiledWeight", "choose_launch"
 
 FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
-TILES_AHEAD = 4  # tiles that a warp of kernels 1 and 2 asks for at once
 GEMM_ROWS = 128  # of a block of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
 MOST_WARPS = 16  # of a block of kernels 1 and 2

@@ -97,8 +97,6 @@ extern "C" __global__ void ternary_plain(PARAMETERS) {
 //
 // Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a. The x of a warp's four tiles is 512 bytes:
 // one load of 16 bytes a lane, handed round through shared memory within the warp.
-static constexpr int TILES_AHEAD = 4;
-
 /* A lane's four words of the tiles first, first + step, ... below `end`; zeros past it. Read once: not to be kept. */
 __device__ __forceinline__ void load_tiles(uint4 (&words)[TILES_AHEAD], const uint4 *row_of_tiles, int first, int step,
                                            int end) {
@@ -130,29 +128,29 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     __shared__ uint4 x_of_tiles[16][8 * TILES_AHEAD];
     uint4 *x = x_of_tiles[warp_of_block()];
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
-    const int end = tiles_k, t = lane_of_warp() % 4;
+    const int t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
     int tile = warp_of_block();
     let_next_kernel_start();
     uint4 words[TILES_AHEAD];
-    load_tiles(words, row_of_tiles, tile, warps, end);
+    load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     const Row mine(threadIdx.x < TILE_ROWS ? blockIdx.x * TILE_ROWS + threadIdx.x : rows, rows, w_scales, bias, acc);
     wait_for_kernels_before();
     const float x_scale = mine.exists && acc == nullptr ? x_scales[0] : 1.0f;
     int sums[2] = {0, 0};  // 64 times those of rows g and g + 8
-    while (tile < end) {
-        const int tile_of_lane = min(tile + lane_of_warp() / 8 * warps, end - 1);
+    while (tile < tiles_k) {
+        const int tile_of_lane = min(tile + lane_of_warp() / 8 * warps, tiles_k - 1);
         const uint4 chunk = reinterpret_cast<const uint4 *>(x_q)[tile_of_lane * 8 + lane_of_warp() % 8];
         __syncwarp();  // all have read what lay there
         x[lane_of_warp()] = chunk;
         __syncwarp();
         #pragma unroll
         for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
-            if (tile + ahead * warps >= end) break;  // all lanes alike
+            if (tile + ahead * warps >= tiles_k) break;  // all lanes alike
             add_tile(sums, words[ahead], x[8 * ahead + t], x[8 * ahead + t + 4]);
         }
         tile += TILES_AHEAD * warps;
-        load_tiles(words, row_of_tiles, tile, warps, end);
+        load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     }
     #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -186,12 +184,12 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     constexpr int CHAINS = 4 / GROUPS, BATCH = 4 / GROUPS, TOKENS = 8 * GROUPS;
     int *partial = dynamic_shared<int>();  // [warp][token][row]
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, warps = blockDim.x / 32;
-    const int end = tiles_k, g = lane_of_warp() / 4, t = lane_of_warp() % 4;
+    const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
     int tile = warp_of_block();
     let_next_kernel_start();
     uint4 words[TILES_AHEAD];
-    load_tiles(words, row_of_tiles, tile, warps, end);
+    load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     const Row mine(blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, rows, w_scales, bias, acc);
     wait_for_kernels_before();
     const signed char *x_of_token[GROUPS];  // columns of B past the last token repeat it, and are not written
@@ -199,13 +197,13 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     for (int group = 0; group < GROUPS; group++)
         x_of_token[group] = x_q + (long long)min(8 * group + g, tokens - 1) * x_stride + 16 * t;
     int sums[GROUPS][CHAINS][4] = {};
-    while (tile < end) {
+    while (tile < tiles_k) {
         #pragma unroll
         for (int first = 0; first < TILES_AHEAD; first += BATCH) {
             uint4 x[BATCH][GROUPS][2];
             #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                const int column = min(tile + (first + i) * warps, end - 1) * TILE_COLUMNS;
+                const int column = min(tile + (first + i) * warps, tiles_k - 1) * TILE_COLUMNS;
                 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
                     x[i][group][0] = *reinterpret_cast<const uint4 *>(x_of_token[group] + column);
@@ -230,7 +228,7 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
             }
         }
         tile += TILES_AHEAD * warps;
-        load_tiles(words, row_of_tiles, tile, warps, end);
+        load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     }
     #pragma unroll
     for (int group = 0; group < GROUPS; group++)

@@ -15,6 +15,7 @@
 // so a lane's weights belong to two rows and to two runs of 16 columns, which are two 16-byte loads of x; and with all
 // crumbs i of the four words a lane has its part of an mma's A (see mma.cuh), for columns in an order of our own.
 static constexpr int TILE_ROWS = 16, TILE_COLUMNS = 128, TILE_WORDS = 128;
+static constexpr int TILES_AHEAD = 4;  // that a warp of the kernels for few tokens asks for at once
 
 /* The row (within the tile's 16) and the first of 4 columns (within its 128) of crumb i of word r of a lane. */
 __device__ __forceinline__ int row_of(int lane, int word) { return lane / 4 + 8 * (word & 1); }

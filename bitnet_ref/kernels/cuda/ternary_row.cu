@@ -19,7 +19,7 @@
 #include "row.cuh"
 #include "ternary.cuh"
 
-constexpr int TILES_AHEAD = 4, MOST_WARPS = ROW_THREADS / 32;
+constexpr int MOST_WARPS = ROW_THREADS / 32;
 
 // Grid: at most as many blocks as there are units: 16 rows, or of a gated pair 16 rows of each. Block: as of `rows`.
 // Shared: width floats, and the whole tiles of x_q. made, if not null: the row before its norm. rows % 32 == 0 if gated.
