@@ -85,7 +85,7 @@ panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 cdef enum:
     PANEL_BYTES_A_THREAD = 65536
     DENSE_BYTES_A_THREAD = 262144
-    ATTENTION_FLOATS_A_THREAD = 131072
+    ATTENTION_FLOATS_A_THREAD = 65536
     ATTEND_SCORES = 1 << 20  # of tokens that go through the keys together: 12 MB of each thread
     FLOATS_A_THREAD = 65536  # of the steps that go through a token once
 

@@ -47,7 +47,7 @@ AVX512_TARGET static size_t peak_avx512(size_t rounds) {
 
 #if defined(BITNET_REF_HAS_AMX)
 static size_t peak_amx(size_t rounds) {
-    amx_shape(AMX_PAIR, AMX_COLUMNS);
+    amx_shape(AMX_PAIR);
     for (; rounds; rounds--) {
         AMX_DOT(0, 4, 6);
         AMX_DOT(1, 4, 7);

@@ -1,30 +1,39 @@
 /* The ternary product with AMX: one instruction multiplies a tile of 16 tokens x 64 columns by a tile of 64 columns x 16
  * rows: 16,384 int8 products, added by fours into 16 x 16 lanes of int32.
  *
- * Plain version: ternary_scalar.h. RUN ON EMULATORS ONLY, NOT TIMED: no processor with AMX was at hand. All of this file,
- * the instructions and the question to the kernel too, ran equal to the plain version on Bochs 3.0's Sapphire Rapids under
- * Linux 6.12 (tests/kernels/amx_machine.py; with bochs.patch, for that Bochs has AMX faults, which are mended by the manual
- * as this was written by it). The suite runs this text over tiles in plain C that check all that the manual asks of a
- * configuration (amx_emulated.h), and looks for the instructions in the built extension. No figure here is a measurement:
- * those in cycles are of Intel's optimisation manual.
+ * Plain version: ternary_scalar.h. Besides on a Sapphire Rapids, where the suite runs it, it ran equal on Bochs 3.0's
+ * (tests/kernels/amx_machine.py); elsewhere the suite runs this text over tiles in plain C that check all that Intel's manual
+ * asks of a configuration (amx_emulated.h), and looks for the instructions in the built extension.
  *
  * The operands, in the terms of the instruction (C += A B, A signed, B unsigned: tdpbsud):
  *   A  16 tokens, 64 activations each: read from x as it lies, rows x_stride apart.
  *   B  16 lines of 64 bytes; line g holds 4 columns (4g .. 4g+3) of 16 rows, 4 bytes for a row: just what unpacking one
- *      2-bit field of a panel's vector gives, and how avx512_unpack stores it. So nothing is shuffled for the tiles.
- *   C  16 tokens x 16 rows: written to acc as it lies, tokens acc_stride apart.
+ *      2-bit field of a panel's vector gives. So nothing is shuffled for the tiles.
+ *   C  16 tokens x 16 rows: begun at -x_sum, kept in tiles over all columns, written to acc as it lies.
  * Eight tile registers: 2 x 2 sums (32 tokens x 32 rows), 2 of tokens, 2 of rows. A step of 64 columns is 4 loads and 4
- *   products; a product keeps the unit busy for 16 cycles, a load from L1 for 8, so loads are hidden. Its sum comes after
- *   52, so there must be four in turn: 16 tokens or fewer go against all 64 rows (`amx_few`), 5 loads and 4 products.
- * Columns come in chunks of AMX_K = 1024: the panel's part is unpacked to bytes (64 KB, in L2) once for all tokens, the
- *   sums are loaded and stored once a chunk, 16 products later. Unpacking is about a cycle for 64 weights: as much as the
- *   products of 16 tokens, a fifth of the whole at 64 tokens.
- * While a chunk is multiplied the next one is fetched, with each step its part: 16 KB come from memory in as long as the
- *   products of 64 tokens take.
- * A chunk's last step may have 16, 32 or 48 columns: tiles of their own width (`configure`), for a tile load must not
- *   read past x. The same for the last tokens. The configuration costs some hundred cycles, so it is set only when the
- *   shape changes.
- * Up to avx512_few's four tokens the AVX-512 kernels run: they read panels without unpacking. So do the float steps.
+ *   products; a product keeps the unit busy for 16 cycles, and its sum comes after 52, so there must be four in turn: 16
+ *   tokens or fewer go against all 64 rows (`amx_few`), 5 loads and 4 products.
+ * Weights are unpacked while others are multiplied: the unit for tiles leaves the others idle, so after each product comes
+ *   a quarter of the unpacking of the step after the next one, into a ring of four steps that stays in L1. For the second
+ *   32 rows and for the next 32 tokens it is done again, which costs less than to write it to L2 and read it back.
+ * The next panel is fetched meanwhile, by each step its part.
+ * The last columns, fewer than 64, are AVX-512's. So is what has up to four tokens, which read panels without unpacking,
+ *   and so are the float steps.
+ *
+ * Measured, one thread of a Sapphire Rapids (part of the 3,690 G multiply-adds/s of tdpbsud alone), 64 rows in L2, microseconds:
+ *                              2560 columns                        6912 columns
+ *   tokens                  5     16     32     64    128        16     32     64    128
+ *   as it is              1.7    2.1    3.4    6.4   12.8       4.6    7.3   14.0   28.7
+ *   part of the peak     0.13   0.34   0.42   0.44   0.44      0.42   0.52   0.55   0.53
+ *   unpacked before, 1024
+ *   columns at a time     6.6    6.9    8.6   11.7   18.3      18.8   22.0   30.0   47.0
+ *   From memory 16 tokens wait for it: 13.5 of the 18.5 GB/s that one thread reads.
+ * Tried:
+ *   - unpacking one step ahead, not two: 30% slower (a tile is loaded when its lines have left the store buffer); three: 5%
+ *   - the tokens' next lines fetched into L1, two to eight steps ahead: 5 to 20% slower
+ *   - the result's lines fetched before they are stored: 0 to 5% slower, though storing them takes a quarter of the time of
+ *     2560 columns
+ *   - tokens copied to tiles of 1 KB: 10 to 25% faster, 30% where rows lie 4096 bytes apart. Not taken: every call must copy
  */
 #ifndef BITNET_REF_TERNARY_AMX_H
 #define BITNET_REF_TERNARY_AMX_H
@@ -34,7 +43,7 @@
 #if defined(__x86_64__) && defined(__linux__)
 #define BITNET_REF_HAS_AMX 1
 
-enum { AMX_K = 1024, AMX_ROWS = 16, AMX_COLUMNS = 64, AMX_PAIR = 2 * AMX_ROWS };
+enum { AMX_ROWS = 16, AMX_PAIR = 2 * AMX_ROWS, AMX_TILE_BYTES = 1024, AMX_STEP_BLOCKS = 4, AMX_AHEAD = 2, AMX_RING = 4 };
 
 /* What ldtilecfg reads: palette 1 has 8 tiles of at most 16 rows of at most 64 bytes. */
 typedef struct {
@@ -60,9 +69,8 @@ static inline void amx_release(void) { __asm__ volatile("tilerelease" ::: "memor
 #endif
 
 /* Tiles 0-3: sums, [tokens 0-15 or 16-31][rows 0-15 or 16-31]. 4, 5: those tokens. 6, 7: those rows.
- * With 16 tokens or fewer, 0-3: sums, of all 64 rows. 4: the tokens. 5, 6, 7: rows, in turn.
- * `tokens` of 1 to 32, `columns` a multiple of 4 to 64. */
-static inline void amx_shape(size_t tokens, size_t columns) {
+ * With 16 tokens or fewer, 0-3: sums, of all 64 rows. 4: the tokens. 5, 6, 7: rows, in turn. `tokens` of 1 to 32. */
+static inline void amx_shape(size_t tokens) {
     amx_config config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
@@ -70,111 +78,170 @@ static inline void amx_shape(size_t tokens, size_t columns) {
     const size_t first = few ? tokens : AMX_ROWS, second = few ? tokens : tokens - AMX_ROWS;
     for (int tile = 0; tile < 8; tile++) {
         const int is_tokens = tile == 4 || (tile == 5 && !few);
-        const size_t rows = tile > 4 && !is_tokens ? columns / 4 : tile == 4 || tile < 2 ? first : second;
+        const size_t rows = tile > 4 && !is_tokens ? AMX_ROWS : tile == 4 || tile < 2 ? first : second;
         config.rows[tile] = (uint8_t)rows;
-        config.colsb[tile] = (uint16_t)(is_tokens ? columns : 64);
+        config.colsb[tile] = VECTOR_BYTES;
     }
     amx_configure(&config);
 }
 
-/* What a chunk's steps fetch meanwhile: with each of them, `ahead` bytes. */
+/* The passes through a panel, as their weights are unpacked: a step of 64 columns AMX_AHEAD steps before it is multiplied,
+ * from the end of one pass on into the next. */
 typedef struct {
-    const char *next;
+    const uint8_t *panel;
+    size_t n_steps, vectors; /* of a pass; of 16 rows in a step, 2 or 4 */
+    size_t step, vector;     /* the next step to be unpacked, and its first vector */
+    uint8_t *ring;           /* AMX_RING steps, in bytes: `vectors` tiles each */
+    size_t slot;             /* of the next step to be multiplied */
+    const char *next;        /* the packed columns after this panel, of which each step asks for `ahead` bytes */
     size_t ahead;
-} amx_fetch;
+} amx_weights;
 
-static inline void amx_fetch_step(amx_fetch *fetch) {
-    for (size_t i = 0; i < fetch->ahead; i += 64) _mm_prefetch(fetch->next + i, _MM_HINT_T1);
-    fetch->next += fetch->ahead;
+AVX512_INLINE uint8_t *amx_slot(const amx_weights *w, size_t later) {
+    return w->ring + (w->slot + later) % AMX_RING * w->vectors * AMX_TILE_BYTES;
 }
 
-/* n_steps steps of `columns` columns: 17 to 32 tokens against 32 rows of unpacked columns. The configuration is theirs. */
-static inline void amx_tile(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                            int32_t *acc, size_t acc_stride, amx_fetch *fetch) {
+/* Where the next step lies; the one after it is next then. */
+AVX512_INLINE const uint8_t *amx_from(amx_weights *w) {
+    const uint8_t *from = w->panel + w->step * AMX_STEP_BLOCKS * BLOCK_BYTES + w->vector * VECTOR_BYTES;
+    if (++w->step == w->n_steps) w->step = 0, w->vector = (w->vector + w->vectors) % 4;
+    return from;
+}
+
+/* a quarter of a step, 16 columns of all its rows -> 4 lines of each tile */
+AVX512_INLINE void amx_unpack(const uint8_t *from, uint8_t *to, size_t block, const size_t vectors) {
+    const __m512i field = _mm512_set1_epi8(0x03);
+    for (size_t v = 0; v < vectors; v++) {
+        const __m512i codes = _mm512_loadu_si512(from + block * BLOCK_BYTES + v * VECTOR_BYTES);
+        uint8_t *lines = to + v * AMX_TILE_BYTES + block * 4 * VECTOR_BYTES;
+        _mm512_store_si512(lines, _mm512_and_si512(codes, field));
+        _mm512_store_si512(lines + VECTOR_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 2), field));
+        _mm512_store_si512(lines + 2 * VECTOR_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 4), field));
+        _mm512_store_si512(lines + 3 * VECTOR_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 6), field));
+    }
+}
+
+AVX512_INLINE void amx_begin(amx_weights *w, const size_t vectors) {
+    for (size_t later = 0; later < AMX_AHEAD; later++) {
+        const uint8_t *from = amx_from(w);
+        for (size_t block = 0; block < AMX_STEP_BLOCKS; block++) amx_unpack(from, amx_slot(w, later), block, vectors);
+    }
+}
+
+AVX512_INLINE void amx_fetch(amx_weights *w) {
+    for (size_t i = 0; i < w->ahead; i += VECTOR_BYTES) _mm_prefetch(w->next + i, _MM_HINT_T1);
+    w->next += w->ahead;
+}
+
+/* A pass of 17 to 32 tokens against 32 rows: acc = sums + codes * x. The configuration is theirs.
+ * sums (32, 16): where each token's begin. */
+AVX512_TARGET static void amx_pair(amx_weights *weights, const int8_t *x, size_t x_stride, const int32_t *sums, int32_t *acc,
+                                   size_t acc_stride) {
     const size_t acc_bytes = acc_stride * sizeof *acc;
     const int8_t *x1 = x + AMX_ROWS * x_stride;
     int32_t *acc1 = acc + AMX_ROWS * acc_stride;
-    AMX_LOAD(0, acc, acc_bytes);
-    AMX_LOAD(1, acc + 16, acc_bytes);
-    AMX_LOAD(2, acc1, acc_bytes);
-    AMX_LOAD(3, acc1 + 16, acc_bytes);
-    for (size_t step = 0; step < n_steps; step++) {
-        const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
-        amx_fetch_step(fetch);
-        AMX_LOAD(4, x + step * columns, x_stride);
-        AMX_LOAD(6, b, BLOCK_BYTES);
+    amx_weights w = *weights;
+    AMX_LOAD(0, sums, VECTOR_BYTES);
+    AMX_LOAD(1, sums, VECTOR_BYTES);
+    AMX_LOAD(2, sums + AMX_ROWS * 16, VECTOR_BYTES);
+    AMX_LOAD(3, sums + AMX_ROWS * 16, VECTOR_BYTES);
+    for (size_t step = 0; step < w.n_steps; step++) {
+        const uint8_t *b = amx_slot(&w, 0), *from = amx_from(&w);
+        uint8_t *to = amx_slot(&w, AMX_AHEAD);
+        amx_fetch(&w);
+        AMX_LOAD(4, x + step * VECTOR_BYTES, x_stride);
+        AMX_LOAD(6, b, VECTOR_BYTES);
         AMX_DOT(0, 4, 6);
-        AMX_LOAD(7, b + VECTOR_BYTES, BLOCK_BYTES);
+        amx_unpack(from, to, 0, 2);
+        AMX_LOAD(7, b + AMX_TILE_BYTES, VECTOR_BYTES);
         AMX_DOT(1, 4, 7);
-        AMX_LOAD(5, x1 + step * columns, x_stride);
+        amx_unpack(from, to, 1, 2);
+        AMX_LOAD(5, x1 + step * VECTOR_BYTES, x_stride);
         AMX_DOT(2, 5, 6);
+        amx_unpack(from, to, 2, 2);
         AMX_DOT(3, 5, 7);
+        amx_unpack(from, to, 3, 2);
+        w.slot++;
     }
     AMX_STORE(0, acc, acc_bytes);
     AMX_STORE(1, acc + 16, acc_bytes);
     AMX_STORE(2, acc1, acc_bytes);
     AMX_STORE(3, acc1 + 16, acc_bytes);
+    *weights = w;
 }
 
-/* n_steps steps of `columns` columns: 1 to 16 tokens against 64 rows. The configuration is theirs. */
-static inline void amx_few(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                           int32_t *acc, size_t acc_stride, amx_fetch *fetch) {
+/* A pass of 1 to 16 tokens against all 64 rows, likewise. */
+AVX512_TARGET static void amx_few(amx_weights *weights, const int8_t *x, size_t x_stride, const int32_t *sums, int32_t *acc,
+                                  size_t acc_stride) {
     const size_t acc_bytes = acc_stride * sizeof *acc;
-    AMX_LOAD(0, acc, acc_bytes);
-    AMX_LOAD(1, acc + 16, acc_bytes);
-    AMX_LOAD(2, acc + 32, acc_bytes);
-    AMX_LOAD(3, acc + 48, acc_bytes);
-    for (size_t step = 0; step < n_steps; step++) {
-        const uint8_t *b = bytes + step * (columns / 4) * BLOCK_BYTES;
-        amx_fetch_step(fetch);
-        AMX_LOAD(4, x + step * columns, x_stride);
-        AMX_LOAD(5, b, BLOCK_BYTES);
+    amx_weights w = *weights;
+    AMX_LOAD(0, sums, VECTOR_BYTES);
+    AMX_LOAD(1, sums, VECTOR_BYTES);
+    AMX_LOAD(2, sums, VECTOR_BYTES);
+    AMX_LOAD(3, sums, VECTOR_BYTES);
+    for (size_t step = 0; step < w.n_steps; step++) {
+        const uint8_t *b = amx_slot(&w, 0), *from = amx_from(&w);
+        uint8_t *to = amx_slot(&w, AMX_AHEAD);
+        amx_fetch(&w);
+        AMX_LOAD(4, x + step * VECTOR_BYTES, x_stride);
+        AMX_LOAD(5, b, VECTOR_BYTES);
         AMX_DOT(0, 4, 5);
-        AMX_LOAD(6, b + VECTOR_BYTES, BLOCK_BYTES);
+        amx_unpack(from, to, 0, 4);
+        AMX_LOAD(6, b + AMX_TILE_BYTES, VECTOR_BYTES);
         AMX_DOT(1, 4, 6);
-        AMX_LOAD(7, b + 2 * VECTOR_BYTES, BLOCK_BYTES);
+        amx_unpack(from, to, 1, 4);
+        AMX_LOAD(7, b + 2 * AMX_TILE_BYTES, VECTOR_BYTES);
         AMX_DOT(2, 4, 7);
-        AMX_LOAD(5, b + 3 * VECTOR_BYTES, BLOCK_BYTES);
+        amx_unpack(from, to, 2, 4);
+        AMX_LOAD(5, b + 3 * AMX_TILE_BYTES, VECTOR_BYTES);
         AMX_DOT(3, 4, 5);
+        amx_unpack(from, to, 3, 4);
+        w.slot++;
     }
     AMX_STORE(0, acc, acc_bytes);
     AMX_STORE(1, acc + 16, acc_bytes);
     AMX_STORE(2, acc + 32, acc_bytes);
     AMX_STORE(3, acc + 48, acc_bytes);
-}
-
-/* All M tokens against the chunk's steps of one width: full pairs first, then the tokens left over */
-static inline void amx_steps(const uint8_t *bytes, size_t n_steps, size_t columns, const int8_t *x, size_t x_stride,
-                             size_t M, int32_t *acc, size_t acc_stride, amx_fetch *fetch) {
-    for (size_t m = 0; m < M; m += AMX_PAIR) {
-        const size_t tokens = M - m < AMX_PAIR ? M - m : AMX_PAIR;
-        if (m == 0 || tokens != AMX_PAIR) amx_shape(tokens, columns);
-        if (tokens <= AMX_ROWS)
-            amx_few(bytes, n_steps, columns, x + m * x_stride, x_stride, acc + m * acc_stride, acc_stride, fetch);
-        else
-            for (size_t half = 0; half < 2; half++)
-                amx_tile(bytes + half * 2 * VECTOR_BYTES, n_steps, columns, x + m * x_stride, x_stride,
-                         acc + m * acc_stride + half * 32, acc_stride, fetch);
-    }
+    *weights = w;
 }
 
 /* Any M. `acc` has all 64 rows. */
 AVX512_TARGET static void amx_many(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
                                    const int32_t *x_sum, int32_t *acc, size_t acc_stride, uint8_t *scratch) {
-    const size_t passes = M / AMX_PAIR * 2 + (M % AMX_PAIR + AMX_ROWS - 1) / AMX_ROWS; /* through the steps of a chunk */
-    avx512_begin(x_sum, M, acc, acc_stride);
-    for (size_t start = 0; start < n_blocks; start += AMX_K / BLOCK_K) {
-        const size_t blocks = n_blocks - start < AMX_K / BLOCK_K ? n_blocks - start : AMX_K / BLOCK_K;
-        const size_t n_steps = blocks / 4, left = blocks % 4 * BLOCK_K, steps = passes * (n_steps + (left > 0));
-        const int8_t *xs = x + start * BLOCK_K;
-        amx_fetch fetch = {(const char *)panel + (start + blocks) * BLOCK_BYTES, (blocks * BLOCK_BYTES + steps - 1) / steps};
-        avx512_unpack(panel + start * BLOCK_BYTES, blocks, scratch);
-        if (n_steps) amx_steps(scratch, n_steps, AMX_COLUMNS, xs, x_stride, M, acc, acc_stride, &fetch);
-        if (left)
-            amx_steps(scratch + n_steps * AMX_ROWS * BLOCK_BYTES, 1, left, xs + n_steps * AMX_COLUMNS, x_stride, M, acc,
-                      acc_stride, &fetch);
+    const size_t n_steps = n_blocks / AMX_STEP_BLOCKS, left = n_blocks % AMX_STEP_BLOCKS, n_bytes = n_blocks * BLOCK_BYTES;
+    const size_t rest = M % AMX_PAIR, passes = M / AMX_PAIR * 2 + (rest + AMX_ROWS - 1) / AMX_ROWS;
+    const uint8_t *after = panel + n_bytes;
+    int32_t *sums = (int32_t *)(scratch + AMX_RING * 4 * AMX_TILE_BYTES); /* (32, 16) */
+    if (n_steps == 0) {
+        avx512_many(panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, scratch);
+        return;
+    }
+    amx_weights w = {.panel = panel, .n_steps = n_steps, .ring = scratch, .next = (const char *)after};
+    w.ahead = (n_bytes + passes * n_steps - 1) / (passes * n_steps);
+    for (size_t m = 0; m < M; m += AMX_PAIR) {
+        const size_t tokens = M - m < AMX_PAIR ? M - m : AMX_PAIR;
+        const int8_t *xs = x + m * x_stride;
+        int32_t *out = acc + m * acc_stride;
+        for (size_t t = 0; t < tokens; t++) _mm512_store_si512(sums + 16 * t, _mm512_set1_epi32(-x_sum[m + t]));
+        if (m == 0 || tokens < AMX_PAIR) amx_shape(tokens);
+        if (tokens <= AMX_ROWS) {
+            w.vectors = 4, w.step = w.vector = 0;
+            amx_begin(&w, 4);
+            amx_few(&w, xs, x_stride, sums, out, acc_stride);
+        } else {
+            if (m == 0) {
+                w.vectors = 2;
+                amx_begin(&w, 2);
+            }
+            amx_pair(&w, xs, x_stride, sums, out, acc_stride);
+            amx_pair(&w, xs, x_stride, sums, out + 2 * AMX_ROWS, acc_stride);
+        }
     }
     amx_release();
+    if (left) {
+        avx512_unpack(panel + n_steps * AMX_STEP_BLOCKS * BLOCK_BYTES, left, scratch);
+        avx512_tiles(scratch, 4 * left, x + n_steps * VECTOR_BYTES, x_stride, M, after, acc, acc_stride);
+    }
 }
 
 AVX512_TARGET static void ternary_panel_amx(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
