@@ -397,7 +397,7 @@ class CythonBackend(Backend):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """x (N, D), n of its rows (None: all) -> lower and upper (n, V): each logit of `lm_head` lies between them"""
         tokens = range(len(x)) if tokens is None else tokens
-        lower, upper = (np.empty((len(tokens), len(w.array)), dtype=np.float32) for _ in range(2))
+        lower, upper = (self.results.empty((len(tokens), len(w.array))) for _ in range(2))
         row = _cpu.screen_rows(_floats(x[list(tokens)]), w.rows_q, w.facts, lower, upper, self.threads, self._set)
         if row >= 0:
             raise NumericsError(f"head_candidates: token {tokens[row]} holds NaN or Inf")

@@ -62,10 +62,11 @@ cdef extern from "kernels.h" nogil:
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
                             const double *, float *, float *, size_t) noexcept nogil
+        void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
-    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES
+    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_FEW
 
 cdef extern from *:
     """

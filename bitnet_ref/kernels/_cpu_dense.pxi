@@ -87,12 +87,17 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
     if M == 0 or N == 0:
         return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
+    cdef bint arranges = chosen.screen_arrange != NULL and M > SCREEN_FEW
     cdef int16_t *tokens = NULL
+    cdef int16_t *arranged = NULL
     if posix_memalign(<void **> &tokens, 64, M * wide * sizeof(int16_t)) != 0:
         tokens = NULL
+    if arranges and posix_memalign(<void **> &arranged, 64, (M + 15) // 16 * 16 * wide * sizeof(int16_t)) != 0:
+        arranged = NULL
     cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
-    if tokens == NULL or token_facts == NULL:
+    if tokens == NULL or token_facts == NULL or arranges and arranged == NULL:
         free(tokens)
+        free(arranged)
         free(token_facts)
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     cdef int team = threads_for(N * wide * M, DENSE_BYTES_A_THREAD, threads)
@@ -100,11 +105,14 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
         for m in range(M):
             if bad < 0 and not chosen.screen_token(&x[m, 0], K, wide, tokens + m * wide, token_facts + 3 * m):
                 bad = m
+        if bad < 0 and arranges:
+            chosen.screen_arrange(tokens, M, wide, arranged)
         if bad < 0:
             for block in prange(n_blocks, num_threads=team, schedule="static"):
                 chosen.screen_rows(&q[block * 64, 0], min(<Py_ssize_t> 64, N - block * 64), K, wide, &facts[block * 64, 0],
-                                   tokens, M, token_facts, &lower[0, block * 64], &upper[0, block * 64], N)
+                                   arranged if arranges else tokens, M, token_facts, &lower[0, block * 64], &upper[0, block * 64], N)
         free(tokens)
+        free(arranged)
         free(token_facts)
     return bad
 

@@ -36,6 +36,7 @@
 #define STEP_MULADD(a, b, c) ((STEP(f64v))_mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c)))
 #define STEP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #include "float_steps.h"
+#include "screen_amx.h"
 #endif
 
 /* A way to multiply by a ternary matrix, all exact: how its weights lie in panels of 64 rows, and what of x it reads. */
@@ -79,34 +80,39 @@ typedef struct {
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
     void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
                         float *, float *, size_t);
+    /* what `screen_rows` reads of more than SCREEN_FEW tokens in place of X: room for (M rounded up to 16, wide); or NULL */
+    void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
         attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
-        screen_pack_##suffix, screen_token_##suffix, screen_rows_##suffix
+        screen_pack_##suffix, screen_token_##suffix
+#define SCREEN(suffix) screen_rows_##suffix, NULL
+
+enum { SCREEN_FEW = 6 };
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
-    {"scalar", {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}}, NULL, FLOAT_STEPS(plain)},
+    {"scalar", {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
 #if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2)},
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
-    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2)},
+    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512)},
+     FLOAT_STEPS(avx512), SCREEN(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512)},
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx},
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain)},
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };

@@ -1,5 +1,5 @@
 /* AMX tiles in plain C, for ternary_amx.h on a processor that has none: what Intel's manual (volume 2, ldtilecfg,
- * tileloadd, tilestored, tdpbsud, tilerelease) says they do. Where the processor would fault, this says why and ends. */
+ * tileloadd, tilestored, tilezero, tdpbsud, tdpbssd, tilerelease) says they do. Where the processor would fault, this says why and ends. */
 #ifndef BITNET_REF_AMX_EMULATED_H
 #define BITNET_REF_AMX_EMULATED_H
 
@@ -52,14 +52,20 @@ static void amx_load(int tile, const void *base, size_t stride) {
         memcpy(tiles.bytes[tile][row], (const char *)base + row * stride, tiles.config.colsb[tile]);
 }
 
+static void amx_zero(int tile) {
+    amx_check_tile(tile);
+    memset(tiles.bytes[tile], 0, sizeof tiles.bytes[tile]);
+}
+
 static void amx_store(int tile, void *base, size_t stride) {
     amx_check_tile(tile);
     for (size_t row = 0; row < tiles.config.rows[tile]; row++)
         memcpy((char *)base + row * stride, tiles.bytes[tile][row], tiles.config.colsb[tile]);
 }
 
-/* tdpbsud: sum[m][n] += a[m][4k + i] (signed) * b[k][4n + i] (unsigned), over k and i; 32 bits, no saturation */
-static void amx_dot(int sum, int a, int b) {
+/* tdpbsud: sum[m][n] += a[m][4k + i] (signed) * b[k][4n + i] (unsigned), over k and i; 32 bits, no saturation. tdpbssd: b is
+ * signed too. */
+static void amx_dot(int sum, int a, int b, int is_signed) {
     amx_check_tile(sum), amx_check_tile(a), amx_check_tile(b);
     amx_check(sum != a && sum != b && a != b, "the three tiles are not different ones");
     const amx_config *c = &tiles.config;
@@ -72,14 +78,18 @@ static void amx_dot(int sum, int a, int b) {
             uint32_t total;
             memcpy(&total, &tiles.bytes[sum][m][4 * n], 4);
             for (int k = 0; k < c->colsb[a] / 4; k++)
-                for (int i = 0; i < 4; i++)
-                    total += (uint32_t)((int8_t)tiles.bytes[a][m][4 * k + i] * (int)tiles.bytes[b][k][4 * n + i]);
+                for (int i = 0; i < 4; i++) {
+                    const uint8_t v = tiles.bytes[b][k][4 * n + i];
+                    total += (uint32_t)((int8_t)tiles.bytes[a][m][4 * k + i] * (is_signed ? (int8_t)v : (int)v));
+                }
             memcpy(&tiles.bytes[sum][m][4 * n], &total, 4);
         }
 }
 
 #define AMX_LOAD(tile, base, stride) amx_load(tile, base, stride)
 #define AMX_STORE(tile, base, stride) amx_store(tile, base, stride)
-#define AMX_DOT(sum, a, b) amx_dot(sum, a, b)
+#define AMX_ZERO(tile) amx_zero(tile)
+#define AMX_DOT(sum, a, b) amx_dot(sum, a, b, 0)
+#define AMX_DOT_SIGNED(sum, a, b) amx_dot(sum, a, b, 1)
 
 #endif
