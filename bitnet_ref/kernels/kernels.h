@@ -94,7 +94,11 @@ enum { SCREEN_FEW = 6 };
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
-    {"scalar", {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
+    {"scalar",
+     {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}},
+     NULL,
+     FLOAT_STEPS(plain),
+     SCREEN(plain)},
 #if defined(__x86_64__)
     {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)

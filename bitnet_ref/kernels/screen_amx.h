@@ -109,12 +109,13 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void screen
             for (size_t t = 0; t < tokens; t++)
                 for (size_t i = 0; i < 3; i++) x[i][t] = x_facts[3 * (m + t) + i];
             for (size_t t = 0; t < SCREEN_AMX_TOKENS; t += 8) { /* as in `screen_rows`, step by step */
-                const __m512d x_scale = _mm512_loadu_pd(x[0] + t), x_norm = _mm512_loadu_pd(x[1] + t), x_rest = _mm512_loadu_pd(x[2] + t);
+                const __m512d x_scale = _mm512_loadu_pd(x[0] + t), x_norm = _mm512_loadu_pd(x[1] + t),
+                              x_rest = _mm512_loadu_pd(x[2] + t);
                 for (size_t r = 0; r < count; r++) {
                     const float *f = facts + 3 * (n + r);
                     const size_t at = r * SCREEN_AMX_TOKENS + t;
-                    const __m512d norm = _mm512_set1_pd(f[2]);
-                    const __m512d estimate = _mm512_mul_pd(_mm512_mul_pd(_mm512_set1_pd(f[0]), x_scale), _mm512_load_pd(sums + at));
+                    const __m512d norm = _mm512_set1_pd(f[2]), scale = _mm512_mul_pd(_mm512_set1_pd(f[0]), x_scale),
+                                  estimate = _mm512_mul_pd(scale, _mm512_load_pd(sums + at));
                     __m512d slack = _mm512_add_pd(_mm512_mul_pd(_mm512_set1_pd(f[1]), x_norm), _mm512_mul_pd(norm, x_rest));
                     slack = _mm512_add_pd(_mm512_mul_pd(slack, more), _mm512_mul_pd(_mm512_abs_pd(estimate), ulps));
                     slack = _mm512_add_pd(slack, underflow);
@@ -128,7 +129,8 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void screen
                 const __mmask16 has = count - r >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << (count - r)) - 1);
                 for (size_t t = 0; t < tokens; t++)
                     for (size_t end = 0; end < 2; end++) {
-                        const __m512 row = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), has, column, ends[end] + r * SCREEN_AMX_TOKENS + t, 4);
+                        const float *at = ends[end] + r * SCREEN_AMX_TOKENS + t;
+                        const __m512 row = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), has, column, at, 4);
                         _mm512_mask_storeu_ps((end ? upper : lower) + (m + t) * stride + n + r, has, row);
                     }
             }

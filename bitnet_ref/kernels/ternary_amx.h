@@ -27,13 +27,14 @@
  *   part of the peak     0.13   0.34   0.42   0.44   0.44      0.42   0.52   0.55   0.53
  *   unpacked before, 1024
  *   columns at a time     6.6    6.9    8.6   11.7   18.3      18.8   22.0   30.0   47.0
- *   From memory 16 tokens wait for it: 13.5 of the 18.5 GB/s that one thread reads.
+ *   Weights from memory (one thread reads 18.5 GB/s of it): 5 to 16 tokens 11 to 12 GB/s, 32 tokens 5.5 us, 64 tokens 7.8.
  * Tried:
- *   - unpacking one step ahead, not two: 30% slower (a tile is loaded when its lines have left the store buffer); three: 5%
+ *   - unpacking one step ahead, not two: 30% slower (a tile is loaded when its lines have left the store buffer); three: 0 to
+ *     5%; a ring of eight steps: 5%, of 16 tokens, whose steps are twice as large, 50%
  *   - the tokens' next lines fetched into L1, two to eight steps ahead: 5 to 20% slower
- *   - the result's lines fetched before they are stored: 0 to 5% slower, though storing them takes a quarter of the time of
- *     2560 columns
- *   - tokens copied to tiles of 1 KB: 10 to 25% faster, 30% where rows lie 4096 bytes apart. Not taken: every call must copy
+ *   - the result's lines fetched before they are stored: 0 to 5% slower
+ *   - tokens copied to tiles of 1 KB: 0 to 5% faster, 17% where rows lie 4096 bytes apart. Not taken: every call must copy
+ *   - weights fetched into L1, or 2 to 16 KB ahead, not a panel: 0 to 20% slower from memory; not at all: 20 to 25%
  */
 #ifndef BITNET_REF_TERNARY_AMX_H
 #define BITNET_REF_TERNARY_AMX_H

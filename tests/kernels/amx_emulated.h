@@ -1,5 +1,6 @@
-/* AMX tiles in plain C, for ternary_amx.h on a processor that has none: what Intel's manual (volume 2, ldtilecfg,
- * tileloadd, tilestored, tilezero, tdpbsud, tdpbssd, tilerelease) says they do. Where the processor would fault, this says why and ends. */
+/* AMX tiles in plain C, for ternary_amx.h and screen_amx.h on a processor that has none: what Intel's manual (volume 2,
+ * ldtilecfg, tileloadd, tilestored, tilezero, tdpbsud, tdpbssd, tilerelease) says they do. Where the processor would fault,
+ * this says why and ends. */
 #ifndef BITNET_REF_AMX_EMULATED_H
 #define BITNET_REF_AMX_EMULATED_H
 
