@@ -38,15 +38,15 @@ from .recorded_step import MOST_RECORDED, Steps
 from .screened_head import MOST_CANDIDATES, SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 
 # A thread that waits for work spins for a tenth of a millisecond, and then sleeps. libgomp lets it spin for some
-# milliseconds by default, which on a machine with anything else to do takes the processor from the thread that is waited
-# for: 30 times slower, measured. It reads this when it is loaded; a setting of the user's own stands.
+# milliseconds by default, which on a machine with anything else to do takes the processor from the thread that is
+# waited for: 30 times slower, measured. It reads this when it is loaded; a setting of the user's own stands.
 # What it gives depends on what waking a thread costs. By GOMP_SPINCOUNT, 2 threads:
-#   a quiet Cascade Lake Xeon, where it costs little: 12 layers of 2B-4T 22.1 tok/s with 0, 22.6 with 3000; with two cores that
-#   others use too (load 4 to 6), what a region of 150 us costs beyond its work: 0: 155 us, 1000: 166, 2000: 175, 4000: 197,
-#   10,000: 1.1 ms, 100,000: 3.3 ms
-#   a virtual Sapphire Rapids, where waking a sleeping processor costs 60 to 100 us: 12 layers of 2B-4T 41 tok/s with 0, 300:
-#   42, 1000: 44, 2000: 48, 4000: 48, 20,000: 49; all 30: 23 with 0, 30 with 2000, 31 without end; a prompt of 64 tokens there
-#   398 with 0, 480 with 2000; storyteller's 12,000 and 17,000. Beside two programs that never sleep, 12 layers: 0: 18 tok/s,
+#   a Cascade Lake Xeon. Quiet, 12 layers of 2B-4T: 0: 22.1 tok/s, 3000: 22.6. Cores that others use too (load 4 to 6),
+#   what a region of 150 us costs beyond its work: 0: 155 us, 1000: 166, 2000: 175, 4000: 197, 10,000: 1.1 ms,
+#   100,000: 3.3 ms
+#   a virtual Sapphire Rapids, where waking a sleeping processor costs 60 to 100 us. 12 layers: 0: 41 tok/s, 300: 42,
+#   1000: 44, 2000: 48, 4000: 48, 20,000: 49. All 30: 0: 23, 2000: 30, without end: 31; a prompt of 64 tokens there 398
+#   with 0 and 480 with 2000, storyteller's 12,000 and 17,000. Beside two programs that never sleep, 12 layers: 0: 18,
 #   300: 26, 1000: 19, 2000: 24, 4000: 22, 20,000: 13.
 SPIN_COUNT = 2000
 _mine = "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ
