@@ -1,0 +1,23 @@
+"""A model on a CuPy backend with options of its own."""
+
+from __future__ import annotations
+
+from helpers import GOLDEN
+
+import bitnet_ref
+from bitnet_ref.backends.cupy_backend import CupyBackend
+
+CASE = GOLDEN / "bitnet-packed-offline"
+
+
+def load(case=CASE, **options):
+    """A model on a backend with options of its own."""
+    dtype = options.pop("dtype", "float32")
+    subject = CupyBackend(dtype, **options)
+    plain = bitnet_ref.load(case, backend="numpy")
+    layers = tuple(
+        type(layer)(**{**vars(layer), **{name: subject.prepare(w) for name, w in layer.linears()}})
+        for layer in plain.weights.layers
+    )
+    weights = subject.prepare_model(type(plain.weights)(**{**vars(plain.weights), "layers": layers}))
+    return bitnet_ref.Model(plain.config, weights, subject, case)
