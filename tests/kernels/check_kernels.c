@@ -312,6 +312,7 @@ int main(int argc, char **argv) {
                 check_ternary(set, method, 7, 63, 6912, extreme);
                 check_ternary(set, method, 33, 64, 1100, extreme);
             }
+        check_screen(set, 1, 33, (1 << 16) + 70, SCREEN_FEW + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);
         printf("%s: %d rounds, all equal\n", set->name, rounds);
     }

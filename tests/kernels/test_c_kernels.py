@@ -75,6 +75,7 @@ INSTRUCTIONS = {
     "avxvnni": r"\{vex\} vpdpbusd\b",
     "avx512": r"\bvpdpbusd\b.*%zmm",
     "amx": r"\btdpbsud\b",
+    "amx's screen": r"\btdpbssd\b",
     "amx's configuration": r"\bldtilecfg\b",
     "amx's release": r"\btilerelease\b",
 }
