@@ -66,7 +66,7 @@ cdef extern from "kernels.h" nogil:
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
-    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_FEW
+    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS
 
 cdef extern from *:
     """

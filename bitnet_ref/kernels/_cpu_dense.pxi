@@ -87,7 +87,7 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
     if M == 0 or N == 0:
         return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
-    cdef bint arranges = chosen.screen_arrange != NULL and M > SCREEN_FEW
+    cdef bint arranges = chosen.screen_arrange != NULL and M > SCREEN_TILE_TOKENS
     cdef int16_t *tokens = NULL
     cdef int16_t *arranged = NULL
     if posix_memalign(<void **> &tokens, 64, M * wide * sizeof(int16_t)) != 0:
@@ -110,7 +110,8 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
         if bad < 0:
             for block in prange(n_blocks, num_threads=team, schedule="static"):
                 chosen.screen_rows(&q[block * 64, 0], min(<Py_ssize_t> 64, N - block * 64), K, wide, &facts[block * 64, 0],
-                                   arranged if arranges else tokens, M, token_facts, &lower[0, block * 64], &upper[0, block * 64], N)
+                                   arranged if arranges else tokens, M, token_facts, &lower[0, block * 64],
+                                   &upper[0, block * 64], N)
         free(tokens)
         free(arranged)
         free(token_facts)

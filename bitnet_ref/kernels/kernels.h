@@ -80,7 +80,7 @@ typedef struct {
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
     void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
                         float *, float *, size_t);
-    /* what `screen_rows` reads of more than SCREEN_FEW tokens in place of X: room for (M rounded up to 16, wide); or NULL */
+    /* what `screen_rows` reads of more than SCREEN_TILE_TOKENS in place of X: room for (M rounded up to 16, wide); or NULL */
     void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
 } kernel_set;
 
@@ -89,8 +89,6 @@ typedef struct {
         attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
         screen_pack_##suffix, screen_token_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
-
-enum { SCREEN_FEW = 6 };
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {

@@ -9,6 +9,9 @@
 #ifndef BITNET_REF_SCREEN_AVX512_H
 #define BITNET_REF_SCREEN_AVX512_H
 
+/* A lane takes two products of each 32 columns: 8192 / 16 * 127 * 32639 < 2^31. */
+enum { SCREEN_TILE_ROWS = 4, SCREEN_TILE_TOKENS = 6, SCREEN_TILE_COLUMNS = 8192 };
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <math.h>
@@ -16,8 +19,6 @@
 #include <stdint.h>
 
 #define SCREEN_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-/* A lane takes two products of each 32 columns: 8192 / 16 * 127 * 32639 < 2^31. */
-enum { SCREEN_TILE_ROWS = 4, SCREEN_TILE_TOKENS = 6, SCREEN_TILE_COLUMNS = 8192 };
 
 #define SCREEN_ZERO4(a, b, c, d)                                                                                       \
     "vpxord %%zmm" a ", %%zmm" a ", %%zmm" a "\n\tvpxord %%zmm" b ", %%zmm" b ", %%zmm" b "\n\t"                      \

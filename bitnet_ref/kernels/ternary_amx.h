@@ -65,8 +65,8 @@ static inline void amx_release(void) { __asm__ volatile("tilerelease" ::: "memor
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"((size_t)(stride)) : "memory")
 #define AMX_STORE(tile, base, stride)                                                                                  \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"((size_t)(stride)) : "memory")
-/* sum += a (signed) b (unsigned) */
 #define AMX_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+/* sum += a (signed) b (unsigned) */
 #define AMX_DOT(sum, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
 /* sum += a (signed) b (signed) */
 #define AMX_DOT_SIGNED(sum, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)

@@ -270,7 +270,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     must_equal(set, "screen_token", X, Y, M * wide * sizeof *X, rows, K, M);
     int16_t *arranged = allocate((M + 15) / 16 * 16 * wide * sizeof *X);
     if (set->screen_arrange) set->screen_arrange(X, M, wide, arranged);
-    set->screen_rows(q, rows, K, wide, facts, set->screen_arrange && M > SCREEN_FEW ? arranged : X, M, x_facts, ends[0], ends[1], rows);
+    set->screen_rows(q, rows, K, wide, facts, set->screen_arrange && M > SCREEN_TILE_TOKENS ? arranged : X, M, x_facts, ends[0], ends[1], rows);
     plain->screen_rows(p, rows, K, wide, other, Y, M, x_facts, ends[2], ends[3], rows);
     must_equal(set, "screen_rows, lower", ends[0], ends[2], M * rows * sizeof(float), rows, K, M);
     must_equal(set, "screen_rows, upper", ends[1], ends[3], M * rows * sizeof(float), rows, K, M);
@@ -312,7 +312,7 @@ int main(int argc, char **argv) {
                 check_ternary(set, method, 7, 63, 6912, extreme);
                 check_ternary(set, method, 33, 64, 1100, extreme);
             }
-        check_screen(set, 1, 33, (1 << 16) + 70, SCREEN_FEW + 1); /* more columns than a sum of int32 takes at once */
+        check_screen(set, 1, 33, (1 << 16) + 70, SCREEN_TILE_TOKENS + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);
         printf("%s: %d rounds, all equal\n", set->name, rounds);
     }
