@@ -22,6 +22,8 @@
  *   6 tokens 21, 16 tokens 46 (about 120); the rows that this leaves take 0.35 a token.
  * The half width is 0.43 standard deviations of Gaussian logits: some 60 rows are left for greedy, 850 for top 50.
  * Smaller heads: 32000 x 512 1.47 ms and 0.60, 4096 x 256 (in the cache) 0.13 and 0.09, of which half is Python.
+ * A Sapphire Rapids, 2 threads, one token: 10.4 ms, to read the rows 9.0. Row by row, what lies 2 KB behind fetched, not four
+ * rows at a time: the loop alone 9.6 for 10.0, in here no faster.
  * A screen of 4 bits would read half as much, but its residual is 17 times as large, and would leave all rows.
  */
 
