@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import quantization
-from ..config import ModelConfig
+from ..config import ModelConfig, RopeConfig
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from ..kv_cache import KVCache, TokenBatch
 from ..kv_dtypes import CACHE_DTYPES
@@ -218,9 +218,8 @@ class CythonBackend(Backend):
         self._memory = HugePages()
         self.results: Buffers | Pool = Buffers()
         self.tape: Any = None  # where kernels leave their calls: see `recorded_step.py`
-        self.rope_rows: dict[
-            Any, tuple[NDArray, NDArray]
-        ] = {}  # cos and sin of every position, for steps that are played
+        # cos and sin of every position, for steps that are played
+        self.rope_rows: dict[tuple[RopeConfig, int], tuple[NDArray, NDArray]] = {}
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if not isinstance(w, TernaryWeight):

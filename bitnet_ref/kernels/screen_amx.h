@@ -69,7 +69,7 @@ static inline void screen_amx_parts(const int8_t *q, size_t wide, size_t rows, c
 }
 
 /* As `screen_rows`, but that X is what `screen_arrange_amx` made of more tokens than one tile of AVX-512 takes. */
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void screen_rows_amx(
+SCREEN_TARGET static void screen_rows_amx(
     const int8_t *q, size_t rows, size_t K, size_t wide, const float *facts, const int16_t *X, size_t M,
     const double *x_facts, float *lower, float *upper, size_t stride) {
     if (M <= SCREEN_TILE_TOKENS) {
@@ -126,7 +126,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void screen
                 }
             }
             for (size_t r = 0; r < count; r += 16) { /* a token's rows lie one behind the other in the result */
-                const __mmask16 has = count - r >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << (count - r)) - 1);
+                const __mmask16 has = avx512_mask(r / 16, count);
                 for (size_t t = 0; t < tokens; t++)
                     for (size_t end = 0; end < 2; end++) {
                         const float *at = ends[end] + r * SCREEN_AMX_TOKENS + t;

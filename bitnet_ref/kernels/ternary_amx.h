@@ -114,18 +114,14 @@ AVX512_INLINE const uint8_t *amx_from(amx_weights *w) {
 
 /* a quarter of a step, 16 columns of all its rows -> 4 lines of each tile */
 AVX512_INLINE void amx_unpack(const uint8_t *from, uint8_t *to, size_t block, const size_t vectors) {
-    const __m512i field = _mm512_set1_epi8(0x03);
-    for (size_t v = 0; v < vectors; v++) {
-        const __m512i codes = _mm512_loadu_si512(from + block * BLOCK_BYTES + v * VECTOR_BYTES);
-        uint8_t *lines = to + v * AMX_TILE_BYTES + block * 4 * VECTOR_BYTES;
-        _mm512_store_si512(lines, _mm512_and_si512(codes, field));
-        _mm512_store_si512(lines + VECTOR_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 2), field));
-        _mm512_store_si512(lines + 2 * VECTOR_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 4), field));
-        _mm512_store_si512(lines + 3 * VECTOR_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 6), field));
-    }
+    for (size_t v = 0; v < vectors; v++)
+        avx512_unpack_vector(from + block * BLOCK_BYTES + v * VECTOR_BYTES,
+                             to + v * AMX_TILE_BYTES + block * 4 * VECTOR_BYTES, VECTOR_BYTES);
 }
 
+/* From the panel's first step on, of so many vectors each. */
 AVX512_INLINE void amx_begin(amx_weights *w, const size_t vectors) {
+    w->vectors = vectors, w->step = w->vector = 0;
     for (size_t later = 0; later < AMX_AHEAD; later++) {
         const uint8_t *from = amx_from(w);
         for (size_t block = 0; block < AMX_STEP_BLOCKS; block++) amx_unpack(from, amx_slot(w, later), block, vectors);
@@ -229,14 +225,10 @@ AVX512_TARGET static void amx_many(const uint8_t *panel, size_t n_blocks, const 
         for (size_t t = 0; t < tokens; t++) _mm512_store_si512(sums + 16 * t, _mm512_set1_epi32(-x_sum[m + t]));
         if (m == 0 || tokens < AMX_PAIR) amx_shape(tokens);
         if (tokens <= AMX_ROWS) {
-            w.vectors = 4, w.step = w.vector = 0;
             amx_begin(&w, 4);
             amx_few(&w, xs, x_stride, sums, out, acc_stride);
         } else {
-            if (m == 0) {
-                w.vectors = 2;
-                amx_begin(&w, 2);
-            }
+            if (m == 0) amx_begin(&w, 2);
             amx_pair(&w, xs, x_stride, sums, out, acc_stride);
             amx_pair(&w, xs, x_stride, sums, out + 2 * AMX_ROWS, acc_stride);
         }

@@ -153,18 +153,21 @@ AVX512_FEW(3)
 AVX512_FEW(4)
 #undef AVX512_FEW
 
+/* a vector of a panel, 16 columns of 16 rows -> 4 lines of bytes, 4 columns each, `apart` bytes apart */
+AVX512_INLINE void avx512_unpack_vector(const uint8_t *vector, uint8_t *out, const size_t apart) {
+    const __m512i field = _mm512_set1_epi8(0x03), codes = _mm512_loadu_si512(vector);
+    _mm512_store_si512(out, _mm512_and_si512(codes, field));
+    _mm512_store_si512(out + apart, _mm512_and_si512(_mm512_srli_epi16(codes, 2), field));
+    _mm512_store_si512(out + 2 * apart, _mm512_and_si512(_mm512_srli_epi16(codes, 4), field));
+    _mm512_store_si512(out + 3 * apart, _mm512_and_si512(_mm512_srli_epi16(codes, 6), field));
+}
+
 /* 16 * n_blocks columns of a panel -> bytes, [group of 4 columns][vector of 16 rows][64] */
 AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, uint8_t *bytes) {
-    const __m512i field = _mm512_set1_epi8(0x03);
     for (size_t b = 0; b < n_blocks; b++)
-        for (int q = 0; q < 4; q++) {
-            const __m512i codes = _mm512_loadu_si512(panel + b * BLOCK_BYTES + q * VECTOR_BYTES);
-            uint8_t *out = bytes + b * 4 * BLOCK_BYTES + q * VECTOR_BYTES;
-            _mm512_store_si512(out, _mm512_and_si512(codes, field));
-            _mm512_store_si512(out + BLOCK_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 2), field));
-            _mm512_store_si512(out + 2 * BLOCK_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 4), field));
-            _mm512_store_si512(out + 3 * BLOCK_BYTES, _mm512_and_si512(_mm512_srli_epi16(codes, 6), field));
-        }
+        for (int q = 0; q < 4; q++)
+            avx512_unpack_vector(panel + b * BLOCK_BYTES + q * VECTOR_BYTES, bytes + b * 4 * BLOCK_BYTES + q * VECTOR_BYTES,
+                                 BLOCK_BYTES);
 }
 
 /* acc (T, 64) += codes * x, of T tokens and n_groups groups of unpacked columns. Strides in bytes.
