@@ -7,14 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from bitnet_ref import benchmark
-from bitnet_ref.backends.cuda import emulated_device
+from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import KERNELS, TernaryKernels
 from bitnet_ref.benchmark.cuda_kernels import CudaKernelResult, kernels_for
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import ShapeError
 
-pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 SMALL = {"cold_bytes": 10_000, "copy_bytes": 4096}
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cuda import emulated_device
+from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cupy_backend import CupyBackend
 from bitnet_ref.benchmark import Plan, cuda_kernels, gpu, measure_gpu
@@ -20,7 +20,7 @@ from bitnet_ref.benchmark.gpu import Ask, Row
 from bitnet_ref.cli import bench_gpu, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
 
-pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 SIZES = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
 SHAPES = {name: replace(benchmark.SHAPES[name], **SIZES, num_hidden_layers=2, num_key_value_heads=2)
           for name in ("2b-4t", "7b", "tinyllama-1.1b")}  # fmt: skip
@@ -243,7 +243,9 @@ def test_a_dense_shape_gets_dense_bfloat16_linears():
 def test_16_bits_are_allowed_their_rounding_and_no_more():
     class Broken(CupyBackend):
         def lm_head(self, x, w):
-            return super().lm_head(x, w) * np.float32(1.5)
+            logits = super().lm_head(x, w)
+            with self.ws.device.use():
+                return logits * np.float32(1.5)
 
     def check(be, config):
         return benchmark.check_model(benchmark.synthetic_model(config, be), [1, 2, 3, 4])

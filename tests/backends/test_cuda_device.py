@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.cuda import cupy_device, emulated_device
+from bitnet_ref.backends.cuda import cupy_device, emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 
@@ -105,6 +105,48 @@ def test_what_a_capture_refuses(device):
     assert device.to_host(device.zeros(2, np.int8)).tolist() == [0, 0]
 
 
+def test_the_emulation_is_as_late_as_a_gpu_may_be():
+    """What a program may not count on: a read that was not waited for, pinned memory that is used again."""
+    device = EmulatedDevice(late=True)
+    pinned, pageable = device.pinned(2, np.int32), np.array([1, 2], dtype=np.int32)
+    pinned[:] = 1, 2
+    arrays = [device.array(pinned), device.array(pageable)]
+    pinned[:], pageable[:] = 3, 4
+    back = device.pinned(2, np.int32)
+    device.to_pinned(back, arrays[0])
+    arrived = device.event()
+    device.fill(arrays[0], 0)
+    assert back.tolist() == [0, 0]
+    arrived.synchronize()
+    assert back.tolist() == [3, 3]
+    assert arrays[0].tolist() == [3, 3]  # not yet filled: that comes after the event
+    assert [device.to_host(array).tolist() for array in arrays] == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(("blocking", "late"), [("", True), ("0", True), ("1", False)])
+def test_launches_that_block_run_at_once(monkeypatch, blocking, late):
+    monkeypatch.setenv("BITNET_REF_CUDA", "emulated")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
+    device = cuda.open_device()
+    array = device.zeros(4, np.int8)
+    assert (array.tolist() != [0] * 4) == late
+    device.synchronize()
+    assert array.tolist() == [0] * 4
+
+
+def test_an_error_comes_when_it_is_waited_for(tmp_path):
+    """And what was to come after it does not, as on a card."""
+    source = tmp_path / "stops.cu"
+    source.write_text('extern "C" __global__ void stops(int *y) { if (threadIdx.x == 0) __syncthreads(); y[0] = 1; }')
+    device = EmulatedDevice(late=True)
+    y = device.zeros(1, np.int32)
+    device.kernel(str(source), "stops")(1, 64, (y,))
+    device.fill(y, 5)
+    with pytest.raises(DeviceError, match="stops"):
+        device.synchronize()
+    assert device.to_host(y).tolist() != [0x05050505]
+
+
 def test_new_memory_of_the_emulation_is_no_number_and_aligned():
     array = EmulatedDevice().empty((3, 5), np.float32)
     assert np.isnan(array).all()
@@ -116,7 +158,7 @@ def test_new_memory_of_the_emulation_is_no_number_and_aligned():
 
 def test_the_variable_chooses(monkeypatch):
     monkeypatch.setenv("BITNET_REF_CUDA", "emulated")
-    if emulated_device.compiler() is not None:
+    if emulated_build.compiler() is not None:
         assert cuda.why_unavailable() is None
         assert cuda.open_device().emulated
     monkeypatch.setenv("BITNET_REF_CUDA", "imaginary")

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bitnet_ref.backends.cuda import emulated_device, overlapped_launch
+from bitnet_ref.backends.cuda import emulated_build, overlapped_launch
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.errors import DeviceError
 
 HEADERS = [path for path in (Path("/usr/local/cuda/include"), Path("/usr/include")) if (path / "cuda.h").is_file()]
 needs_header = pytest.mark.skipif(not HEADERS or shutil.which("g++") is None, reason="no cuda.h, or no C++ compiler")
-needs_compiler = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 
 DRIVER = """
 #include <cuda.h>

@@ -6,14 +6,14 @@ from helpers import rng, run_sanitized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cuda import emulated_device
+from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.dense import FEW, KINDS, MANY, MOST_IN_ORDER, DenseKernels, choose_launch
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.tracing.tolerances import EPSILON
 from bitnet_ref.weights import DenseWeight
 
-pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 SIXTEEN = ("bfloat16", "float16")
 KERNELS = (*FEW, *MANY)
 

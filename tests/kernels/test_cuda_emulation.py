@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from helpers import run_sanitized
 
-from bitnet_ref.backends.cuda import emulated_device
+from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.errors import BackendUnavailable, DeviceError, ShapeError
 
-pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 
 KERNELS = """
 #include "common.cuh"
@@ -231,7 +231,7 @@ def test_the_other_way_to_switch_stacks(tmp_path, monkeypatch):
     """ucontext, for processors that have no switch of their own."""
     path = tmp_path / "other.cu"
     path.write_text(KERNELS)
-    monkeypatch.setattr(emulated_device, "FLAGS", [*emulated_device.FLAGS, "-DBITNET_REF_UCONTEXT"])
+    monkeypatch.setattr(emulated_build, "FLAGS", [*emulated_build.FLAGS, "-DBITNET_REF_UCONTEXT"])
     test_warps_and_blocks(str(path))
     test_mma_is_a_product_of_matrices(str(path))
     test_mma_of_bfloat16_is_a_product_of_matrices(str(path))
@@ -399,16 +399,16 @@ def test_a_file_that_does_not_compile(tmp_path):
 def test_old_builds_of_a_file_are_removed(tmp_path, monkeypatch):
     """But for those used last, of each file; and not from under who has loaded one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(emulated_device, "BUILDS_KEPT", 1)
+    monkeypatch.setattr(emulated_build, "BUILDS_KEPT", 1)
     folder = tmp_path / "bitnet_ref" / "cuda"
     folder.mkdir(parents=True)
     (folder / "other.cu-0123.so").touch()
     path = tmp_path / "some.cu"
     kernels = []
     for number in (1, 2):
-        emulated_device.compiled.cache_clear()
+        emulated_build.compiled.cache_clear()
         path.write_text(f'extern "C" __global__ void f(int *y) {{ y[0] = {number}; }}')
-        emulated_device.flattened.cache_clear()
+        emulated_build.flattened.cache_clear()
         device = EmulatedDevice()
         kernels.append((device, device.kernel(str(path), "f")))
         assert sorted(found.suffix for found in folder.glob("some.cu-*")) == [".so", ".txt"]
@@ -417,7 +417,7 @@ def test_old_builds_of_a_file_are_removed(tmp_path, monkeypatch):
         y = device.zeros(1, np.int32)
         kernel(1, 1, (y,))
         assert device.to_host(y).tolist() == [number]
-    emulated_device.compiled.cache_clear()  # what is in this folder will not be there
+    emulated_build.compiled.cache_clear()  # what is in this folder will not be there
 
 
 def test_no_compiler(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cuda import emulated_device
+from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.rows import MOST_COLUMNS, linear_of_row, takes_row, value
 from bitnet_ref.backends.cuda.stacks import stack_of
@@ -20,7 +20,7 @@ from bitnet_ref.backends.deferred import GATES, PLAIN, SUM, Normed, Rows
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.weights import TernaryWeight
 
-pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 PLAIN_BACKEND = Backend()
 SOURCES = {"plain": PLAIN, "sum": SUM, **GATES}
 

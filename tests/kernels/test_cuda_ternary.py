@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref import quantization
-from bitnet_ref.backends.cuda import emulated_device
+from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import (
@@ -25,7 +25,7 @@ from bitnet_ref.backends.cuda.ternary import (
 from bitnet_ref.errors import ShapeError
 from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
 
-pytestmark = pytest.mark.skipif(emulated_device.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")

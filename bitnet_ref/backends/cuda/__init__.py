@@ -24,9 +24,9 @@ def emulation_wanted() -> bool:
 def why_unavailable(index: int = 0) -> str | None:
     """None when `open_device` gives a device, else the reason and the remedy."""
     if emulation_wanted():
-        from . import emulated_device
+        from . import emulated_build
 
-        return emulated_device.why_unavailable()
+        return emulated_build.why_unavailable()
     from . import cupy_device
 
     return cupy_device.why_unavailable(index)
@@ -51,7 +51,7 @@ def open_device(index: int = 0, memory_limit: int | None = None) -> Device:
     if emulation_wanted():
         from .emulated_device import EmulatedDevice
 
-        return EmulatedDevice(memory_limit)
+        return EmulatedDevice(memory_limit, late=os.environ.get("CUDA_LAUNCH_BLOCKING", "") != "1")
     from .cupy_device import CupyDevice
 
     return CupyDevice(index, memory_limit)

@@ -1,9 +1,11 @@
 """A CUDA device that is the host: its kernels are the same `.cu` files, built by the host's C++ compiler.
 
 For tests and for reading kernels where there is no GPU (`BITNET_REF_CUDA=emulated`): some thousand times slower than
-a GPU, and stricter. See `kernels/cuda/emulated.h` for what it finds out. Compiled files are kept in
-`$XDG_CACHE_HOME/bitnet_ref/cuda` (or ~/.cache), under a hash of their text, the compiler and its options; of each file
-those that were used last, a few, and the others are removed.
+a GPU, and stricter. See `kernels/cuda/emulated.h` for what it finds out, `emulated_build.py` for how they are compiled.
+
+A GPU may do its work at any time between being asked and being waited for. The device that `open_device` gives is as
+late as that allows: nothing runs before somebody waits, so a wait that is missing, or host memory that is used again
+too early, shows. `CUDA_LAUNCH_BLOCKING=1` has every call run at once, as with a GPU: errors are raised where they are.
 
 `BITNET_REF_CUDA_SANITIZE=1` builds with AddressSanitizer, which must be loaded before Python is:
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0.
@@ -12,20 +14,15 @@ LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import os
-import re
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -33,16 +30,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
-from ...file_lock import lock_file
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
-from .sources import FOLDER, find, flattened
+from .emulated_build import compiled, why_unavailable
 
-FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-fvisibility=hidden", "-shared"]
-FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-attributes"]
-SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
-
-BUILDS_KEPT = 8  # of a file: more than the versions and options that anyone works with at a time
 
 # An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
 MULTIPROCESSORS = 132
@@ -51,92 +42,6 @@ L2_BYTES = 60 << 20
 _KINDS = {"int32": "i", "uint32": "i", "float32": "f", "float64": "d", "int64": "l", "uint64": "l"}
 _numbers = itertools.count()  # of the devices
 _one_at_a_time = threading.Lock()  # a compiled file keeps the state of its launch in static variables
-
-
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of g++, clang++ and c++ that is installed."""
-    names = (os.environ["CXX"].split()[0],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
-def why_unavailable() -> str | None:
-    """None, or why kernels cannot be emulated here."""
-    if compiler() is None:
-        return "emulating CUDA needs a C++17 compiler (Debian/Ubuntu: apt install g++; or set CXX), and there is none"
-    return None
-
-
-@cache
-def compiled(file: str, sanitize: bool) -> tuple[Path, tuple[str, ...]]:
-    """The shared library of a file of kernels, and the kernels' names. Compiles it unless that has been done."""
-    found = compiler()
-    if found is None:
-        raise BackendUnavailable(str(why_unavailable()))
-    version = _run([found, "--version"], "the compiler does not run")
-    flags = [*FLAGS, *(SANITIZERS if sanitize else [])]
-    headers = "".join((FOLDER / name).read_text() for name in ("emulated.h", "emulated_functions.h"))
-    key = "\0".join([flattened(file), headers, version, *flags])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:20]
-    folder = _cache_folder()
-    path = find(file)
-    library, listing = folder / f"{path.name}-{digest}.so", folder / f"{path.name}-{digest}.txt"
-    if not (library.is_file() and listing.is_file()):
-        with open(folder / f"{path.name}.lock", "wb") as lock:
-            lock_file(lock.fileno())
-            if not (library.is_file() and listing.is_file()):  # no other process has done it meanwhile
-                _build(path, found, flags, library, listing)
-    with suppress(OSError):
-        os.utime(library)  # used now
-        _remove_old_builds(folder, path.name)
-    return library, tuple(listing.read_text().split())
-
-
-def _build(path: Path, compiler: str, flags: list[str], library: Path, listing: Path) -> None:
-    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
-    with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], path.name)
-        names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
-        lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), ""]
-        shim, built, listed = Path(work, "kernels.cpp"), Path(work, "kernels.so"), Path(work, "names")
-        shim.write_text("\n".join(lines))
-        listed.write_text("\n".join(names))
-        _run([*source, *flags, "-o", str(built), str(shim)], f"{path.name} does not compile")
-        os.replace(listed, listing)
-        os.replace(built, library)
-
-
-def _remove_old_builds(folder: Path, name: str) -> None:
-    """All but the last used of a file. A process that has one of them loaded keeps it: only the name is gone."""
-    builds = [path for path in folder.glob("*.so") if path.name.rpartition("-")[0] == name]
-    last_used = sorted(builds, key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in last_used[BUILDS_KEPT:]:
-        path.with_suffix(".txt").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-
-
-def _run(command: list[str], what: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DeviceError(f"{what}: {' '.join(command[:1])} says\n{done.stderr[-2000:]}")
-    return done.stdout
-
-
-def _cache_folder() -> Path:
-    try:
-        wished = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitnet_ref" / "cuda"
-        wished.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(wished, os.W_OK):
-            return wished
-    except (OSError, RuntimeError):  # a home that cannot be written, or none
-        pass
-    return _temporary_folder()
-
-
-@cache
-def _temporary_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="bitnet_ref-cuda-")
-    weakref.finalize(compiled, shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 class _Launch(ctypes.Structure):
@@ -183,7 +88,7 @@ class EmulatedKernel:
 
     def _run(self, how: _Launch, cells: list[NDArray]) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
-        self._device.launches += 1
+        self._device._launches += 1
         with _one_at_a_time:
             wrong = self._launch(ctypes.byref(how), pointers)
         if wrong is not None:
@@ -210,24 +115,35 @@ class EmulatedGraph(Graph):
 
 
 class EmulatedEvent(Event):
-    """The time at which it was made: all work before it is done by then."""
+    """A place in the queue of work, and the time at which it was reached."""
 
-    def __init__(self) -> None:
-        self.reached_s = time.perf_counter()
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._reached_s: float | None = None
+        device._do(self._reach)
+
+    def _reach(self) -> None:
+        self._reached_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        self._device._work(lambda: self._reached_s is not None)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, EmulatedEvent)
-        return self.reached_s - earlier.reached_s
+        self.synchronize()
+        assert self._reached_s is not None
+        assert earlier._reached_s is not None
+        return self._reached_s - earlier._reached_s
+
+
+class PinnedArray(np.ndarray):
+    """Host memory that a card reads and writes when it comes to it; of any other it takes a copy when it is asked."""
 
 
 class EmulatedDevice(Device):
     """NumPy arrays, kernels on the host. order: 0, threads and blocks run ascending; 1 descending; else a shuffle's
-    seed. Results that depend on it are a race.
-
-    launches: kernels that have run, eagerly or in a graph.
+    seed. Results that depend on it are a race. late: work is done when it is waited for, not when it is asked for; then
+    what an array holds is to be seen by `to_host` only.
     """
 
     emulated = True
@@ -239,26 +155,54 @@ class EmulatedDevice(Device):
     can_matmul_16 = True
     xp = np
 
-    def __init__(self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None) -> None:
+    def __init__(
+        self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None, late: bool = False
+    ) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
         self.name = "emulated on the host"
-        self.order, self.launches = order, 0
+        self.order, self.late, self._launches = order, late, 0
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._limit, self._used, self._peak = memory_limit, 0, 0
         self._allocated, self._alive = 0, dict[int, tuple[int, int]]()  # number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
+        self._queue: deque[Callable[[], object]] = deque()
+        self._dropped: deque[int] = deque()  # addresses of arrays that nobody has any more
+        self._working = threading.Lock()
         self.number = next(_numbers)
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
+    @property
+    def launches(self) -> int:
+        """Kernels that have run, eagerly or in a graph, when all work is done."""
+        self._work()
+        return self._launches
+
     def _do(self, call: Callable[[], object], *touched: Any) -> None:
-        """Now, or when the graph that is being captured is launched. touched: the arrays whose addresses the call has,
-        among other values."""
+        """Now, or when it is waited for, or when the graph that is being captured is launched. touched: the arrays
+        whose addresses the call has, among other values."""
         if self._recording is not None:
             allocations = (self._allocation(each) for each in touched if isinstance(each, np.ndarray) and each.size)
             self._recording.calls.append((call, frozenset(number for number in allocations if number is not None)))
+        elif self.late:
+            self._queue.append(call)
         else:
             call()
+
+    def _work(self, done: Callable[[], bool] = lambda: False) -> None:
+        """Do what was asked for, in order, until that is so or nothing is left. What comes after an error is lost."""
+        with self._working:
+            try:
+                while self._queue and not done():
+                    self._queue.popleft()()
+            except BaseException:
+                self._queue.clear()
+                raise
+            finally:
+                dropped = len(self._dropped)  # so far: all that touches them is in the queue, or done
+                if not self._queue:
+                    for _ in range(dropped):
+                        _libc().free(ctypes.c_void_p(self._dropped.popleft()))
 
     def _allocation(self, array: DeviceArray) -> int | None:
         """The number of the allocation that the array lies in; None for the host's."""
@@ -303,7 +247,10 @@ class EmulatedDevice(Device):
     def _release(self, number: int, place: int, size: int) -> None:
         self._used -= size
         del self._alive[number]
-        _libc().free(ctypes.c_void_p(place))
+        if self.late:  # what was asked for may still touch it, as it may what has gone back to a card's pool
+            self._dropped.append(place)
+        else:
+            _libc().free(ctypes.c_void_p(place))
 
     def fill(self, array: DeviceArray, byte: int) -> None:
         address, size = array.ctypes.data, array.nbytes
@@ -314,23 +261,24 @@ class EmulatedDevice(Device):
         if target.shape != source.shape or target.dtype != source.dtype:
             got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
-        if self._recording is None:
-            np.copyto(target, source)
-            return
+        if not isinstance(source, PinnedArray) and self._allocation(source) is None:
+            source = source.copy()  # the host's
         to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
-        self._do(lambda: ctypes.memmove(to, origin, size), target, source)
+        hosts = [each for each in (target, source) if self._allocation(each) is None]
+        self._do(lambda: (ctypes.memmove(to, origin, size), hosts), target, source)  # which keeps these
 
     def to_host(self, array: DeviceArray) -> NDArray:
         if self._recording is not None:
             raise DeviceError("an array was read while a graph is captured")
         self._check_own("to_host", array)
+        self._work()
         return np.array(array)
 
     def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
         self.copy(target, source)
 
     def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
-        return np.zeros(shape, dtype=dtype)
+        return np.zeros(shape, dtype=dtype).view(PinnedArray)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -346,9 +294,13 @@ class EmulatedDevice(Device):
         if self._recording is not None:
             raise DeviceError("cuBLAS was asked for while a graph is captured")
         dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
-        wide = [np.asarray(a).view(dtype).astype(np.float32) for a in (x, w)]
-        with np.errstate(all="ignore"):
-            np.matmul(wide[0], wide[1].T, out=np.asarray(y))
+
+        def multiply() -> None:
+            wide = [np.asarray(a).view(dtype).astype(np.float32) for a in (x, w)]
+            with np.errstate(all="ignore"):
+                np.matmul(wide[0], wide[1].T, out=np.asarray(y))
+
+        self._do(multiply, x, w, y)
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
@@ -361,13 +313,15 @@ class EmulatedDevice(Device):
             self._recording = None
 
     def event(self) -> Event:
-        return EmulatedEvent()
+        return EmulatedEvent(self)
 
     def synchronize(self) -> None:
         if self._recording is not None:
             raise DeviceError("the device was waited for while a graph is captured")
+        self._work()
 
     def use(self) -> AbstractContextManager[Any]:
+        self._work()  # NumPy does its own at once
         return nullcontext()
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -377,9 +331,10 @@ class EmulatedDevice(Device):
         return MemoryInfo(total, total - self._used, self._used, self._used, self._peak, self._limit)
 
     def trim(self) -> None:
-        pass  # nothing is kept
+        self._work()  # nothing else is kept
 
     def close(self) -> None:
+        self._work()
         self._kernels.clear()
 
 
