@@ -2,6 +2,7 @@
 
 import sys
 import types
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ def asked_anew():
     cupy_device.why_unavailable.cache_clear()
 
 
-def stand_in(monkeypatch, count=1, capability=(9, 0), error=None):
+def stand_in(monkeypatch, count=1, capability=(9, 0), error=None, nvrtc_error=None):
     """A module in CuPy's place that answers what the checks before any computing ask."""
 
     class CUDARuntimeError(RuntimeError):
@@ -188,8 +189,14 @@ def stand_in(monkeypatch, count=1, capability=(9, 0), error=None):
     runtime = types.SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=get_device_count, getDeviceProperties=lambda index: facts
     )
+
+    def get_version():
+        if nvrtc_error:
+            raise RuntimeError(nvrtc_error)
+        return 13, 0
+
     module = types.ModuleType("cupy")
-    module.cuda = types.SimpleNamespace(runtime=runtime)
+    module.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=types.SimpleNamespace(getVersion=get_version))
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(cupy_device, "find_spec", lambda name: object())
 
@@ -209,12 +216,43 @@ def test_no_cupy(monkeypatch, asked_anew):
         ({"error": "cudaErrorInsufficientDriver: CUDA driver version is insufficient"}, "CuPy finds no GPU .*driver"),
         ({"count": 0}, "there is no GPU 0: this machine has 0"),
         ({"capability": (7, 5)}, "An old card has compute capability 7.5; the kernels need 8.0"),
+        ({"nvrtc_error": "CuPy failed to load libnvrtc.so.12"}, "does not find NVRTC.* libnvrtc.so.12.*pip install"),
     ],
 )
 def test_a_gpu_that_cannot_be_used(facts, reason, monkeypatch, asked_anew):
     stand_in(monkeypatch, **facts)
     with pytest.raises(BackendUnavailable, match=reason):
         cupy_device.CupyDevice()
+
+
+def test_shared_memory_is_asked_for_by_what_a_kernel_has_itself_and_a_launch_adds(monkeypatch):
+    """The driver gives 48 KB unasked, and counts both."""
+    stand_in(monkeypatch)
+
+    class Function:
+        shared_size_bytes = 4480
+        asked = ()
+
+        @property
+        def max_dynamic_shared_size_bytes(self):
+            return 48 << 10  # whatever the kernel's own are
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, size):
+            self.asked += (size,)
+
+        def __call__(self, grid, block, args, shared_mem, stream):
+            assert shared_mem + self.shared_size_bytes < 48 << 10 or max(self.asked) >= shared_mem
+
+    function = Function()
+    device = types.SimpleNamespace(gpu=nullcontext(), overlaps=False, knows_overlap=False, stream=None)
+    launch = cupy_device.CupyKernel(device, function, "f")
+    for size in (0, 1000, 44_000, 44_671):
+        launch(1, 32, (), size)
+    assert function.asked == ()
+    for size in (44_672, 44_800, 46_080, 100, 46_080, 45_000, 81_920):
+        launch(1, 32, (), size)
+    assert function.asked == (44_672, 44_800, 46_080, 81_920)
 
 
 def test_cupy_that_does_not_load(monkeypatch, asked_anew):

@@ -254,8 +254,9 @@ def test_a_page_that_changes_between_recorded_steps():
         m.candidates(TokenBatch.of([(0, i, [t])], [0]), cache, [HeadNeed()])[1][0].logits
         for i, t in enumerate(tokens[:3])
     ]
-    cache.keys[:, 4] = cache.keys[:, 5]
-    cache.values[:, 4] = cache.values[:, 5]
+    with m.backend.ws.device.use():
+        cache.keys[:, 4] = cache.keys[:, 5]
+        cache.values[:, 4] = cache.values[:, 5]
     cache.page_table[0] = [4, 0, 2, 1]
     got += [
         m.candidates(TokenBatch.of([(0, i, [tokens[i]])], [0]), cache, [HeadNeed()])[1][0].logits for i in range(3, 7)

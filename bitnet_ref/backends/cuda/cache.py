@@ -97,7 +97,10 @@ class DeviceKVCache(KVCache):
             page_size = max(1, -(-capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page a slot
         sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         shape = *sizes, slots, page_size, pages, -(-capacity // (page_size or 1)), dtype
-        storage = ws.shelf.take(shape) or Storage()
+        storage = ws.shelf.take(shape)
+        if storage is None:
+            ws.device.trim()  # as before a step is recorded
+            storage = Storage()
         self._left = list(storage.arrays)
         super().__init__(config, slots, capacity, KEPT_AS[dtype], page_size=page_size, pages=pages)
         self.table = self._empty(self.page_table.shape, self.page_table.dtype)

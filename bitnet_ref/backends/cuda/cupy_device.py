@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 from . import cublas, overlapped_launch
+from .build_cache import kept
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
-from .sources import NVRTC_OPTIONS, flattened
+from .sources import NVRTC_OPTIONS, find, flattened
 
 INSTALL = 'pip install "bitnet-ref[cuda12]" (or [cuda13], as nvidia-smi says)'
 LEAST_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
-ALWAYS_SHARED = 48 << 10  # bytes of dynamic shared memory that need no asking
+ALWAYS_SHARED = 48 << 10  # bytes of shared memory, a kernel's own and what a launch adds, that need no asking
 
 
 @cache
@@ -40,6 +42,10 @@ def why_unavailable(index: int = 0) -> str | None:
     if (capability := (facts["major"], facts["minor"])) < LEAST_CAPABILITY:
         name = facts["name"].decode()
         return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 (Ampere) or later"
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as error:  # a plain RuntimeError: the library is looked for when it is first called
+        return f"CuPy does not find NVRTC, which compiles the kernels ({error}); {INSTALL}"
     return None
 
 
@@ -68,11 +74,28 @@ def device_errors() -> Iterator[None]:
         raise DeviceError(f"the GPU answered with an error: {error}") from error
 
 
+def _machine_code(file: str) -> Path:
+    """A file of kernels compiled for the current device. RawModule would do it too, but with -ftz=true behind whatever
+    options it is given: numbers below 1.2e-38 would be zeros, as they are nowhere else."""
+    import cupy
+    from cupy.cuda import compiler, nvrtc
+
+    source = flattened(file)
+
+    def build(target: Path) -> None:
+        code, _ = compiler.compile_using_nvrtc(source, NVRTC_OPTIONS, cache_in_memory=True)
+        target.write_bytes(code)
+
+    facts = cupy.__version__, nvrtc.getVersion(), cupy.cuda.Device().compute_capability, NVRTC_OPTIONS
+    return kept(find(file).name, "\0".join([source, *map(str, facts)]), ".cubin", build)
+
+
 class CupyKernel:
     """A kernel of a RawModule, on the device's stream."""
 
     def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
         self.name, self._device, self._function = name, device, function
+        self._most_shared = ALWAYS_SHARED - function.shared_size_bytes - 1  # bytes that a launch may add
 
     def __call__(
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
@@ -81,8 +104,8 @@ class CupyKernel:
         check_launch(self.name, *sizes, shared_mem)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
-            if shared_mem > ALWAYS_SHARED and self._function.max_dynamic_shared_size_bytes < shared_mem:
-                self._function.max_dynamic_shared_size_bytes = shared_mem
+            if shared_mem > self._most_shared:
+                self._function.max_dynamic_shared_size_bytes = self._most_shared = shared_mem
             if (overlap or self._device.overlaps) and self._device.knows_overlap:
                 stream = self._device.stream.ptr
                 overlapped_launch.launch(
@@ -173,7 +196,11 @@ class CupyDevice(Device):
         if self._capturing:
             raise DeviceError("an array was asked for while a graph is captured; make all of them before")
         with self.use():
-            return self.xp.empty(shape, dtype=dtype)
+            try:
+                return self.xp.empty(shape, dtype=dtype)
+            except self.xp.cuda.memory.OutOfMemoryError:  # some of it may lie in the pool, in pieces of other sizes
+                self.trim()
+                return self.xp.empty(shape, dtype=dtype)
 
     def fill(self, array: DeviceArray, byte: int) -> None:
         with self.use():
@@ -185,7 +212,7 @@ class CupyDevice(Device):
             raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
         with self.use():
             if isinstance(source, np.ndarray):
-                target.set(np.ascontiguousarray(source), stream=self.stream)
+                target.set(source, stream=self.stream)
             else:
                 target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
@@ -209,9 +236,8 @@ class CupyDevice(Device):
         if (file, name) not in self._kernels:
             with device_errors(), self.gpu:
                 if file not in self._modules:
-                    self._modules[file] = self.xp.RawModule(code=flattened(file), options=NVRTC_OPTIONS)
+                    self._modules[file] = self.xp.RawModule(path=str(_machine_code(file)))
                 function = self._modules[file].get_function(name)
-                function.kernel  # noqa: B018  compiles and loads, which no capture allows
                 self._kernels[file, name] = CupyKernel(self, function, name)
         return self._kernels[file, name]
 

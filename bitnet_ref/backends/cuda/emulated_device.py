@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
-from .emulated_build import compiled, why_unavailable
+from .emulated_build import compiled, kernel_names, why_unavailable
 
 UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
 
@@ -284,10 +284,10 @@ class EmulatedDevice(Device):
 
     def kernel(self, file: str, name: str) -> EmulatedKernel:
         if (file, name) not in self._kernels:
-            library, names = compiled(file, self.sanitize)
-            if name not in names:
+            library = compiled(file, self.sanitize)
+            if name not in (names := kernel_names(library)):
                 raise DeviceError(f"{file} has no kernel {name!r}; there are: {', '.join(names)}")
-            self._kernels[file, name] = EmulatedKernel(self, ctypes.CDLL(str(library)), file, name)
+            self._kernels[file, name] = EmulatedKernel(self, library, file, name)
         return self._kernels[file, name]
 
     def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:

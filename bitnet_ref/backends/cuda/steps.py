@@ -75,6 +75,7 @@ class RecordedStep:
         decoding: bool,
     ) -> None:
         self._be, self._compute, self._w, self._cfg, self._size, self._decoding = be, compute, w, cfg, size, decoding
+        be.ws.device.trim()  # so that what stays takes no piece of what a longer pass will need whole
         self._sheet = be.ws.zeros((3, size), np.int64)
         self._batch = DeviceBatch(self._sheet[0], self._sheet[1], self._sheet[2])
         self._arena = Arena(be.ws.make)
