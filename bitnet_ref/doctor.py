@@ -243,7 +243,7 @@ def _compiled_kernel() -> str:
 def _cuda_kernel() -> str:
     """The cards, or that there is an emulated one; and what an installation without cuBLAS lacks."""
     from .backends import cuda
-    from .backends.cupy_backend import INSTALL
+    from .backends.cuda.device import INSTALL
 
     cards, has_cublas = [], True
     for index in range(max(1, cuda.device_count())):

@@ -34,6 +34,12 @@ if "BITNET_REF_CUDA" not in os.environ and cuda.why_unavailable() is not None:
     if cuda.why_unavailable() is not None:
         del os.environ["BITNET_REF_CUDA"]
 
+
+def pytest_report_header():
+    where = "emulated" if cuda.emulation_wanted() else "a GPU"
+    return f"cupy backend: {cuda.why_unavailable() or where}"
+
+
 os.environ["COLUMNS"] = "100"  # the width of tables, whatever runs the tests
 REQUIRED = {name for name in os.environ.get("BITNET_REF_REQUIRE_BACKENDS", "").split(",") if name}
 

@@ -15,7 +15,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cupy_backend import CupyBackend
-from bitnet_ref.benchmark import Plan, cuda_kernels, gpu, measure_gpu
+from bitnet_ref.benchmark import Plan, cuda_kernels, gpu, gpu_rows, measure_gpu
 from bitnet_ref.benchmark.gpu import Ask, Row
 from bitnet_ref.cli import bench_gpu, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
@@ -58,8 +58,8 @@ def test_every_part(monkeypatch):
     assert found.equal
     assert found.finished
     assert [row.ask.part for row in found.rows] == [
-        *("kernels", "kernels", "decode", "batches", "batches", "prefill", "7b", "7b", "7b", "dense"),
-        *("precision", "precision", "peers", "peers", "cpu"),
+        *("kernels", "kernels", "decode", "batches", "batches", "prefill", "7b", "7b", "7b", "dense", "dense"),
+        *("precision", "precision", "cpu", "peers", "peers"),
     ]
     rows = {row.ask.what: row for row in found.rows}
     unmeasured = [what for what, row in rows.items() if row.found is None]
@@ -133,6 +133,34 @@ def test_what_fails_says_why_and_the_others_go_on(monkeypatch):
     assert len(found.rows) == 6
 
 
+def test_a_mistake_of_ours_ends_one_row(monkeypatch, capsys):
+    def mistaken(model, tokens):
+        raise AttributeError("a name that is not there")
+
+    monkeypatch.setattr(gpu, "check_model", mistaken)
+    found = measure_gpu(PLAN, ["kernels", "decode", "prefill"])
+    assert found.finished
+    assert [row.found is None for row in found.rows] == [False, False, True, True]
+    assert {row.why for row in found.rows[2:]} == {"AttributeError: a name that is not there"}
+    assert "in mistaken" in capsys.readouterr().err  # the place
+
+
+def test_what_a_ratio_is_to_is_kept_where_there_is_none(monkeypatch):
+    """A model that differs has no speed, but what its rival took is not lost."""
+    wrong = benchmark.Check(accumulators=9, unequal_accumulators=1)
+    right = gpu.check_model
+    monkeypatch.setattr(gpu, "measure_peer", fixed_peer)
+    monkeypatch.setattr(
+        gpu, "check_model", lambda model, tokens: wrong if model.backend.name == "cupy" else right(model, tokens)
+    )
+    found = measure_gpu(PLAN, ["cpu", "peers"])
+    assert [row.found for row in found.rows] == [None] * 3
+    assert [row.facts["peer"]["decode"]["median_s"] for row in found.rows[1:]] == [0.05, 0.01]
+    if not NO_CYTHON:
+        assert found.rows[0].differs
+        assert found.rows[0].facts["cpu_tokens_per_s"] > 0
+
+
 def test_a_model_that_differs_gets_no_speed(monkeypatch):
     wrong = benchmark.Check(accumulators=9, unequal_accumulators=1)
     monkeypatch.setattr(gpu, "check_model", lambda model, tokens: wrong)
@@ -183,6 +211,7 @@ def test_other_tokens_are_no_speed(call, why, monkeypatch):
     found = measure_gpu(replace(PLAN, batches=(2,)), ["decode", "batches"])
     assert not found.equal
     assert [why in row.why for row in found.rows if row.differs] == [True]
+    assert [row.facts["tokens_per_s"] > 0 for row in found.rows if row.differs] == [True]
 
 
 def test_the_loop_is_that_of_generate():
@@ -268,7 +297,7 @@ def test_only_transformers_can_be_told_where():
 
 @pytest.fixture
 def small_shapes(monkeypatch):
-    monkeypatch.setattr(gpu, "SHAPES", SHAPES)
+    monkeypatch.setattr(gpu_rows, "SHAPES", SHAPES)
     monkeypatch.setattr(gpu, "PlainCopy", lambda device, _: benchmark.cuda_kernels.PlainCopy(device, 4096))
 
 
@@ -282,11 +311,12 @@ def test_the_command(tmp_path):
     assert "Emulated on the host: the times say nothing about a GPU." in done.output
     assert "Models of at most 1 layers: no target is judged." in done.output
     assert "2B-4T of 1 layers, batch 1" in done.output
+    assert " s  2B-4T of 1 layers, batch 1: " in done.stderr  # as it is found
     assert ">= 1,500 tok/s" in done.output
     assert "1 comparisons with the NumPy reference" in done.output
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert kept["finished"]
-    told = json.loads(CliRunner().invoke(cli, [*COMMAND, "--json"]).output)
+    told = json.loads(CliRunner().invoke(cli, [*COMMAND, "--json"]).stdout)
     assert told.keys() == kept.keys()
     assert told["rows"][0]["met"] is None
 

@@ -32,6 +32,7 @@ from .cuda import Device, open_device
 from .cuda.attention import Attention, RopeTables
 from .cuda.cache import DeviceBatch, DeviceKVCache, decodes
 from .cuda.dense import MOST_IN_ORDER, DenseKernels, DeviceDense
+from .cuda.device import INSTALL
 from .cuda.footprint import working_bytes
 from .cuda.rows import linear_of_row, quantized, take, takes_row, value
 from .cuda.select import select
@@ -46,7 +47,6 @@ from .numpy_backend import Backend, check_attention, check_dequantize, check_rop
 # some 0.5 GB, beside caches of 128 sequences that are many times as large.
 MOST_REPLAYED = MOST_IN_ORDER
 MOST_PROMPT_TOKENS = 2048  # of a pass: blocks of 128 by 128 for every multiprocessor twice, in each matrix of 2B-4T
-INSTALL = 'pip install "cupy-cuda12x[ctk]" (or "cupy-cuda13x[ctk]", as nvidia-smi says)'
 
 
 def in_kind(op: Callable) -> Callable:
@@ -59,8 +59,11 @@ def in_kind(op: Callable) -> Callable:
         if isinstance(subject, Deferred) or holds(subject):
             return op(self, *args, **kwargs)
         with self.running():
-            out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
-            return tuple(self.to_host(y) for y in out) if isinstance(out, tuple) else self.to_host(out)
+            try:
+                out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
+                return tuple(self.to_host(y) for y in out) if isinstance(out, tuple) else self.to_host(out)
+            finally:
+                self.ws.drop_scratch()
 
     return answer
 
@@ -189,14 +192,11 @@ class CupyBackend(Backend):
     ) -> NDArray:
         n, ahead = len(batch), self._ahead
         self._replayed = self._hidden = self._ahead = None
-        if not isinstance(cache, DeviceKVCache):
-            return compute(self, w, cfg, batch, cache)
-        if not (self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
-            cache.changes += 1
-            if ahead is not None:
-                self.ws.device.fill(self.ws.trouble, 0)  # what it met is nobody's
-            with cache.putting_off(batch):
-                return compute(self, w, cfg, batch, cache)
+        if not (isinstance(cache, DeviceKVCache) and self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
+            try:
+                return self._run_unrecorded(compute, w, cfg, batch, cache, ahead)
+            finally:
+                self.ws.drop_scratch()
         cache.check(batch, cfg.sliding_window, reading=True)
         size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
         decoding = decodes(batch)
@@ -206,6 +206,23 @@ class CupyBackend(Backend):
         x = cache.steps[key](batch, cache, ahead)
         self._replayed = x, cache.steps[key]
         return x
+
+    def _run_unrecorded(
+        self,
+        compute: Callable[..., NDArray],
+        w: ModelWeights,
+        cfg: ModelConfig,
+        batch: TokenBatch,
+        cache: KVCache,
+        ahead: Ahead | None,
+    ) -> NDArray:
+        if not isinstance(cache, DeviceKVCache):
+            return compute(self, w, cfg, batch, cache)
+        cache.changes += 1
+        if ahead is not None:
+            self.ws.device.fill(self.ws.trouble, 0)  # what it met is nobody's
+        with cache.putting_off(batch):
+            return compute(self, w, cfg, batch, cache)
 
     def synchronize(self) -> None:
         self.ws.device.synchronize()

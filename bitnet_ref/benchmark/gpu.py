@@ -15,9 +15,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from statistics import mean, median
 from typing import Any
 
@@ -26,188 +26,22 @@ import numpy as np
 from ..api import Model
 from ..backends import choose_backend
 from ..backends.cuda import open_device
-from ..config import ModelConfig
 from ..errors import BitNetRefError, ConfigError, DeviceError
 from ..generation.generate import run as generation_loop
 from ..generation.params import SamplingParams
 from ..generation.results import GenerationStats
 from ..generation.sequence import Continuation, Request
 from ..threads import resolve_threads
-from .cuda_kernels import LEAST_SHARE, SHAPES_2B_4T_FUSED, TARGET_SHARES, PlainCopy, measure_cuda_kernels
+from .cuda_kernels import LEAST_SHARE, TARGET_SHARES, PlainCopy, measure_cuda_kernels
+from .gpu_rows import BATCHES, DENSE, LARGE, MAIN, PARTS, Ask, Decoding, Differs, GpuBench, Plan, Row
 from .models import bytes_of_step
 from .peers import measure_peer
-from .synthetic import SHAPES, synthetic_model
-from .timing import Timing
+from .synthetic import synthetic_model
 from .validate import Check, check_model
 
-PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "peers", "cpu")
-MAIN, LARGE, DENSE = "2b-4t", "7b", "tinyllama-1.1b"  # of SHAPES
-TITLES = {MAIN: "2B-4T", LARGE: "7B", DENSE: "TinyLlama-1.1B"}
-BATCHES = {8: 6.0, 32: 18.0, 128: 40.0}  # sequences: total tokens/s asked for, over those of one
 PEER_TIMEOUT_S = 180.0
 
 Progress = Callable[[int, int], object]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured. The targets are about the default; tests take small shapes and few tokens."""
-
-    shapes: dict[str, ModelConfig] = field(default_factory=lambda: dict(SHAPES))
-    layers: int | None = None  # of every model, at most
-    kernel_shapes: tuple[tuple[int, int], ...] = SHAPES_2B_4T_FUSED  # (N, K)
-    batches: tuple[int, ...] = tuple(BATCHES)  # sequences
-    large_batch: int = 32  # of the 7B
-    prompt_tokens: int = 32  # before decoding
-    new_tokens: int = 128
-    prefill_tokens: int = 2048
-    repeats: int = 3
-    kernel_repeats: int = 15
-    cold_bytes: int | None = None  # see `measure_cuda_kernels`
-    copy_bytes: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is the models that the targets are about."""
-        return self.layers is None and self.shapes == SHAPES and self.kernel_shapes == SHAPES_2B_4T_FUSED
-
-    def config(self, name: str) -> ModelConfig:
-        """The shape of that name, shortened."""
-        config = self.shapes[name]
-        layers = config.num_hidden_layers if self.layers is None else min(self.layers, config.num_hidden_layers)
-        return replace(config, num_hidden_layers=layers)
-
-    def title(self, name: str) -> str:
-        """ "2B-4T", or "2B-4T of 3 layers" where that is not all of them"""
-        layers = self.config(name).num_hidden_layers
-        return TITLES[name] + (f" of {layers} layers" if layers < self.shapes[name].num_hidden_layers else "")
-
-    def prompts(self, vocab: int, count: int) -> list[list[int]]:
-        """Random token ids, `count` prompts of `prompt_tokens`; the first is the same whatever the count."""
-        return np.random.default_rng(1).integers(0, vocab, (count, self.prompt_tokens)).tolist()
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One thing that is asked for."""
-
-    part: str
-    what: str
-    unit: str  # "tok/s" of decoding, all sequences together; "ms"; "GB"; "x", a ratio of those; "%", a share
-    target: float | None = None
-    at_most: bool = False  # the target is a ceiling
-    more: str = ""  # that is asked for, in words
-
-    @property
-    def words(self) -> str:
-        """ ">= 1,500 tok/s (stretch 2,400)" """
-        if self.target is None:
-            return self.more
-        bound = f"{'<=' if self.at_most else '>='} {self.target:,.4g} {self.unit}"
-        return f"{bound} ({self.more})" if self.more else bound
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was found. None: not measured, and `why`."""
-
-    ask: Ask
-    found: float | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    why: str = ""
-    differs: bool = False  # it was compared, and was not equal
-
-    @property
-    def meets(self) -> bool | None:
-        """Whether it is what was asked; None where nothing was, or nothing was found."""
-        if self.found is None or self.ask.target is None:
-            return None
-        return self.found <= self.ask.target if self.ask.at_most else self.found >= self.ask.target
-
-
-@dataclass
-class GpuBench:
-    """All rows so far, and the copy that the bounds come from."""
-
-    device: str
-    emulated: bool
-    plan: Plan
-    parts: tuple[str, ...]
-    copy_bytes: int  # read and written
-    copy_samples_s: list[float]
-    rows: list[Row] = field(default_factory=list)
-    checks: dict[str, Check] = field(default_factory=dict)  # by shape, dtype and backend
-    seconds: float = 0.0
-    finished: bool = False
-
-    @property
-    def judged(self) -> bool:
-        """Whether the targets are about what was measured."""
-        return self.plan.whole and not self.emulated
-
-    def met(self, row: Row) -> bool | None:
-        return row.meets if self.judged else None
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing that was compared differs."""
-        return not any(row.differs for row in self.rows) and all(check.equal for check in self.checks.values())
-
-    @property
-    def copy_gb_per_s(self) -> float:
-        """Read and written, over the median time."""
-        return self.copy_bytes / median(self.copy_samples_s) / 1e9
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
-        plan = {key: value for key, value in vars(self.plan).items() if key != "shapes"}
-        rows = [
-            {**asdict(r.ask), "found": r.found, "met": self.met(r), "why": r.why, "differs": r.differs, **r.facts}
-            for r in self.rows
-        ]
-        return {
-            **{name: getattr(self, name) for name in ("device", "emulated", "parts", "seconds", "finished")},
-            **{name: getattr(self, name) for name in ("judged", "equal", "copy_gb_per_s")},
-            "copy": asdict(Timing.of(self.copy_samples_s)),
-            "plan": {**plan, "layers_of": {n: self.plan.config(n).num_hidden_layers for n in (MAIN, LARGE, DENSE)}},
-            "checks": {name: {**asdict(check), "equal": check.equal} for name, check in self.checks.items()},
-            "rows": rows,
-        }
-
-
-class Differs(Exception):
-    """Two things that must be equal are not: there is no speed."""
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Repetitions of one decoding."""
-
-    batch: int
-    tokens: list[list[int]]  # that came of each prompt
-    tokens_per_s: list[float]  # of all prompts together, in each repetition
-    steps_s: list[float]  # of all repetitions
-    step_bytes: int = 0  # of one step, all sequences; 0: there is no bound
-
-    @property
-    def best(self) -> float:
-        return max(self.tokens_per_s)
-
-    def facts(self, copy_gb_per_s: float) -> dict[str, Any]:
-        """For a row, with the bound by that copy."""
-        facts = {
-            "batch": self.batch,
-            "tokens_per_s": self.best,
-            "tokens_per_s_median": median(self.tokens_per_s),
-            "step_ms_median": 1e3 * median(self.steps_s),
-            "repetitions": len(self.tokens_per_s),
-        }
-        if self.step_bytes:
-            bound = self.batch * copy_gb_per_s * 1e9 / self.step_bytes
-            facts |= {"step_bytes": self.step_bytes, "bound_tokens_per_s": bound, "of_bound": self.best / bound}
-        return facts
-
-
 Found = tuple[float, dict[str, Any]]
 Task = tuple[Ask, Callable[[], Found]]  # what is asked, and what finds it
 
@@ -274,8 +108,10 @@ class _Run:
         try:
             return Row(ask, *find())
         except Differs as error:
-            return Row(ask, why=f"DIFFERS: {error}", differs=True)
-        except (BitNetRefError, MemoryError) as error:
+            return Row(ask, facts=error.facts, why=f"DIFFERS: {error}", differs=True)
+        except Exception as error:  # a mistake of ours too ends one row, not the others
+            if not isinstance(error, (BitNetRefError, MemoryError)):
+                traceback.print_exc()
             return Row(ask, why=" ".join(f"{type(error).__name__}: {error}".split()))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -348,8 +184,11 @@ class _Run:
         ]
 
     def part_dense(self) -> list[Task]:
-        ask = Ask("dense", f"{self.plan.title(DENSE)}, bfloat16", "tok/s", 100)
-        return [(ask, lambda: self.speed(DENSE, dtype="bfloat16"))]
+        def task(dtype: str) -> Task:
+            ask = Ask("dense", f"{self.plan.title(DENSE)}, {dtype}", "tok/s", 100)
+            return ask, lambda: self.speed(DENSE, dtype=dtype)
+
+        return [task(dtype) for dtype in ("bfloat16", "float16")]
 
     def part_precision(self) -> list[Task]:
         def task(dtype: str) -> Task:
@@ -368,16 +207,16 @@ class _Run:
             what = f"{self.plan.title(MAIN)} over transformers' {'BitNet' if quantized else 'bf16'}"
 
             def find() -> Found:
-                mine = self.alone(MAIN)
-                self.drop()
+                self.drop()  # the peer may want the whole card
                 where = "cpu" if self.device.emulated else "cuda"
                 sizes = self.plan.prompt_tokens, self.plan.new_tokens
                 process: dict[str, Any] = {"threads": resolve_threads(None), "timeout_s": PEER_TIMEOUT_S}
                 process |= {"python": self.python, "device": where, "quantized": quantized}
                 peer = measure_peer("transformers", self.plan.config(MAIN), *sizes, **process)
-                ratio = peer.decode.median_s / median(mine.steps_s)  # of steps: its first ones compile
-                step_ms = 1e3 * median(mine.steps_s)
-                return ratio, {"step_ms_median": step_ms, "peer": peer.to_dict(), "peer_device": where}
+                facts = {"peer": peer.to_dict(), "peer_device": where}
+                with _beside(facts):
+                    step_s = median(self.alone(MAIN).steps_s)  # of steps: the peer's first ones compile
+                return peer.decode.median_s / step_s, {"step_ms_median": 1e3 * step_s, **facts}
 
             return Ask("peers", what, "x", target), find
 
@@ -385,9 +224,11 @@ class _Run:
 
     def part_cpu(self) -> list[Task]:
         def find() -> Found:
-            gpu, cpu = self.alone(MAIN), self.alone(MAIN, backend="cython")
+            cpu = self.alone(MAIN, backend="cython")
             facts = {f"cpu_{key}": value for key, value in cpu.facts(0).items()}
-            return gpu.best / cpu.best, {**facts, "cpu_threads": resolve_threads(None)}
+            facts["cpu_threads"] = resolve_threads(None)
+            with _beside(facts):
+                return self.alone(MAIN).best / cpu.best, facts
 
         return [(Ask("cpu", f"{self.plan.title(MAIN)}, GPU over CPU", "x", 50), find)]
 
@@ -445,12 +286,14 @@ class _Run:
             if repetition > 0:
                 speeds.append(stats.generated_tokens_per_s)
                 steps_s += taken_s
-        _same_tokens(outcomes)
-        one = self._alone.get(f"{name} {dtype} {backend}")
-        if one is not None and one.tokens[0] != outcomes[0][0]:
-            raise Differs(f"of {batch} sequences the first has other tokens than alone")
         step_bytes = _step_bytes(model, batch, plan, stats) if backend == "cupy" else 0
-        return Decoding(batch, outcomes[0], speeds, steps_s, step_bytes)
+        found = Decoding(batch, outcomes[0], speeds, steps_s, step_bytes)
+        with _beside(found.facts(self.found.copy_gb_per_s)):
+            _same_tokens(outcomes)
+            one = self._alone.get(f"{name} {dtype} {backend}")
+            if one is not None and one.tokens[0] != outcomes[0][0]:
+                raise Differs(f"of {batch} sequences the first has other tokens than alone")
+        return found
 
 
 def _generate(
@@ -467,6 +310,16 @@ def _generate(
             steps_s.append(stats.decode_s - so_far_s)
             so_far_s = stats.decode_s
     return stats, [[chunk.token_id for chunk in row.chunks] for row in rows], steps_s
+
+
+@contextmanager
+def _beside(facts: dict[str, Any]) -> Iterator[None]:
+    """What is found to differ in this keeps these facts."""
+    try:
+        yield
+    except Differs as error:
+        error.facts = facts | error.facts
+        raise
 
 
 def _same_tokens(outcomes: list[list[list[int]]]) -> None:

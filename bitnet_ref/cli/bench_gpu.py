@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..benchmark import GpuBench
-    from ..benchmark.gpu import Row
+    from ..benchmark.gpu_rows import Row
 
 # The keys of `benchmark.gpu.PARTS`, which --help need not import
-PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "peers", "cpu")
+PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
 
 
 @click.command(short_help="All that is asked of a GPU, in one run: kernels, models, and their rivals.")
@@ -50,6 +50,9 @@ def gpu(
     from ..benchmark.gpu import Plan, measure_gpu
 
     def keep(found: GpuBench) -> None:
+        if not sys.stderr.isatty():  # where no bar is drawn: whoever ends the run has seen what there was
+            row = found.rows[-1]
+            click.echo(f"{found.seconds:.0f} s  {row.ask.what}: {in_words(row)}", err=True)
         if out is not None:
             write(found.to_dict(), out)
 

@@ -6,10 +6,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda import cupy_device, emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulated_pool import EmulatedPool
 from bitnet_ref.errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 
 
@@ -104,6 +107,37 @@ def test_what_a_capture_refuses(device):
     with device.capture(), pytest.raises(DeviceError, match="captured already"), device.capture():
         pass
     assert device.to_host(device.zeros(2, np.int8)).tolist() == [0, 0]
+
+
+def test_a_pool_in_pieces_is_full_before_its_limit():
+    """As CuPy's: what is free is too small, or in a chunk of which a part is in use."""
+    pool = EmulatedPool(10 << 10)
+    assert pool.take(1, 8 << 10)
+    pool.free(1)
+    assert pool.take(2, 100)  # in the place of the first
+    assert (pool.used, pool.held) == (512, 8 << 10)
+    assert not pool.take(3, 8 << 10)
+    pool.free(2)
+    assert pool.take(4, 10 << 10)  # the other chunk goes back
+    assert (pool.used, pool.held, pool.peak) == (10 << 10, 10 << 10, 10 << 10)
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40), st.randoms(use_true_random=False))
+def test_a_pool_counts_what_is_there(sizes, dice):
+    pool, alive = EmulatedPool(40_000), {}
+    for array, size in enumerate(sizes):
+        if pool.take(array, size):
+            alive[array] = -(-size // 512) * 512
+        while alive and dice.random() < 0.4:
+            gone = dice.choice(sorted(alive))
+            pool.free(gone)
+            del alive[gone]
+        pool.settle()
+        assert pool.used == sum(alive.values()) <= pool.held <= 40_000
+    for array in alive:
+        pool.free(array)
+    pool.trim()
+    assert (pool.used, pool.held) == (0, 0)
 
 
 def test_the_emulation_is_as_late_as_a_gpu_may_be():

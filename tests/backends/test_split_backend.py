@@ -450,6 +450,7 @@ def cupy_of_two_cards(monkeypatch):
         CUDARuntimeError=error,
     )
     parts = {"memory": SimpleNamespace(OutOfMemoryError=error), "compiler": SimpleNamespace(CompileException=error)}
+    parts |= {"nvrtc": SimpleNamespace(getVersion=lambda: (13, 0))}
     parts |= {"driver": SimpleNamespace(CUDADriverError=error), "Stream": lambda non_blocking: None}
     cupy = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device, MemoryPool=MemoryPool, **parts)

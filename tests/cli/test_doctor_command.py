@@ -94,4 +94,4 @@ def test_doctor_says_that_cublas_is_missing(monkeypatch, there):
     monkeypatch.setattr(cuda, "open_device", lambda index: card)
     said = doctor._backend_state("cupy", None).kernel
     assert said.startswith("CUDA kernels on a card (card 0, compute capability 9.0, 80 GiB, launches overlap)")
-    assert ("cuBLAS is not installed" in said) == ('pip install "cupy-cuda12x[ctk]"' in said) == (not there)
+    assert ("cuBLAS is not installed" in said) == ('pip install "bitnet-ref[cuda12]"' in said) == (not there)

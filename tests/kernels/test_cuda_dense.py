@@ -6,21 +6,21 @@ from helpers import rng, run_sanitized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cuda import emulated_build
+from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda.dense import FEW, KINDS, MANY, MOST_IN_ORDER, DenseKernels, choose_launch
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.tracing.tolerances import EPSILON
 from bitnet_ref.weights import DenseWeight
 
-pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 SIXTEEN = ("bfloat16", "float16")
 KERNELS = (*FEW, *MANY)
 
 
 def product(x, w, kernel=None, order=0):
-    """x (N, K), w (out, K) of any kind -> (N, out), on a device of its own."""
-    ws = Workspace(EmulatedDevice(order=order))
+    """x (N, K), w (out, K) of any kind -> (N, out), on a device of its own; emulated for another order than 0."""
+    ws = Workspace(EmulatedDevice(order=order) if order else cuda.open_device())
     kernels = DenseKernels(ws)
     with np.errstate(all="ignore"):
         (y,) = kernels.matmul(ws.upload(x), kernels.prepare(DenseWeight(w)).on_device, kernel)

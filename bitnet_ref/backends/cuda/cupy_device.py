@@ -15,10 +15,9 @@ from numpy.typing import DTypeLike, NDArray
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 from . import cublas, overlapped_launch
 from .build_cache import kept
-from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
+from .device import INSTALL, Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
 from .sources import NVRTC_OPTIONS, find, flattened
 
-INSTALL = 'pip install "bitnet-ref[cuda12]" (or [cuda13], as nvidia-smi says)'
 LEAST_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
 ALWAYS_SHARED = 48 << 10  # bytes of shared memory, a kernel's own and what a launch adds, that need no asking
 

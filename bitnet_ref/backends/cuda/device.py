@@ -18,6 +18,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from ...errors import ShapeError
 
+INSTALL = 'pip install "bitnet-ref[cuda12]" (or [cuda13], as nvidia-smi says)'  # CuPy, NVRTC and cuBLAS
+
 DeviceArray = Any  # an array of the device's `xp`
 Size = int | tuple[int, ...]
 

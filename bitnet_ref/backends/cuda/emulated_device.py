@@ -32,6 +32,7 @@ from numpy.typing import DTypeLike, NDArray
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
 from .emulated_build import compiled, kernel_names, why_unavailable
+from .emulated_pool import EmulatedPool
 
 UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
 
@@ -163,8 +164,9 @@ class EmulatedDevice(Device):
         self.name = "emulated on the host"
         self.order, self.late, self._launches = order, late, 0
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
-        self._limit, self._used, self._peak = memory_limit, 0, 0
-        self._allocated, self._alive = 0, dict[int, tuple[int, int]]()  # number -> first address, and the one after
+        self._pool = EmulatedPool(memory_limit)
+        self._array_numbers = itertools.count(1)
+        self._alive: dict[int, tuple[int, int]] = {}  # array's number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
         self._queue: deque[Callable[[], object]] = deque()
         self._dropped: deque[int] = deque()  # addresses of arrays that nobody has any more
@@ -207,7 +209,7 @@ class EmulatedDevice(Device):
     def _allocation(self, array: DeviceArray) -> int | None:
         """The number of the allocation that the array lies in; None for the host's."""
         address = array.ctypes.data
-        found = (number for number, (start, end) in self._alive.items() if start <= address < end)
+        found = (number for number, (start, end) in self._alive.copy().items() if start <= address < end)
         return next(found, None)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
@@ -226,26 +228,25 @@ class EmulatedDevice(Device):
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        if self._limit is not None and self._used + size > self._limit:
-            raise OutOfMemory(f"{size} bytes beside {self._used} in use are over the limit of {self._limit}")
         if size == 0:
             return np.empty(shape, dtype=dtype)
+        number, pool = next(self._array_numbers), self._pool
+        if not pool.take(number, size):
+            raise OutOfMemory(f"{size} bytes beside {pool.held} held are over the limit of {pool.limit}")
         place = ctypes.c_void_p()
         if _libc().posix_memalign(ctypes.byref(place), 256, size) != 0:
+            pool.free(number)
             raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
         address = int(place.value or 0)
         memory: Any = (ctypes.c_char * size).from_address(address)
-        self._allocated += 1
-        self._alive[self._allocated] = address, address + size
-        weakref.finalize(memory, self._release, self._allocated, address, size)
-        self._used += size
-        self._peak = max(self._peak, self._used)
+        self._alive[number] = address, address + size
+        weakref.finalize(memory, self._release, number, address)
         ctypes.memset(address, UNWRITTEN, size)
         memory.device_number = self.number  # for `_check_own`
         return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
-    def _release(self, number: int, place: int, size: int) -> None:
-        self._used -= size
+    def _release(self, number: int, place: int) -> None:
+        self._pool.free(number)
         del self._alive[number]
         if self.late:  # what was asked for may still touch it, as it may what has gone back to a card's pool
             self._dropped.append(place)
@@ -327,11 +328,14 @@ class EmulatedDevice(Device):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryInfo:
-        total = self._limit if self._limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return MemoryInfo(total, total - self._used, self._used, self._used, self._peak, self._limit)
+        pool = self._pool
+        pool.settle()
+        total = pool.limit if pool.limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryInfo(total, total - pool.held, pool.used, pool.held, pool.peak, pool.limit)
 
     def trim(self) -> None:
-        self._work()  # nothing else is kept
+        self._work()
+        self._pool.trim()
 
     def close(self) -> None:
         self._work()

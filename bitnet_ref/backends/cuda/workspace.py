@@ -88,6 +88,7 @@ class Workspace:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.arena: Arena | None = None
+        self._scratch = Arena(self.make)
         self.shelf = Shelf()
         self._array_type: type = EmulatedArray if device.emulated else device.xp.ndarray
         self.trouble = self.zeros((1,), np.int32)
@@ -131,8 +132,13 @@ class Workspace:
         return self.make(shape, dtype) if self.arena is None else self.arena.empty(shape, dtype)
 
     def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """An array that is needed by the next kernels only."""
-        return self.make(shape, dtype) if self.arena is None else self.arena.scratch(shape, dtype)
+        """An array that is needed by the next kernels only; of a pass the same one for all layers, so that nothing
+        smaller is put where the largest arrays of a prompt were."""
+        return (self._scratch if self.arena is None else self.arena).scratch(shape, dtype)
+
+    def drop_scratch(self) -> None:
+        """Let go of a pass's."""
+        self._scratch = Arena(self.make)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """An array of zeros."""
