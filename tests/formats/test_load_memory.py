@@ -84,11 +84,13 @@ def write_large_checkpoint(folder: Path, config: dict) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 @pytest.mark.parametrize("kind", ["packed", "dense"])
 def test_peak_of_a_load(tmp_path, backend_name, kind):
+    emulated = backend_name == "cupy" and cuda.emulation_wanted()  # the memory of that device is the host's
+    if backend_name == "cupy" and not emulated:
+        pytest.skip("the weights are in the card's memory, and the compiler of its kernels in the host's")
     base = BITNET if kind == "packed" else {**TINY, "tie_word_embeddings": True}
     config = {**base, **WIDE, "num_hidden_layers": 6 if kind == "packed" else 1}
     size = write_large_checkpoint(tmp_path, config)
     assert 75e6 < size < 120e6
     growth = run_python(CODE, tmp_path, backend_name)
     assert growth > 0.8 * size  # the measure works: the weights are in memory
-    emulated = backend_name == "cupy" and cuda.emulation_wanted()  # the memory of that device is the host's
     assert growth < (LIMIT + emulated) * size, f"{growth / size:.2f} times the file's size"
