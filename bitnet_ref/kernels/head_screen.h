@@ -169,6 +169,9 @@ STEP_TARGET static void STEP(screen_rows)(const int8_t *q, size_t rows, size_t K
                                           const int16_t *X, size_t M, const double *x_facts, float *lower, float *upper,
                                           size_t stride) {
     const double underflow = ((double)K + 8) * 0x1p-125;
+#if STEP_BYTES == 64
+    const screen_constants constants = screen_constants_of(K);
+#endif
     for (size_t n = 0; n < rows; n += 4) {
         const size_t count = rows - n < 4 ? rows - n : 4;
 #if STEP_BYTES == 64
@@ -176,7 +179,7 @@ STEP_TARGET static void STEP(screen_rows)(const int8_t *q, size_t rows, size_t K
             const size_t parts = (M + SCREEN_TILE_TOKENS - 1) / SCREEN_TILE_TOKENS;
             for (size_t part = 0; part < parts; part++) {
                 const size_t m = part * M / parts, tokens = (part + 1) * M / parts - m;
-                screen_few_avx512(q + n * wide, wide, facts + 3 * n, X + m * wide, tokens, x_facts + 3 * m, underflow,
+                screen_few_avx512(q + n * wide, wide, facts + 3 * n, X + m * wide, tokens, x_facts + 3 * m, &constants,
                                   lower + m * stride + n, upper + m * stride + n, stride);
             }
             continue;

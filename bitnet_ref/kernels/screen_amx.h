@@ -76,8 +76,7 @@ SCREEN_TARGET static void screen_rows_amx(
         screen_rows_avx512(q, rows, K, wide, facts, X, M, x_facts, lower, upper, stride);
         return;
     }
-    const __m512d underflow = _mm512_set1_pd(((double)K + 8) * 0x1p-125), more = _mm512_set1_pd(1 + 1e-6),
-                  ulps = _mm512_set1_pd(0x1p-22), infinity = _mm512_set1_pd(INFINITY), huge = _mm512_set1_pd(0x1p126);
+    const screen_constants constants = screen_constants_of(K);
     const __m512i column = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                                               _mm512_set1_epi32(SCREEN_AMX_TOKENS));
     _Alignas(64) int32_t parts[4 * 256];
@@ -108,21 +107,16 @@ SCREEN_TARGET static void screen_rows_amx(
             const size_t tokens = M - m < SCREEN_AMX_TOKENS ? M - m : SCREEN_AMX_TOKENS;
             for (size_t t = 0; t < tokens; t++)
                 for (size_t i = 0; i < 3; i++) x[i][t] = x_facts[3 * (m + t) + i];
-            for (size_t t = 0; t < SCREEN_AMX_TOKENS; t += 8) { /* as in `screen_rows`, step by step */
-                const __m512d x_scale = _mm512_loadu_pd(x[0] + t), x_norm = _mm512_loadu_pd(x[1] + t),
-                              x_rest = _mm512_loadu_pd(x[2] + t);
+            for (size_t t = 0; t < SCREEN_AMX_TOKENS; t += 8) {
+                const __m512d token[3] = {_mm512_loadu_pd(x[0] + t), _mm512_loadu_pd(x[1] + t), _mm512_loadu_pd(x[2] + t)};
                 for (size_t r = 0; r < count; r++) {
                     const float *f = facts + 3 * (n + r);
+                    const __m512d row[3] = {_mm512_set1_pd(f[0]), _mm512_set1_pd(f[1]), _mm512_set1_pd(f[2])};
                     const size_t at = r * SCREEN_AMX_TOKENS + t;
-                    const __m512d norm = _mm512_set1_pd(f[2]), scale = _mm512_mul_pd(_mm512_set1_pd(f[0]), x_scale),
-                                  estimate = _mm512_mul_pd(scale, _mm512_load_pd(sums + at));
-                    __m512d slack = _mm512_add_pd(_mm512_mul_pd(_mm512_set1_pd(f[1]), x_norm), _mm512_mul_pd(norm, x_rest));
-                    slack = _mm512_add_pd(_mm512_mul_pd(slack, more), _mm512_mul_pd(_mm512_abs_pd(estimate), ulps));
-                    slack = _mm512_add_pd(slack, underflow);
-                    const __mmask8 bounded = _mm512_cmp_pd_mask(_mm512_mul_pd(norm, x_norm), huge, _CMP_LT_OQ);
-                    slack = _mm512_mask_mov_pd(infinity, bounded, slack);
-                    _mm256_store_ps(ends[0] + at, _mm512_cvtpd_ps(_mm512_sub_pd(estimate, slack)));
-                    _mm256_store_ps(ends[1] + at, _mm512_cvtpd_ps(_mm512_add_pd(estimate, slack)));
+                    __m256 low, high;
+                    screen_ends(_mm512_load_pd(sums + at), row, token, &constants, &low, &high);
+                    _mm256_store_ps(ends[0] + at, low);
+                    _mm256_store_ps(ends[1] + at, high);
                 }
             }
             for (size_t r = 0; r < count; r += 16) { /* a token's rows lie one behind the other in the result */

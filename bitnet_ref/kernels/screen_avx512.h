@@ -91,10 +91,33 @@ SCREEN_TARGET static inline __m256i screen_fold(const int32_t *partial) {
     return _mm256_add_epi64(_mm256_permute2x128_si256(ab4, cd4, 0x20), _mm256_permute2x128_si256(ab4, cd4, 0x31));
 }
 
+/* What does not depend on row or token. */
+typedef struct {
+    __m512d underflow, more, ulps, infinity, huge;
+} screen_constants;
+
+SCREEN_TARGET static inline screen_constants screen_constants_of(size_t K) {
+    return (screen_constants){_mm512_set1_pd(((double)K + 8) * 0x1p-125), _mm512_set1_pd(1 + 1e-6),
+                              _mm512_set1_pd(0x1p-22), _mm512_set1_pd(INFINITY), _mm512_set1_pd(0x1p126)};
+}
+
+/* The intervals of eight logits, as in `screen_rows`, step by step. f and x: the facts of their rows and tokens. */
+SCREEN_TARGET static inline __attribute__((always_inline)) void screen_ends(__m512d sum, const __m512d *f, const __m512d *x, const screen_constants *c,
+                                             __m256 *lower, __m256 *upper) {
+    const __m512d estimate = _mm512_mul_pd(_mm512_mul_pd(f[0], x[0]), sum);
+    __m512d slack = _mm512_add_pd(_mm512_mul_pd(f[1], x[1]), _mm512_mul_pd(f[2], x[2]));
+    slack = _mm512_add_pd(_mm512_mul_pd(slack, c->more), _mm512_mul_pd(_mm512_abs_pd(estimate), c->ulps));
+    slack = _mm512_add_pd(slack, c->underflow);
+    const __mmask8 bounded = _mm512_cmp_pd_mask(_mm512_mul_pd(f[2], x[1]), c->huge, _CMP_LT_OQ);
+    slack = _mm512_mask_mov_pd(c->infinity, bounded, slack);
+    *lower = _mm512_cvtpd_ps(_mm512_sub_pd(estimate, slack));
+    *upper = _mm512_cvtpd_ps(_mm512_add_pd(estimate, slack));
+}
+
 /* The intervals of four rows (q (4, wide), facts (4, 3)) for T tokens, 2 to 6: lower and upper [t * stride + row] */
 SCREEN_TARGET static void screen_few_avx512(const int8_t *q, size_t wide, const float *facts, const int16_t *X, size_t T,
-                                            const double *x_facts, double underflow, float *lower, float *upper,
-                                            size_t stride) {
+                                            const double *x_facts, const screen_constants *c, float *lower,
+                                            float *upper, size_t stride) {
     int32_t partial[SCREEN_TILE_TOKENS * SCREEN_TILE_ROWS * 16];
     __m256i sums[SCREEN_TILE_TOKENS];
     for (size_t start = 0; start < wide; start += SCREEN_TILE_COLUMNS) {
@@ -111,22 +134,21 @@ SCREEN_TARGET static void screen_few_avx512(const int8_t *q, size_t wide, const 
             sums[t] = start ? _mm256_add_epi64(sums[t], sum) : sum;
         }
     }
-    const __m256d scale = _mm256_set_pd(facts[9], facts[6], facts[3], facts[0]),
-                  residual = _mm256_set_pd(facts[10], facts[7], facts[4], facts[1]),
-                  norm = _mm256_set_pd(facts[11], facts[8], facts[5], facts[2]),
-                  sign = _mm256_set1_pd(-0.0), infinity = _mm256_set1_pd(INFINITY), huge = _mm256_set1_pd(0x1p126);
-    for (size_t t = 0; t < T; t++) { /* as in `screen_rows`, step by step */
-        const __m256d x_scale = _mm256_set1_pd(x_facts[3 * t]), x_norm = _mm256_set1_pd(x_facts[3 * t + 1]),
-                      x_rest = _mm256_set1_pd(x_facts[3 * t + 2]);
-        const __m256d estimate = _mm256_mul_pd(_mm256_mul_pd(scale, x_scale), _mm256_cvtepi64_pd(sums[t]));
-        __m256d slack = _mm256_add_pd(_mm256_mul_pd(residual, x_norm), _mm256_mul_pd(norm, x_rest));
-        slack = _mm256_mul_pd(slack, _mm256_set1_pd(1 + 1e-6));
-        slack = _mm256_add_pd(slack, _mm256_mul_pd(_mm256_andnot_pd(sign, estimate), _mm256_set1_pd(0x1p-22)));
-        slack = _mm256_add_pd(slack, _mm256_set1_pd(underflow));
-        const __mmask8 bounded = _mm256_cmp_pd_mask(_mm256_mul_pd(norm, x_norm), huge, _CMP_LT_OQ);
-        slack = _mm256_mask_mov_pd(infinity, bounded, slack);
-        _mm_storeu_ps(lower + t * stride, _mm256_cvtpd_ps(_mm256_sub_pd(estimate, slack)));
-        _mm_storeu_ps(upper + t * stride, _mm256_cvtpd_ps(_mm256_add_pd(estimate, slack)));
+    __m512d f[3], x[3];
+    for (int i = 0; i < 3; i++)
+        f[i] = _mm512_broadcast_f64x4(_mm256_set_pd(facts[9 + i], facts[6 + i], facts[3 + i], facts[i]));
+    for (size_t t = 0; t < T; t += 2) { /* two tokens at a time; an odd last one twice */
+        const size_t u = t + 1 < T ? t + 1 : t;
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(sums[t]), sums[u], 1);
+        for (int i = 0; i < 3; i++)
+            x[i] = _mm512_mask_mov_pd(_mm512_set1_pd(x_facts[3 * t + i]), 0xF0, _mm512_set1_pd(x_facts[3 * u + i]));
+        __m256 low, high;
+        screen_ends(_mm512_cvtepi64_pd(both), f, x, c, &low, &high);
+        _mm_storeu_ps(lower + t * stride, _mm256_castps256_ps128(low));
+        _mm_storeu_ps(upper + t * stride, _mm256_castps256_ps128(high));
+        if (u == t) continue;
+        _mm_storeu_ps(lower + u * stride, _mm256_extractf128_ps(low, 1));
+        _mm_storeu_ps(upper + u * stride, _mm256_extractf128_ps(high, 1));
     }
 }
 
