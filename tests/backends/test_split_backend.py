@@ -440,9 +440,17 @@ def cupy_of_two_cards(monkeypatch):
     class MemoryPool:
         used_bytes = total_bytes = staticmethod(lambda: used[current[-1]])
         set_limit = staticmethod(lambda size: None)
+        free_all_blocks = staticmethod(lambda: None)
 
     error = type("Error", (Exception,), {})
-    facts = {"name": b"card", "major": 9, "minor": 0, "multiProcessorCount": 132, "l2CacheSize": 1 << 20}
+    facts = {
+        "name": b"card",
+        "major": 9,
+        "minor": 0,
+        "multiProcessorCount": 132,
+        "l2CacheSize": 1 << 20,
+        "sharedMemPerBlockOptin": 227 << 10,
+    }
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 2,
         getDeviceProperties=lambda index: facts,

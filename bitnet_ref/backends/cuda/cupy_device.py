@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, cached_property
@@ -12,14 +13,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+from ...errors import BackendUnavailable, DeviceError, OutOfMemory
 from . import cublas, overlapped_launch
 from .build_cache import kept
-from .device import INSTALL, Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
+from .device import (
+    INSTALL,
+    Device,
+    DeviceArray,
+    Event,
+    Graph,
+    MemoryInfo,
+    Size,
+    check_copy,
+    check_launch,
+    plain_argument,
+    three,
+)
 from .sources import NVRTC_OPTIONS, find, flattened
 
 LEAST_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
-ALWAYS_SHARED = 48 << 10  # bytes of shared memory, a kernel's own and what a launch adds, that need no asking
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: also of what is not the pool's, as pinned memory
+
+# Pools whose devices are gone, with their numbers. When a pool of CuPy's goes that has blocks, free or in part, these
+# are lost for as long as the process runs; so each stays until all of them are back.
+_retired: list[tuple[int, Any]] = []
 
 
 @cache
@@ -70,6 +87,8 @@ def device_errors() -> Iterator[None]:
     except cupy.cuda.compiler.CompileException as error:
         raise DeviceError(f"NVRTC does not compile the kernels: {error}") from error
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        if getattr(error, "status", None) == OUT_OF_MEMORY:
+            raise OutOfMemory(f"there is not enough memory: {error}") from error
         raise DeviceError(f"the GPU answered with an error: {error}") from error
 
 
@@ -94,7 +113,8 @@ class CupyKernel:
 
     def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
         self.name, self._device, self._function = name, device, function
-        self._most_shared = ALWAYS_SHARED - function.shared_size_bytes - 1  # bytes that a launch may add
+        # Without asking, what the kernel has itself and what a launch adds may be 48 KB together.
+        function.max_dynamic_shared_size_bytes = device.shared_bytes - function.shared_size_bytes
 
     def __call__(
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
@@ -103,15 +123,25 @@ class CupyKernel:
         check_launch(self.name, *sizes, shared_mem)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
-            if shared_mem > self._most_shared:
-                self._function.max_dynamic_shared_size_bytes = self._most_shared = shared_mem
             if (overlap or self._device.overlaps) and self._device.knows_overlap:
                 stream = self._device.stream.ptr
+                self._device.xp.cuda.runtime.setDevice(self._device.index)  # a thread's first call needs its context
                 overlapped_launch.launch(
                     overlapped_launch.driver(), self._function.kernel.ptr, *sizes, plain, shared_mem, stream
                 )
             else:
                 self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
+
+
+def _empty_retired_pools() -> None:
+    """Give back what they have, and let go of those that have nothing."""
+    import cupy
+
+    for index, pool in list(_retired):
+        with cupy.cuda.Device(index):
+            pool.free_all_blocks()
+            if pool.total_bytes() == 0:
+                _retired.remove((index, pool))
 
 
 class CupyGraph(Graph):
@@ -162,6 +192,7 @@ class CupyDevice(Device):
         self.name = facts["name"].decode()
         self.compute_capability = facts["major"], facts["minor"]
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
+        self.shared_bytes = facts["sharedMemPerBlockOptin"]
         self.row_blocks = 2 * self.multiprocessors  # as ternary_row.cu's launch bounds say
         new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
         self.knows_overlap = new_enough and overlapped_launch.driver() is not None
@@ -171,7 +202,9 @@ class CupyDevice(Device):
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         with device_errors(), self.gpu:
             self.stream = cupy.cuda.Stream(non_blocking=True)
+            _empty_retired_pools()
             self.pool = cupy.cuda.MemoryPool()
+            weakref.finalize(self, _retired.append, (index, self.pool)).atexit = False
             if memory_limit is not None:
                 self.pool.set_limit(size=memory_limit)
 
@@ -192,8 +225,7 @@ class CupyDevice(Device):
             self._peak = max(self._peak, self.pool.used_bytes())  # of the current device, so inside
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
-        if self._capturing:
-            raise DeviceError("an array was asked for while a graph is captured; make all of them before")
+        self._not_in_a_capture("an array was asked for")
         with self.use():
             try:
                 return self.xp.empty(shape, dtype=dtype)
@@ -206,9 +238,9 @@ class CupyDevice(Device):
             array.data.memset_async(byte, array.nbytes, self.stream)
 
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
-        if target.shape != source.shape or target.dtype != source.dtype:
-            got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
-            raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
+        check_copy(target, source, from_host=isinstance(source, np.ndarray))
+        if isinstance(source, np.ndarray):
+            self._not_in_a_capture("a copy from the host was asked for")
         with self.use():
             if isinstance(source, np.ndarray):
                 target.set(source, stream=self.stream)
@@ -216,10 +248,13 @@ class CupyDevice(Device):
                 target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
     def to_host(self, array: DeviceArray) -> NDArray:
+        self._not_in_a_capture("an array was read")
         with self.use():
             return array.get(stream=self.stream)
 
     def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
+        self._not_in_a_capture("an array was read")
+        check_copy(target, source, from_host=False)
         with self.use():
             source.get(stream=self.stream, out=target, blocking=False)
 
@@ -241,8 +276,7 @@ class CupyDevice(Device):
         return self._kernels[file, name]
 
     def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
-        if self._capturing:
-            raise DeviceError("cuBLAS was asked for while a graph is captured")
+        self._not_in_a_capture("cuBLAS was asked for")
         module = _cublas()
         shape = len(x), *w.shape
         with self.use():  # the stream that gemmEx gives to cuBLAS is the current one
@@ -273,9 +307,12 @@ class CupyDevice(Device):
     def event(self) -> Event:
         return CupyEvent(self)
 
-    def synchronize(self) -> None:
+    def _not_in_a_capture(self, what: str) -> None:
         if self._capturing:
-            raise DeviceError("the device was waited for while a graph is captured")
+            raise DeviceError(f"{what} while a graph is captured")
+
+    def synchronize(self) -> None:
+        self._not_in_a_capture("the device was waited for")
         with device_errors(), self.gpu:
             self.stream.synchronize()
 
@@ -289,9 +326,11 @@ class CupyDevice(Device):
         return MemoryInfo(total, free, used, held, self._peak, self._limit)
 
     def trim(self) -> None:
+        self._not_in_a_capture("memory was to be given back")
         with device_errors(), self.gpu:
             self.stream.synchronize()
             self.pool.free_all_blocks()
+            _empty_retired_pools()
 
     def close(self) -> None:
         self._kernels.clear()

@@ -80,6 +80,7 @@ class Device(ABC):
     compute_capability: tuple[int, int]
     multiprocessors: int
     row_blocks: int  # the most blocks of `ternary_row`, each of which makes the whole row: as many as run at once
+    shared_bytes: int  # of a block's shared memory, at most
     l2_bytes: int
     can_overlap: bool  # whether launches that overlap are known to work, and mean anything
     overlaps = False  # whether all launches are to overlap, for now
@@ -172,6 +173,18 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the device holds beyond the arrays that are still referred to."""
+
+
+def check_copy(target: Any, source: Any, from_host: bool) -> None:
+    """ShapeError unless one array can be written over the other byte by byte; a host's is made contiguous first."""
+    expected, got = (
+        "two arrays of one shape and dtype",
+        f"{target.dtype} {target.shape} and {source.dtype} {source.shape}",
+    )
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ShapeError("device copy", expected=expected, got=got)
+    if not (target.flags.c_contiguous and (from_host or source.flags.c_contiguous)):
+        raise ShapeError("device copy", expected=f"{expected}, contiguous", got=f"{got}, strides {source.strides}")
 
 
 def plain_argument(value: Any) -> Any:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
-from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_launch, plain_argument, three
+from .device import Device, DeviceArray, Event, Graph, MemoryInfo, Size, check_copy, check_launch, plain_argument, three
 from .emulated_build import compiled, kernel_names, why_unavailable
 from .emulated_pool import EmulatedPool
 
@@ -39,6 +39,7 @@ UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
 # An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
 MULTIPROCESSORS = 132
 L2_BYTES = 60 << 20
+SHARED_BYTES = 227 << 10
 
 _KINDS = {"int32": "i", "uint32": "i", "float32": "f", "float64": "d", "int64": "l", "uint64": "l"}
 _numbers = itertools.count()  # of the devices
@@ -152,6 +153,7 @@ class EmulatedDevice(Device):
     multiprocessors = MULTIPROCESSORS
     row_blocks = 2  # few: one runs at a time here, and so each takes several units
     l2_bytes = L2_BYTES
+    shared_bytes = SHARED_BYTES
     can_overlap = False  # one launch ends before the next begins; it only looks whether kernels would wait
     can_matmul_16 = True
     xp = np
@@ -171,6 +173,7 @@ class EmulatedDevice(Device):
         self._queue: deque[Callable[[], object]] = deque()
         self._dropped: deque[int] = deque()  # addresses of arrays that nobody has any more
         self._working = threading.Lock()
+        weakref.finalize(self, _free, self._dropped)
         self.number = next(_numbers)
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
@@ -203,8 +206,7 @@ class EmulatedDevice(Device):
             finally:
                 dropped = len(self._dropped)  # so far: all that touches them is in the queue, or done
                 if not self._queue:
-                    for _ in range(dropped):
-                        _libc().free(ctypes.c_void_p(self._dropped.popleft()))
+                    _free(self._dropped, dropped)
 
     def _allocation(self, array: DeviceArray) -> int | None:
         """The number of the allocation that the array lies in; None for the host's."""
@@ -223,8 +225,7 @@ class EmulatedDevice(Device):
                 raise DeviceError(f"{what}: an array of emulated device {number}, asked for on device {self.number}")
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
-        if self._recording is not None:
-            raise DeviceError("an array was asked for while a graph is captured; make all of them before")
+        self._not_in_a_capture("an array was asked for")
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
@@ -259,23 +260,23 @@ class EmulatedDevice(Device):
 
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
         self._check_own("device copy", target, source)
-        if target.shape != source.shape or target.dtype != source.dtype:
-            got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
-            raise ShapeError("device copy", expected="two arrays of one shape and dtype", got=got)
-        if not isinstance(source, PinnedArray) and self._allocation(source) is None:
-            source = source.copy()  # the host's
+        from_host = self._allocation(source) is None
+        check_copy(target, source, from_host)
+        if from_host:
+            self._not_in_a_capture("a copy from the host was asked for")
+            source = np.ascontiguousarray(source) if isinstance(source, PinnedArray) else source.copy()
         to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
         hosts = [each for each in (target, source) if self._allocation(each) is None]
         self._do(lambda: (ctypes.memmove(to, origin, size), hosts), target, source)  # which keeps these
 
     def to_host(self, array: DeviceArray) -> NDArray:
-        if self._recording is not None:
-            raise DeviceError("an array was read while a graph is captured")
+        self._not_in_a_capture("an array was read")
         self._check_own("to_host", array)
         self._work()
         return np.array(array)
 
     def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
+        self._not_in_a_capture("an array was read")
         self.copy(target, source)
 
     def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
@@ -292,8 +293,7 @@ class EmulatedDevice(Device):
         return self._kernels[file, name]
 
     def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
-        if self._recording is not None:
-            raise DeviceError("cuBLAS was asked for while a graph is captured")
+        self._not_in_a_capture("cuBLAS was asked for")
         dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
 
         def multiply() -> None:
@@ -316,9 +316,12 @@ class EmulatedDevice(Device):
     def event(self) -> Event:
         return EmulatedEvent(self)
 
-    def synchronize(self) -> None:
+    def _not_in_a_capture(self, what: str) -> None:
         if self._recording is not None:
-            raise DeviceError("the device was waited for while a graph is captured")
+            raise DeviceError(f"{what} while a graph is captured")
+
+    def synchronize(self) -> None:
+        self._not_in_a_capture("the device was waited for")
         self._work()
 
     def use(self) -> AbstractContextManager[Any]:
@@ -334,12 +337,19 @@ class EmulatedDevice(Device):
         return MemoryInfo(total, total - pool.held, pool.used, pool.held, pool.peak, pool.limit)
 
     def trim(self) -> None:
+        self._not_in_a_capture("memory was to be given back")
         self._work()
         self._pool.trim()
 
     def close(self) -> None:
         self._work()
         self._kernels.clear()
+
+
+def _free(addresses: deque[int], count: int | None = None) -> None:
+    """The first of them, or all."""
+    for _ in range(len(addresses) if count is None else count):
+        _libc().free(ctypes.c_void_p(addresses.popleft()))
 
 
 @cache

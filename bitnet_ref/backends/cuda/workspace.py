@@ -187,9 +187,10 @@ def parse_bytes(limit: int | str | None) -> int | None:
     >>> parse_bytes("1.5 GiB")
     1610612736
     """
-    if limit is None or isinstance(limit, int):
+    if limit is None:
         return limit
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", limit, re.IGNORECASE)
-    if found is None:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(limit), re.IGNORECASE)
+    unit = 0 if found is None else (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
+    if found is None or (size := int(float(found[1]) * unit)) < 1:
         raise BackendUnavailable(f"memory_limit: expected bytes, or a text like '8GiB', got {limit!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    return size
