@@ -469,6 +469,7 @@ def cupy_of_two_cards(monkeypatch):
 
 def test_each_card_counts_its_own_memory(monkeypatch):
     cupy_of_two_cards(monkeypatch)
+    monkeypatch.setattr(cupy_device, "_retired", [])
     cupy_device.why_unavailable.cache_clear()
     try:
         found = [cupy_device.CupyDevice(index, memory_limit=5000).memory() for index in (0, 1)]
