@@ -248,7 +248,8 @@ class EmulatedDevice(Device):
     def _release(self, number: int, place: int) -> None:
         self._pool.free(number)
         del self._alive[number]
-        if self.late:  # what was asked for may still touch it, as it may what has gone back to a card's pool
+        # What was asked for may still touch it, as it may what has gone back to a card's pool.
+        if self._queue or self._working.locked():
             self._dropped.append(place)
         else:
             _libc().free(ctypes.c_void_p(place))
