@@ -265,6 +265,7 @@ def test_shared_memory_is_asked_for_by_what_a_kernel_has_itself_and_a_launch_add
 
     class Function:
         shared_size_bytes = 4480
+        preferred_shared_memory_carveout = -1
         asked = ()
 
         @property
@@ -280,13 +281,18 @@ def test_shared_memory_is_asked_for_by_what_a_kernel_has_itself_and_a_launch_add
 
     function = Function()
     device = types.SimpleNamespace(gpu=nullcontext(), overlaps=False, knows_overlap=False, stream=None)
+    device.shared_bytes = 99 << 10
     launch = cupy_device.CupyKernel(device, function, "f")
     for size in (0, 1000, 44_000, 44_671):
         launch(1, 32, (), size)
-    assert function.asked == ()
+    assert (function.asked, function.preferred_shared_memory_carveout) == ((), -1)
     for size in (44_672, 44_800, 46_080, 100, 46_080, 45_000, 81_920):
         launch(1, 32, (), size)
     assert function.asked == (44_672, 44_800, 46_080, 81_920)
+    assert function.preferred_shared_memory_carveout == 100  # two blocks of successive kernels beside each other
+    launch(1, 32, (), (99 << 10) - 4480)
+    with pytest.raises(ShapeError, match="at most 96896 bytes of shared memory"):
+        launch(1, 32, (), (99 << 10) - 4480 + 1)
 
 
 def test_cupy_that_does_not_load(monkeypatch, asked_anew):

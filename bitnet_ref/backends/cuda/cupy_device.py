@@ -94,17 +94,20 @@ class CupyKernel:
 
     def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
         self.name, self._device, self._function = name, device, function
-        self._most_shared = ALWAYS_SHARED - function.shared_size_bytes - 1  # bytes that a launch may add
+        self._most_shared = ALWAYS_SHARED - function.shared_size_bytes - 1  # bytes that a launch may add, so far
+        self._limit = device.shared_bytes - function.shared_size_bytes
 
     def __call__(
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
     ) -> None:
         sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem)
+        check_launch(self.name, *sizes, shared_mem, self._limit)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
             if shared_mem > self._most_shared:
                 self._function.max_dynamic_shared_size_bytes = self._most_shared = shared_mem
+                # All that it may take from the first-level cache: the next kernel's block is to fit beside this one's.
+                self._function.preferred_shared_memory_carveout = 100
             if (overlap or self._device.overlaps) and self._device.knows_overlap:
                 stream = self._device.stream.ptr
                 overlapped_launch.launch(
@@ -162,7 +165,8 @@ class CupyDevice(Device):
         self.name = facts["name"].decode()
         self.compute_capability = facts["major"], facts["minor"]
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
-        self.row_blocks = 2 * self.multiprocessors  # as ternary_row.cu's launch bounds say
+        self.row_blocks = self.multiprocessors
+        self.shared_bytes = facts["sharedMemPerBlockOptin"]
         new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
         self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None

@@ -39,6 +39,7 @@ UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
 # An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
 MULTIPROCESSORS = 132
 L2_BYTES = 60 << 20
+SHARED_BYTES = 227 << 10
 
 _KINDS = {"int32": "i", "uint32": "i", "float32": "f", "float64": "d", "int64": "l", "uint64": "l"}
 _numbers = itertools.count()  # of the devices
@@ -72,7 +73,7 @@ class EmulatedKernel:
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
     ) -> None:
         sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem)
+        check_launch(self.name, *sizes, shared_mem, self._device.shared_bytes)
         plain = [plain_argument(value) for value in args]
         self._device._check_own(self.name, *plain)
         found = "".join(map(_kind, plain))
@@ -152,6 +153,7 @@ class EmulatedDevice(Device):
     multiprocessors = MULTIPROCESSORS
     row_blocks = 2  # few: one runs at a time here, and so each takes several units
     l2_bytes = L2_BYTES
+    shared_bytes = SHARED_BYTES
     can_overlap = False  # one launch ends before the next begins; it only looks whether kernels would wait
     can_matmul_16 = True
     xp = np
