@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .. import quantization
 from ..backends.cuda import Device, DeviceArray, Graph
-from ..backends.cuda.rows import blocks_of, linear_of_row, takes_row, threads_of
+from ..backends.cuda.rows import linear_of_row, row_launch, takes_row
 from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
 from ..backends.cuda.workspace import Arena, Workspace
 from ..errors import ShapeError
@@ -238,9 +238,9 @@ def _row_result(
 
     wrong = _unequal(ws.download(launch(first))[0], y)
     ws.device.overlaps = False
-    grid = blocks_of(ws.device, first.out_features), 1, 1
+    how = row_launch(ws.device, first.in_features, first.out_features)
     sizes = first.out_features, first.in_features, 1, first.tiles.nbytes, len(copies)
-    facts = ROW, True, overlap, grid, threads_of(first.in_features), *sizes, 0, wrong
+    facts = ROW, True, overlap, (how.grid, 1, 1), how.block, *sizes, 0, wrong
     return CudaKernelResult(*facts, timed(launch, copies) if wrong == 0 else None)
 
 

@@ -271,10 +271,13 @@ def test_a_gpu_that_cannot_be_used(facts, reason, monkeypatch, asked_anew):
 
 def test_a_kernel_may_have_all_shared_memory_of_a_block():
     """The driver gives 48 KB unasked, of which a kernel's own are a part; and two devices may have one kernel."""
-    function, device = types.SimpleNamespace(shared_size_bytes=4480), types.SimpleNamespace(shared_bytes=227 << 10)
+    function, device = types.SimpleNamespace(shared_size_bytes=4480), types.SimpleNamespace(shared_bytes=99 << 10)
     for _ in range(2):
-        cupy_device.CupyKernel(device, function, "f")
-        assert function.max_dynamic_shared_size_bytes == (227 << 10) - 4480
+        launch = cupy_device.CupyKernel(device, function, "f")
+        assert function.max_dynamic_shared_size_bytes == (99 << 10) - 4480
+        assert function.preferred_shared_memory_carveout == 100
+    with pytest.raises(ShapeError, match="at most 96896 bytes of shared memory"):
+        launch(1, 32, (), (99 << 10) - 4480 + 1)
 
 
 def test_cupy_that_does_not_load(monkeypatch, asked_anew):

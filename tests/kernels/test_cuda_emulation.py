@@ -376,7 +376,7 @@ def test_arguments_are_checked(file):
         kernel(1, 1, (x[:, :2], *good[1:]))
     with pytest.raises(ShapeError, match="int32"):
         kernel(1, 1, (x, 1 << 31, *good[2:]))
-    for grid, block, shared_mem in ((0, 1, 0), (1, 1025, 0), ((1, 65536), 1, 0), (1, 1, 100 << 10)):
+    for grid, block, shared_mem in ((0, 1, 0), (1, 1025, 0), ((1, 65536), 1, 0), (1, 1, 228 << 10)):
         with pytest.raises(ShapeError, match="at most 1024 threads"):
             kernel(grid, block, good, shared_mem)
 

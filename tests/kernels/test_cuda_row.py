@@ -1,7 +1,8 @@
-"""`ternary_row.cu` on the emulated device: one token's row made, normed, quantised and multiplied in one launch equals
+"""`ternary_row.cu`, on a card or emulated: one token's row made, normed, quantised and multiplied in one launch equals
 the same steps one by one, by NumPy, bit for bit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,20 @@ from helpers import random_ternary, rng, run_sanitized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends import Backend
+from bitnet_ref.backends import Backend, cuda
 from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cuda.rows import MOST_COLUMNS, linear_of_row, takes_row, value
+from bitnet_ref.backends.cuda.rows import (
+    MOST_COLUMNS,
+    MOST_SLOTS,
+    MOST_SUMS,
+    OWN_SHARED,
+    linear_of_row,
+    quantized,
+    row_launch,
+    takes_row,
+    value,
+)
 from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cuda.workspace import Workspace
@@ -20,14 +31,15 @@ from bitnet_ref.backends.deferred import GATES, PLAIN, SUM, Normed, Rows
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.weights import TernaryWeight
 
-pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
+emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 PLAIN_BACKEND = Backend()
 SOURCES = {"plain": PLAIN, "sum": SUM, **GATES}
 
 
 @pytest.fixture(scope="module")
 def ws():
-    return Workspace(EmulatedDevice())
+    return Workspace(cuda.open_device())
 
 
 def random_weight(dice, n_out, n_in, biased=False):
@@ -59,6 +71,11 @@ def equal_bits(ws, found, expected):
 @example(3, 40, 1025, "silu", True, False)
 @example(4, 33, 8300, "relu2", True, False)  # more tiles than its warps ask for at once
 def test_a_row_made_and_multiplied(ws, seed, n_out, n_in, source, norms, biased):
+    check_row(ws, seed, n_out, n_in, source, norms, biased)
+
+
+def check_row(ws, seed, n_out, n_in, source, norms=True, biased=False):
+    """A random row, by one launch and by NumPy."""
     dice = rng(seed)
     weight = random_weight(dice, n_out, n_in, biased)
     a, b = (dice.standard_normal((1, n_in)).astype(np.float32) for _ in range(2))
@@ -75,10 +92,89 @@ def test_a_row_made_and_multiplied(ws, seed, n_out, n_in, source, norms, biased)
     equal_bits(ws, value(ws, of), made)
 
 
+@pytest.mark.parametrize("n_in", [4092, 4096, 4097, 8190, 8192, 8193, 12_288, 12_289, 14_336, 16_383, 16_384])
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_rows_as_long_as_registers_hold(ws, n_in, source):
+    """Where the kernels meet that hold 2, 4, 6 and 8 times 2048 elements."""
+    check_row(ws, n_in, 33, n_in, source)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), [(1100, 40), (1100, 2100), (200, 8300), (700, 3000)])
+def test_more_rows_than_a_block_has_sums_for_and_more_tiles_than_a_warp_has_slots_for(ws, n_out, n_in):
+    check_row(ws, 7, n_out, n_in, "sum", biased=True)
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163])
+@pytest.mark.parametrize("n_in", [2560, 6912, 11_008, 16_384])
+@emulated
+def test_cards_with_less_shared_memory(kilobytes, n_in):
+    """Fewer slots, so that a warp asks for the next tiles while it multiplies."""
+    device = EmulatedDevice()
+    device.shared_bytes = (kilobytes << 10) - OWN_SHARED  # the emulation does not count a kernel's own
+    check_row(Workspace(device), kilobytes, 40, n_in, "plain")
+
+
+@pytest.mark.parametrize("power", [-149, -130, -100, -75, -50, -24, 24, 50, 60])
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_rows_of_any_size(ws, power, eps):
+    """Beside elements of size one or by themselves; the norm by itself too, to the last bit of the smallest number."""
+    dice, width = rng(abs(power)), 600
+    weight, norm = random_weight(dice, 40, width), dice.standard_normal(width).astype(np.float32)
+    tiled = TernaryKernels(ws.device).prepare(weight)
+    small = np.ldexp(dice.standard_normal((1, width)), power).astype(np.float32)
+    mixed = np.where(dice.random((1, width)) < 0.5, small, dice.standard_normal((1, width)).astype(np.float32))
+    for x in (small, mixed):
+        expected = PLAIN_BACKEND.rms_norm(x, norm, eps)
+        if not np.isfinite(expected).all():
+            continue
+        row, on_device = Rows(PLAIN, ws.upload(x)), ws.upload(norm)
+        found = linear_of_row(ws, Normed(row, on_device, eps), tiled)
+        equal_bits(ws, found, PLAIN_BACKEND.linear(expected, weight))
+        equal_bits(ws, value(ws, Normed(row, on_device, eps)), expected)
+
+
+def test_rows_that_begin_anywhere(ws):
+    """Sixteen bytes are read at once only where they lie in one piece."""
+    dice = rng(3)
+    weight, norm = random_weight(dice, 20, 1000), dice.standard_normal(1003).astype(np.float32)
+    a, b = (dice.standard_normal((1, 1003)).astype(np.float32) for _ in range(2))
+    tiled = TernaryKernels(ws.device).prepare(weight)
+    on_device = [ws.upload(x) for x in (a, b)]
+    for first in (0, 1, 3):
+        part = slice(first, first + 1000)
+        of = Rows(SUM, *(x[:, part] for x in on_device))
+        y = linear_of_row(ws, Normed(of, ws.upload(norm)[part], 1e-5), tiled)
+        made = a[:, part] + b[:, part]
+        equal_bits(ws, y, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(made, norm[part], 1e-5), weight))
+        equal_bits(ws, of.a, made)
+
+
+@pytest.mark.parametrize("n_in", [100, 2560, 6912, 9001, 16_384, 16_385, 40_000])
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_a_row_is_the_same_in_any_company(ws, n_in, source):
+    """By `rows.cu`: alone, among others, and what NumPy makes of it."""
+    dice = rng(n_in)
+    a, b = (dice.standard_normal((3, n_in)).astype(np.float32) for _ in range(2))
+    norm = dice.standard_normal(n_in).astype(np.float32)
+
+    def row_of(which):
+        of = Rows(SOURCES[source], ws.upload(a[which]), None if source == "plain" else ws.upload(b[which]))
+        return ws.download(*quantized(ws, Normed(of, ws.upload(norm), 1e-5), pad=n_in % 2 == 0))
+
+    together = row_of(slice(0, 3))
+    normed = PLAIN_BACKEND.rms_norm(row_by_numpy(source, a, b), norm, 1e-5)
+    for found, expected in zip(together, PLAIN_BACKEND.quantize_activations(normed), strict=True):
+        np.testing.assert_array_equal(found[:, : expected.shape[1]], expected)
+        assert not found[:, expected.shape[1] :].any()
+    for found, expected in zip(row_of(slice(1, 2)), together, strict=True):
+        np.testing.assert_array_equal(found[0], expected[1])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 700), st.sampled_from(list(GATES)), st.booleans())
 @example(0, 300, 40, "relu2", False)  # more rows than blocks
-@example(1, 2, 4200, "silu", True)  # gate and up have more tiles than are asked for at once
+@example(1, 2, 4200, "silu", True)
+@example(2, 40, 2100, "relu2", True)  # more sums than a block has room for
 def test_gate_and_up_multiplied_as_one(ws, seed, tiles, n_in, activation, biased):
     dice, kernels = rng(seed), TernaryKernels(ws.device)
     weights = [random_weight(dice, 16 * tiles, n_in, biased) for _ in range(2)]
@@ -124,6 +220,7 @@ def test_what_is_not_finite_is_told(ws, bad, norms, what):
         ws.download(y)
 
 
+@emulated
 @pytest.mark.parametrize("order", [1, 2])
 def test_the_order_of_threads_does_not_matter(order):
     ws, dice = Workspace(EmulatedDevice(order=order)), rng(5)
@@ -133,6 +230,47 @@ def test_the_order_of_threads_does_not_matter(order):
     found = linear_of_row(ws, Normed(of, ws.upload(norm), 1e-5), TernaryKernels(ws.device).prepare(weight))
     equal_bits(ws, found, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(a + b, norm, 1e-5), weight))
     equal_bits(ws, of.a, a + b)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, MOST_COLUMNS),
+    st.integers(1, 40_000),
+    st.sampled_from(list(SOURCES.values())),
+    *[st.booleans()] * 2,
+    st.sampled_from([99, 163, 227]),
+    st.sampled_from([2, 108, 132]),
+)
+@example(MOST_COLUMNS, 40_000, PLAIN, True, True, 99, 2)
+def test_every_launch_is_within_a_cards_limits(width, rows, source, normed, gated, kilobytes, multiprocessors):
+    device = SimpleNamespace(shared_bytes=kilobytes << 10, row_blocks=multiprocessors)
+    rows = rows * 32 if gated else rows
+    how, halves = row_launch(device, width, rows, source, normed, gated), 2 if gated else 1
+    units = -(-rows // 16 // halves)
+    mine = -(-units // how.grid)
+    assert 1 <= how.grid <= units
+    assert mine * 16 * halves <= MOST_SUMS
+    assert mine * 16 <= how.block
+    assert how.block % 32 == 0
+    assert 4 * how.block >= min(width, 2048)
+    assert width <= 2048 * int(how.kernel[-1])
+    assert 1 <= how.slots <= MOST_SLOTS
+    assert how.shared + OWN_SHARED <= device.shared_bytes
+    x_q = -(-width // 128) * 128
+    assert how.shared == how.slots * how.block // 32 * 512 + x_q * (5 if normed else 1)
+
+
+@pytest.mark.parametrize(
+    "widths", [(2560, 2560), (2560, 6912), (6912, 2560), (4096, 4096), (4096, 11_008), (11_008, 4096)]
+)
+def test_two_kernels_of_a_step_have_room_on_a_multiprocessor(widths):
+    """Of sm_90: 228 KB, of which each block's first is the system's."""
+    device = SimpleNamespace(shared_bytes=227 << 10, row_blocks=132)
+    how = [row_launch(device, width, 4096, normed=True) for width in widths]
+    assert sum(each.shared + OWN_SHARED + 1024 for each in how) <= 228 << 10
+    assert min(each.slots for each in how) >= 8
 
 
 SANITIZED = """
@@ -146,7 +284,7 @@ from bitnet_ref.weights import TernaryWeight
 
 ws = Workspace(EmulatedDevice(sanitize=True))
 kernels = TernaryKernels(ws.device)
-for n_out, n_in in ((1, 1), (16, 128), (20, 600), (33, 129), (64, 9000)):
+for n_out, n_in in ((1, 1), (16, 128), (20, 600), (33, 129), (64, 9000), (1100, 40), (100, 4099), (7, 16384)):
     ones = [np.ones((n, n_in), dtype=np.int8) for n in (n_out, 32, 32)]
     weights = [kernels.prepare(TernaryWeight.from_ternary(w, 0.5)) for w in ones]
     ones = ws.upload(np.ones((1, n_in), dtype=np.float32))
@@ -158,6 +296,7 @@ print("clean")
 """
 
 
+@emulated
 @pytest.mark.slow
 def test_no_access_is_out_of_bounds():
     done = run_sanitized(SANITIZED)

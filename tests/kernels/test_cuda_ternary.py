@@ -1,4 +1,4 @@
-"""The CUDA ternary kernels on the emulated device: equal to the reference, whatever the shape and order of threads."""
+"""The CUDA ternary kernels, on a card or emulated: equal to the reference, whatever the shape and order of threads."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref import quantization
+from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda import emulated_build
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
 from bitnet_ref.backends.cuda.stacks import stack_of
@@ -25,12 +26,13 @@ from bitnet_ref.backends.cuda.ternary import (
 from bitnet_ref.errors import ShapeError
 from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
 
-pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
+emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    return TernaryKernels(EmulatedDevice())
+    return TernaryKernels(cuda.open_device())
 
 
 def kernels_for(tokens):
@@ -78,6 +80,7 @@ def test_every_kernel_that_takes_them(kernels, tokens):
     check(kernels, *random_case(0, tokens, 150, 400), kernels_for(tokens))
 
 
+@emulated
 @pytest.mark.parametrize("order", [1, 2])
 def test_the_order_of_threads_does_not_matter(order):
     kernels = TernaryKernels(EmulatedDevice(order=order))
@@ -144,7 +147,7 @@ def test_a_stack_is_its_matrices(kernels, rows, tokens, n_in):
             np.testing.assert_array_equal(device.to_host(part), expected, err_msg=str(name))
     for w, member in zip(ws, members, strict=True):
         assert member.shape == w.shape
-        assert np.shares_memory(member.tiles, stack.whole.tiles)
+        assert device.xp.shares_memory(member.tiles, stack.whole.tiles)
         np.testing.assert_array_equal(member.ternary(), w.ternary())
         check(kernels, w, x_q, x_scale, [None], member)
     assert sum(member.tiles.nbytes for member in members) == stack.whole.tiles.nbytes
@@ -193,7 +196,7 @@ def test_longer_rows_of_x_may_hold_anything_behind(kernels):
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_a_graph_computes_again_from_what_its_arrays_hold(tokens):
-    device = EmulatedDevice()
+    device = cuda.open_device()
     kernels = TernaryKernels(device)
     weight, x_q, x_scale = random_case(7, tokens, 20, 9000)
     divided = choose_launch(tokens, *weight.shape, device.multiprocessors).parts > 1
@@ -257,15 +260,28 @@ def test_every_launch_is_within_a_gpus_limits(tokens, n_out, n_in, multiprocesso
             assert how.grid[0] * how.block >= tokens * n_out
 
 
+SHAPES_2B_4T = (3840, 2560), (2560, 2560), (13824, 2560), (2560, 6912)
+
+
 def test_2b_4t_on_132_multiprocessors():
     """Every block is on the card at once, and no warp has more tiles than it asks for at first."""
-    for n_out, n_in in ((3840, 2560), (2560, 2560), (13824, 2560), (2560, 6912)):
+    for n_out, n_in in SHAPES_2B_4T:
         how = choose_launch(1, n_out, n_in, 132)
         warps = how.block // 32
         assert how.kernel == "ternary_gemv_dp4a"
         assert how.parts == 1
-        assert -(-how.grid[0] // 132) * warps <= WARPS_A_MULTIPROCESSOR
+        assert -(-how.grid[0] // 132) * warps <= WARPS_A_MULTIPROCESSOR[how.kernel]
         assert -(-n_in // 128 // warps) <= 4
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(8, 20), (16, 16), (32, 16)])
+def test_2b_4t_of_few_tokens_on_132_multiprocessors(tokens, most):
+    """With twice the registers all blocks are there at once, but for gate's and up's: seven a multiprocessor."""
+    for n_out, n_in in SHAPES_2B_4T:
+        how = choose_launch(tokens, n_out, n_in, 132)
+        assert how.kernel == f"ternary_gemv_mma_{tokens}"
+        assert how.block // 32 >= 4
+        assert n_out == 13824 or -(-how.grid[0] // 132) * how.block // 32 <= most
 
 
 # -- longer ------------------------------------------------------------------------------------------------------------
@@ -295,6 +311,7 @@ print("clean")
 """
 
 
+@emulated
 @pytest.mark.slow
 def test_no_access_is_out_of_bounds():
     done = run_sanitized(SANITIZED)

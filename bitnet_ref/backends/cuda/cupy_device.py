@@ -113,14 +113,17 @@ class CupyKernel:
 
     def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
         self.name, self._device, self._function = name, device, function
-        # Without asking, what the kernel has itself and what a launch adds may be 48 KB together.
-        function.max_dynamic_shared_size_bytes = device.shared_bytes - function.shared_size_bytes
+        self._most_shared = device.shared_bytes - function.shared_size_bytes  # that a launch may add
+        # Without asking, what the kernel has itself and what a launch adds may be 48 KB together. And it is to be taken
+        # from the first-level cache by all kernels alike: the next one's blocks are to fit beside this one's.
+        function.max_dynamic_shared_size_bytes = self._most_shared
+        function.preferred_shared_memory_carveout = 100
 
     def __call__(
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
     ) -> None:
         sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem)
+        check_launch(self.name, *sizes, shared_mem, self._most_shared)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
             if (overlap or self._device.overlaps) and self._device.knows_overlap:
@@ -193,7 +196,7 @@ class CupyDevice(Device):
         self.compute_capability = facts["major"], facts["minor"]
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
         self.shared_bytes = facts["sharedMemPerBlockOptin"]
-        self.row_blocks = 2 * self.multiprocessors  # as ternary_row.cu's launch bounds say
+        self.row_blocks = self.multiprocessors
         new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
         self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None

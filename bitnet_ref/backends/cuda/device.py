@@ -45,7 +45,7 @@ class Kernel(Protocol):
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
     ) -> None:
         """Launch. args: device arrays (their pointers), None (a null pointer), NumPy scalars (as they are), int (as
-        int32), float (as float32). shared_mem: bytes of dynamic shared memory, of which 48 KB are always there.
+        int32), float (as float32). shared_mem: bytes of dynamic shared memory, with the kernel's own `shared_bytes`.
 
         overlap, or `Device.overlaps`: it may start before the kernel before it has ended, where the device can do
         that; only for kernels that wait for those before them (`wait_for_kernels_before` of common.cuh).
@@ -79,8 +79,8 @@ class Device(ABC):
     emulated: bool
     compute_capability: tuple[int, int]
     multiprocessors: int
-    row_blocks: int  # the most blocks of `ternary_row`, each of which makes the whole row: as many as run at once
-    shared_bytes: int  # of a block's shared memory, at most
+    row_blocks: int  # the most blocks of `ternary_row.cu`, each of which makes the whole row: one a multiprocessor
+    shared_bytes: int  # the most shared memory of a block, a kernel's own and what a launch adds: 99 KB or more
     l2_bytes: int
     can_overlap: bool  # whether launches that overlap are known to work, and mean anything
     overlaps = False  # whether all launches are to overlap, for now
@@ -212,13 +212,14 @@ def three(size: Size) -> tuple[int, int, int]:
     return x, y, z
 
 
-def check_launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int) -> None:
-    """The limits of every GPU from sm_80 on; ShapeError where one is passed."""
+def check_launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int, most_shared: int) -> None:
+    """The limits of every GPU from sm_80 on, and of this one's shared memory; ShapeError where one is passed."""
     threads = block[0] * block[1] * block[2]
     ok = min(*grid, *block) >= 1 and threads <= 1024 and block[2] <= 64
-    ok = ok and grid[0] < 2**31 and max(grid[1:]) < 2**16 and 0 <= shared_mem <= 99 << 10
+    ok = ok and grid[0] < 2**31 and max(grid[1:]) < 2**16 and 0 <= shared_mem <= most_shared
     if not ok:
         expected = (
-            "a grid within (2^31 - 1, 65535, 65535), at most 1024 threads a block, at most 99 KB of shared memory"
+            "a grid within (2^31 - 1, 65535, 65535), at most 1024 threads a block, "
+            f"at most {most_shared} bytes of shared memory"
         )
         raise ShapeError(f"launch of {name}", expected=expected, got=f"grid {grid}, block {block}, {shared_mem} bytes")

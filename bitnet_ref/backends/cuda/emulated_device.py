@@ -73,7 +73,7 @@ class EmulatedKernel:
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
     ) -> None:
         sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem)
+        check_launch(self.name, *sizes, shared_mem, self._device.shared_bytes)
         plain = [plain_argument(value) for value in args]
         self._device._check_own(self.name, *plain)
         found = "".join(map(_kind, plain))
@@ -249,7 +249,8 @@ class EmulatedDevice(Device):
     def _release(self, number: int, place: int) -> None:
         self._pool.free(number)
         del self._alive[number]
-        if self.late:  # what was asked for may still touch it, as it may what has gone back to a card's pool
+        # What was asked for may still touch it, as it may what has gone back to a card's pool.
+        if self._queue or self._working.locked():
             self._dropped.append(place)
         else:
             _libc().free(ctypes.c_void_p(place))

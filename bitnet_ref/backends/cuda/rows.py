@@ -12,13 +12,20 @@ import numpy as np
 from ..deferred import PLAIN, SUM, Normed, OfPair, Rotation, Rows, Turned
 from .device import Device
 from .stacks import stack_of
-from .ternary import TILE_ROWS, TiledWeight, padded_columns
+from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS, TiledWeight, padded_columns
 from .workspace import Workspace
 
 FILE = "rows.cu"
-ROW_THREADS = 512  # row.cuh: of a block that takes a row, if the row has so many elements
-SHARED_FLOATS = 8192  # a row longer than this waits in global memory
-MOST_COLUMNS = 16384  # of a row that is multiplied where it is made: 5 bytes of shared memory each
+ROW_THREADS, ROW_STEP = 512, 2048  # row.cuh: of a block that takes a row, and the elements that these take at once
+VECTORS = (2, 4, 8)  # times ROW_STEP: elements of a row that the kernels of rows.cu hold in registers
+PRODUCTS = {PLAIN: ("plain", (2, 4, 6, 8)), SUM: ("sum", (2, 4, 8))}  # ternary_row.cu's, by the source of a row
+PRODUCT_OF_GATE = "gate", (8,)
+MOST_COLUMNS = ROW_STEP * VECTORS[-1]  # a longer row waits in global memory, and is not multiplied where it is made
+MOST_SUMS = 512  # ternary_row.cu: of a block
+MOST_SLOTS = 10  # tiles that a warp has on their way
+OWN_SHARED = 2560  # bytes of shared memory, at most, that a block of ternary_row.cu has beside what it is launched with
+MOST_SHARED = 123 << 10  # with these, of a block that leaves registers for the next kernel's
+TILE_BYTES = 4 * TILE_WORDS
 
 
 def value(ws: Workspace, x: Any) -> Any:
@@ -70,20 +77,54 @@ def linear_of_row(ws: Workspace, x: Any, w: TiledWeight, gate: int = PLAIN) -> A
     recipe, rows = _recipe(ws, x), w.out_features
     y = ws.empty((1, rows if gate == PLAIN else rows // 2), np.float32)
     made = _room_for_made(ws, recipe)
-    width = recipe.of.shape[1]
+    how = row_launch(ws.device, w.in_features, rows, recipe.of.source, recipe.weight is not None, gate != PLAIN)
     ws.launch(
-        *("ternary_row.cu", "ternary_row", (blocks_of(ws.device, y.shape[1]),), threads_of(width)),
-        *(*recipe.arguments, made, w.tiles, rows, w.w_scales, w.bias_on_device, gate, y, ws.trouble),
-        shared=padded_columns(width) + width * 4,
+        *("ternary_row.cu", how.kernel, (how.grid,), how.block, *recipe.arguments, made),
+        *(w.tiles, rows, how.slots, w.w_scales, w.bias_on_device, gate, y, ws.trouble),
+        shared=how.shared,
     )
     if made is not None:
         recipe.of.settle(made)
     return y
 
 
-def blocks_of(device: Device, outputs: int) -> int:
-    """Of a launch of `linear_of_row` with so many outputs."""
-    return min(-(-outputs // TILE_ROWS), device.row_blocks)
+@dataclass(frozen=True)
+class RowLaunch:
+    """One launch of `ternary_row.cu`. slots: tiles that each warp has room for; shared: bytes of shared memory."""
+
+    kernel: str
+    grid: int
+    block: int
+    slots: int
+    shared: int
+
+
+def row_launch(
+    device: Device, width: int, rows: int, source: int = PLAIN, normed: bool = False, gated: bool = False
+) -> RowLaunch:
+    """Which kernel multiplies a row of `width` elements by `rows` rows of weights, and its grid.
+
+    With a norm a block has 80 KB of ten slots, 12.5 KB for 2560 columns of 2B-4T, and 2.5 KB of its own. Two are
+    190 of the 226 KB that two blocks on a multiprocessor of sm_90 may have, so the next kernel's begins beside this
+    one's. One of 6912 columns takes 116 KB and has room beside one of 2560; past 8192 a block gives up slots to have
+    room beside one of 4096 (103 KB), and past 12,288 it needs the registers of both. Cards with less shared memory
+    have fewer slots where a row is long: of 99 KB ten up to some 3300 columns, and two of 16,384.
+    """
+    block, halves = threads_of_row(width), 2 if gated else 1
+    name, choices = PRODUCTS.get(source, PRODUCT_OF_GATE)
+    vectors = vectors_of(width, choices)
+    units = -(-rows // (TILE_ROWS * halves))
+    most_units = min(MOST_SUMS // halves, block) // TILE_ROWS  # of a block: a thread for each result
+    grid = max(min(units, device.row_blocks), -(-units // most_units))
+    warps, row_bytes = block // 32, padded_columns(width) * (5 if normed else 1)
+    most_shared = min(device.shared_bytes, MOST_SHARED if vectors < 8 else device.shared_bytes) - OWN_SHARED
+    slots = min(MOST_SLOTS, (most_shared - row_bytes) // (warps * TILE_BYTES))
+    return RowLaunch(f"ternary_row_{name}_{vectors}", grid, block, slots, slots * warps * TILE_BYTES + row_bytes)
+
+
+def vectors_of(width: int, choices: tuple[int, ...] = VECTORS) -> int:
+    """Of the narrowest kernel that holds a row of so many elements in registers."""
+    return next(vectors for vectors in choices if width <= vectors * ROW_STEP)
 
 
 def take(ws: Workspace, table: Any, kind: str, width: int, rows: Any) -> Any:
@@ -101,8 +142,13 @@ def take_both(ws: Workspace, first: Any, second: Any, width: int, rows: Any) -> 
 
 
 def threads_of(width: int) -> int:
-    """Of a block that takes a row: whole warps, and never so few or many that a row's sum has another order."""
+    """Of a block with one thread an element of a row, or several: whole warps."""
     return min(ROW_THREADS, -(-width // 32) * 32)
+
+
+def threads_of_row(width: int) -> int:
+    """Of a block that takes a row, four elements a thread: a warp for each tile of columns, up to 16."""
+    return min(ROW_THREADS, -(-width // TILE_COLUMNS) * 32)
 
 
 @dataclass(frozen=True)
@@ -115,7 +161,8 @@ class _Recipe:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.of.source, self.of.a, self.of.b, self.of.shape[1], self.weight, float(self.eps)
+        width = self.of.shape[1]
+        return self.of.source, self.of.a, self.of.b, width, 1.0 / width, self.weight, float(self.eps)
 
 
 def _recipe(ws: Workspace, x: Any) -> _Recipe:
@@ -135,11 +182,12 @@ def _compute(
     """One launch: everything from what x is made of to the results that are wanted."""
     n, width = recipe.of.shape
     made = _room_for_made(ws, recipe) if made is None else made
-    stash = ws.scratch((n, width), np.float32) if width > SHARED_FLOATS else None
+    short = width <= MOST_COLUMNS
+    stash = None if short else ws.scratch((n, width), np.float32)
     ws.launch(
-        *(FILE, "rows", (n,), threads_of(width), *recipe.arguments, made, normed),
-        *(x_q, scale, 0 if x_q is None else x_q.shape[1], stash, ws.trouble),
-        shared=0 if stash is not None else width * 4,
+        *(FILE, f"rows_{vectors_of(width)}" if short else "rows_long", (n,), threads_of_row(width)),
+        *(*recipe.arguments, made, normed, x_q, scale, 0 if x_q is None else x_q.shape[1], stash, ws.trouble),
+        shared=padded_columns(width) * 4 if short and recipe.weight is not None else 0,
     )
     if made is not None:
         recipe.of.settle(made)

@@ -21,11 +21,18 @@ TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
 GEMM_ROWS = 128  # of a block of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
 MOST_WARPS = 16  # of a block of kernels 1 and 2
-WARPS_A_MULTIPROCESSOR = 40  # that the registers of kernel 1 allow (46 each, by ptxas for sm_90; 2 has 94 to 102)
 THREADS = 256  # of a block of the kernels with one thread an element
 
 # kernel -> the most tokens that it takes at once; chosen in this order
 GEMV = {"ternary_gemv_dp4a": 1, "ternary_gemv_mma_8": 8, "ternary_gemv_mma_16": 16, "ternary_gemv_mma_32": 32}
+# Warps that the 65,536 registers of a multiprocessor allow: each of its four schedulers has 16,384, and a warp takes 32
+# times those of a thread, rounded up to eights. ptxas says for sm_90: 46, 96, 102 and 102.
+WARPS_A_MULTIPROCESSOR = {
+    "ternary_gemv_dp4a": 4 * (16_384 // (32 * 48)),  # 40
+    "ternary_gemv_mma_8": 4 * (16_384 // (32 * 96)),  # 20
+    "ternary_gemv_mma_16": 4 * (16_384 // (32 * 104)),  # 16
+    "ternary_gemv_mma_32": 4 * (16_384 // (32 * 104)),
+}
 GEMM = {"ternary_gemm_64": 64, "ternary_gemm_128": 128}  # tokens of a block
 PLAIN = "ternary_plain"
 KERNELS = (PLAIN, *GEMV, *GEMM)
@@ -63,7 +70,7 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
         # All blocks at once on the multiprocessors, with as many warps as fit: each then has few tiles, and asks for
         # all of them at once.
         blocks_each = -(-tiles_n // multiprocessors)
-        warps = min(MOST_WARPS, tiles_k, max(4, WARPS_A_MULTIPROCESSOR // blocks_each))
+        warps = min(MOST_WARPS, tiles_k, max(4, WARPS_A_MULTIPROCESSOR[kernel] // blocks_each))
         warps = -(-tiles_k // -(-tiles_k // warps))  # as many as have the same number of tiles, but for the last
         shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
         return Launch(kernel, (tiles_n, 1, 1), 32 * warps, shared, tiles_k, 1)

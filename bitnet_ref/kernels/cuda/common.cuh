@@ -126,11 +126,20 @@ template <int latest> __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
-/* Asks for the 128 bytes around an address, into the second-level cache. */
-__device__ __forceinline__ void prefetch(const void *global) {
-#ifndef BITNET_REF_EMULATED
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-#endif
+/* The same for a number that is known when the kernel runs, at most 9. */
+__device__ __forceinline__ void copies_wait(int latest) {
+    switch (latest) {
+    case 0: return copies_wait<0>();
+    case 1: return copies_wait<1>();
+    case 2: return copies_wait<2>();
+    case 3: return copies_wait<3>();
+    case 4: return copies_wait<4>();
+    case 5: return copies_wait<5>();
+    case 6: return copies_wait<6>();
+    case 7: return copies_wait<7>();
+    case 8: return copies_wait<8>();
+    default: return copies_wait<9>();
+    }
 }
 
 // -- the kernel before this one in the stream (programmatic dependent launch, sm_90) ----------------------------------
