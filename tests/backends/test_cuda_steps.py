@@ -11,6 +11,7 @@ from helpers import GOLDEN, model, rng
 from bitnet_ref.backends import HeadNeed, cuda
 from bitnet_ref.backends.cuda.attention import Attention
 from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.select import blocks_of, select
 from bitnet_ref.backends.cupy_backend import MOST_REPLAYED
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.kv_cache import TokenBatch
@@ -368,3 +369,40 @@ def test_only_a_steps_own_result_takes_its_record():
     expected = be.to_host(be.lm_head(x, w.lm_head))[0]
     assert found.ids.tolist() == [expected.argmax()]
     assert found.logits.tolist() == [expected.max()]
+
+
+def test_nothing_but_kernels_lies_between_a_head_and_its_choice(monkeypatch):
+    """All of which overlap: a fill or a copy would wait for the one before it to end, and the next for it."""
+    m = load()
+    device, overlapped = m.backend.ws.device, []
+    for what in ("fill", "copy"):
+        done = getattr(device, what)
+        monkeypatch.setattr(device, what, lambda *args, done=done: (overlapped.append(device.overlaps), done(*args))[1])
+    decode(m, [np.array([3, 1, 4])], 2)
+    assert overlapped
+    assert not any(overlapped)
+
+
+@pytest.mark.parametrize(
+    ("n", "vocab", "blocks"), [(1, 128256, 264), (4, 128256, 66), (8, 128256, 33), (9, 128256, 32), (128, 50000, 32)]
+)
+def test_few_tokens_share_a_card_in_larger_parts(n, vocab, blocks):
+    assert blocks_of(n, vocab, 132) == blocks
+    assert blocks_of(n, 700, 132) == 3  # of 256 threads, none of which has nothing to do
+
+
+def test_the_choice_of_many_blocks(monkeypatch):
+    """The largest in any of them, equal ones in several, and some that are not finite."""
+    be = load().backend
+    logits = np.round(rng(1).standard_normal((3, 40_000)) * 8).astype(np.float32) / 4
+    logits[0, 39_999] = 1e3
+    logits[2] = -np.abs(logits[2]) - 1
+    logits[2, [5, 30_000]] = -0.5
+    for _ in range(2):
+        selected = select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)
+        for row, found in zip(logits, selected, strict=True):
+            np.testing.assert_array_equal(np.sort(found.ids), np.flatnonzero(row == row.max()))
+            assert (found.logits == row.max()).all()
+    logits[1, 20_000] = np.inf
+    with pytest.raises(NumericsError, match="lm_head: token 1"):
+        select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)
