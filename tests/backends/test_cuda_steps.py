@@ -9,6 +9,9 @@ from cupy_runs import load
 from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import HeadNeed, cuda
+from bitnet_ref.backends.cuda.attention import Attention
+from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.select import blocks_of, select
 from bitnet_ref.backends.cupy_backend import MOST_REPLAYED
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.kv_cache import TokenBatch
@@ -99,6 +102,107 @@ def test_a_new_cache_takes_over_what_a_dropped_one_left():
     assert m.new_cache(2, 24).keys.shape != keys.shape
 
 
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-dense"])
+@pytest.mark.parametrize("order", [0, 1, 7])
+def test_no_kernel_of_a_step_reads_before_it_waits_what_the_step_computes(case, order):
+    """Where that is hidden from it: replayed steps of four tokens, one of them padding, and of one."""
+    for lengths in ([2, 6, 130], [5]):
+        prompts, seen = [rng(n).integers(1, 50, n) for n in lengths], []
+        for device in (EmulatedDevice(order=order, late=True, hides=True), EmulatedDevice()):
+            m = load(GOLDEN / case, device=device)
+            seen.append(decode(m, prompts, 4, m.new_cache(len(prompts), 140))[0])
+        np.testing.assert_array_equal(*seen)
+
+
+def test_steps_begun_ahead_read_nothing_too_early_either():
+    device = EmulatedDevice(late=True, hides=True)
+    assert steps_beside_eager_ones(3, 8, device=device) == [False] * 3 + [True] * 5
+
+
+DECODES_BY_KERNELS_OF_ITS_OWN = ["attention_scores_decode_float32", "attention_values_decode_float32"]
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
+@pytest.mark.parametrize("lengths", [[4], [1, 6, 3]])
+def test_recorded_steps_take_the_decode_kernels_which_change_no_bit(case, lengths, monkeypatch):
+    prompts, found = [rng(n).integers(1, 50, n) for n in lengths], []
+    for decode_kernels in (True, False):
+        m, names = load(GOLDEN / case), []
+        device, layers = m.backend.ws.device, m.config.num_hidden_layers
+        kernel = device.kernel
+        monkeypatch.setattr(m.backend, "_attention", Attention(m.backend.ws, decode_kernels))
+        monkeypatch.setattr(device, "kernel", lambda file, name: (names.append(name), kernel(file, name))[1])  # noqa: B023
+        found.append(decode(m, prompts, 6)[0])
+        decoded = [name for name in names if "_decode_" in name]
+        assert decoded == (DECODES_BY_KERNELS_OF_ITS_OWN * layers * 2 if decode_kernels else [])  # once, and a record
+    np.testing.assert_array_equal(*found)
+
+
+def test_two_tokens_of_a_sequence_do_not_take_the_decode_kernels(monkeypatch):
+    """In one record: the second would ask for the first one's key before it is written."""
+    m, names = load(), []
+    kernel = m.backend.ws.device.kernel
+    monkeypatch.setattr(m.backend.ws.device, "kernel", lambda file, name: (names.append(name), kernel(file, name))[1])
+    tokens, cache = TokenBatch.of([(0, 0, [5, 6]), (1, 0, [7])]), m.new_cache(2, 24)
+    hidden = [m.candidates(tokens, cache, [HeadNeed(1)] * 3)[0] for _ in range(3)]
+    assert cache.steps
+    assert not any("_decode_" in name for name in names)
+    np.testing.assert_array_equal(hidden[0], hidden[2])
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
+def test_a_recorded_step_writes_nothing_that_its_kernels_read_before_they_wait(case, monkeypatch):
+    """attention_decode.cu: positions, slots, the page table, and keys and values but for those of the step's tokens.
+
+    Of three sequences padded to four, in pages, some steps begun ahead. What does write them comes before the step:
+    copies, and `advance`, which is launched so that it overlaps nothing and the graph waits for it."""
+    m = load(GOLDEN / case)
+    device, kernel, overlapped = m.backend.ws.device, m.backend.ws.device.kernel, []
+    cache = m.backend.new_cache(m.config, 3, 24, page_size=4, pages=18)
+    cache.page_table[:] = rng(0).permutation(18).reshape(3, 6)
+    ahead, launches = [], 0
+
+    def kept(step):
+        return [device.to_host(array) for array in (step._sheet[1:], cache.table, cache.keys, cache.values)]
+
+    class Watched:
+        def __init__(self, step):
+            self.step, self.graph = step, step._graph
+
+        def launch(self):
+            nonlocal launches
+            before = kept(self.step)
+            self.graph.launch()
+            after = kept(self.step)
+            positions, slots = before[0]
+            mine = cache.page_table[slots, positions // 4], positions % 4
+            for pools in (before, after):
+                for pool in pools[2:]:
+                    pool[:, *mine] = 0
+            for old, new in zip(before, after, strict=True):
+                np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8))
+            launches += 1
+
+    def asked(file, name):
+        overlapped.append((name, device.overlaps))
+        return kernel(file, name)
+
+    monkeypatch.setattr(device, "kernel", asked)
+    tokens = [5, 6, 7]
+    for position in range(12):
+        batch = TokenBatch.of([(slot, position, [token]) for slot, token in enumerate(tokens)], range(3))
+        _, found = m.candidates(batch, cache, [HeadNeed(1)] * 3)
+        tokens = [int(each.ids[each.logits.argmax()]) for each in found]
+        ahead.append(m.backend._ahead is not None)
+        for step in cache.steps.values():
+            if not isinstance(step._graph, Watched):
+                step._graph = Watched(step)
+    assert launches >= 11
+    assert sum(ahead) >= 8
+    assert [each for each in overlapped if each[0] == "advance"] == [("advance", False)] * sum(ahead)
+    assert ("attention_values_decode_float32", True) in overlapped
+
+
 def test_what_grows_later_leaves_recorded_steps_their_arrays():
     """Tables of RoPE for a longer text, counters for a longer prompt. A graph keeps nothing alive."""
     m = load()
@@ -114,10 +218,10 @@ def test_what_grows_later_leaves_recorded_steps_their_arrays():
         np.testing.assert_array_equal(hidden, expected[step])
 
 
-def steps_beside_eager_ones(sequences, steps, between=lambda m, cache, step: None, forced=None):
+def steps_beside_eager_ones(sequences, steps, between=lambda m, cache, step: None, forced=None, device=None):
     """Greedy steps of some sequences on a recording model and an eager one, which must agree to the bit.
     forced: {step: token of all}, in place of the greedy ones.   -> whether the device went ahead after each step"""
-    models = [load(), load(graphs=False)]
+    models = [load(device=device), load(graphs=False)]
     caches = [m.new_cache(sequences, 40) for m in models]
     prompts = [rng(n).integers(1, 50, 2 + n) for n in range(sequences)]
     needs, ahead = [HeadNeed(1)] * sequences, []
@@ -265,3 +369,40 @@ def test_only_a_steps_own_result_takes_its_record():
     expected = be.to_host(be.lm_head(x, w.lm_head))[0]
     assert found.ids.tolist() == [expected.argmax()]
     assert found.logits.tolist() == [expected.max()]
+
+
+def test_nothing_but_kernels_lies_between_a_head_and_its_choice(monkeypatch):
+    """All of which overlap: a fill or a copy would wait for the one before it to end, and the next for it."""
+    m = load()
+    device, overlapped = m.backend.ws.device, []
+    for what in ("fill", "copy"):
+        done = getattr(device, what)
+        monkeypatch.setattr(device, what, lambda *args, done=done: (overlapped.append(device.overlaps), done(*args))[1])
+    decode(m, [np.array([3, 1, 4])], 2)
+    assert overlapped
+    assert not any(overlapped)
+
+
+@pytest.mark.parametrize(
+    ("n", "vocab", "blocks"), [(1, 128256, 264), (4, 128256, 66), (8, 128256, 33), (9, 128256, 32), (128, 50000, 32)]
+)
+def test_few_tokens_share_a_card_in_larger_parts(n, vocab, blocks):
+    assert blocks_of(n, vocab, 132) == blocks
+    assert blocks_of(n, 700, 132) == 3  # of 256 threads, none of which has nothing to do
+
+
+def test_the_choice_of_many_blocks(monkeypatch):
+    """The largest in any of them, equal ones in several, and some that are not finite."""
+    be = load().backend
+    logits = np.round(rng(1).standard_normal((3, 40_000)) * 8).astype(np.float32) / 4
+    logits[0, 39_999] = 1e3
+    logits[2] = -np.abs(logits[2]) - 1
+    logits[2, [5, 30_000]] = -0.5
+    for _ in range(2):
+        selected = select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)
+        for row, found in zip(logits, selected, strict=True):
+            np.testing.assert_array_equal(np.sort(found.ids), np.flatnonzero(row == row.max()))
+            assert (found.logits == row.max()).all()
+    logits[1, 20_000] = np.inf
+    with pytest.raises(NumericsError, match="lm_head: token 1"):
+        select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)

@@ -129,3 +129,40 @@ def test_a_kernel_that_waits_for_nothing_is_found(tmp_path):
     kernel(1, 32, (y,))
     with pytest.raises(DeviceError, match="launched to overlap, and waits for nothing"):
         kernel(1, 32, (y,), overlap=True)
+
+
+EARLY = """
+#include "common.cuh"
+extern "C" __global__ void gives(int *y, int i) {
+    begin_in_turn();
+    if (threadIdx.x == i) y[i]++;
+}
+extern "C" __global__ void takes(const int *x, int early, int *y) {
+    int value = early ? x[threadIdx.x] : 0;
+    __syncthreads();
+    begin_in_turn();
+    y[threadIdx.x] = early ? value : x[threadIdx.x];
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize(("hides", "early"), [(False, True), (True, False), (True, True)])
+def test_a_kernel_that_reads_a_graphs_results_before_it_waits_is_found(tmp_path, hides, early):
+    """However many launches back it was written; what the graph leaves as it was may be read. Elsewhere by chance."""
+    file = tmp_path / "early.cu"
+    file.write_text(EARLY)
+    device = EmulatedDevice(hides=hides, late=True)
+    x, other, y = (device.zeros(32, np.int32) for _ in range(3))
+    gives, takes = (device.kernel(str(file), name) for name in ("gives", "takes"))
+    with device.capture() as graph:
+        gives(1, 32, (x, 3), overlap=True)
+        gives(1, 32, (other, 0), overlap=True)
+        takes(1, 32, (x, int(early), y), overlap=True)
+    for time in (1, 2):
+        graph.launch()
+        expected = np.where(np.arange(32) == 3, time, 0)
+        if hides and early:
+            expected[3] = 0xFF  # the byte that has changed
+        np.testing.assert_array_equal(device.to_host(y), expected)
+        np.testing.assert_array_equal(device.to_host(x), np.where(np.arange(32) == 3, time, 0))

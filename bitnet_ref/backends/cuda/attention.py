@@ -1,4 +1,5 @@
-"""Host side of `kernels/cuda/attention.cu`: attention over the pages of a cache; and the tables of RoPE."""
+"""Host side of `kernels/cuda/attention.cu` and `attention_decode.cu`: attention over the pages of a cache; and the
+tables of RoPE."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from .cache import DeviceBatch, DeviceKVCache
 from .rows import take_both, value
 from .workspace import Workspace
 
-FILE = "attention.cu"
+FILE, DECODE_FILE = "attention.cu", "attention_decode.cu"
 BLOCK = 128  # attention.cu: the threads of a block, whose warps
 WARPS = 4
 CHUNK, STEP, TILE = 128, 16, 8  # attention.cu: keys a block; what a product sums over; its rows
 MOST_TILES = 4  # attention.cu: of rows, at once
 SHARED_BYTES = 48 << 10  # of a block
 PITCH = CHUNK + 4  # attention.cu: of the pattern
+BYTES_DECODED = {"float32": 4, "float16": 2, "bfloat16": 2}  # attention_decode.cu: of a number, by the cache
+MOST_DECODED_DIM = 128  # attention_decode.cu
 SCORES_BYTES = 256 << 20  # of one call: a long prompt is taken in parts
 PARTS_BYTES = 64 << 20  # of a prompt's z: more, and a block takes all chunks
 ENOUGH_BLOCKS = 128  # to keep a card busy without cutting keys into chunks: it has about as many multiprocessors
@@ -37,6 +40,19 @@ def chunks_seen(keys: int, window: int | None) -> int:
 def pitch_of(head_dim: int) -> int:
     """Doubles from one query to the next in shared memory."""
     return -(-head_dim // STEP) * STEP + 2
+
+
+def has_decode_kernels(kind: str, head_dim: int) -> bool:
+    """Whether attention_decode.cu covers a cache of that kind, in any pages, and heads of that size, at most TILE of
+    them a kv head: of tokens whose keys wait to be taken in (`DeviceKVCache.putting_off`), with any window.
+
+    Only of such: of tokens of one sequence it would read a key before the kernel before has written it."""
+    return kind in BYTES_DECODED and head_dim % STEP == 0 and head_dim <= MOST_DECODED_DIM
+
+
+def decode_shared_bytes(kind: str, head_dim: int) -> int:
+    """What attention_decode.cu keeps a chunk of keys or values in: `kept_at` there says where."""
+    return CHUNK * (head_dim + STEP) * BYTES_DECODED[kind] + CHUNK // 4 * 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +84,9 @@ class Reading:
 class Attention:
     """The attention kernels on a device, with the counters that they leave as zeros."""
 
-    def __init__(self, ws: Workspace) -> None:
-        self._ws = ws
+    def __init__(self, ws: Workspace, decode_kernels: bool = True) -> None:
+        """decode_kernels: take those of attention_decode.cu where they cover what is asked; no bit depends on it."""
+        self._ws, self._decode_kernels = ws, decode_kernels
         self._done = [ws.zeros((4096,), np.int32)]
 
     def __call__(
@@ -96,8 +113,11 @@ class Attention:
             some = Reading(cache.kind, slots, positions, len(slots), each, window or 0, heads, pages)
             scores = ws.scratch((some.count, heads, chunks * CHUNK), np.float32)
             if unturned is not None:
-                of_part = [array[part] for array in (q, *unturned)]
-                self._scores_unturned(some, of_part, (cache.keys[layer], cache.values[layer]), scores, chunks)
+                of_part, to = [array[part] for array in (q, *unturned)], (cache.keys[layer], cache.values[layer])
+                if self._decode_kernels and has_decode_kernels(cache.kind, head_dim):
+                    self._decode(some, of_part, to, scores, z[part], chunks)
+                    continue
+                self._scores_unturned(some, of_part, to, scores, chunks)
             else:
                 self._scores(some, q[part], cache.keys[layer], key_scales, scores, chunks_of_run)
             parts_bytes = chunks_of_run * some.count * heads * head_dim * 8
@@ -134,6 +154,32 @@ class Attention:
             shared=TILE * pitch_of(head_dim) * 8,
         )
 
+    def _decode(
+        self, some: Reading, unturned: Sequence[Any], to: tuple[Any, Any], scores: Any, z: Any, chunks: int
+    ) -> None:
+        """Both kernels, of what `_scores_unturned` is told -> scores (N, H, stride) and z (N, H, d)"""
+        head_dim, values = z.shape[-1], to[1]
+        grid, shared = some.grid(chunks), decode_shared_bytes(some.kind, head_dim)
+        group = some.heads // some.pages[-2]
+        places, row = (some.slots, some.positions, some.window, group), (scores, scores.shape[-1])
+        self._ws.launch(
+            *(DECODE_FILE, f"attention_scores_decode_{some.kind}", grid, BLOCK),
+            *(*unturned, *to, *places, head_dim**-0.5, *some.pages, *row, self._ws.trouble),
+            shared=shared,
+        )
+        self._ws.launch(
+            *(DECODE_FILE, f"attention_values_decode_{some.kind}", grid, BLOCK),
+            *(*row, values, *places, *some.pages, *self._room_for_parts(some, chunks, head_dim), z),
+            shared=shared,
+        )
+
+    def _room_for_parts(self, some: Reading, chunks: int, head_dim: int) -> tuple[Any, Any]:
+        """`parts` and `done` of the kernels that make z, where keys may lie in so many chunks."""
+        if chunks == 1:
+            return None, None
+        parts = self._ws.scratch((some.count, some.heads, chunks, head_dim), np.float64)
+        return parts, self._counters(some.count * some.pages[-2])
+
     def _values(
         self,
         some: Reading,
@@ -147,14 +193,10 @@ class Attention:
         is_pattern: bool = False,
     ) -> None:
         """scores (N, H, stride) -> z (N, H, d).  chunks: 1 where a block takes all that there are."""
-        done = parts = None
-        if chunks > 1:
-            done = self._counters(some.count * some.pages[-2])
-            parts = self._ws.scratch((some.count, some.heads, chunks, z.shape[-1]), np.float64)
         self._ws.launch(
             *(FILE, f"attention_values_{some.tiles}_{some.kind}", some.grid(chunks), BLOCK),
             *(scores, scores.shape[-1], int(is_pattern), norms, values, scales, *some.tokens, some.window, some.heads),
-            *(*some.pages, parts, done, z),
+            *(*some.pages, *self._room_for_parts(some, chunks, z.shape[-1]), z),
             shared=some.tiles * TILE * PITCH * 8,
         )
 

@@ -46,6 +46,12 @@ _numbers = itertools.count()  # of the devices
 _one_at_a_time = threading.Lock()  # a compiled file keeps the state of its launch in static variables
 
 
+class _Hidden(ctypes.Structure):
+    """`emulated::Hidden`"""
+
+    _fields_ = (("place", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
+
+
 class _Launch(ctypes.Structure):
     """`emulated::Launch`"""
 
@@ -55,6 +61,8 @@ class _Launch(ctypes.Structure):
         ("dynamic_bytes", ctypes.c_uint),
         ("order", ctypes.c_uint),
         ("overlapped", ctypes.c_uint),
+        ("hidden_count", ctypes.c_uint),
+        ("hidden", ctypes.POINTER(_Hidden)),
     )
 
 
@@ -91,6 +99,9 @@ class EmulatedKernel:
     def _run(self, how: _Launch, cells: list[NDArray]) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         self._device._launches += 1
+        if how.overlapped and self._device.hides:
+            hidden = self._device._changed_in_step()
+            how.hidden, how.hidden_count = (_Hidden * len(hidden))(*hidden), len(hidden)
         with _one_at_a_time:
             wrong = self._launch(ctypes.byref(how), pointers)
         if wrong is not None:
@@ -110,10 +121,15 @@ class EmulatedGraph(Graph):
         self._device = device
 
     def launch(self) -> None:
+        device = self._device
+        if device.hides:
+            device._do(lambda: device._begin_step(frozenset().union(*(touched for _, touched in self.calls))))
         for call, allocations in self.calls:
-            if not allocations <= self._device._alive.keys():
+            if not allocations <= device._alive.keys():
                 raise DeviceError("a graph was launched that touches an array which is no more")
-            self._device._do(call)
+            device._do(call)
+        if device.hides:
+            device._do(device._step.clear)
 
 
 class EmulatedEvent(Event):
@@ -145,7 +161,8 @@ class PinnedArray(np.ndarray):
 class EmulatedDevice(Device):
     """NumPy arrays, kernels on the host. order: 0, threads and blocks run ascending; 1 descending; else a shuffle's
     seed. Results that depend on it are a race. late: work is done when it is waited for, not when it is asked for; then
-    what an array holds is to be seen by `to_host` only.
+    what an array holds is to be seen by `to_host` only. hides: of a graph's kernels those that overlap see nothing of
+    what it has changed so far, until they wait: on a card there is no telling how many of the launches before are done.
     """
 
     emulated = True
@@ -159,12 +176,18 @@ class EmulatedDevice(Device):
     xp = np
 
     def __init__(
-        self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None, late: bool = False
+        self,
+        memory_limit: int | None = None,
+        order: int = 0,
+        sanitize: bool | None = None,
+        late: bool = False,
+        hides: bool = False,
     ) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
         self.name = "emulated on the host"
-        self.order, self.late, self._launches = order, late, 0
+        self.order, self.late, self.hides, self._launches = order, late, hides, 0
+        self._step: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []  # the memory of a graph, and as it began
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
         self._pool = EmulatedPool(memory_limit)
         self._array_numbers = itertools.count(1)
@@ -207,6 +230,21 @@ class EmulatedDevice(Device):
                 dropped = len(self._dropped)  # so far: all that touches them is in the queue, or done
                 if not self._queue:
                     _free(self._dropped, dropped)
+
+    def _begin_step(self, allocations: frozenset[int]) -> None:
+        for start, end in (self._alive[number] for number in allocations if number in self._alive):
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
+            self._step.append((memory, memory.copy()))
+
+    def _changed_in_step(self) -> list[_Hidden]:
+        """All that is not as it was when the graph began; of no graph nothing is known."""
+        found = []
+        for memory, before in self._step:
+            places = np.flatnonzero(memory != before)
+            for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+                if len(run):
+                    found.append(_Hidden(memory.ctypes.data + int(run[0]), len(run)))
+        return found
 
     def _allocation(self, array: DeviceArray) -> int | None:
         """The number of the allocation that the array lies in; None for the host's."""

@@ -13,7 +13,7 @@ from .workspace import THREADS, Workspace
 
 FILE = "select.cu"
 MOST_SELECTED = 512  # k beyond this: all of the token's logits
-BLOCKS = 32  # that share the logits of a token
+LEAST_BLOCKS, BLOCKS_EACH = 32, 2  # that share the logits of a token, and of a multiprocessor where tokens are few
 SPARE = 64  # places for logits that equal the k-th, beside twice k: more of them, and all logits are fetched
 
 
@@ -22,22 +22,29 @@ def selects(need: HeadNeed, vocab: int) -> bool:
     return need.k is not None and need.k <= MOST_SELECTED and need.k < vocab
 
 
+def blocks_of(n: int, vocab: int, multiprocessors: int) -> int:
+    """That share the logits of each of n tokens: few tokens keep the card busy too, and no thread has nothing to do."""
+    return min(-(-vocab // THREADS), max(LEAST_BLOCKS, BLOCKS_EACH * multiprocessors // n))
+
+
 class Selection:
     """What is asked of the logits (n, vocab), and what was found: arrays on the device that stay where they are.
 
     most: the largest k that can be asked for.   also: ids a token, at most.
     `found` is one array, so that one copy brings all of it: 32-bit words,
 
-        thresholds (n,), counts (n,), from_end (n,), ids (n, room), values (n, room), picked (n, also), and what the
-        workspace's `trouble` was; from_end is `vocab` less the smallest id that reaches the threshold
+        counts (n,), from_end (n,), ids (n, room), values (n, room), picked (n, also), and what the workspace's
+        `trouble` was; from_end is `vocab` less the smallest id that reaches the threshold
     """
 
     def __init__(self, ws: Workspace, n: int, vocab: int, most: int, also: int) -> None:
         self._ws, self._n, self._vocab, self._most, self._also = ws, n, vocab, most, also
         self.room = 2 * most + SPARE
-        sizes = n, n, n, n * self.room, n * self.room, n * also, 1
+        sizes = n, n, n * self.room, n * self.room, n * also, 1
         self._ends = np.cumsum(sizes)[:-1].tolist()
         self.found = ws.make((sum(sizes),), np.int32)
+        self._blocks = blocks_of(n, vocab, ws.device.multiprocessors)
+        self._thresholds = ws.make((n, self._blocks if most == 1 else 1), np.uint32)
         self._ks, self._ids = ws.make((n,), np.int32), ws.make((n, also), np.int64)
         self._asked: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
 
@@ -58,20 +65,21 @@ class Selection:
     def launch(self, logits: Any) -> None:
         """Find it. May be captured."""
         ws, n, vocab = self._ws, self._n, self._vocab
-        thresholds, counts, from_end, ids, values, picked, trouble = self._parts(self.found)
-        ws.device.fill(self.found[: 3 * n], 0)
+        counts, from_end, ids, values, picked, trouble = self._parts(self.found)
+        grid, shares = (self._blocks, n), self._thresholds.shape[1]
+        begun = self._thresholds, counts, from_end
         if self._most == 1:
-            ws.launch(FILE, "largest", (BLOCKS, n), THREADS, logits, vocab, thresholds, ws.trouble)
+            ws.launch(FILE, "largest", grid, THREADS, logits, vocab, *begun, ws.trouble)
         else:
-            ws.launch(FILE, "kth_largest", (n,), 1024, logits, vocab, self._ks, thresholds, ws.trouble)
-        found = thresholds, self.room, counts, from_end, ids, values, ws.trouble, trouble
-        ws.launch(FILE, "collect", (BLOCKS, n), THREADS, logits, vocab, *found)
+            ws.launch(FILE, "kth_largest", (n,), 1024, logits, vocab, self._ks, *begun, ws.trouble)
+        found = self._thresholds, shares, self.room, counts, from_end, ids, values, ws.trouble, trouble
+        ws.launch(FILE, "collect", grid, THREADS, logits, vocab, *found)
         grid = (-(-self._also // THREADS), n)
         ws.launch(FILE, "pick", grid, THREADS, logits, vocab, self._ids, self._also, picked)
 
     def read(self, found: NDArray[np.int32], needs: Sequence[HeadNeed], logits: Any) -> list[HeadCandidates]:
         """What `launch` has left, a copy of it on the host, as candidates. NumericsError as `Workspace.download`."""
-        _, counts, _, ids, values, picked, trouble = self._parts(found)
+        counts, _, ids, values, picked, trouble = self._parts(found)
         self._ws.raise_trouble(int(trouble[0]))
         ids, values = ids.reshape(self._n, -1), values.view(np.float32).reshape(self._n, -1)
         picked = picked.view(np.float32).reshape(self._n, -1)
@@ -99,7 +107,7 @@ class Selection:
 
     def from_end(self, found: Any) -> Any:
         """Of `found`, or a copy of it: `vocab` less each token's smallest id that reaches its threshold.   -> (n,)"""
-        return self._parts(found)[2]
+        return self._parts(found)[1]
 
     def _parts(self, found: Any) -> tuple[Any, ...]:
         return tuple(found[start:end] for start, end in zip([0, *self._ends], [*self._ends, len(found)], strict=True))

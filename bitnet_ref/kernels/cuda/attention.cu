@@ -17,7 +17,8 @@
 //
 //     scores:       the run's rows against one chunk, to memory. Of tokens that are decoded, each of another sequence,
 //                   it also does what rope.cu does otherwise: each block turns the queries that it reads, and the one
-//                   with the token's own chunk takes its key and value into the cache.
+//                   with the token's own chunk takes its key and value into the cache. attention_decode.cu does all of
+//                   this faster, to the same bits, for the usual sizes of a head.
 //     normalisers:  max and sum of e of every row, once, where many blocks would ask for them (a prompt). Else each
 //                   block of `values` finds them itself: S numbers are little beside S keys, and it saves a launch.
 //     values:       the pattern of a chunk, times the chunk's values. In a prompt a block goes through all chunks of
@@ -30,17 +31,9 @@
 //
 // Left for a day with a card: sm_90 has a product of 16 x 8 x 16 (m16n8k16), to compare in speed. It may add in another
 // order, so decoding would have to take it as well, with 8 of its 16 rows idle.
-#include "mma.cuh"
-#include "rope.cuh"
+#include "attention.cuh"
 
-constexpr int CHUNK = 128;           // keys
-constexpr int WARPS = 4;             // of a block
-constexpr int TILE = 8;              // rows, and columns, of a product
-constexpr int STEP = 16;             // what a product sums over: lane t of 4 has the elements 4t, ..., 4t + 3
-constexpr int KEYS = CHUNK / WARPS;  // of a warp, in `scores`
-constexpr int COLUMNS = 32;          // of a warp, in `values`: 4 of a lane
-constexpr int PITCH = CHUNK + 4;     // of the pattern in shared memory: rows 32 bytes apart in its banks
-static_assert(KEYS == 4 * TILE && COLUMNS == 4 * TILE, "four tiles of columns a warp");
+constexpr int PITCH = CHUNK + 4;  // of the pattern in shared memory: rows 32 bytes apart in its banks
 
 struct Run {             // tokens of one sequence that follow each other
     int token, tokens;   // in the batch: the first, and how many
@@ -55,31 +48,11 @@ __device__ inline Run run_from(int token, int end, const long long* slots, const
     return run;
 }
 
-// The first position that a token sees; `position` itself is the last.
-__device__ __forceinline__ int first_seen(int position, int window) {
-    return window > 0 && position >= window ? position - window + 1 : 0;
-}
-
-struct Row {          // a head of a token
-    size_t at;        // token * H + head
-    int first, last;  // positions that it sees
-};
-
 __device__ __forceinline__ Row row_of(const Run& run, int number, int kv_head, int group, int heads, int window) {
     const int position = run.position + number / group;
     const size_t at = (size_t)(run.token + number / group) * heads + kv_head * group + number % group;
     return {at, first_seen(position, window), position};
 }
-
-// Where row `row` of scores (N, H, stride) has the one of position j: it begins with the chunk of the first key seen.
-__device__ __forceinline__ size_t score_of(Row row, int j, int stride) {
-    return row.at * stride + j - row.first / CHUNK * CHUNK;
-}
-
-// Four neighbours of a key or value as the cache keeps them.
-template <class T> struct alignas(4 * sizeof(T)) Four {
-    T element[4];
-};
 
 // Elements e, ..., e + 3 of the key or value whose element 0 is at `place`; zeros where there is none.
 template <class T> __device__ __forceinline__ Four<T> load_4(const T* kept, long long place, int d, int e) {
@@ -102,13 +75,6 @@ __device__ __forceinline__ void widen_4(Four<T> four, const float* scales, long 
     for (int i = 0; i < 4; i++)
         out[i] = sizeof(T) == 1 ? (double)(as_float(four.element[i]) * scale) : (double)as_float(four.element[i]);
 }
-
-// What comes with q (N, H, d) that are not turned yet: k and v (N, G, d), to go into the cache; cos, sin (N, d/2).
-template <class T> struct Unturned {
-    const float *k, *v, *cos, *sin;
-    T *keys, *values;
-    int* trouble;
-};
 
 // Element e of a head of d numbers of a token, turned.
 template <class T>
@@ -411,9 +377,6 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
         if (threadIdx.x == 0) *count = 0;  // as it was found
     }
 }
-
-// Without the 2, blocks of a multiprocessor that registers are to be kept for, ptxas spills to stay at 128 of them.
-#define A_BLOCK __launch_bounds__(32 * WARPS, 2)
 
 #define FOR_A_CACHE_OF(T, NAME, TILES)                                                                                 \
     extern "C" __global__ void A_BLOCK attention_scores_##TILES##_##NAME(                                              \

@@ -151,8 +151,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-/* Returns when the kernels before have ended and what they wrote can be seen. Until then only weights may be read, and
- * nothing written. Every kernel calls it: a recorded step launches all of them to overlap. */
+/* Returns when the kernels before have ended and what they wrote can be seen. Until then nothing may be written, and
+ * nothing read but weights and what was there before the step began (attention_decode.cu says how far that is sure).
+ * Every kernel calls it, if not in every block: a recorded step launches all of them to overlap. */
 __device__ __forceinline__ void wait_for_kernels_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -12,6 +12,7 @@
 //     result that depends on it lacks a barrier;
 //   - shared memory holds 0xCD when a block starts (but not that of function templates: GCC keeps it out of the section
 //     that is filled), so a value read before it is written shows; a write past dynamic shared memory is an error;
+//   - what a launch that overlaps the one before may not read until it waits can be hidden from it (`Hidden`);
 //   - built with -fsanitize=address, every out-of-bounds access of shared, local and global memory is found.
 //
 // What it does not model: caches, memory ordering between blocks, alignment faults, occupancy, time.
@@ -187,6 +188,8 @@ struct Machine {
     size_t dynamic_bytes = 0;
     int barrier_total = 0, barrier_count = 0;  // of the last __syncthreads_count: threads, and those with a true value
     bool failed = false, waited = false;
+    const struct Launch *how = nullptr;
+    std::vector<char> behind;  // what is hidden now
     char error[1024] = "";
 #ifdef BITNET_REF_OWN_SWITCH
     void *context = nullptr;
@@ -245,8 +248,44 @@ __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...) 
     }
 }
 
+/* Memory that a block does not see before one of its threads waits: until then 0xFF, NaN as a float. */
+struct Hidden {
+    char *place;
+    unsigned long long bytes;
+};
+
+struct Launch {
+    unsigned grid[3], block[3];
+    unsigned dynamic_bytes;
+    unsigned order;  // 0: threads and blocks ascend; 1: descend; else shuffled by this seed
+    unsigned overlapped;  // to be started before the kernel before has ended: it must wait for that by itself
+    unsigned hidden_count;
+    const Hidden *hidden;
+};
+
+static void hide() {
+    for (unsigned i = 0; i < machine.how->hidden_count; i++) {
+        const Hidden &each = machine.how->hidden[i];
+        machine.behind.insert(machine.behind.end(), each.place, each.place + each.bytes);
+        memset(each.place, 0xFF, each.bytes);
+    }
+}
+
+static void show() {
+    const char *from = machine.behind.data();
+    for (unsigned i = 0; i < machine.how->hidden_count && !machine.behind.empty(); i++) {
+        const Hidden &each = machine.how->hidden[i];
+        memcpy(each.place, from, each.bytes);
+        from += each.bytes;
+    }
+    machine.behind.clear();
+}
+
 /* What `wait_for_kernels_before` of common.cuh is here, where every kernel before has ended: noted. */
-static inline void waited() { machine.waited = true; }
+static inline void waited() {
+    machine.waited = true;
+    show();
+}
 
 [[noreturn]] static void die() {
     for (;;) to_scheduler(true);
@@ -421,18 +460,11 @@ static void run_block() {
 
 // -- launching --------------------------------------------------------------------------------------------------------
 
-struct Launch {
-    unsigned grid[3], block[3];
-    unsigned dynamic_bytes;
-    unsigned order;  // 0: threads and blocks ascend; 1: descend; else shuffled by this seed
-    unsigned overlapped;  // to be started before the kernel before has ended: it must wait for that by itself
-};
-
 static const char *launch(const Launch &how, void (*body)(void **), void **arguments) {
     const unsigned threads = how.block[0] * how.block[1] * how.block[2];
     const unsigned blocks = how.grid[0] * how.grid[1] * how.grid[2];
     machine.failed = machine.waited = false;
-    machine.body = body, machine.arguments = arguments;
+    machine.body = body, machine.arguments = arguments, machine.how = &how;
     machine.host_stack = nullptr;
     blockDim = dim3(how.block[0], how.block[1], how.block[2]);
     gridDim = dim3(how.grid[0], how.grid[1], how.grid[2]);
@@ -458,7 +490,9 @@ static const char *launch(const Launch &how, void (*body)(void **), void **argum
         if (how.order > 1) std::shuffle(machine.order.begin(), machine.order.end(), dice);
         const unsigned block = how.order == 1 ? blocks - 1 - i : i;
         blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / (gridDim.x * gridDim.y)};
+        hide();
         run_block();
+        show();  // a block need not wait
     }
     free(machine.dynamic);
     if (how.overlapped && !machine.failed && !machine.waited) fail("it was launched to overlap, and waits for nothing");

@@ -6,8 +6,15 @@ struct Pages {
     int pages_per_slot, page_size, kv_heads, head_dim;
 };
 
-// Index of element 0 of kv head g at a position of a slot.
-__device__ __forceinline__ size_t place_of(const Pages& pages, int slot, int position, int g) {
-    const size_t page = pages.table[(size_t)slot * pages.pages_per_slot + position / pages.page_size];
+// Where the table has the page of a position of a slot.
+__device__ __forceinline__ const int* entry_of(const Pages& pages, int slot, int position) {
+    return pages.table + (size_t)slot * pages.pages_per_slot + position / pages.page_size;
+}
+
+// Index of element 0 of kv head g at a position, which lies in that page.
+__device__ __forceinline__ size_t place_in(const Pages& pages, size_t page, int position, int g) {
     return ((page * pages.page_size + position % pages.page_size) * pages.kv_heads + g) * pages.head_dim;
+}
+__device__ __forceinline__ size_t place_of(const Pages& pages, int slot, int position, int g) {
+    return place_in(pages, *entry_of(pages, slot, position), position, g);
 }

@@ -1,4 +1,4 @@
-// One pair of RoPE, and one number into the cache: what rope.cu and attention.cu share.
+// One pair of RoPE, and one number into the cache: what rope.cu and attention share.
 #pragma once
 #include "floats.cuh"
 #include "pages.cuh"
@@ -7,9 +7,11 @@ struct Pair {
     float first, second;
 };
 
-__device__ inline Pair turned(const float* x, int j, int half, float cos, float sin) {
-    const float first = x[j], second = x[j + half];
+__device__ __forceinline__ Pair turned(float first, float second, float cos, float sin) {
     return {first * cos - second * sin, second * cos + first * sin};
+}
+__device__ inline Pair turned(const float* x, int j, int half, float cos, float sin) {
+    return turned(x[j], x[j + half], cos, sin);
 }
 
 // One number into the cache. What 16 bits cannot hold is an error, as NaN is.

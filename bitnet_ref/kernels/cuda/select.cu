@@ -7,7 +7,8 @@
 //
 // Floats are compared as integers of the same order: the sign bit flipped, and of negative ones all bits; -0 is 0.
 // `kth_largest` finds the threshold 8 bits at a time: a histogram of the next 8 bits of all keys that begin like the
-// threshold, and the bin in which the k-th lies. For k = 1 `largest` is a plain maximum over many blocks.
+// threshold, and the bin in which the k-th lies. For k = 1 `largest` is a plain maximum of what each of many blocks has,
+// which `collect` takes: that no number needs to be zero before keeps a filling of memory from between the launches.
 // `collect` then writes what reaches the threshold, in any order: the host sorts a few ids. With k = 1 the smallest of
 // them is the greedy token, and `advance` makes it the input of the next step, before the host has seen it.
 #include "floats.cuh"
@@ -17,27 +18,44 @@ __device__ inline unsigned key_of(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// thresholds (n,) zeros -> the largest key of each token; grid (blocks, n).
-extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* trouble) {
+// The largest of what the threads of a block have, to each of them. block: shared memory.
+__device__ inline unsigned largest_of_block(unsigned mine, unsigned* block) {
+    if (threadIdx.x == 0) *block = 0;
+    __syncthreads();
+    if (mine > 0) atomicMax(block, mine);
+    __syncthreads();
+    return *block;
+}
+
+// For `collect`, which counts on from there. Whoever read these of the call before has ended: the wait is over.
+__device__ __forceinline__ void begin_counting(int token, int* counts, int* from_end) {
+    counts[token] = 0;
+    from_end[token] = 0;
+}
+
+// thresholds (n, blocks): the largest key of each block's share of a token's logits; counts and from_end (n,) zeros;
+// grid (blocks, n).
+extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* counts, int* from_end,
+                                   int* trouble) {
+    __shared__ unsigned block;
     begin_in_turn();
     const float* row = logits + (size_t)blockIdx.y * vocab;
     unsigned mine = 0;
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
-        if (!is_finite(row[id])) complain(trouble, LM_HEAD, blockIdx.y);
-        const unsigned key = key_of(row[id]);
-        if (key > mine) mine = key;
+        const float logit = row[id];
+        if (!is_finite(logit)) complain(trouble, LM_HEAD, blockIdx.y);
+        mine = max(mine, key_of(logit));
     }
-    __shared__ unsigned block;
-    if (threadIdx.x == 0) block = 0;
-    __syncthreads();
-    atomicMax(&block, mine);
-    __syncthreads();
-    if (threadIdx.x == 0) atomicMax(thresholds + blockIdx.y, block);
+    mine = largest_of_block(mine, &block);
+    if (threadIdx.x != 0) return;
+    thresholds[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = mine;
+    if (blockIdx.x == 0) begin_counting(blockIdx.y, counts, from_end);
 }
 
-// thresholds (n,) -> the key of each token's ks[token]-th largest logit; one block a token.
-extern "C" __global__ void kth_largest(const float* logits, int vocab, const int* ks, unsigned* thresholds,
-                                       int* trouble) {
+// thresholds (n,) -> the key of each token's ks[token]-th largest logit; counts and from_end (n,) zeros; one block a
+// token.
+extern "C" __global__ void kth_largest(const float* logits, int vocab, const int* ks, unsigned* thresholds, int* counts,
+                                       int* from_end, int* trouble) {
     __shared__ int bins[256];
     __shared__ unsigned chosen;
     __shared__ int left;
@@ -64,17 +82,24 @@ extern "C" __global__ void kth_largest(const float* logits, int vocab, const int
         begins = chosen;
         rank = left;
     }
-    if (threadIdx.x == 0) thresholds[blockIdx.x] = begins;
+    if (threadIdx.x != 0) return;
+    thresholds[blockIdx.x] = begins;
+    begin_counting(blockIdx.x, counts, from_end);
 }
 
-// counts (n,) zeros -> how many reach the threshold; from_end (n,) zeros -> vocab - the smallest id of them; ids and
-// values (n, room), the first `room` of them found; told, what is in `trouble` by now; grid (blocks, n).
-extern "C" __global__ void collect(const float* logits, int vocab, const unsigned* thresholds, int room, int* counts,
-                                   int* from_end, int* ids, float* values, const int* trouble, int* told) {
+// A token's threshold is the largest of `shares` that it has in thresholds (n, shares). counts (n,) zeros -> how many
+// reach it; from_end (n,) zeros -> vocab - the smallest id of them; ids and values (n, room), the first `room` of them
+// found; told, what is in `trouble` by now; grid (blocks, n).
+extern "C" __global__ void collect(const float* logits, int vocab, const unsigned* thresholds, int shares, int room,
+                                   int* counts, int* from_end, int* ids, float* values, const int* trouble, int* told) {
+    __shared__ unsigned block;
     begin_in_turn();
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *told = *trouble;
     const float* row = logits + (size_t)blockIdx.y * vocab;
-    const unsigned threshold = thresholds[blockIdx.y];
+    unsigned threshold = 0;
+    for (int i = threadIdx.x; i < shares; i += blockDim.x)
+        threshold = max(threshold, thresholds[(size_t)blockIdx.y * shares + i]);
+    threshold = largest_of_block(threshold, &block);
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
         if (key_of(row[id]) < threshold) continue;
         atomicMax(from_end + blockIdx.y, vocab - id);
