@@ -3,6 +3,8 @@ GPU, or emulated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cupy_runs import load
@@ -10,12 +12,13 @@ from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import HeadNeed, cuda
 from bitnet_ref.backends.cuda.attention import Attention
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice, EmulatedGraph
 from bitnet_ref.backends.cuda.select import blocks_of, select
 from bitnet_ref.backends.cupy_backend import MOST_REPLAYED
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.kv_cache import TokenBatch
 from bitnet_ref.model import final_hidden
+from bitnet_ref.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 
@@ -252,6 +255,41 @@ def test_a_wrong_guess_is_not_seen():
     assert steps_beside_eager_ones(2, 12, forced={5: 3}) == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 4
 
 
+def test_all_logits_of_a_step_that_the_device_has_left(monkeypatch):
+    """More equals than there is room for, when the logits may be those of the next step already: computed again."""
+    monkeypatch.setattr("bitnet_ref.backends.cuda.select.SPARE", 0)
+    models = [load(), load(graphs=False)]
+    for m in models:
+        vocab, width = m.weights.lm_head.shape
+        few = rng(3).standard_normal((5, width)).astype(np.float32)
+        few_rows = DenseWeight(np.tile(few, (vocab // 5 + 1, 1))[:vocab])  # so that each is the largest ten times
+        m.weights = replace(m.weights, lm_head=m.backend.prepare(few_rows))
+    caches, tokens = [m.new_cache(2, 40) for m in models], [5, 9]
+    for position in range(10):
+        batch = TokenBatch.of([(slot, position, [token]) for slot, token in enumerate(tokens)], range(2))
+        results = [m.candidates(batch, cache, [HeadNeed(1)] * 2)[1] for m, cache in zip(models, caches, strict=True)]
+        for mine, theirs in zip(*results, strict=True):
+            assert mine.complete
+            np.testing.assert_array_equal(mine.logits, theirs.logits)
+        tokens = [int(found.logits.argmax()) for found in results[0]]
+    assert models[0].backend._ahead is not None
+
+
+def test_what_was_begun_is_not_done_again(monkeypatch):
+    """A step and its head, which the device has begun, are launched once."""
+    launches = []
+    launch = EmulatedGraph.launch
+    monkeypatch.setattr(EmulatedGraph, "launch", lambda self: (launches.append(self), launch(self)))
+    m = load(device=EmulatedDevice(late=True))
+    cache, token, counts = m.new_cache(1, 40), 5, []
+    for position in range(10):
+        before = len(launches)
+        _, (found,) = m.candidates(TokenBatch.of([(0, position, [token])], [0]), cache, [HeadNeed(1)])
+        token = int(found.ids[0])
+        counts.append(len(launches) - before)
+    assert counts == [0, 2, 4, *[2] * 7]  # recorded; asked for; that and the next; the next
+
+
 def test_what_happens_to_the_cache_between_is_seen():
     """The same token at the same place, but another text before it: what was begun over the old one is of no use."""
 
@@ -284,8 +322,10 @@ def test_trouble_of_a_step_that_nobody_asked_for():
         token = step(position, token)
     assert m.backend._ahead is not None
     device.fill(trouble, 1)
+    token = step(9, token)  # what it met had been read before
     with pytest.raises(NumericsError):
-        step(9, token)
+        step(10, token)
+    assert step(10, token) >= 0
 
 
 def test_nothing_is_begun_where_there_is_no_place():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,13 @@ class Selection:
         grid = (-(-self._also // THREADS), n)
         ws.launch(FILE, "pick", grid, THREADS, logits, vocab, self._ids, self._also, picked)
 
-    def read(self, found: NDArray[np.int32], needs: Sequence[HeadNeed], logits: Any) -> list[HeadCandidates]:
-        """What `launch` has left, a copy of it on the host, as candidates. NumericsError as `Workspace.download`."""
+    def read(
+        self, found: NDArray[np.int32], needs: Sequence[HeadNeed], logits_of: Callable[[int], NDArray]
+    ) -> list[HeadCandidates]:
+        """What `launch` has left, a copy of it on the host, as candidates. NumericsError as `Workspace.download`.
+
+        logits_of: all of a token's (V,), where they are needed.
+        """
         counts, _, ids, values, picked, trouble = self._parts(found)
         self._ws.raise_trouble(int(trouble[0]))
         ids, values = ids.reshape(self._n, -1), values.view(np.float32).reshape(self._n, -1)
@@ -90,8 +95,7 @@ class Selection:
                 out.append(HeadCandidates(alone[0][i], alone[1][i], self._vocab))
                 continue
             if not selects(need, self._vocab) or count > self.room:
-                every = self._ws.device.to_host(logits[i])
-                out.append(HeadCandidates(np.arange(self._vocab), every, self._vocab))
+                out.append(HeadCandidates(np.arange(self._vocab), logits_of(i), self._vocab))
                 continue
             wanted = np.asarray(need.also, dtype=np.int64)
             each = np.concatenate([ids[i, :count].astype(np.int64), wanted])
@@ -129,4 +133,4 @@ def select(ws: Workspace, logits: Any, needs: Sequence[HeadNeed]) -> list[HeadCa
     selection = Selection(ws, n, vocab, *sizes_of(needs, vocab))
     selection.ask(needs)
     selection.launch(logits)
-    return selection.read(ws.device.to_host(selection.found), needs, logits)
+    return selection.read(ws.device.to_host(selection.found), needs, lambda i: ws.device.to_host(logits[i]))

@@ -11,9 +11,10 @@ from call to call (`HeadNeed`). It is launched at once after the first, so the d
 waiting, and the host waits once: for a few ids, their logits and the final hidden states, in pinned memory.
 
 And the device need not wait for the host. Where tokens have been the likeliest ones for some steps, it goes ahead: the
-next step begins, with the tokens just found, before the host has seen them (`Ahead`). While the host turns them to text
-and decides what is to come, that step runs; if it was the one that is asked for then, its result is there, or nearly.
-If it was not, nothing of it is seen: it has written only where the tokens that come must write anyway.
+next step begins, with the tokens just found, before the host has seen them, and its head and choice behind it
+(`Ahead`). While the host turns tokens into text and decides what is to come, which for a hundred sequences takes as
+long as a step, that step runs; if it was the one that is asked for then, what it found is there, or nearly. If it was
+not, nothing of it is seen: it has written only where the tokens that come must write anyway.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...kv_cache import TokenBatch
 from ...weights import LinearWeight, ModelWeights
 from ..candidates import HeadCandidates, HeadNeed
 from .cache import DeviceBatch, DeviceKVCache
+from .device import Event
 from .rows import value
 from .select import Selection, selects, sizes_of
 from .workspace import THREADS, Arena
@@ -43,6 +45,16 @@ RIGHT_BEFORE_AHEAD = 2  # guesses in a row: a step for nothing is rare where seq
 
 
 @dataclass(frozen=True, eq=False)
+class Arrival:
+    """What a head has found and what it saw: in pinned memory, once the event is reached."""
+
+    head: RecordedHead
+    found: NDArray[np.int32]  # as of `Selection`
+    hidden: NDArray[np.float32]  # (size, D)
+    event: Event
+
+
+@dataclass(frozen=True, eq=False)
 class Ahead:
     """A step that is guessed, and that the device may have begun without being asked."""
 
@@ -50,6 +62,7 @@ class Ahead:
     cache: weakref.ref[DeviceKVCache]
     changes: int  # `DeviceKVCache.changes` before it
     sheet: NDArray[np.int64]  # (3, n): tokens, positions, slots
+    arrival: Arrival | None  # of its head; None: it has not begun
 
     def is_for(self, step: RecordedStep, sheet: NDArray[np.int64], cache: DeviceKVCache) -> bool:
         """Whether it is this one, over a cache that nobody has touched since."""
@@ -83,7 +96,7 @@ class RecordedStep:
         self._result: Any = None
         self._heads: dict[tuple[int, int, int], RecordedHead] = {}
         self._head_arenas: dict[int, Arena] = {}
-        self._hidden: NDArray[np.float32] | None = None  # pinned: the result on the host
+        self._arrival: Arrival | None = None  # of the head that was begun with the result of the last call
         self._asked: tuple[NDArray[np.int64], weakref.ref[DeviceKVCache]] | None = None  # at the last call
         self._guess: Ahead | None = None  # what will be asked for if all tokens are the likeliest
         self._right = 0  # guesses in a row
@@ -99,6 +112,7 @@ class RecordedStep:
         guessed = self._guess is not None and self._guess.is_for(self, sheet, cache)
         self._right = self._right + 1 if guessed else 0
         begun = guessed and ahead is self._guess
+        self._arrival = ahead.arrival if begun and ahead is not None else None
         self._asked, self._guess = (sheet, weakref.ref(cache)) if self._decoding else None, None
         if begun:
             return self._result[:n]
@@ -137,49 +151,48 @@ class RecordedStep:
         if key not in self._heads:
             arena = self._head_arenas.setdefault(id(w), Arena(self._be.ws.make))
             self._heads[key] = RecordedHead(self._be, w, self._result, arena, most, also)
-        head, device = self._heads[key], self._be.ws.device
-        head.launch(needs)
-        if self._hidden is None:
-            self._hidden = device.pinned(self._result.shape, np.float32)
-        device.to_pinned(self._hidden, self._result)
-        arrived = device.event()
-        begun = self._right >= RIGHT_BEFORE_AHEAD and self._go_ahead(head, vocab)
-        arrived.synchronize()
-        found, hidden = head.read(needs), self._hidden[: len(needs)].copy()
+        head, arrival, self._arrival = self._heads[key], self._arrival, None
+        if arrival is None or arrival.head is not head:
+            arrival = head.launch(needs)
+        begun = self._go_ahead(head, vocab) if self._right >= RIGHT_BEFORE_AHEAD else None
+        arrival.event.synchronize()
+        found, hidden = head.read(arrival, needs, gone_on=begun is not None), arrival.hidden[: len(needs)].copy()
         if self._asked is not None and head.is_greedy and (cache := self._asked[1]()) is not None:
             _, positions, slots = self._asked[0]
-            sheet = np.stack([head.likeliest()[: len(needs)], positions + 1, slots])
-            self._guess = Ahead(self, self._asked[1], cache.changes, sheet)
-        return found, hidden, self._guess if begun else None
+            sheet = np.stack([head.likeliest(arrival)[: len(needs)], positions + 1, slots])
+            self._guess = Ahead(self, self._asked[1], cache.changes, sheet, begun)
+        return found, hidden, self._guess if begun is not None else None
 
-    def _go_ahead(self, head: RecordedHead, vocab: int) -> bool:
-        """Begin the step after this one, with the tokens that the head has found.   -> whether there is one"""
+    def _go_ahead(self, head: RecordedHead, vocab: int) -> Arrival | None:
+        """Begin the step after this one, with the tokens that the head has found, and its head; if there is one."""
         if self._asked is None or not head.is_greedy or self._graph is None:
-            return False
+            return None
         (_, positions, slots), cache = self._asked[0], self._asked[1]()
         if cache is None or not cache.has_room(slots, positions + 1):
-            return False
+            return None
         next_ones = head.likeliest_on_device, self._size, vocab, self._sheet[0], self._sheet[1]
         self._be.ws.launch("select.cu", "advance", (-(-self._size // THREADS),), THREADS, *next_ones)
         self._graph.launch()
-        return True
+        return head.launch(())
 
 
 class RecordedHead:
     """The head over the result of a recorded step, x (size, D), and a selection among its logits (size, V).
 
-    All heads of a step and a weight share the arena: the logits of one call are those of the next.
+    All heads of a step and a weight share the arena: the logits of one call are those of the next. What it finds comes
+    to two places in turn: while the host reads one, the device may write to the other.
     """
 
     def __init__(self, be: CupyBackend, w: LinearWeight, x: Any, arena: Arena, most: int, also: int) -> None:
         self._be, self._w, self._x, self._arena = be, w, x, arena
         self._selection = Selection(be.ws, len(x), w.shape[0], most, also)
-        self._host = be.ws.device.pinned(self._selection.found.shape, np.int32)
+        pinned, shape = be.ws.device.pinned, self._selection.found.shape
+        self._places = [(pinned(shape, np.int32), pinned(x.shape, np.float32)) for _ in range(2)]
         self._graph: Any = None
         self._logits: Any = None
 
-    def launch(self, needs: Sequence[HeadNeed]) -> None:
-        """Begin; `read` gives what was found when the device has been waited for."""
+    def launch(self, needs: Sequence[HeadNeed]) -> Arrival:
+        """Begin; `read` gives what was found when the event has been waited for."""
         device = self._be.ws.device
         self._selection.ask(needs)
         if self._graph is not None:
@@ -189,7 +202,11 @@ class RecordedHead:
             with device.capture() as graph:
                 self._run()
             self._graph = graph
-        device.to_pinned(self._host, self._selection.found)
+        self._places.reverse()
+        found, hidden = self._places[0]
+        device.to_pinned(found, self._selection.found)
+        device.to_pinned(hidden, self._x)
+        return Arrival(self, found, hidden, device.event())
 
     @property
     def is_greedy(self) -> bool:
@@ -201,12 +218,21 @@ class RecordedHead:
         """The greedy token of each row, counted from the vocabulary's end.   -> (size,) int32"""
         return self._selection.from_end(self._selection.found)
 
-    def likeliest(self) -> NDArray[np.int64]:
-        """The greedy token of each row, when the device has been waited for.   -> (size,)"""
-        return self._w.shape[0] - self._selection.from_end(self._host).astype(np.int64)
+    def likeliest(self, arrival: Arrival) -> NDArray[np.int64]:
+        """The greedy token of each row.   -> (size,)"""
+        return self._w.shape[0] - self._selection.from_end(arrival.found).astype(np.int64)
 
-    def read(self, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
-        return self._selection.read(self._host, needs, self._logits)
+    def read(self, arrival: Arrival, needs: Sequence[HeadNeed], gone_on: bool) -> list[HeadCandidates]:
+        """gone_on: whether the logits may be those of the next step by now."""
+        be = self._be
+
+        def logits_of(i: int) -> NDArray:
+            if not gone_on:
+                return be.ws.device.to_host(self._logits[i])
+            again = value(be.ws, be.lm_head(be.ws.upload(arrival.hidden[i : i + 1]), self._w))
+            return be.ws.device.to_host(again)[0]
+
+        return self._selection.read(arrival.found, needs, logits_of)
 
     def _run(self) -> None:
         with self._be.ws.arrays_of(self._arena):
