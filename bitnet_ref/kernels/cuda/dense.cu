@@ -305,7 +305,7 @@ template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
             a.set(r, of_tile, w);
         }
         __syncthreads();  // this chunk's x is there, and the other stage is free
-        ask_for_words(chunk + 1);
+        if (chunk + 1 < chunks) ask_for_words(chunk + 1);
 #pragma unroll
         for (int pair = 0; pair < TILES / C; pair++) {
             float some[WIDE];
