@@ -144,7 +144,8 @@ def _empty_retired_pools() -> None:
         with cupy.cuda.Device(index):
             pool.free_all_blocks()
             if pool.total_bytes() == 0:
-                _retired.remove((index, pool))
+                with suppress(ValueError):  # another thread has done it
+                    _retired.remove((index, pool))
 
 
 class CupyGraph(Graph):
