@@ -10,6 +10,18 @@ from bitnet_ref.backends.cupy_backend import CupyBackend
 CASE = GOLDEN / "bitnet-packed-offline"
 
 
+def kernels_asked_for(monkeypatch, device):
+    """-> the names of all that the device is asked for from now on"""
+    names, kernel = [], device.kernel
+
+    def asked(file, name):
+        names.append(name)
+        return kernel(file, name)
+
+    monkeypatch.setattr(device, "kernel", asked)
+    return names
+
+
 def load(case=CASE, **options):
     """A model on a backend with options of its own."""
     dtype = options.pop("dtype", "float32")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from cupy_runs import kernels_asked_for
 from helpers import of_one_layer, rng
 
 from bitnet_ref.backends.cuda.attention import Attention
@@ -51,10 +52,9 @@ class Decoding:
         heads = self.kv_heads * self.group, self.kv_heads, self.kv_heads
         shapes = [(count, n, self.head_dim) for n in heads]
         q, k, v = (be.ws.upload((self.scale * dice.standard_normal(s)).astype(np.float32)[rows]) for s in shapes)
-        names, kernel = [], be.ws.device.kernel
         with pytest.MonkeyPatch.context() as patch, cache.putting_off(host) if put_off else nullcontext():
             patch.setattr(be, "_attention", Attention(be.ws, decode_kernels))
-            patch.setattr(be.ws.device, "kernel", lambda file, name: (names.append(name), kernel(file, name))[1])
+            names = kernels_asked_for(patch, be.ws.device)
             turned = be.rope(q, k, *be.rope_tables(batch.positions, RopeConfig(), self.head_dim))
             cache.append(0, batch, turned[1], v)
             z = be.to_host(be.attention(turned[0], cache, batch, 0, self.window))

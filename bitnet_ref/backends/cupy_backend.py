@@ -58,12 +58,9 @@ def in_kind(op: Callable) -> Callable:
         subject = next(a for a in args if isinstance(a, (Deferred, np.ndarray)) or holds(a))
         if isinstance(subject, Deferred) or holds(subject):
             return op(self, *args, **kwargs)
-        with self.running():
-            try:
-                out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
-                return tuple(self.to_host(y) for y in out) if isinstance(out, tuple) else self.to_host(out)
-            finally:
-                self.ws.drop_scratch()
+        with self.running(), self.ws.one_pass():
+            out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
+            return tuple(self.to_host(y) for y in out) if isinstance(out, tuple) else self.to_host(out)
 
     return answer
 
@@ -192,11 +189,15 @@ class CupyBackend(Backend):
     ) -> NDArray:
         n, ahead = len(batch), self._ahead
         self._replayed = self._hidden = self._ahead = None
-        if not (isinstance(cache, DeviceKVCache) and self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
-            try:
-                return self._run_unrecorded(compute, w, cfg, batch, cache, ahead)
-            finally:
-                self.ws.drop_scratch()
+        if not isinstance(cache, DeviceKVCache):
+            with self.ws.one_pass():
+                return compute(self, w, cfg, batch, cache)
+        if not (self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
+            cache.changes += 1
+            if ahead is not None:
+                self.ws.device.fill(self.ws.trouble, 0)  # what it met is nobody's
+            with self.ws.one_pass(), cache.putting_off(batch):
+                return compute(self, w, cfg, batch, cache)
         cache.check(batch, cfg.sliding_window, reading=True)
         size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
         decoding = decodes(batch)
@@ -206,23 +207,6 @@ class CupyBackend(Backend):
         x = cache.steps[key](batch, cache, ahead)
         self._replayed = x, cache.steps[key]
         return x
-
-    def _run_unrecorded(
-        self,
-        compute: Callable[..., NDArray],
-        w: ModelWeights,
-        cfg: ModelConfig,
-        batch: TokenBatch,
-        cache: KVCache,
-        ahead: Ahead | None,
-    ) -> NDArray:
-        if not isinstance(cache, DeviceKVCache):
-            return compute(self, w, cfg, batch, cache)
-        cache.changes += 1
-        if ahead is not None:
-            self.ws.device.fill(self.ws.trouble, 0)  # what it met is nobody's
-        with cache.putting_off(batch):
-            return compute(self, w, cfg, batch, cache)
 
     def synchronize(self) -> None:
         self.ws.device.synchronize()

@@ -2,6 +2,7 @@
 
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -166,6 +167,19 @@ def test_the_emulation_is_as_late_as_a_gpu_may_be():
     assert back.tolist() == [3, 3]
     assert arrays[0].tolist() == [3, 3]  # not yet filled: that comes after the event
     assert [device.to_host(array).tolist() for array in arrays] == [[0, 0], [1, 2]]
+
+
+def test_pinned_memory_is_kept_while_a_copy_is_on_its_way(device):
+    array = device.array(np.arange(4, dtype=np.int32))
+    target = device.pinned(4, np.int32)
+    kept = weakref.ref(target)
+    device.to_pinned(target, array)
+    after = device.event()
+    del target
+    found = kept()  # None: it has arrived, and nobody wanted it
+    after.synchronize()
+    assert found is None or found.tolist() == [0, 1, 2, 3]
+    assert not getattr(device, "late", False) or found is not None
 
 
 @pytest.mark.parametrize(("blocking", "late"), [("", True), ("0", True), ("1", False)])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cupy_runs import load
+from cupy_runs import kernels_asked_for, load
 from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import HeadNeed, cuda
@@ -130,11 +130,9 @@ DECODES_BY_KERNELS_OF_ITS_OWN = ["attention_scores_decode_float32", "attention_v
 def test_recorded_steps_take_the_decode_kernels_which_change_no_bit(case, lengths, monkeypatch):
     prompts, found = [rng(n).integers(1, 50, n) for n in lengths], []
     for decode_kernels in (True, False):
-        m, names = load(GOLDEN / case), []
-        device, layers = m.backend.ws.device, m.config.num_hidden_layers
-        kernel = device.kernel
+        m = load(GOLDEN / case)
+        layers, names = m.config.num_hidden_layers, kernels_asked_for(monkeypatch, m.backend.ws.device)
         monkeypatch.setattr(m.backend, "_attention", Attention(m.backend.ws, decode_kernels))
-        monkeypatch.setattr(device, "kernel", lambda file, name: (names.append(name), kernel(file, name))[1])  # noqa: B023
         found.append(decode(m, prompts, 6)[0])
         decoded = [name for name in names if "_decode_" in name]
         assert decoded == (DECODES_BY_KERNELS_OF_ITS_OWN * layers * 2 if decode_kernels else [])  # once, and a record
@@ -143,9 +141,8 @@ def test_recorded_steps_take_the_decode_kernels_which_change_no_bit(case, length
 
 def test_two_tokens_of_a_sequence_do_not_take_the_decode_kernels(monkeypatch):
     """In one record: the second would ask for the first one's key before it is written."""
-    m, names = load(), []
-    kernel = m.backend.ws.device.kernel
-    monkeypatch.setattr(m.backend.ws.device, "kernel", lambda file, name: (names.append(name), kernel(file, name))[1])
+    m = load()
+    names = kernels_asked_for(monkeypatch, m.backend.ws.device)
     tokens, cache = TokenBatch.of([(0, 0, [5, 6]), (1, 0, [7])]), m.new_cache(2, 24)
     hidden = [m.candidates(tokens, cache, [HeadNeed(1)] * 3)[0] for _ in range(3)]
     assert cache.steps

@@ -10,7 +10,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from cupy_runs import CASE, load
+from cupy_runs import CASE, kernels_asked_for, load
 from helpers import BITNET, GOLDEN, golden, model, rng, tiny_tensors, write_checkpoint
 
 import bitnet_ref
@@ -39,9 +39,7 @@ def be():
 
 def test_a_row_between_two_products_is_one_launch(be, monkeypatch):
     """Residual sum, norm and quantisation: one kernel, whose int8 and whose sum are the reference's."""
-    launched = []
-    kernel = be.ws.device.kernel
-    monkeypatch.setattr(be.ws.device, "kernel", lambda file, name: (launched.append(name), kernel(file, name))[1])
+    launched = kernels_asked_for(monkeypatch, be.ws.device)
     plain, generator = Backend(), rng(1)
     x, y = (generator.standard_normal((3, 200)).astype(np.float32) for _ in range(2))
     weight = be.ws.upload(generator.standard_normal(200).astype(np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, cached_property
@@ -202,6 +203,8 @@ class CupyDevice(Device):
         self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None
         self._limit, self._peak, self._capturing = memory_limit, 0, False
+        # Pinned memory that copies are on their way to, which CuPy would hand to others when nobody refers to it.
+        self._arriving: deque[tuple[Any, NDArray]] = deque()
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         with device_errors(), self.gpu:
@@ -261,6 +264,11 @@ class CupyDevice(Device):
         check_copy(target, source, from_host=False)
         with self.use():
             source.get(stream=self.stream, out=target, blocking=False)
+            done = self.xp.cuda.Event(disable_timing=True)
+            done.record(self.stream)
+        self._arriving.append((done, target))
+        while self._arriving and self._arriving[0][0].done:
+            self._arriving.popleft()
 
     def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
         import cupyx
@@ -310,10 +318,6 @@ class CupyDevice(Device):
 
     def event(self) -> Event:
         return CupyEvent(self)
-
-    def _not_in_a_capture(self, what: str) -> None:
-        if self._capturing:
-            raise DeviceError(f"{what} while a graph is captured")
 
     def synchronize(self) -> None:
         self._not_in_a_capture("the device was waited for")

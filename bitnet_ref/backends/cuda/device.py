@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import ShapeError
+from ...errors import DeviceError, ShapeError
 
 INSTALL = 'pip install "bitnet-ref[cuda12]" (or [cuda13], as nvidia-smi says)'  # CuPy, NVRTC and cuBLAS
 
@@ -45,7 +45,8 @@ class Kernel(Protocol):
         self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
     ) -> None:
         """Launch. args: device arrays (their pointers), None (a null pointer), NumPy scalars (as they are), int (as
-        int32), float (as float32). shared_mem: bytes of dynamic shared memory, with the kernel's own `shared_bytes`.
+        int32), float (as float32). shared_mem: bytes of dynamic shared memory; with the kernel's own, at most the
+        device's `shared_bytes`.
 
         overlap, or `Device.overlaps`: it may start before the kernel before it has ended, where the device can do
         that; only for kernels that wait for those before them (`wait_for_kernels_before` of common.cuh).
@@ -86,6 +87,11 @@ class Device(ABC):
     overlaps = False  # whether all launches are to overlap, for now
     can_matmul_16: bool  # whether `matmul_16` can be asked for
     xp: Any  # numpy or cupy
+    _capturing: bool
+
+    def _not_in_a_capture(self, what: str) -> None:
+        if self._capturing:
+            raise DeviceError(f"{what} while a graph is captured")
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -122,7 +128,7 @@ class Device(ABC):
 
     @abstractmethod
     def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
-        """Into an array of `pinned`, without waiting: an event after it says when."""
+        """Into an array of `pinned`, without waiting: an event after it says when. The array is kept until then."""
 
     @abstractmethod
     def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
@@ -177,10 +183,8 @@ class Device(ABC):
 
 def check_copy(target: Any, source: Any, from_host: bool) -> None:
     """ShapeError unless one array can be written over the other byte by byte; a host's is made contiguous first."""
-    expected, got = (
-        "two arrays of one shape and dtype",
-        f"{target.dtype} {target.shape} and {source.dtype} {source.shape}",
-    )
+    expected = "two arrays of one shape and dtype"
+    got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ShapeError("device copy", expected=expected, got=got)
     if not (target.flags.c_contiguous and (from_host or source.flags.c_contiguous)):

@@ -201,6 +201,10 @@ class EmulatedDevice(Device):
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 
     @property
+    def _capturing(self) -> bool:  # type: ignore[override]
+        return self._recording is not None
+
+    @property
     def launches(self) -> int:
         """Kernels that have run, eagerly or in a graph, when all work is done."""
         self._work()
@@ -354,10 +358,6 @@ class EmulatedDevice(Device):
 
     def event(self) -> Event:
         return EmulatedEvent(self)
-
-    def _not_in_a_capture(self, what: str) -> None:
-        if self._recording is not None:
-            raise DeviceError(f"{what} while a graph is captured")
 
     def synchronize(self) -> None:
         self._not_in_a_capture("the device was waited for")

@@ -136,9 +136,13 @@ class Workspace:
         smaller is put where the largest arrays of a prompt were."""
         return (self._scratch if self.arena is None else self.arena).scratch(shape, dtype)
 
-    def drop_scratch(self) -> None:
-        """Let go of a pass's."""
-        self._scratch = Arena(self.make)
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """A pass that is not recorded: what it had as scratch goes with it."""
+        try:
+            yield
+        finally:
+            self._scratch = Arena(self.make)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """An array of zeros."""
