@@ -1,4 +1,4 @@
-"""Builds the one compiled part of bitnet_ref, `bitnet_ref.kernels._cpu`. Everything else is in pyproject.toml.
+"""Builds the one compiled part of bitnet_ref, `bitnet_ref.kernels.cpu._cpu`. Everything else is in pyproject.toml.
 
 The extension is optional: without a working C compiler the package installs as pure NumPy, says so here, and
 `bitnet-ref doctor` says so again. `BITNET_REF_EXTENSION=required` turns a failed build into an error (CI, wheels);
@@ -94,9 +94,9 @@ def extensions() -> list[Extension]:
         return []
     from Cython.Build import cythonize
 
-    kernels = Path("bitnet_ref/kernels")
+    kernels = Path("bitnet_ref/kernels/cpu")
     extension = Extension(
-        "bitnet_ref.kernels._cpu",
+        "bitnet_ref.kernels.cpu._cpu",
         [str(kernels / "_cpu.pyx")],
         include_dirs=[str(kernels)],
         depends=[str(path) for kind in ("*.h", "*.pxi") for path in sorted(kernels.glob(kind))],

@@ -6,7 +6,7 @@ from .api import Model, load, load_engine
 from .backends import available_backends
 
 if TYPE_CHECKING:
-    from .generation import Engine, EngineConfig
+    from .serving import Engine, EngineConfig
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "Model", "__version__", "available_backends", "load", "load_engine"]
@@ -15,7 +15,7 @@ __all__ = ["Engine", "EngineConfig", "Model", "__version__", "available_backends
 def __getattr__(name: str) -> Any:
     """The engine's names bring the generation package with them, which `load` does without."""
     if name in ("Engine", "EngineConfig"):
-        from . import generation
+        from . import serving
 
-        return getattr(generation, name)
+        return getattr(serving, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,52 +14,24 @@ from numpy.typing import NDArray
 
 from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_cache_dtype
 from .backends.placement import Placement, opened, placed
-from .config import ModelConfig
-from .errors import BackendUnavailable, FormatError, GenerationError, TokenizerError
+from .backends.record import NamesFilter, checked_candidates, checked_forward, record
+from .errors import BackendUnavailable, GenerationError, TokenizerError
 from .formats.checkpoint import Progress, ReadOptions, read_weights
-from .formats.open import open_checkpoint, read_tokenizer_files
-from .kv_cache import KVCache, TokenBatch
-from .prepared import PreparedFile
-from .sharing import identity, shared
-from .tracing import checked_candidates, checked_forward, record
-from .tracing.record import NamesFilter
-from .weights import ModelWeights
+from .formats.open import find_model, open_checkpoint, read_tokenizer_files
+from .formats.prepared import PreparedFile
+from .reference.cache import KVCache, TokenBatch
+from .reference.config import ModelConfig
+from .reference.weights import ModelWeights
+from .system.sharing import identity, shared
 
 if TYPE_CHECKING:
-    from .generation import ChatSession, Engine, EngineConfig, Generation, TokenStream
+    from .generation import ChatSession, Generation, TokenStream
     from .generation.vocabulary import Vocabulary
-    from .profiling import Profile
+    from .notebook.profiling import Profile
+    from .serving import Engine, EngineConfig
     from .tokenizers import Tokenizer
 
-ASSETS = Path(__file__).parent / "assets"
 log = logging.getLogger(__name__)
-
-
-def shipped_models() -> list[str]:
-    """Names of the models inside the package, which `load` takes like a path."""
-    return sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())
-
-
-def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder or file that `model` stands for: a path, a shipped model, or one that was pulled. No network."""
-    path = Path(model)
-    try:
-        if path.exists():
-            return path
-    except (OSError, ValueError) as problem:  # too long, or a NUL byte
-        raise FormatError(f"is no usable path: {problem}") from problem
-    if path.name == os.fspath(model) and path.name in shipped_models():
-        return ASSETS / path.name
-    from .registry import find
-
-    found = find(os.fspath(model))
-    if found is not None:
-        return found
-    raise FormatError(
-        f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
-        "in the store (bitnet-ref list); a model of the Hugging Face hub comes here with: bitnet-ref pull ORG/REPO",
-        path=path,
-    )
 
 
 def load(
@@ -149,7 +121,7 @@ def load_engine(
 
     Raises what `load` raises, and ConfigError.
     """
-    from .generation import Engine, EngineConfig
+    from .serving import Engine, EngineConfig
 
     config = EngineConfig.load() if config is None else config
     missing: BackendUnavailable | None = None
@@ -257,7 +229,7 @@ class Model:
         back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
         `profiling.Profile`: print it, `plot()`, `save(path)`.
         """
-        from .profiling import Profile
+        from .notebook.profiling import Profile
 
         profile = Profile(self)
         if prompt is None and params:
@@ -269,7 +241,7 @@ class Model:
 
     def engine(self, **settings: Any) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""
-        from .generation import Engine
+        from .serving import Engine
 
         return Engine(self, **settings)
 

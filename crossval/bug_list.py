@@ -41,8 +41,8 @@ def bug(
     return Bug(name, model, tuple(ops.split()), made, (cause or name,), tuple(twin.split()), **more)  # type: ignore[arg-type]
 
 
-LAYERS, MODEL, CACHE, RECORD = "layers.py", "model.py", "kv_cache.py", "tracing/record.py"
-HF_FOLDER, TOKENIZER = "formats/hf_folder.py", "tokenizers/base.py"
+LAYERS, MODEL, CACHE, RECORD = "reference/layers.py", "reference/model.py", "reference/cache.py", "backends/record.py"
+HF_FOLDER, TOKENIZER = "formats/hf/folder.py", "tokenizers/base.py"
 
 GATE = "blocks.0.mlp.hook_post"
 ATTN_SUB = "blocks.0.attn.sub_norm.* blocks.0.attn.o_proj.hook_x_*"
@@ -163,7 +163,7 @@ BLOCK_BUGS = (
         "template_space_missing",
         "chat",
         "token_ids",
-        ("tokenizers/chat_template.py", "{{ 'Assistant: ' }}", "{{ 'Assistant:' }}"),
+        ("tokenizers/templates/chat_template.py", "{{ 'Assistant: ' }}", "{{ 'Assistant:' }}"),
         level="prompt",
     ),
     bug(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bug_list import HF_FOLDER, bug
 
-QUANT, NUMPY = "quantization.py", "backends/numpy_backend.py"
+QUANT, NUMPY = "reference/quantization.py", "backends/backend.py"
 PACKING, CHECKPOINT = "formats/packing.py", "formats/checkpoint.py"
 
 OUT = "blocks.0.attn.q_proj.hook_out"

@@ -25,9 +25,9 @@ from planted_models import CHAT, MODELS
 from planting import planted
 
 import bitnet_ref
-from bitnet_ref.tracing.compare import compare
-from bitnet_ref.tracing.diagnose import Diagnosis, diagnose, diagnose_generation, diagnose_prompt
-from bitnet_ref.tracing.parity import token_parity
+from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_generation, diagnose_prompt
+from bitnet_ref.crossval.parity import token_parity
 
 BUGS = (*BLOCK_BUGS, *LINEAR_BUGS)
 NEW_TOKENS = 12

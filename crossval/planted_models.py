@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 import bitnet_ref
 from bitnet_ref.formats.packing import hf_from_ternary
-from bitnet_ref.quantization import quantize_weights
+from bitnet_ref.reference.quantization import quantize_weights
 
 PACKED = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 DIVIDED = {"quant_method": "bitnet", "linear_class": "bitlinear"}
@@ -177,6 +177,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "faint token": faint_token,
     "exact ties": exact_ties,
     "chat": chat,
-    "storyteller": lambda folder: Path(bitnet_ref.api.ASSETS / "storyteller"),
+    "storyteller": lambda folder: Path(bitnet_ref.formats.open.ASSETS / "storyteller"),
 }
 TOKENS = [1, 17, 5, 23, 9, 42, 3, 3, 60, 11, 30, 8]

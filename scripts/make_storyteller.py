@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bitnet_ref.api import ASSETS
-from bitnet_ref.formats.atomic import atomic_path
-from bitnet_ref.formats.hf_config import read_hf_config
-from bitnet_ref.formats.hf_folder import load_hf_weights
+from bitnet_ref.formats.hf.config import read_hf_config
+from bitnet_ref.formats.hf.folder import load_hf_weights
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
 from bitnet_ref.formats.safetensors import SafetensorsFile, write_safetensors
-from bitnet_ref.quantization import quantize_weights
+from bitnet_ref.reference.quantization import quantize_weights
+from bitnet_ref.system.atomic import atomic_path
 
 
 def main() -> None:

@@ -9,13 +9,16 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import gc
+import weakref
 
 import pytest
+from engine_checks import check
+from helpers import model
 from hypothesis import HealthCheck, settings
 
 import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend, cuda
-from bitnet_ref.backends.cython_backend import DEFAULT_LAYOUT, CythonBackend, layouts, simd_variants
+from bitnet_ref.backends.cpu.backend import DEFAULT_LAYOUT, CythonBackend, layouts, simd_variants
 
 settings.register_profile(
     "suite",
@@ -131,3 +134,31 @@ def reference() -> Backend:
 def in_double() -> Backend:
     """The NumPy backend in float64, the yardstick of everybody's rounding error."""
     return Backend("float64", threads=1)
+
+
+@pytest.fixture
+def story():
+    return model("storyteller", "auto")
+
+
+@pytest.fixture
+def engine(story):
+    with story.engine(max_batch=4, max_batch_tokens=32, page_size=4) as engine:
+        yield engine
+        engine.close()
+        check(engine)
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """Weak references to every cache that models make from here on."""
+    caches = []
+    new_cache = bitnet_ref.Model.new_cache
+
+    def watched(self, *args, **kwargs):
+        cache = new_cache(self, *args, **kwargs)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(bitnet_ref.Model, "new_cache", watched)
+    return caches

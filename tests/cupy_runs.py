@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers import GOLDEN
 
 import bitnet_ref
-from bitnet_ref.backends.cupy_backend import CupyBackend
+from bitnet_ref.backends.cuda.backend import CupyBackend
 
 CASE = GOLDEN / "bitnet-packed-offline"
 

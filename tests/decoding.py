@@ -12,8 +12,8 @@ from helpers import of_one_layer, rng
 
 from bitnet_ref.backends.cuda.attention import Attention
 from bitnet_ref.backends.cuda.cache import DeviceBatch, DeviceKVCache
-from bitnet_ref.config import RopeConfig
-from bitnet_ref.kv_cache import TokenBatch
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.config import RopeConfig
 
 
 @dataclass

@@ -19,12 +19,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
 from bitnet_ref.backends import Backend
-from bitnet_ref.config import ModelConfig
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
-from bitnet_ref.quantization import quantize_weights
-from bitnet_ref.weights import LinearWeight
+from bitnet_ref.reference.config import ModelConfig
+from bitnet_ref.reference.quantization import quantize_weights
+from bitnet_ref.reference.weights import LinearWeight
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "golden"

@@ -9,7 +9,6 @@ import pytest
 from helpers import BITNET, GOLDEN, TINY, golden, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.api import shipped_models
 from bitnet_ref.errors import (
     BackendUnavailable,
     BitNetRefError,
@@ -18,6 +17,7 @@ from bitnet_ref.errors import (
     GenerationError,
     TokenizerError,
 )
+from bitnet_ref.formats.open import shipped_models
 
 # -- load --------------------------------------------------------------------------------------------------------------
 

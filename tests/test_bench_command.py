@@ -5,7 +5,7 @@ from bench_runs import FAST, NO_CYTHON, SMALL, TINY, OffByOne, assert_positive, 
 from helpers import BITNET, write_checkpoint
 
 from bitnet_ref import benchmark
-from bitnet_ref.api import find_model
+from bitnet_ref.formats.open import find_model
 from bitnet_ref.tokenizers import load_tokenizer
 
 

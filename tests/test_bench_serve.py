@@ -11,7 +11,7 @@ from helpers import GOLDEN, model
 from bitnet_ref.benchmark.serve import Load, LoadPoint, Quantiles, Together, measure_serve
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation import Engine
+from bitnet_ref.serving import Engine
 
 TINY = GOLDEN / "bitnet-packed-offline"
 FAST = ("--requests", 6, "--prompt", "2-4", "--new", "3", "--together", 4, "--rate", 200, "--rate", 400)
@@ -69,7 +69,7 @@ def test_what_is_refused_is_counted():
 
 
 def measure_config():
-    from bitnet_ref.generation import EngineConfig
+    from bitnet_ref.serving import EngineConfig
 
     return EngineConfig(max_batch=4)
 

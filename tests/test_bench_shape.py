@@ -8,7 +8,8 @@ from bench_runs import invoke as invoke_bench
 from helpers import BITNET, write_checkpoint
 
 from bitnet_ref import benchmark
-from bitnet_ref.backends import Backend, cython_backend
+from bitnet_ref.backends import Backend
+from bitnet_ref.backends.cpu import backend as cython_backend
 from bitnet_ref.benchmark.ceiling import INSTRUCTIONS, peak_of
 
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense

@@ -19,8 +19,9 @@ from bench_runs import (
 from helpers import random_ternary, rng
 
 from bitnet_ref import benchmark
-from bitnet_ref.backends import Backend, cython_backend
-from bitnet_ref.backends.cython_backend import simd_variants
+from bitnet_ref.backends import Backend
+from bitnet_ref.backends.cpu import backend as cython_backend
+from bitnet_ref.backends.cpu.backend import simd_variants
 from bitnet_ref.benchmark import MemoryReader, Timing
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
@@ -28,8 +29,8 @@ from bitnet_ref.benchmark.timing import take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_shared
 from bitnet_ref.errors import BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
-from bitnet_ref.quantization import first_invalid_code
-from bitnet_ref.weights import DenseWeight, TernaryWeight
+from bitnet_ref.reference.quantization import first_invalid_code
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
 

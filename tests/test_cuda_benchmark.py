@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from bitnet_ref import benchmark
-from bitnet_ref.backends.cuda import emulated_build
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import KERNELS, TernaryKernels
 from bitnet_ref.benchmark.cuda_kernels import CudaKernelResult, kernels_for
 from bitnet_ref.cli import cli

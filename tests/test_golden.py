@@ -7,7 +7,7 @@ import pytest
 from helpers import GOLDEN, GOLDEN_CASES, golden, model
 
 import bitnet_ref
-from bitnet_ref.formats.hf_config import parse_hf_config, read_hf_config
+from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
 
 # Ternary cases were chosen to have no activation near a rounding boundary (data/make_golden.py), so two correct float32
 # engines differ by float rounding alone: about 1e-5 here. 2e-4 leaves room for another order of summation and is far

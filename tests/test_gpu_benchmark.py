@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cuda import emulated_build
+from bitnet_ref.backends.cuda.backend import CupyBackend
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
-from bitnet_ref.backends.cupy_backend import CupyBackend
 from bitnet_ref.benchmark import Plan, cuda_kernels, gpu, gpu_rows, measure_gpu
 from bitnet_ref.benchmark.gpu import Ask, Row
 from bitnet_ref.cli import bench_gpu, cli

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from ..errors import BackendError, BackendUnavailable
+from .backend import HEADS, Backend, choose_cache_dtype
 from .candidates import HeadCandidates, HeadNeed
-from .numpy_backend import HEADS, Backend, choose_cache_dtype
 from .screened_head import ScreenedHead
 
 __all__ = [
@@ -31,7 +31,7 @@ def available_backends() -> dict[str, str | None]:
 
 def _why_not(name: str) -> str | None:
     if name == "cython":
-        from . import cython_backend
+        from .cpu import backend as cython_backend
 
         return cython_backend.why_unavailable()
     if name == "cupy":
@@ -69,11 +69,11 @@ def choose_backend(
     if reason := _why_not(name):
         raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
     if name == "cython":
-        from .cython_backend import CythonBackend
+        from .cpu.backend import CythonBackend
 
         return CythonBackend(dtype, threads, head=head)
     if name == "cupy":
-        from .cupy_backend import CupyBackend
+        from .cuda.backend import CupyBackend
 
         return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit, index=device)
     return Backend(dtype, threads, head=head)
@@ -90,7 +90,7 @@ def _card(dtype: str, threads: int | None, head: str, memory_limit: int | str | 
 
     if cuda.emulation_wanted() or dtype == "float64" or head == "screened" or cuda.why_unavailable(device) is not None:
         return None
-    from .cupy_backend import CupyBackend
+    from .cuda.backend import CupyBackend
 
     try:
         return CupyBackend(dtype, threads, head=head, memory_limit=memory_limit, index=device)

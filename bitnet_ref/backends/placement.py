@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import BackendUnavailable, OutOfMemory
 from ..formats.checkpoint import Checkpoint, is_ternary, linear_name, linear_shape
 from . import choose_backend, choose_cpu
-from .numpy_backend import Backend
+from .backend import Backend
 
 if TYPE_CHECKING:
-    from .cupy_backend import CupyBackend
+    from .cuda.backend import CupyBackend
 
 MOST_CACHE_TOKENS = 4096  # that room is left for, where nobody says how many
 KEPT_FREE = 50  # one part of so many of a card's memory: for the kernels themselves, and the pool's gaps

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..weights import DenseWeight
+from ..reference.weights import DenseWeight
 
 # A head this small is read from the processor's cache, or nearly: the second look costs what the first one saves.
 SMALLEST_SCREENED_BYTES = 16 << 20

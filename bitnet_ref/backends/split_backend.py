@@ -22,12 +22,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig, RopeConfig
 from ..errors import ShapeError
-from ..kv_cache import KVCache, TokenBatch
-from ..weights import DenseWeight, LinearWeight, ModelWeights
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig, RopeConfig
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
+from .backend import Backend
 from .candidates import HeadCandidates, HeadNeed
-from .numpy_backend import Backend
 
 ROUND_CAPACITY_TO = 256  # tokens: as a card's cache does, so that all parts have pages of one size
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..backends import cython_backend
-from ..threads import resolve_threads
+from ..backends.cpu import backend as cython_backend
+from ..system.threads import resolve_threads
 
 UNKNOWN_CACHE_BYTES = 32 << 20  # where the system does not say
 CACHES_READ = 3  # a read of this many last-level caches comes from memory

@@ -12,24 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.cache_dtypes import CACHE_DTYPES
+from ..crossval.metrics import measure_logits
+from ..crossval.precision import TEXT
 from ..errors import GenerationError
-from ..kv_cache import TokenBatch
-from ..kv_dtypes import CACHE_DTYPES
-from ..tracing.metrics import measure_logits
+from ..reference.cache import TokenBatch
 
 if TYPE_CHECKING:
     from ..api import Model
 
 CHUNK = 64  # tokens at a time: the logits of a large vocabulary are never held for a whole text
-TEXT = """
-    Once upon a time there lived in a small house beside the forest an old woman and her grandson. Every morning
-    the boy went out to gather wood, and every evening he came home and told her what he had seen. One day he
-    met a fox, who sat upon a stone and looked at him. "Why do you carry so much?" said the fox. "Because the
-    winter is long," said the boy, "and my grandmother is cold." The fox thought about it for a while. Then she
-    said, "Follow me, and I will show you a tree that has been waiting for you these hundred years." So they
-    walked together under the dark branches until they came to a green meadow, and in the middle of it stood the
-    tallest tree that he had ever seen.
-"""  # ours, for models that come with no text
 
 
 @dataclass(frozen=True)

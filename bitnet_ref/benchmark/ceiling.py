@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backends import Backend, cython_backend
+from ..backends import Backend
+from ..backends.cpu import backend as cython_backend
 from ..errors import ShapeError
-from ..figures.style import new_figure
-from ..threads import resolve_threads
+from ..notebook.figures.style import new_figure
+from ..system.threads import resolve_threads
 from .bandwidth import MemoryReader
 from .timing import Action, Timing, take_turns
 

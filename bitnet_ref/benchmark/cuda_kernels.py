@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import quantization
 from ..backends.cuda import Device, DeviceArray, Graph
 from ..backends.cuda.rows import linear_of_row, row_launch, takes_row
 from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
 from ..backends.cuda.workspace import Arena, Workspace
 from ..errors import ShapeError
-from ..weights import TernaryWeight
+from ..reference import quantization
+from ..reference.weights import TernaryWeight
 from .synthetic import random_ternary_weight
 from .timing import Timing
 

@@ -31,7 +31,7 @@ from ..generation.generate import run as generation_loop
 from ..generation.params import SamplingParams
 from ..generation.results import GenerationStats
 from ..generation.sequence import Continuation, Request
-from ..threads import resolve_threads
+from ..system.threads import resolve_threads
 from .cuda_kernels import LEAST_SHARE, TARGET_SHARES, PlainCopy, measure_cuda_kernels
 from .gpu_rows import BATCHES, DENSE, LARGE, MAIN, PARTS, Ask, Decoding, Differs, GpuBench, Plan, Row
 from .models import bytes_of_step

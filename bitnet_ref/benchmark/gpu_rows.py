@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ModelConfig
+from ..reference.config import ModelConfig
 from .cuda_kernels import SHAPES_2B_4T_FUSED
 from .synthetic import SHAPES
 from .timing import Timing

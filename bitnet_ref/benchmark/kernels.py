@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import Backend, available_backends, choose_backend, kernel_manager
-from ..backends.cython_backend import CythonBackend, simd_variants
+from ..backends import Backend, available_backends, choose_backend
+from ..backends.cpu import kernel_manager
+from ..backends.cpu.backend import CythonBackend, simd_variants
 from ..errors import ShapeError
-from ..weights import LinearWeight, TernaryWeight
+from ..reference.weights import LinearWeight, TernaryWeight
 from .bandwidth import MemoryReader, last_level_cache_bytes
 from .synthetic import random_ternary_weight
 from .timing import Action, Timing, relative_speed, take_turns

@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import HeadCandidates, HeadNeed, ScreenedHead
-from ..config import ModelConfig
 from ..errors import GenerationError
 from ..generation.params import SamplingParams
 from ..generation.sampling import choose, choose_among, log_probability
-from ..kv_cache import KVCache, TokenBatch
-from ..memory import peak_memory_bytes
-from ..profiling import OpTime
-from ..profiling import Profile as ModelProfile
-from ..weights import ModelWeights, TernaryLinear
+from ..notebook.profiling import OpTime
+from ..notebook.profiling import Profile as ModelProfile
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig
+from ..reference.weights import ModelWeights, TernaryLinear
+from ..system.memory import peak_memory_bytes
 from .bandwidth import MemoryReader, last_level_cache_bytes
 from .ceiling import peak_of
 from .timing import Timing, relative_speed, seconds

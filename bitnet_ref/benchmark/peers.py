@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..config import ModelConfig
 from ..errors import BackendError, BackendUnavailable, ConfigError, FormatError
+from ..reference.config import ModelConfig
 from .random_file import write_random_gguf
 from .timing import Timing
 

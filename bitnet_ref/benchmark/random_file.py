@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig
 from ..errors import ConfigError
 from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes
-from ..formats.gguf_export import write_gguf_model
-from ..weights import DenseWeight, LinearWeight
+from ..formats.gguf.export import write_gguf_model
+from ..reference.config import ModelConfig
+from ..reference.weights import DenseWeight, LinearWeight
 from .synthetic import random_ternary_weight
 
 LARGEST_DRAWN = 1 << 22  # values of a table that are drawn; a larger one repeats them

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..errors import GenerationError, QueueFull
-from ..figures.style import new_figure
-from ..generation import Engine, EngineConfig, Generation
+from ..generation import Generation
+from ..notebook.figures.style import new_figure
+from ..serving import Engine, EngineConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
-from ..config import ModelConfig, QuantizationConfig, RopeConfig
 from ..errors import ConfigError
-from ..quantization import CODES_PER_BYTE
-from ..weights import DenseWeight, LayerWeights, ModelWeights, TernaryWeight
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from ..reference.quantization import CODES_PER_BYTE
+from ..reference.weights import DenseWeight, LayerWeights, ModelWeights, TernaryWeight
 
 Progress = Callable[[int, int], object]
 

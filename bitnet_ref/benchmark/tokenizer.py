@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..api import find_model
 from ..errors import GenerationError
+from ..formats.open import find_model
 from ..tokenizers import load_tokenizer
 from .timing import Action, Timing, take_turns
 

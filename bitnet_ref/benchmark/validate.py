@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend, HeadNeed
+from ..crossval.tolerances import ENGINES, EPSILON, MODEL_FLOOR_IN_EPSILONS
 from ..errors import NumericsError
-from ..kv_cache import TokenBatch
-from ..tracing.tolerances import ENGINES, EPSILON, MODEL_FLOOR_IN_EPSILONS
-from ..weights import LinearWeight, ModelWeights, TernaryLinear, TernaryWeight, plain_weights
+from ..reference.cache import TokenBatch
+from ..reference.weights import LinearWeight, ModelWeights, TernaryLinear, TernaryWeight, plain_weights
 
 CHECKED_TOKENS = 4  # of a whole model
 

@@ -67,7 +67,7 @@ def gpu(
 
 def write(facts: dict[str, Any], path: Path) -> None:
     """The JSON in place of what the file held, whole or not at all."""
-    from ..formats.atomic import atomic_path
+    from ..system.atomic import atomic_path
 
     try:
         with atomic_path(path) as temporary:

@@ -65,7 +65,7 @@ def serve(
     MODEL (default: storyteller), or a synthetic one. Some requests are first compared with what they give alone.
     """
     from ..benchmark.serve import Load, measure_serve, save_serve_plot
-    from ..generation import EngineConfig
+    from ..serving import EngineConfig
 
     config = EngineConfig(max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
     load = Load(requests, prompt, new, seed)

@@ -91,7 +91,7 @@ class Subject:
         """On the backend and kernel set asked for."""
         from ..api import Model, load
         from ..backends import choose_backend
-        from ..backends.cython_backend import CythonBackend
+        from ..backends.cpu.backend import CythonBackend
 
         chosen = choose_backend("cython" if self.simd else self.backend, threads=self.threads, head=self.head)
         if self.simd:

@@ -12,7 +12,7 @@ from .shell import LoadingBar, common_options, print_json, show, size_in_words, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..conversion import Proof
+    from ..formats.convert import Proof
 
 # Of conversion.TARGETS, which --help should not import; a test holds the two equal.
 TARGET_NAMES = (
@@ -49,8 +49,8 @@ def convert(
     What was written is read again and compared with the source: every ternary plane bit for bit, every scale, every
     other tensor, the tokenizer, and the logits of a few tokens. Nothing is at DESTINATION before that.
     """
-    from ..conversion import convert as convert_model
     from ..formats.checkpoint import Progress, ReadOptions
+    from ..formats.convert import convert as convert_model
 
     bars: list[LoadingBar] = []
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..api import Model
     from ..crossval import Crossing, PrecisionBench
-    from ..tracing.compare import Comparison
+    from ..crossval.compare import Comparison
 
 _MODEL = click.argument("model", default="storyteller")
 
@@ -82,7 +82,7 @@ def trace(model: str, file: Path, no_causes: bool, html_path: Path | None, recei
     The format of a trace is in crossval/README.md.
     """
     from ..crossval import cross_trace
-    from ..tracing.trace import Trace
+    from ..crossval.trace import Trace
 
     with Trace(file) as opened:
         ids = opened.token_ids
@@ -111,7 +111,7 @@ def record(
     model: str, file: Path, prompt: str | None, tokens: str | None, names: tuple[str, ...], backend: str
 ) -> None:
     """Run MODEL and write its named tensors to the trace FILE."""
-    from ..tracing.trace import Trace, record_to_file
+    from ..crossval.trace import Trace, record_to_file
 
     loaded, ids = load_and_encode(model, prompt, tokens, backend)
     record_to_file(loaded, ids, file, names or None, prompt)
@@ -211,7 +211,7 @@ def finish(
 ) -> None:
     """Show, write what was asked for, and exit with what was found."""
     from ..crossval import make_receipt, write_html
-    from ..tracing.receipt import write_receipt
+    from ..crossval.receipt import write_receipt
 
     ran = [crossing.agrees for crossing in crossings if crossing.agrees is not None]
     missing = [crossing.opponent for crossing in crossings if crossing.agrees is None]

@@ -1,4 +1,4 @@
-"""`bitnet-ref doctor`: draws what `bitnet_ref.doctor` finds."""
+"""`bitnet-ref doctor`: draws what `bitnet_ref.crossval.doctor` finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from ..doctor import BackendCheck, BackendState, Diagnosis
+    from ..crossval.doctor import BackendCheck, BackendState, Diagnosis
 
 
 @click.command(short_help="Check this machine and installation, and compute a self-check.")
@@ -23,7 +23,7 @@ def doctor() -> None:
 
     Exits with 1 when a backend disagrees with the reference.
     """
-    from ..doctor import examine
+    from ..crossval.doctor import examine
 
     found = examine()
     if wants_json():

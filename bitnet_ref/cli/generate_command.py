@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ..errors import GenerationError, TokenizerError
-from ..memory import peak_memory_bytes
+from ..system.memory import peak_memory_bytes
 from .generation_options import LOAD_OPTIONS, given_only, model_options, sampling_options, several_options
 from .shell import (
     INTERRUPTED,

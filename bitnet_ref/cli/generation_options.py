@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..backends import HEADS, NAMES
-from ..kv_dtypes import CACHE_DTYPES
+from ..backends.cache_dtypes import CACHE_DTYPES
 from .shell import AnyFunction, SectionOption
 
 HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from ..config import ModelConfig
     from ..inspection import Inspection, TensorView, TernaryMatrix, TokenizerFacts
+    from ..reference.config import ModelConfig
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 

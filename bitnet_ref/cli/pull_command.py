@@ -12,7 +12,7 @@ import click
 from .shell import common_options, print_json, size_in_words, wants_json
 
 if TYPE_CHECKING:
-    from ..registry import Entry
+    from ..formats.registry import Entry
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub, or from a folder, and keep it by its name.")
@@ -44,8 +44,8 @@ def is_local(source: str) -> bool:
 
 
 def add_local(source: str, name: str, file: str | None) -> Entry:
-    from ..api import shipped_models
-    from ..registry import add
+    from ..formats.open import shipped_models
+    from ..formats.registry import add
 
     if name in shipped_models():
         raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")
@@ -53,8 +53,8 @@ def add_local(source: str, name: str, file: str | None) -> Entry:
 
 
 def fetch(source: str, name: str | None, file: str | None) -> Entry:
-    from ..api import shipped_models
-    from ..registry.hub import pull as pull_from_hub
+    from ..formats.open import shipped_models
+    from ..formats.registry.hub import pull as pull_from_hub
 
     if name in shipped_models():
         raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")

@@ -1,6 +1,7 @@
 """Crossval: the reference against whatever else claims to run the same model. The comparisons are `tracing`'s."""
 
-from .bitnet_cpp import cross_bitnet_cpp
+from .engines.bitnet_cpp import cross_bitnet_cpp
+from .engines.outside import cross_engine, cross_engine_on
 from .greedy import Greedy, compare_ids, compare_text
 from .opponents import (
     Crossing,
@@ -10,7 +11,6 @@ from .opponents import (
     prepared_model,
     write_html,
 )
-from .outside import cross_engine, cross_engine_on
 from .precision import PrecisionBench, PrecisionError, measure_precision
 from .table import Table, cross_all
 from .verify import Verification, make_receipt, verify_receipt

@@ -20,16 +20,16 @@ from .. import __version__
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import BackendError, NumericsError, TokenizerError
-from ..formats.atomic import atomic_path
-from ..tracing.compare import Comparison, compare
-from ..tracing.diagnose import Diagnosis, diagnose, diagnose_prompt
-from ..tracing.parity import token_parity
-from ..tracing.replay import judge_trace
-from ..tracing.report import Evidence, Section, evidence, html_report
-from ..tracing.teacher import teacher_forced
-from ..tracing.trace import Trace, record_to_file
-from ..weights import plain_weights
+from ..reference.weights import plain_weights
+from ..system.atomic import atomic_path
+from .compare import Comparison, compare
+from .explain.diagnose import Diagnosis, diagnose, diagnose_prompt
+from .explain.replay import judge_trace
 from .greedy import Greedy
+from .parity import token_parity
+from .report import Evidence, Section, evidence, html_report
+from .teacher import teacher_forced
+from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # of a model that has no tokenizer
@@ -162,7 +162,7 @@ def _backends(threads: int) -> Iterable[tuple[str, Any, str | None]]:
             continue
         yield name, lambda name=name: choose_backend(name, threads=threads), reason
         if name == "cython":
-            from ..backends.cython_backend import CythonBackend, simd_variants
+            from ..backends.cpu.backend import CythonBackend, simd_variants
 
             for simd, lacks in simd_variants().items():
                 yield f"{name} {simd}", lambda simd=simd: CythonBackend(threads=threads, simd=simd), reason or lacks

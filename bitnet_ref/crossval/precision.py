@@ -33,16 +33,25 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend, HeadNeed, choose_backend
-from ..benchmark.cache import TEXT
 from ..errors import GenerationError
 from ..generation import Generation
-from ..kv_cache import TokenBatch
-from ..tracing.metrics import measure_logits
+from ..reference.cache import TokenBatch
+from .metrics import measure_logits
 from .opponents import prepared_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 CONTINUED = 48  # tokens of the greedy continuation, of a prompt of as many
 WAYS = ("prompt", "steps")
+
+TEXT = """
+    Once upon a time there lived in a small house beside the forest an old woman and her grandson. Every morning
+    the boy went out to gather wood, and every evening he came home and told her what he had seen. One day he
+    met a fox, who sat upon a stone and looked at him. "Why do you carry so much?" said the fox. "Because the
+    winter is long," said the boy, "and my grandmother is cold." The fox thought about it for a while. Then she
+    said, "Follow me, and I will show you a tree that has been waiting for you these hundred years." So they
+    walked together under the dark branches until they came to a green meadow, and in the middle of it stood the
+    tallest tree that he had ever seen.
+"""  # ours, for models that come with no text
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..api import load
+from .engines.outside import ENGINES, cross_engine_on
 from .opponents import Crossing, cross_backends, default_tokens
-from .outside import ENGINES, cross_engine_on
 from .verify import result
 
 Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, where, tokens

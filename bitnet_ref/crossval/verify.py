@@ -11,10 +11,10 @@ from typing import Any
 from .. import __version__
 from ..api import Model, load
 from ..errors import BitNetRefError, FormatError
-from ..tracing.identity import config_hash, file_hash, weight_hash
-from ..tracing.receipt import figures, read_receipt, seal
+from .engines.outside import ENGINES, cross_engine
+from .identity import config_hash, file_hash, weight_hash
 from .opponents import Crossing, cross_backends, cross_trace
-from .outside import ENGINES, cross_engine
+from .receipt import figures, read_receipt, seal
 
 
 def make_receipt(

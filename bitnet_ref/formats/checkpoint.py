@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig
-from ..weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, ModelWeights
+from ..reference.config import ModelConfig
+from ..reference.weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, ModelWeights
 
 Progress = Callable[[int, int], None]  # (parts done, parts in all)
 Prepare = Callable[[LinearWeight], LinearWeight]

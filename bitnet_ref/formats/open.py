@@ -1,34 +1,63 @@
-"""`open_checkpoint`: whatever a model comes in, opened by the reader of its format."""
+"""Finds a model by path or name (`find_model`), and opens it with the reader of its format (`open_checkpoint`)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import FormatError
 from .checkpoint import Checkpoint, ReadOptions
 
 READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+def shipped_models() -> list[str]:
+    """Names of the models inside the package, which `load` takes like a path."""
+    return sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())
+
+
+def find_model(model: str | os.PathLike[str]) -> Path:
+    """The folder or file that `model` stands for: a path, a shipped model, or one that was pulled. No network."""
+    path = Path(model)
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as problem:  # too long, or a NUL byte
+        raise FormatError(f"is no usable path: {problem}") from problem
+    if path.name == os.fspath(model) and path.name in shipped_models():
+        return ASSETS / path.name
+    from .registry import find
+
+    found = find(os.fspath(model))
+    if found is not None:
+        return found
+    raise FormatError(
+        f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
+        "in the store (bitnet-ref list); a model of the Hugging Face hub comes here with: bitnet-ref pull ORG/REPO",
+        path=path,
+    )
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """A folder or a file -> its reader, by its suffix. Raises FormatError or ConfigError."""
     options = options or ReadOptions()
     if path.name.endswith(".bitnet.safetensors") and not path.is_dir():
-        from .native import NativeCheckpoint
+        from .native.model import NativeCheckpoint
 
         return NativeCheckpoint(path, options)
     if path.is_dir() and (path / "model.onnx").is_file() and not any(path.glob("model.safetensors*")):
         path = path / "model.onnx"
     if path.is_dir() or path.suffix == ".safetensors":
-        from .hf_folder import HfCheckpoint
+        from .hf.folder import HfCheckpoint
 
         return HfCheckpoint(path, options)
     if path.suffix == ".gguf":
-        from .gguf_model import GgufCheckpoint
+        from .gguf.model import GgufCheckpoint
 
         return GgufCheckpoint(path, options)
     if path.suffix == ".onnx":
-        from .onnx_model import OnnxCheckpoint
+        from .onnx.model import OnnxCheckpoint
 
         return OnnxCheckpoint(path, options)
     raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
@@ -38,7 +67,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """`Checkpoint.tokenizer_files` of a folder or a file, without looking at its tensors."""
     if path.suffix == ".gguf":
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
-        from .gguf import GgufFile
+        from .gguf.file import GgufFile
 
         with GgufFile(path) as file:
             return tokenizer_files_from_gguf(file.metadata, path) if "tokenizer.ggml.tokens" in file.metadata else {}

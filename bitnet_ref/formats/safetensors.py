@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory, ShapeError
-from ..json_file import parse_json_object
-from .atomic import atomic_path
+from ..system.atomic import atomic_path
+from ..system.json_file import parse_json_object
 from .binary_file import read_exactly
 
 DTYPES: dict[str, np.dtype] = {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
-from ..kv_cache import KVCache
+from ..reference.cache import KVCache
 from .generate import TokenStream, check_streamable, run
 from .overflow import ContextWindow
 from .params import SamplingParams

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..backends import HeadCandidates
 from ..errors import GenerationError
-from ..kv_cache import KVCache, TokenBatch, TokenIds
+from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .params import SamplingParams
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..kv_cache import KVCache
+from ..reference.cache import KVCache
 from .logprobs import lazy_fields
 from .overflow import Spans
 

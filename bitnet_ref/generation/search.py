@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends import HeadNeed
-from ..kv_cache import KVCache, TokenBatch
+from ..reference.cache import KVCache, TokenBatch
 from .logprobs import Entry
 from .results import Generation, GenerationStats
 from .sampling import likeliest, likeliest_logprobs, log_probabilities

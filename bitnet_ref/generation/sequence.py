@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..backends import HeadCandidates, HeadNeed
 from ..errors import GenerationError, TokenizerError
-from ..kv_cache import TokenIds
+from ..reference.cache import TokenIds
 from .banned import BannedWords
 from .constraints import Constraint
 from .logprobs import Logprobs

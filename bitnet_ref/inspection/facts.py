@@ -6,7 +6,7 @@ import html
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config import ModelConfig
+from ..reference.config import ModelConfig
 
 # What the linears of a kind of file are, and which way its scales go.
 _STORED = {

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig
 from ..errors import BackendError, BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions, is_ternary, linear_name, norms_of_layer
-from ..weights import LinearWeight, TernaryWeight
+from ..reference.config import ModelConfig
+from ..reference.weights import LinearWeight, TernaryWeight
 from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import judge_model
 from .tokenizer import compare_with_config, describe_tokenizer

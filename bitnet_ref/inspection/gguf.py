@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import QuantizationConfig
 from ..errors import BitNetRefError, ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions
-from ..formats.gguf import GgufFile, GgufTensor, Typed
-from ..formats.gguf_blocks import DEQUANTIZABLE, dequantize
-from ..formats.gguf_config import read_gguf_config
-from ..formats.gguf_evidence import TERNARY_TYPES, check_dialect
-from ..formats.gguf_model import GgufCheckpoint
-from ..formats.gguf_names import GGUF_LINEARS, block_linears, gguf_name, our_name
+from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
+from ..formats.gguf.config import read_gguf_config
+from ..formats.gguf.evidence import TERNARY_TYPES, check_dialect
+from ..formats.gguf.file import GgufFile, GgufTensor, Typed
+from ..formats.gguf.model import GgufCheckpoint
+from ..formats.gguf.names import GGUF_LINEARS, block_linears, gguf_name, our_name
+from ..reference.config import QuantizationConfig
 from .facts import Inspection, StoredTensor
 from .generic import Inspector
 from .judge import LLAMA3_VOCAB

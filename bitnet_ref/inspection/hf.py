@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import quantization
-from ..config import ModelConfig
 from ..errors import ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions, hf_module, linear_name
-from ..formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config
-from ..formats.hf_folder import CheckpointTensors, HfCheckpoint
+from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
+from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
 from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
-from ..json_file import read_json_object
-from ..weights import DenseWeight, LinearWeight
+from ..reference import quantization
+from ..reference.config import ModelConfig
+from ..reference.weights import DenseWeight, LinearWeight
+from ..system.json_file import read_json_object
 from .facts import Inspection, StoredTensor
 from .generic import Inspector, Progress
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config import ModelConfig
 from ..formats.checkpoint import is_ternary
+from ..reference.config import ModelConfig
 
 if TYPE_CHECKING:
     from .generic import Inspector

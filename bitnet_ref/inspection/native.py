@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint, linear_shape
-from ..formats.native import TOKENIZER_PREFIX, NativeCheckpoint
+from ..formats.native.model import TOKENIZER_PREFIX, NativeCheckpoint
 from ..formats.safetensors import SafetensorsFile
 from .facts import Inspection, StoredTensor
 from .generic import Inspector

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint
-from ..formats.onnx_file import OnnxFile
-from ..formats.onnx_library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
-from ..formats.onnx_model import OnnxCheckpoint
+from ..formats.onnx.file import OnnxFile
+from ..formats.onnx.library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
+from ..formats.onnx.model import OnnxCheckpoint
 from .facts import StoredTensor
 from .generic import Inspector
 from .hf import tensor_kind

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..api import find_model
 from ..errors import FormatError
 from ..formats.checkpoint import ReadOptions
-from ..formats.native import SUFFIX as NATIVE_SUFFIX
-from ..formats.open import READABLE
+from ..formats.native.model import SUFFIX as NATIVE_SUFFIX
+from ..formats.open import READABLE, find_model
 from .facts import Inspection
 from .generic import Inspector, Progress
 

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..api import find_model
 from ..errors import BitNetRefError, ConfigError
 from ..formats.checkpoint import Checkpoint, ReadOptions, hf_module, linear_name, norms_of_layer
-from ..formats.gguf_names import gguf_name
-from ..formats.hf_folder import hf_norm_names
-from ..formats.open import open_checkpoint
-from ..quantization import unpack_ternary
-from ..weights import DenseWeight, TernaryWeight
+from ..formats.gguf.names import gguf_name
+from ..formats.hf.folder import hf_norm_names
+from ..formats.open import find_model, open_checkpoint
+from ..reference.quantization import unpack_ternary
+from ..reference.weights import DenseWeight, TernaryWeight
 from .tensor_view import TensorView
 
 _LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
@@ -98,9 +97,9 @@ def _stored_tensor(
 
 def _readers(path: Path) -> Iterator[tuple[str, Callable[[], tuple[str, NDArray[Any]]]]]:
     """(name, how to read it) of every tensor that lies in a file or folder, whatever it is for."""
-    from ..formats.gguf import PLAIN_DTYPES, GgufFile
-    from ..formats.gguf_blocks import DEQUANTIZABLE, dequantize
-    from ..formats.onnx_file import OnnxFile
+    from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
+    from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
+    from ..formats.onnx.file import OnnxFile
     from ..formats.safetensors import SafetensorsFile
 
     def from_safetensors(file: Path, name: str) -> tuple[str, NDArray[Any]]:

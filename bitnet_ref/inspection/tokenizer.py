@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ModelConfig
 from ..errors import BitNetRefError
+from ..reference.config import ModelConfig
 from .facts import TokenizerFacts
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, Literal, overload
 
 from ..errors import TokenizerError
-from .chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
 from .files import check_unicode
 from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
+from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
 
 END_OF_TURN = "<|eot_id|>"  # Llama 3 and BitNet 2B-4T: a chat model ends its turns with it, and not with eos_token
 

@@ -6,8 +6,8 @@ from helpers import of_one_layer, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants, why_unavailable
-from bitnet_ref.kv_cache import KVCache, TokenBatch
+from bitnet_ref.backends.cpu.backend import CythonBackend, simd_variants, why_unavailable
+from bitnet_ref.reference.cache import KVCache, TokenBatch
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 

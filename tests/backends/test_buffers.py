@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from bitnet_ref.backends import buffers
-from bitnet_ref.backends.buffers import Buffers
+from bitnet_ref.backends.cpu import buffers
+from bitnet_ref.backends.cpu.buffers import Buffers
 
 BIG = 512, 1024  # 2 MB
 

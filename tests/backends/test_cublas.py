@@ -10,13 +10,13 @@ from helpers import GOLDEN, model, rng
 import bitnet_ref
 from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda import cublas
+from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.dense import KINDS, MOST_IN_ORDER
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cupy_backend import CupyBackend
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import DeviceError, NumericsError
-from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.model import final_hidden
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.model import final_hidden
+from bitnet_ref.reference.weights import DenseWeight
 
 needs_device = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 SIXTEEN = ("float16", "bfloat16")

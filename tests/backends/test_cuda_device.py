@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.cuda import cupy_device, emulated_build
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cuda.emulated_pool import EmulatedPool
+from bitnet_ref.backends.cuda import cupy_device
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation.pool import EmulatedPool
 from bitnet_ref.errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 
 

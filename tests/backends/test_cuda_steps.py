@@ -12,13 +12,13 @@ from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import HeadNeed, cuda
 from bitnet_ref.backends.cuda.attention import Attention
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice, EmulatedGraph
+from bitnet_ref.backends.cuda.backend import MOST_REPLAYED
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice, EmulatedGraph
 from bitnet_ref.backends.cuda.select import blocks_of, select
-from bitnet_ref.backends.cupy_backend import MOST_REPLAYED
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.model import final_hidden
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.model import final_hidden
+from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 

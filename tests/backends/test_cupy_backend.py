@@ -16,15 +16,15 @@ from helpers import BITNET, GOLDEN, golden, model, rng, tiny_tensors, write_chec
 import bitnet_ref
 from bitnet_ref import backends
 from bitnet_ref.backends import Backend, HeadNeed, choose_backend, cuda
+from bitnet_ref.backends.cpu.deferred import Normed, Rows
+from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.cache import DeviceKVCache
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.stacks import GROUPS, stack_linears, stack_of
-from bitnet_ref.backends.cupy_backend import CupyBackend
-from bitnet_ref.backends.deferred import Normed, Rows
-from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
-from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.weights import DenseWeight, TernaryWeight
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 
@@ -428,7 +428,7 @@ def test_auto_takes_a_card_and_warns_when_it_does_not_answer(monkeypatch):
         assert choose_backend("auto").name != "cupy"  # by name only
     monkeypatch.setattr(backends.cuda, "emulation_wanted", lambda: False)
     monkeypatch.setattr(backends.cuda, "why_unavailable", lambda index=0: None)
-    monkeypatch.setattr("bitnet_ref.backends.cupy_backend.open_device", _lost)
+    monkeypatch.setattr("bitnet_ref.backends.cuda.backend.open_device", _lost)
     with pytest.warns(UserWarning, match="the GPU does not answer.*it is lost"):
         assert choose_backend("auto").name in ("cython", "numpy")
     with pytest.raises(BackendUnavailable, match="it is lost"):

@@ -10,14 +10,14 @@ from helpers import GOLDEN, GOLDEN_CASES, model, prepared, random_ternary, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cython_backend import CythonBackend, layouts, simd_variants, why_unavailable
-from bitnet_ref.backends.deferred import OfPair
-from bitnet_ref.backends.fused_pass import FusedPass, copy_as
+from bitnet_ref.backends.cpu.backend import CythonBackend, layouts, simd_variants, why_unavailable
+from bitnet_ref.backends.cpu.deferred import OfPair
+from bitnet_ref.backends.cpu.fused_pass import FusedPass, copy_as
 from bitnet_ref.crossval.opponents import prepared_model
 from bitnet_ref.errors import NumericsError, ShapeError
-from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.model import final_hidden
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.model import final_hidden
+from bitnet_ref.reference.weights import TernaryWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SETS = [name for name, lacks in simd_variants().items() if lacks is None]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bitnet_ref import errors
-from bitnet_ref.backends.cython_backend import CythonBackend
-from bitnet_ref.backends.huge_pages import ALIGNMENT, HUGE_PAGE, MAP_BYTES, SMALLEST, HugePages
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.huge_pages import ALIGNMENT, HUGE_PAGE, MAP_BYTES, SMALLEST, HugePages
+from bitnet_ref.reference.weights import TernaryWeight
 
 linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no MADV_HUGEPAGE")
 
@@ -71,7 +71,7 @@ def test_a_map_is_given_back_with_its_last_array():
 
 @linux
 def test_without_address_space_an_ordinary_array_is_given(monkeypatch):
-    monkeypatch.setattr("bitnet_ref.backends.huge_pages.HUGE_PAGE", 1 << 62)  # no map is that large
+    monkeypatch.setattr("bitnet_ref.backends.cpu.huge_pages.HUGE_PAGE", 1 << 62)  # no map is that large
     array = HugePages().empty((4, SMALLEST))
     assert array.shape == (4, SMALLEST)
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bitnet_ref.backends.cuda import emulated_build, overlapped_launch
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda import overlapped_launch
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import DeviceError
 
 HEADERS = [path for path in (Path("/usr/local/cuda/include"), Path("/usr/include")) if (path / "cuda.h").is_file()]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.backends import HeadNeed
-from bitnet_ref.backends import cython_backend as cython
-from bitnet_ref.backends.cython_backend import CythonBackend, why_unavailable
-from bitnet_ref.backends.recorded_step import STEPS_KEPT
+from bitnet_ref.backends.cpu import backend as cython
+from bitnet_ref.backends.cpu.backend import CythonBackend, why_unavailable
+from bitnet_ref.backends.cpu.recorded_step import STEPS_KEPT
 from bitnet_ref.errors import NumericsError, ShapeError
-from bitnet_ref.kv_cache import KVCache, TokenBatch
-from bitnet_ref.model import final_hidden
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.reference.model import final_hidden
+from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 PLAYED = ["bitnet-packed-offline", "mistral-dense-window8", "llama-packed-rmsnorm", "rope-dynamic", "onebitllm-silu"]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import bitnet_ref
 from bitnet_ref.backends import Backend, HeadNeed
-from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants, why_unavailable
+from bitnet_ref.backends.cpu.backend import CythonBackend, simd_variants, why_unavailable
 from bitnet_ref.backends.screened_head import SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
 from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.sampling import candidates_needed, choose, choose_among
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 RUNNABLE = [name for name, lacks in simd_variants().items() if lacks is None]

@@ -16,21 +16,20 @@ from click.testing import CliRunner
 from helpers import BITNET, GOLDEN, TINY, golden, model, rng, run_python, tiny_tensors, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.api import find_model
 from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import cupy_device, footprint
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cupy_backend import CupyBackend
+from bitnet_ref.backends.cuda.backend import CupyBackend
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.placement import Costs, Placement, divided
 from bitnet_ref.backends.split_backend import Part, SplitBackend, SplitKVCache
 from bitnet_ref.benchmark import synthetic_model
 from bitnet_ref.cli import cli
+from bitnet_ref.crossval.tolerances import LOGITS_FLOOR
 from bitnet_ref.errors import BackendUnavailable, ConfigError, DeviceError, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.formats.checkpoint import ReadOptions, read_weights
-from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.generation import EngineConfig
-from bitnet_ref.kv_cache import TokenBatch
-from bitnet_ref.tracing.tolerances import LOGITS_FLOOR
+from bitnet_ref.formats.open import find_model, open_checkpoint
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.serving import EngineConfig
 
 NO_CARD = cuda.why_unavailable()
 TWO_CARDS = NO_CARD is None and (cuda.emulation_wanted() or cuda.device_count() > 1)
@@ -505,7 +504,7 @@ def test_everything_is_given_back(deep):
 LOOP = """
 import gc, json, sys
 import bitnet_ref
-from bitnet_ref.memory import memory_bytes
+from bitnet_ref.system.memory import memory_bytes
 path, loads = sys.argv[1], int(sys.argv[2])
 found = []
 for i in range(loads):

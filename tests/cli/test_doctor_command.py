@@ -10,12 +10,12 @@ from cli_runs import invoke, invoke_json
 from click.testing import CliRunner
 
 import bitnet_ref
-from bitnet_ref import doctor
 from bitnet_ref.backends import cuda
 from bitnet_ref.cli import cli
-from bitnet_ref.doctor import check_backend
-from bitnet_ref.threads import resolve_threads
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.crossval import doctor
+from bitnet_ref.crossval.doctor import check_backend
+from bitnet_ref.reference.weights import TernaryWeight
+from bitnet_ref.system.threads import resolve_threads
 
 
 def test_doctor_json():

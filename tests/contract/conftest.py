@@ -3,7 +3,7 @@
 import pytest
 from threadpoolctl import threadpool_limits
 
-from bitnet_ref.threads import available_cpus
+from bitnet_ref.system.threads import available_cpus
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, golden, model, rng
 
-from bitnet_ref.config import RopeConfig
-from bitnet_ref.kv_cache import KVCache, TokenBatch
-from bitnet_ref.tracing.tolerances import EPSILON, FLOOR_IN_EPSILONS
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.crossval.tolerances import EPSILON, FLOOR_IN_EPSILONS
+from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.weights import DenseWeight
 
 
 def check(mine, plain, exact):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, model, prepared, random_ternary, rng
 
-from bitnet_ref.config import RopeConfig
-from bitnet_ref.kv_cache import KVCache, TokenBatch
-from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
+from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
 
 MODELS = {
     "storyteller": "storyteller",

@@ -9,8 +9,8 @@ from hypothesis.extra import numpy as hnp
 
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.quantization import FLOAT32_EXACT_K
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.quantization import FLOAT32_EXACT_K
+from bitnet_ref.reference.weights import TernaryWeight
 
 # -- ternary_matmul ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from helpers import GOLDEN, golden, model, prepared, random_ternary, rng
 import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend
 from bitnet_ref.errors import BackendUnavailable, BitNetRefError
-from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
 
 
 def public_methods(cls):

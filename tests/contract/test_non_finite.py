@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, model, rng
 
-from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.kv_cache import KVCache, TokenBatch
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.weights import DenseWeight
 
 N, K, BAD_ROW = 4, 37, 2
 VALUES = [np.nan, np.inf, -np.inf]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import rng
 
-from bitnet_ref.backends.cython_backend import CythonBackend, simd_variants
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.backends.cpu.backend import CythonBackend, simd_variants
+from bitnet_ref.reference.weights import TernaryWeight
 
 SHAPES = 10_000
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, model, prepared, random_ternary, rng
 
-from bitnet_ref.config import RopeConfig
 from bitnet_ref.errors import ShapeError
-from bitnet_ref.kv_cache import KVCache, TokenBatch
-from bitnet_ref.weights import DenseWeight, TernaryWeight
+from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 K = 24
 TERNARY = TernaryWeight.from_ternary(random_ternary(rng(1), 10, K), 0.5)

@@ -7,13 +7,12 @@ import pytest
 from click.testing import CliRunner
 from helpers import GOLDEN, model
 
-from bitnet_ref.api import ASSETS
 from bitnet_ref.cli import cli
-from bitnet_ref.conversion.targets import gguf_tokenizer
 from bitnet_ref.crossval import cross_bitnet_cpp
 from bitnet_ref.crossval.greedy import compare_ids, compare_text
-from bitnet_ref.formats.gguf_export import write_gguf_model
-from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.formats.convert.targets import gguf_tokenizer
+from bitnet_ref.formats.gguf.export import write_gguf_model
+from bitnet_ref.formats.open import ASSETS, open_checkpoint
 
 PROMPT = "Once upon a time"
 

@@ -9,7 +9,7 @@ from helpers import GOLDEN, model
 
 import bitnet_ref
 from bitnet_ref.cli import cli
-from bitnet_ref.tracing.trace import Trace, write_trace
+from bitnet_ref.crossval.trace import Trace, write_trace
 
 CASE = str(GOLDEN / "bitnet-packed-offline")
 needs_cython = pytest.mark.skipif(bitnet_ref.available_backends()["cython"] is not None, reason="no extension here")

@@ -14,15 +14,15 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_all, cross_engine, cross_engine_on, make_receipt, verify_receipt
-from bitnet_ref.crossval.engines import LLAMA_CPP, ONNXRUNTIME, TRANSFORMERS, Engine
-from bitnet_ref.crossval.llama_cpp_opponent import _unflipped, block_rule
-from bitnet_ref.crossval.outside import until
+from bitnet_ref.crossval.engines.engine import LLAMA_CPP, ONNXRUNTIME, TRANSFORMERS, Engine
+from bitnet_ref.crossval.engines.llama_cpp import _unflipped, block_rule
+from bitnet_ref.crossval.engines.outside import until
+from bitnet_ref.crossval.explain.replay import judge_trace
+from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.receipt import write_receipt
 from bitnet_ref.crossval.table import cell
+from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError
-from bitnet_ref.tracing.receipt import write_receipt
-from bitnet_ref.tracing.replay import judge_trace
-from bitnet_ref.tracing.trace import Trace
-from bitnet_ref.tracing.variants import Setting
 
 CASE = GOLDEN / "bitnet-packed-offline"
 RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "recorders"
@@ -116,7 +116,7 @@ def test_an_unknown_engine_or_variant():
 @needs_onnx
 def test_an_engine_that_breaks_is_no_agreement(tmp_path):
     """The first job's file is no model, the second's is: the engine's words for the one, a trace of the other."""
-    from bitnet_ref.crossval.onnxruntime_opponent import _prepare
+    from bitnet_ref.crossval.engines.onnxruntime import _prepare
 
     (tmp_path / "bad.onnx").write_bytes(b"not a model")
     _, job = _prepare(CASE, tmp_path)

@@ -14,7 +14,7 @@ from tracing_engines import TOKENS, NoisyBackend, load_random
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cython_backend import simd_variants
+from bitnet_ref.backends.cpu.backend import simd_variants
 from bitnet_ref.crossval import (
     Crossing,
     cross_backends,
@@ -26,10 +26,10 @@ from bitnet_ref.crossval import (
     verify_receipt,
     write_html,
 )
+from bitnet_ref.crossval.receipt import read_receipt, seal, write_receipt
+from bitnet_ref.crossval.trace import record_to_file, trace_metadata, write_trace
 from bitnet_ref.errors import DeviceError, FormatError
 from bitnet_ref.formats.safetensors import write_safetensors
-from bitnet_ref.tracing.receipt import read_receipt, seal, write_receipt
-from bitnet_ref.tracing.trace import record_to_file, trace_metadata, write_trace
 
 CASE = GOLDEN / "bitnet-packed-offline"
 needs_cython = pytest.mark.skipif(bitnet_ref.available_backends()["cython"] is not None, reason="no extension here")

@@ -66,7 +66,7 @@ def test_every_edit_still_fits_the_source():
             text = (planting.PACKAGE / edit.file).read_text(encoding="utf-8")
             assert edit.apply(text) != text
     with pytest.raises(LookupError, match="occurs 0 times"):
-        planting.planted([planting.Edit("model.py", "no such text", "")]).__enter__()
+        planting.planted([planting.Edit("reference/model.py", "no such text", "")]).__enter__()
 
 
 def test_the_copy_is_apart_from_the_package(hunt):

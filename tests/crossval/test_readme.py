@@ -11,8 +11,8 @@ import pytest
 from helpers import GOLDEN, model
 
 from bitnet_ref.crossval import cross_trace
-from bitnet_ref.tracing.names import op_order
-from bitnet_ref.tracing.trace import Trace, record_to_file
+from bitnet_ref.crossval.names import op_order
+from bitnet_ref.crossval.trace import Trace, record_to_file
 
 FOLDER = Path(__file__).parents[2] / "crossval"
 README = (FOLDER / "README.md").read_text()

@@ -5,8 +5,8 @@ from helpers import random_ternary, rng
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitnet_ref.formats.base3 import BYTE_VALUES, first_invalid_byte, pack_base3, unpack_base3
-from bitnet_ref.quantization import pack_ternary
+from bitnet_ref.formats.native.base3 import BYTE_VALUES, first_invalid_byte, pack_base3, unpack_base3
+from bitnet_ref.reference.quantization import pack_ternary
 
 
 def by_definition(w_t):

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, NumericsError, ShapeError
-from bitnet_ref.formats.ggml_types import BY_NAME
-from bitnet_ref.formats.gguf_blocks import (
+from bitnet_ref.formats.gguf.blocks import (
     DEQUANTIZABLE,
     blocks_from_ternary,
     dequantize,
@@ -18,6 +17,7 @@ from bitnet_ref.formats.gguf_blocks import (
     scale_in_blocks,
     ternary_from_blocks,
 )
+from bitnet_ref.formats.gguf.ggml_types import BY_NAME
 
 SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
 

@@ -6,19 +6,18 @@ from helpers import BITNET, DATA, GOLDEN, TINY, cut_to, golden, model, rng, tiny
 from safetensors.numpy import load_file
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
 from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights
-from bitnet_ref.formats.gguf import GgufFile, Typed
-from bitnet_ref.formats.gguf_config import llama3_divisors, shortest
-from bitnet_ref.formats.gguf_export import KINDS, write_gguf_model
-from bitnet_ref.formats.gguf_model import GgufCheckpoint
-from bitnet_ref.formats.gguf_names import block_linears, permute_rows, unpermute_rows
-from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
-from bitnet_ref.formats.i2_s import LAYOUTS, pack_i2_s
-from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.quantization import quantize_weights
-from bitnet_ref.weights import DenseWeight, TernaryWeight
+from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
+from bitnet_ref.formats.gguf.export import KINDS, write_gguf_model
+from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
+from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.gguf.names import block_linears, permute_rows, unpermute_rows
+from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
+from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.reference.quantization import quantize_weights
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 GGUF = DATA / "gguf"
 GOLDEN_KINDS = ("f16", "i2_s", "tq1_0", "tq2_0")
@@ -362,7 +361,7 @@ def test_ends_of_turn(tmp_path):
 
 @pytest.mark.parametrize("kind", ["tl1", "tl2"])
 def test_lookup_table_types(kind, tmp_path):
-    pytest.importorskip("bitnet_ref.formats.tl", reason="the TL codecs are not here")
+    pytest.importorskip("bitnet_ref.formats.gguf.tl", reason="the TL codecs are not here")
     config = {
         **BITNET,
         "hidden_size": 1536,
@@ -557,7 +556,7 @@ def test_what_cannot_be_written(tmp_path):
 
 
 def test_tl_of_a_shape_without_tiles_is_refused(tmp_path):
-    pytest.importorskip("bitnet_ref.formats.tl", reason="the TL codecs are not here")
+    pytest.importorskip("bitnet_ref.formats.gguf.tl", reason="the TL codecs are not here")
     with pytest.raises(FormatError, match="no tl2 tile sizes"):
         export(write_checkpoint(tmp_path / "hf", {**BITNET, **WIDE}), tmp_path / "x.gguf", "tl2")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from helpers import BITNET, TINY
 
-from bitnet_ref.config import QuantizationConfig, RopeConfig
 from bitnet_ref.errors import ConfigError
-from bitnet_ref.formats.hf_config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
+from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
+from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
 
 PATH = Path("somewhere/config.json")
 

@@ -10,13 +10,13 @@ import pytest
 from helpers import BITNET, GOLDEN, TINY, golden, model, rng, tiny_tensors, write_checkpoint, write_index, write_shards
 
 import bitnet_ref
-from bitnet_ref.conversion import convert
 from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.hf_config import read_hf_config
-from bitnet_ref.formats.hf_folder import INDEX_FILE, SINGLE_FILE, load_hf_weights
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.hf.config import read_hf_config
+from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, load_hf_weights
 from bitnet_ref.inspection import inspect_model
-from bitnet_ref.quantization import quantize_weights
-from bitnet_ref.weights import DenseWeight, TernaryWeight
+from bitnet_ref.reference.quantization import quantize_weights
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 Q0 = "model.layers.0.self_attn.q_proj"
 

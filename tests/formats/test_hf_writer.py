@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, GOLDEN_CASES
 
-from bitnet_ref.api import ASSETS
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.formats.checkpoint import parts
-from bitnet_ref.formats.hf_writer import write_hf
-from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.weights import DenseWeight, TernaryWeight
+from bitnet_ref.formats.hf.writer import write_hf
+from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 
 def as_arrays(part):

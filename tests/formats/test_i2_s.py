@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.gguf import GgufFile
-from bitnet_ref.formats.i2_s import (
+from bitnet_ref.formats.gguf.file import GgufFile
+from bitnet_ref.formats.gguf.i2_s import (
     LAYOUTS,
     LayoutEvidence,
     StaleTail,

@@ -12,10 +12,9 @@ from helpers import DATA, GOLDEN, GOLDEN_CASES, TINY, golden, model, tiny_tensor
 from safetensors.numpy import load_file
 
 import bitnet_ref
-from bitnet_ref.api import find_model
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.formats.onnx_export import export_onnx
-from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.formats.onnx.export import export_onnx
+from bitnet_ref.formats.open import find_model, open_checkpoint
 
 # The same float32 roundings in the same places; dense products and float64 sums in another order. A logit of 50 has a
 # step of 4e-6. One int8 that went the other way would show as 0.01 and more.
@@ -185,7 +184,7 @@ def test_what_is_in_the_file(tmp_path):
     assert (place["location"], begin % 4096) == ("m.onnx.data", 0)
     assert data[begin : begin + int(place["length"])] == q_proj.packed.tobytes()
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
-    assert json.loads(metadata["bitnet_ref.config"]) == json.loads(json.dumps(m.config.to_dict()))
+    assert json.loads(metadata["bitnet_ref.reference.config"]) == json.loads(json.dumps(m.config.to_dict()))
     assert bitnet_ref.__version__ not in str(metadata)
 
 

@@ -11,12 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder, nbits, write
 
 import bitnet_ref
-from bitnet_ref.conversion import convert
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import read_weights
-from bitnet_ref.formats.onnx_constants import Constants
-from bitnet_ref.formats.onnx_export import export_onnx
-from bitnet_ref.formats.onnx_file import OnnxFile
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.onnx.constants import Constants
+from bitnet_ref.formats.onnx.export import export_onnx
+from bitnet_ref.formats.onnx.file import OnnxFile
 from bitnet_ref.formats.open import open_checkpoint
 
 TOKENS = [1, 3, 2, 5]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import ShapeError
 from bitnet_ref.formats.packing import hf_from_ternary, pack_from_hf
-from bitnet_ref.quantization import pack_ternary, unpack_ternary
+from bitnet_ref.reference.quantization import pack_ternary, unpack_ternary
 
 
 def test_the_layout_by_hand():

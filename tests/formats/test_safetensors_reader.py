@@ -20,7 +20,7 @@ from bitnet_ref.formats.safetensors import (
     dtype_name,
     write_safetensors,
 )
-from bitnet_ref.json_file import MAX_VALUES
+from bitnet_ref.system.json_file import MAX_VALUES
 
 
 def entry(dtype="F32", shape=(2,), begin=0, end=8):

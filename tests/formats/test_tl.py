@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.tl import decode_tl, infer_tiles, pack_tl, same_order, tl_nbytes, unpack_tl
-from bitnet_ref.formats.tl_tiles import (
+from bitnet_ref.formats.gguf.tl import decode_tl, infer_tiles, pack_tl, same_order, tl_nbytes, unpack_tl
+from bitnet_ref.formats.gguf.tl_tiles import (
     Tiles,
     candidates,
     known_shapes,

@@ -16,7 +16,7 @@ from checkpoint_mutants import write_base, write_native_base
 from helpers import BITNET, DATA, GOLDEN
 from json_mutants import mutate_safetensors
 
-from bitnet_ref.formats.native import FORMAT
+from bitnet_ref.formats.native.model import FORMAT
 
 
 def write_seed(dice: random.Random, folder: Path) -> Path:

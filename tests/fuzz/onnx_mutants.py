@@ -20,7 +20,7 @@ ONNX_FILE = "model.onnx"
 def write_onnx_base(folder: Path, dice: random.Random) -> Path:
     from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder
 
-    from bitnet_ref.formats.onnx_export import export_onnx
+    from bitnet_ref.formats.onnx.export import export_onnx
 
     ours, number, external_bytes = dice.randrange(2), dice.randrange(8), dice.choice([256, None])
     config, styles = dice.choice([(TINY, LINEAR_STYLES), (BITNET, QUANTIZED_STYLES)])

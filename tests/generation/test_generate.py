@@ -11,7 +11,7 @@ import pytest
 from helpers import GOLDEN, model
 
 from bitnet_ref.errors import GenerationError, TokenizerError
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.weights import TernaryWeight
 
 sequence_module = import_module("bitnet_ref.generation.sequence")
 PROMPTS = ["Once upon a time", "Alice", "The old man of the sea", "It was a dark and stormy night, and the wind"]

@@ -10,7 +10,7 @@ import pytest
 from helpers import rng
 
 import bitnet_ref
-from bitnet_ref.backends.cython_backend import why_unavailable
+from bitnet_ref.backends.cpu.backend import why_unavailable
 from bitnet_ref.generation.logprobs import TOKENS_AT_A_TIME, Logprobs
 from bitnet_ref.generation.sampling import log_probability
 

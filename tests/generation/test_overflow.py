@@ -14,10 +14,10 @@ import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import GenerationStats, SamplingParams
-from bitnet_ref.generation.batching import Engine
 from bitnet_ref.generation.overflow import keep_after_overflow, take
 from bitnet_ref.generation.sequence import Continuation, Request
-from bitnet_ref.kv_cache import TokenBatch
+from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.serving.engine import Engine
 
 PROMPT = "Once upon a time there was a king who had three sons"
 FAST = "cython" if bitnet_ref.available_backends()["cython"] is None else "numpy"

@@ -6,7 +6,7 @@ from helpers import model, rng
 
 import bitnet_ref
 from bitnet_ref.backends import HeadCandidates
-from bitnet_ref.backends.cython_backend import why_unavailable
+from bitnet_ref.backends.cpu.backend import why_unavailable
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.processors import CountPenalties, Rules

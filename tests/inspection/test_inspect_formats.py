@@ -8,17 +8,17 @@ import pytest
 from helpers import BITNET, DATA, GOLDEN, TINY, put, tiny_tensors, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
-from bitnet_ref.conversion import convert
 from bitnet_ref.errors import BitNetRefError
 from bitnet_ref.formats.checkpoint import ReadOptions
-from bitnet_ref.formats.ggml_types import BY_NAME
-from bitnet_ref.formats.gguf import GgufFile, Typed
-from bitnet_ref.formats.gguf_blocks import quantize
-from bitnet_ref.formats.gguf_write import TensorToWrite, write_gguf
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf.blocks import quantize
+from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.gguf.ggml_types import BY_NAME
+from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.inspection.tokenizer import template_style
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.weights import TernaryWeight
 
 GGUF = DATA / "gguf"
 SUFFIXES = {"native": ".bitnet.safetensors", "native-base3": ".bitnet.safetensors", "onnx": "", "hf-packed": ""}

@@ -20,10 +20,10 @@ from helpers import (
 )
 
 import bitnet_ref
-from bitnet_ref.api import ASSETS
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model, show_tensor
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.weights import TernaryWeight
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 V_SCALE = "model.layers.1.self_attn.v_proj.weight_scale"

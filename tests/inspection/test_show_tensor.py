@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import DATA, GOLDEN, model, safetensors_bytes
 
-from bitnet_ref.conversion import convert
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError
+from bitnet_ref.formats.convert import convert
 from bitnet_ref.inspection import show_tensor
 from bitnet_ref.inspection.tensor_view import TensorView
 

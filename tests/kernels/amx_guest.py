@@ -58,7 +58,7 @@ def main() -> int:
     os.chdir(TESTS)
     import pytest
 
-    from bitnet_ref.backends.cython_backend import choose_simd, simd_variants
+    from bitnet_ref.backends.cpu.backend import choose_simd, simd_variants
 
     for name, lacks in simd_variants().items():
         print(f"{name}: {lacks or 'can run here, and its sums are right'}", flush=True)

@@ -25,7 +25,7 @@ import urllib.request
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parents[1] / "bitnet_ref" / "kernels"
+KERNELS = HERE.parents[1] / "bitnet_ref" / "kernels" / "cpu"
 MIRROR = "http://deb.debian.org/debian"
 BOCHS = f"{MIRROR}/pool/main/b/bochs/bochs_3.0+dfsg.orig.tar.xz"
 BOCHS_SHA256 = "78f6c73d4a6472d5130a87ab9dc306d02c7c71ed8e25b3a8ef642e2a7acd282b"

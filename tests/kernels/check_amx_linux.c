@@ -1,7 +1,7 @@
 /* What Linux asks of a program that uses AMX's tiles, checked where there are tiles: amx_machine.py runs this in an
  * emulated machine, and it may be run on a real one.
  *
- *     cc -O2 -std=gnu11 -ffp-contract=off -pthread -I bitnet_ref/kernels tests/kernels/check_amx_linux.c -lm && ./a.out
+ *     cc -O2 -std=gnu11 -ffp-contract=off -pthread -I bitnet_ref/kernels/cpu tests/kernels/check_amx_linux.c -lm && ./a.out
  *
  * In turn: tiles without permission end a process; a signal stack too small for them has it refused, and the reason is
  * given; a child inherits it; threads, signals and processes that share a processor keep their own tiles.

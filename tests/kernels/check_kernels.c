@@ -1,7 +1,7 @@
 /* Checks every kernel set that this processor can run against a naive version, without Python: so that it can be built
  * with any compiler, for another architecture under an emulator, and under AddressSanitizer.
  *
- *     cc -O2 -std=gnu11 -ffp-contract=off -I bitnet_ref/kernels tests/kernels/check_kernels.c -lm && ./a.out 200
+ *     cc -O2 -std=gnu11 -ffp-contract=off -I bitnet_ref/kernels/cpu tests/kernels/check_kernels.c -lm && ./a.out 200
  *
  * -DBITNET_REF_AMX_EMULATED runs the AMX kernels over the tiles of amx_emulated.h, -DBITNET_REF_AVXVNNI_AS_EVEX those of
  * AVX-VNNI by AVX-512VL's encoding.

@@ -14,7 +14,7 @@ import pytest
 import bitnet_ref
 
 SOURCE = Path(__file__).parent / "check_kernels.c"
-HEADERS = Path(bitnet_ref.__file__).parent / "kernels"
+HEADERS = Path(bitnet_ref.__file__).parent / "kernels" / "cpu"
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Werror", "-Wno-psabi"]
 FLAGS += ["-Wno-unused-function", f"-I{HEADERS}", f"-I{SOURCE.parent}", str(SOURCE), "-lm"]
 # The two sets that few processors have, run by other means: tiles in plain C, and AVX-512VL's encoding of vpdpbusd.
@@ -83,7 +83,7 @@ INSTRUCTIONS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="x86-64 Linux only")
 def test_the_extension_holds_the_instructions_of_every_set():
-    _cpu = pytest.importorskip("bitnet_ref.kernels._cpu")
+    _cpu = pytest.importorskip("bitnet_ref.kernels.cpu._cpu")
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed")
     done = subprocess.run(["objdump", "-d", _cpu.__file__], capture_output=True, text=True, check=True)

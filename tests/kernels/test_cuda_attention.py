@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import attention
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cupy_backend import CupyBackend
+from bitnet_ref.backends.cuda.backend import CupyBackend
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.kv_cache import TokenBatch
+from bitnet_ref.reference.cache import TokenBatch
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 
@@ -186,9 +186,9 @@ import numpy as np
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda import attention
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
-from bitnet_ref.backends.cupy_backend import CupyBackend
-from bitnet_ref.kv_cache import TokenBatch
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.cuda.backend import CupyBackend
+from bitnet_ref.reference.cache import TokenBatch
 
 dice = np.random.default_rng(0)
 attention.ENOUGH_BLOCKS = 2

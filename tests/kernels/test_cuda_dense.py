@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda.dense import FEW, KINDS, MANY, MOST_IN_ORDER, DenseKernels, choose_launch
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.workspace import Workspace
-from bitnet_ref.tracing.tolerances import EPSILON
-from bitnet_ref.weights import DenseWeight
+from bitnet_ref.crossval.tolerances import EPSILON
+from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 SIXTEEN = ("bfloat16", "float16")
@@ -130,7 +130,7 @@ def test_the_ends_of_the_range(kind, kernel):
 def test_the_sanitizer_finds_nothing():
     code = (
         "import numpy as np, ml_dtypes; from bitnet_ref.backends.cuda.dense import *\n"
-        "from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice\n"
+        "from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice\n"
         "from bitnet_ref.backends.cuda.workspace import Workspace\n"
         "ws = Workspace(EmulatedDevice(sanitize=True)); kernels = DenseKernels(ws)\n"
         "for kind in KINDS:\n"

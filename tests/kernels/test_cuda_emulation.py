@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from helpers import run_sanitized
 
-from bitnet_ref.backends.cuda import build_cache, emulated_build
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda import build_cache
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import BackendUnavailable, DeviceError, ShapeError
 
 pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
@@ -214,7 +215,7 @@ def test_the_sanitizer_finds_accesses_out_of_bounds(tmp_path):
     path = tmp_path / "bounds.cu"
     path.write_text(BOUNDS)
     code = (
-        "import sys; import numpy as np; from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice\n"
+        "import sys; import numpy as np; from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice\n"
         "device = EmulatedDevice(sanitize=True); y = device.zeros(60, np.int32)\n"
         "kernel = device.kernel(sys.argv[1], sys.argv[2])\n"
         "kernel(1, 60, (y,)); print('60 are fine'); kernel(1, 61, (y,))"

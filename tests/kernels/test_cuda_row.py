@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.backends import Backend, cuda
-from bitnet_ref.backends.cuda import emulated_build
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cpu.deferred import GATES, PLAIN, SUM, Normed, Rows
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.rows import (
     MOST_COLUMNS,
     MOST_SLOTS,
@@ -27,9 +28,8 @@ from bitnet_ref.backends.cuda.rows import (
 from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cuda.workspace import Workspace
-from bitnet_ref.backends.deferred import GATES, PLAIN, SUM, Normed, Rows
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.weights import TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
@@ -275,12 +275,12 @@ def test_two_kernels_of_a_step_have_room_on_a_multiprocessor(widths):
 
 SANITIZED = """
 import numpy as np
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.rows import linear_of_row
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cuda.workspace import Workspace
-from bitnet_ref.backends.deferred import RELU2, SUM, Normed, Rows
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.backends.cpu.deferred import RELU2, SUM, Normed, Rows
+from bitnet_ref.reference.weights import TernaryWeight
 
 ws = Workspace(EmulatedDevice(sanitize=True))
 kernels = TernaryKernels(ws.device)

@@ -8,10 +8,9 @@ from helpers import random_ternary, rng, run_sanitized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref import quantization
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.cuda import emulated_build
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation import build as emulated_build
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import (
     COLUMNS_TIMES_64,
@@ -24,7 +23,8 @@ from bitnet_ref.backends.cuda.ternary import (
     padded_columns,
 )
 from bitnet_ref.errors import ShapeError
-from bitnet_ref.weights import DenseWeight, InputNorm, TernaryWeight
+from bitnet_ref.reference import quantization
+from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
@@ -289,9 +289,9 @@ def test_2b_4t_of_few_tokens_on_132_multiprocessors(tokens, most):
 SANITIZED = """
 import numpy as np
 from bitnet_ref import quantization
-from bitnet_ref.backends.cuda.emulated_device import EmulatedDevice
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import GEMV, KERNELS, TernaryKernels
-from bitnet_ref.weights import TernaryWeight
+from bitnet_ref.reference.weights import TernaryWeight
 
 dice = np.random.default_rng(0)
 device = EmulatedDevice(sanitize=True)

@@ -11,7 +11,7 @@ import pytest
 
 from bitnet_ref.errors import TokenizerError
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer
-from bitnet_ref.tokenizers.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate
+from bitnet_ref.tokenizers.templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate
 
 # Templates in the manner of Llama 2, 3 and 3.1, ChatML, Mistral, Zephyr/TinyLlama, Falcon, Qwen 3 and BitNet 2B-4T,
 # with what transformers rendered, or the error that it raised. A key of `expected` is

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers.chat_template import ChatTemplate
+from bitnet_ref.tokenizers.templates.chat_template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "Hello"}]
 # 2^20 characters of text in ns.x, honestly doubled to just under the limit of one value.

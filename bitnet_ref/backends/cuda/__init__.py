@@ -24,7 +24,7 @@ def emulation_wanted() -> bool:
 def why_unavailable(index: int = 0) -> str | None:
     """None when `open_device` gives a device, else the reason and the remedy."""
     if emulation_wanted():
-        from . import emulated_build
+        from .emulation import build as emulated_build
 
         return emulated_build.why_unavailable()
     from . import cupy_device
@@ -49,7 +49,7 @@ def open_device(index: int = 0, memory_limit: int | None = None) -> Device:
     Raises BackendUnavailable when there is none; the message says why.
     """
     if emulation_wanted():
-        from .emulated_device import EmulatedDevice
+        from .emulation.device import EmulatedDevice
 
         return EmulatedDevice(memory_limit, late=os.environ.get("CUDA_LAUNCH_BLOCKING", "") != "1")
     from .cupy_device import CupyDevice

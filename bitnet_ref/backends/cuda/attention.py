@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...config import RopeConfig
-from ...layers import rope_tables
-from ..deferred import Turned
+from ...reference.config import RopeConfig
+from ...reference.layers import rope_tables
+from ..cpu.deferred import Turned
 from .cache import DeviceBatch, DeviceKVCache
 from .rows import take_both, value
 from .workspace import Workspace

@@ -16,8 +16,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from ...file_lock import lock_file
-from ...formats.atomic import atomic_path
+from ...system.atomic import atomic_path
+from ...system.file_lock import lock_file
 
 KEPT = 8  # builds of a file: more than the versions and options that anyone works with at a time
 

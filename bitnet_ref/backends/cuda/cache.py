@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import ModelConfig
 from ...errors import ShapeError
-from ...kv_cache import KVCache, TokenBatch
-from ...kv_dtypes import widen
-from ..deferred import Rotation, Turned
+from ...reference.cache import KVCache, TokenBatch
+from ...reference.config import ModelConfig
+from ..cache_dtypes import widen
+from ..cpu.deferred import Rotation, Turned
 from .rows import threads_of, value
 from .workspace import Workspace
 

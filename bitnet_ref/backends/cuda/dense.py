@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ...errors import ShapeError
-from ...weights import DenseWeight
+from ...reference.weights import DenseWeight
 from .stacks import MOST_STACKED, Member, Stack, first_rows, split, starts_of
 from .workspace import Workspace
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...config import ModelConfig
-from ..numpy_backend import PROMPT_TOKENS
+from ...reference.config import ModelConfig
+from ..backend import PROMPT_TOKENS
 from .attention import CHUNK, LEAST_TABLE, PARTS_BYTES, SCORES_BYTES, chunks_seen
 from .cache import KEPT_AS, ROUND_CAPACITY_TO
 from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS

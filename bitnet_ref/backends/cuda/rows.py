@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..deferred import PLAIN, SUM, Normed, OfPair, Rotation, Rows, Turned
+from ..cpu.deferred import PLAIN, SUM, Normed, OfPair, Rotation, Rows, Turned
 from .device import Device
 from .stacks import stack_of
 from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS, TiledWeight, padded_columns

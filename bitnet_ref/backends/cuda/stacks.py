@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from ...weights import LayerWeights
+from ...reference.weights import LayerWeights
 from .device import Device
 
 MOST_STACKED = 3  # stacked.cuh

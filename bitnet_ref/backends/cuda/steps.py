@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import ModelConfig
-from ...kv_cache import TokenBatch
-from ...weights import LinearWeight, ModelWeights
+from ...reference.cache import TokenBatch
+from ...reference.config import ModelConfig
+from ...reference.weights import LinearWeight, ModelWeights
 from ..candidates import HeadCandidates, HeadNeed
 from .cache import DeviceBatch, DeviceKVCache
 from .device import Event
@@ -38,7 +38,7 @@ from .select import Selection, selects, sizes_of
 from .workspace import THREADS, Arena
 
 if TYPE_CHECKING:
-    from ..cupy_backend import CupyBackend
+    from .backend import CupyBackend
 
 
 RIGHT_BEFORE_AHEAD = 2  # guesses in a row: a step for nothing is rare where sequences come and go

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
-from ...weights import InputNorm, TernaryLinear, TernaryWeight
+from ...reference.weights import InputNorm, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
 from .stacks import MOST_STACKED, Member, Stack, first_rows
 

@@ -1,0 +1,68 @@
+"""The package's `.cu` files, compiled by the host's C++ compiler: what the emulated device runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from ....errors import BackendUnavailable, DeviceError
+from ..build_cache import kept
+from ..sources import FOLDER, find, flattened
+
+FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-fvisibility=hidden", "-shared"]
+FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-attributes"]
+SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+LISTING = 'EMULATED_EXPORT emulated_names() {{ return "{}"; }}'
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first of g++, clang++ and c++ that is installed."""
+    names = (os.environ["CXX"].split()[0],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def why_unavailable() -> str | None:
+    """None, or why kernels cannot be emulated here."""
+    if compiler() is None:
+        return "emulating CUDA needs a C++17 compiler (Debian/Ubuntu: apt install g++; or set CXX), and there is none"
+    return None
+
+
+@cache
+def compiled(file: str, sanitize: bool) -> ctypes.CDLL:
+    """The shared library of a file of kernels. Compiles it unless that has been done."""
+    found = compiler()
+    if found is None:
+        raise BackendUnavailable(str(why_unavailable()))
+    version = _run([found, "--version"], "the compiler does not run")
+    flags = [*FLAGS, *(SANITIZERS if sanitize else [])]
+    headers = "".join((FOLDER / name).read_text() for name in ("emulated.h", "emulated_functions.h"))
+    made_from = "\0".join([flattened(file), headers, LISTING, version, *flags])
+    path = find(file)
+    return ctypes.CDLL(str(kept(path.name, made_from, ".so", lambda target: _build(path, found, flags, target))))
+
+
+def kernel_names(library: ctypes.CDLL) -> list[str]:
+    """The kernels of a file that was compiled."""
+    library.emulated_names.restype = ctypes.c_char_p
+    return library.emulated_names().decode().split()
+
+
+def _build(path: Path, compiler: str, flags: list[str], target: Path) -> None:
+    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
+    text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], path.name)
+    names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
+    lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), LISTING.format(" ".join(names)), ""]
+    _run([*source, *flags, "-o", str(target), "-"], f"{path.name} does not compile", "\n".join(lines))
+
+
+def _run(command: list[str], what: str, text: str = "") -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DeviceError(f"{what}: {' '.join(command[:1])} says\n{done.stderr[-2000:]}")
+    return done.stdout

@@ -1,0 +1,157 @@
+"""llama.cpp, through llama-cpp-python, on GGUF files that we write.
+
+What it does otherwise, by design, is known, and is put into the reference it is compared with:
+
+    TQ1_0, TQ2_0   activations have a scale for each block of 256 features (ggml's Q8_K: -127 / the value of largest
+                   magnitude, with its sign), where the model was trained with one for each token
+    F32            matrices as floats: activations are not quantised at all
+    bitnet         its architecture for sub-norms has silu; it has none with relu2 (bitnet-b1.58)
+
+Tables and head are float32 in these files: for a matrix in float16 ggml rounds the activations to float16 too.
+Source: ggml/src/ggml-quants.c, quantize_row_q8_K_ref; llama.cpp, src/models/bitnet.cpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ...api import Model, load
+from ...backends import Backend
+from ...errors import ConfigError
+from ...formats.checkpoint import Checkpoint, is_ternary, linear_names, linear_shape
+from ...formats.gguf.config import architecture
+from ...formats.gguf.export import write_gguf_model
+from ...formats.open import open_checkpoint
+from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
+from .. import names
+from ..compare import compare
+from ..explain.hypotheses import HYPOTHESES
+from ..explain.replay import judge_trace
+from ..explain.variants import Setting
+from ..opponents import Crossing, prepared_model
+from ..report import evidence
+from ..trace import Trace
+from .outside import Attempt, Prepared, until
+
+BLOCK = 256
+_BLOCKS = "activations quantised in blocks of 256"
+_FLOATS = "matrices as floats, activations not quantised"
+_SILU = "silu for relu2 (on both sides)"
+
+
+def attempts(path: Path) -> list[Attempt]:
+    """TQ1_0 and TQ2_0 where the matrices have whole blocks; F32 for a dense model, and where they do not."""
+    with open_checkpoint(path) as checkpoint:
+        config = checkpoint.config
+    ternary = [name for name in linear_names(config) if is_ternary(config, name)]
+    fits = all(linear_shape(config, name)[1] % BLOCK == 0 for name in ternary)
+    kinds = ("tq1_0", "tq2_0") if ternary and fits else ("f32",)
+    rules = [_BLOCKS if kinds[0] != "f32" else _FLOATS] * bool(ternary)
+    rules += [_SILU] * (config.sub_norms and config.activation != "silu")
+    return [
+        Attempt(
+            f"llama.cpp {kind}",
+            partial(_prepare, path, kind),
+            partial(_judge, kind if ternary else None, "; ".join(rules) or None),
+        )
+        for kind in kinds
+    ]
+
+
+def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
+    file = folder / "model.gguf"
+    with open_checkpoint(path) as checkpoint:
+        _as_llama_cpp_has_it(checkpoint)
+        config = checkpoint.config
+        write_gguf_model(checkpoint, file, kind, dense_type="F32")
+    heads = [config.num_attention_heads, config.num_key_value_heads]
+    # A ternary file holds its scales in its own precision
+    model = load(path if config.quantization is None and not config.sub_norms else file, backend="numpy")
+    return model, {"model": str(file), "interleaved": architecture(config) == "llama", "heads": heads}
+
+
+def _as_llama_cpp_has_it(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    if config.sub_norms:
+        checkpoint.config = replace(config, activation="silu")
+    elif config.sliding_window is not None:
+        raise ConfigError("llama.cpp's architecture llama attends to all tokens", field="sliding_window")
+
+
+def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
+    """By the engine's own rule: op by op on the run's own inputs, and as a whole as far as no rounding flips."""
+    plain = prepared_model(model, Backend("float32", model.backend.threads))
+    setting = Setting.of(plain, trace.token_ids)
+    crossing.rule = rule
+    if kind is None:  # a dense model
+        reference, backend = plain, None
+    elif kind == "f32":
+        reference, backend = _dense(plain), None
+    else:
+        changed = block_rule(setting)
+        reference, backend = plain, changed.backend()
+    crossing.comparisons.append(judge_trace(reference, trace, backend=backend))
+    if backend is not None:
+        changed_run = changed.run()
+        tokens = _unflipped(changed_run, trace, backend, model)
+        right = {name: array for name, array in changed_run.items() if not name.endswith(_INTEGERS)}
+    else:
+        _, right = reference.run_with_cache(trace.token_ids)
+        tokens = len(trace.token_ids)
+    if tokens:
+        ids = trace.token_ids[:tokens]
+        mine, theirs = until(right, tokens), until(trace, tokens)
+        free = compare(mine, theirs, reference.config, ids, own_engine=False)
+        if tokens < len(trace.token_ids):
+            free.mode = f"free-running up to token {tokens}, where an activation rounds to its other neighbour"
+        crossing.comparisons.append(free)
+        crossing.evidence = evidence(mine, theirs, free)
+    if rule is not None:
+        _, contract = plain.run_with_cache(trace.token_ids)
+        crossing.contract = compare(contract, trace, model.config, trace.token_ids, own_engine=False)
+
+
+_INTEGERS = (names.INT8, names.SCALE, names.ACC)
+
+
+def block_rule(setting: Setting) -> Setting:
+    """The reference with llama.cpp's activation quantisation (the hypothesis activation_blocks_of_256)."""
+    rule = next(h for h in HYPOTHESES if h.name == "activation_blocks_of_256")
+    return rule.change(setting) or setting  # where each matrix is one block wide, a block is a token
+
+
+def _unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backend, model: Model) -> int:
+    """How many tokens come before the first that has an activation which rounds otherwise than the reference's."""
+    first = len(trace.token_ids)
+    for name in right:
+        if not name.endswith(names.INT8):
+            continue
+        source = names.linear_input(name.rpartition(".")[0], model.config)
+        if source not in trace:
+            continue
+        x_q, _ = backend.quantize_activations(np.asarray(trace[source]).reshape(len(trace.token_ids), -1))
+        flipped = np.flatnonzero((x_q != right[name]).any(axis=-1))
+        if len(flipped):
+            first = min(first, int(flipped[0]))
+    return first
+
+
+def _dense(model: Model) -> Model:
+    """The model with its matrices as floats, which have no activation quantisation."""
+
+    def dense(w: LinearWeight) -> LinearWeight:
+        if not isinstance(w, TernaryLinear):
+            return w
+        return DenseWeight(w.ternary() * np.float32(w.w_dequant_scale), bias=w.bias)
+
+    weights = plain_weights(model.weights)
+    layers = tuple(
+        replace(layer, **{name: dense(w) for name, w in layer.linears()})  # type: ignore[arg-type]
+        for layer in weights.layers
+    )
+    weights = replace(weights, layers=layers)
+    return Model(replace(model.config, quantization=None), weights, model.backend, model.path)

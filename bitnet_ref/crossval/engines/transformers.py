@@ -1,0 +1,64 @@
+"""Hugging Face transformers, with eager attention, in float32 and bfloat16, on the checkpoint as it is and packed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from ...api import Model, load
+from ...errors import ConfigError
+from ...formats.checkpoint import Checkpoint, is_ternary, linear_names
+from ...formats.hf.writer import write_hf
+from ...formats.open import open_checkpoint
+from ...system.json_file import read_json_object
+from ..opponents import Crossing
+from ..tolerances import ENGINES
+from ..trace import Trace
+from .outside import Attempt, Prepared, judge_by_contract
+
+_MAX_CONFIG_BYTES = 1_000_000
+_BFLOAT16 = (
+    "bfloat16 cannot hold the integers, so it is no exact answer: each tensor is held to a relative L2 of "
+    f"{ENGINES['bfloat16'].relative_l2}"
+)
+
+
+def attempts(path: Path) -> list[Attempt]:
+    """float32 and bfloat16; a checkpoint of masters, which are made ternary as they are loaded, also packed."""
+    variants = [("transformers float32", "float32", False), ("transformers bfloat16", "bfloat16", False)]
+    with open_checkpoint(path) as checkpoint:
+        if _has_masters(checkpoint):
+            variants.append(("transformers float32, packed", "float32", True))
+    return [Attempt(name, partial(_prepare, path, dtype, packed), _judge) for name, dtype, packed in variants]
+
+
+def _judge(crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
+    judge_by_contract(crossing, model, trace, folder)
+    if trace.engine_dtype == "bfloat16":
+        crossing.rule = _BFLOAT16
+
+
+def _has_masters(checkpoint: Checkpoint) -> bool:
+    ternary = [name for name in linear_names(checkpoint.config) if is_ternary(checkpoint.config, name)]
+    return bool(ternary) and checkpoint.master(ternary[0]) is not None
+
+
+def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
+    if packed or not _reads(path):
+        with open_checkpoint(path) as checkpoint:
+            dense = checkpoint.config.quantization is None
+            kind = "hf-bf16" if dense or (_has_masters(checkpoint) and not packed) else "hf-packed"
+            path = folder / "model"
+            path.mkdir()
+            write_hf(checkpoint, path, kind)
+    model = load(path, backend="numpy")
+    # RoPE that looks at the length of the call gives each token its own only if it comes alone
+    alone = model.config.rope.rope_type == "dynamic"
+    return model, {"model": str(path), "dtype": dtype, "one_at_a_time": alone}
+
+
+def _reads(path: Path) -> bool:
+    """Whether transformers takes it as it is: a folder, in the names of today rather than 1bitLLM's."""
+    if not path.is_dir():
+        return False
+    return "weight_bits" not in read_json_object(path / "config.json", ConfigError, _MAX_CONFIG_BYTES)

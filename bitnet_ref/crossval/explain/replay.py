@@ -1,0 +1,230 @@
+"""Judging a recorded run op by op: what the reference makes of the run's own inputs, against what the run recorded.
+
+`compare` holds a trace against another run; this holds it against itself. For each tensor of the trace whose inputs it
+carries, the reference computes that op from them: accumulators from the int8 inputs and the weights, exactly. No error
+of an earlier op and no rounding flip can hide behind another, so whatever is wrong is named where it is wrong.
+
+An input that was not recorded is computed from the nearest tensors that were, unless that would have to guess which way
+the engine rounded an activation; such a tensor is left to `compare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...backends import Backend
+from ...errors import NumericsError
+from ...reference import layers
+from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
+from .. import names
+from ..compare import DIFFERS, FLIP, Comparison, OpResult, Walk, fits, same_tokens
+from ..flips import judge_flips
+from ..metrics import shape_of
+from ..tolerances import TABLE
+
+if TYPE_CHECKING:
+    from ...api import Model
+
+
+class _Unknown(Exception):
+    """An op's inputs are not in the trace."""
+
+
+def judge_trace(
+    model: Model, trace: Mapping[str, NDArray], tokens: NDArray | None = None, backend: Backend | None = None
+) -> Comparison:
+    """Every op of a recorded run on its own inputs. mode "op by op".
+
+    trace: a `Trace`, or name -> array; tokens: its token ids, where it does not carry them.
+    backend: what computes the ops, for an engine whose own rule is known; None: the reference.
+    """
+    ids = np.asarray(tokens if tokens is not None else trace.token_ids, dtype=np.int64)  # type: ignore[attr-defined]
+    cfg = model.config
+    found = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers)
+    found.problem = same_tokens(ids, trace, cfg)
+    if found.problem is not None:
+        return found
+    replay = _Replay(model, trace, ids, backend)
+    own = bool(getattr(trace, "own_engine", True))
+    walk = Walk({}, {}, cfg, ids, found, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
+    with np.errstate(all="ignore"):  # a trace may hold anything; what is not finite is found and named
+        for name in names.op_order(cfg):
+            if name in replay.misfits:
+                found.ops.append(walk.refuse(name, names.op_shape(name, cfg, len(ids)), replay.misfits[name]))
+            elif name in replay.actual:
+                result = replay.judge(name, walk, own)
+                if result is None:
+                    found.missing.append(name)
+                else:
+                    found.ops.append(result)
+    if not found.ops:
+        found.problem = "no tensor of the trace can be computed from others that it carries"
+    return found
+
+
+class _Replay:
+    """The reference's ops by the names of their results, each fed from the trace."""
+
+    def __init__(
+        self, model: Model, trace: Mapping[str, NDArray], ids: NDArray[np.int64], backend: Backend | None
+    ) -> None:
+        self.trace, self.ids, self.cfg = trace, ids, model.config
+        self.actual: dict[str, str] = {}
+        self.misfits: dict[str, str] = {}  # name -> what is wrong with its shape
+        order = set(names.op_order(self.cfg))
+        for actual in trace:
+            name, given = names.SYNONYMS.get(actual, actual), shape_of(trace, actual)
+            if name not in order:
+                continue
+            shape = names.op_shape(name, self.cfg, len(ids))
+            if fits(shape, given):
+                self.actual[name] = actual
+            elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
+                self.misfits[name] = f"shape {list(given)} instead of {list(shape)}"
+        self.w = plain_weights(model.weights)
+        self.be = backend or Backend("float32", model.backend.threads)
+        self.linears: dict[str, LinearWeight] = dict(self.w.linears())
+        self.recomputed: list[str] = []
+
+    def is_ternary(self, linear: str) -> bool:
+        return isinstance(self.linears[linear], TernaryLinear)
+
+    def judge(self, name: str, walk: Walk, own: bool) -> OpResult | None:
+        """One tensor of the trace; None when what it is computed from is not there."""
+        self.recomputed = []
+        try:
+            mine = self.compute(name)
+        except _Unknown:
+            return None
+        except NumericsError as error:
+            return walk.refuse(name, names.op_shape(name, self.cfg, len(self.ids)), f"cannot be computed: {error}")
+        theirs = np.asarray(self.trace[self.actual[name]]).reshape(mine.shape)
+        rounded = any(TABLE[names.op_kind(op, self.is_ternary)].alone for op in self.recomputed)
+        result = walk.pair(name, mine, theirs, depth=0 if rounded else None)
+        if result.status == DIFFERS and result.kind == "activation int8" and np.isfinite(result.max_abs):
+            return self.rounding(name, mine, theirs, result, own)
+        return result
+
+    def value(self, name: str, dtype: type = np.float32) -> NDArray:
+        """A tensor of the run: as recorded, or computed from what was."""
+        if name in self.actual:
+            array = np.asarray(self.trace[self.actual[name]]).reshape(names.op_shape(name, self.cfg, len(self.ids)))
+            cast: NDArray = array.astype(dtype)
+            if np.dtype(dtype).kind == "i" and not np.array_equal(cast, array):
+                raise NumericsError(f"{name} holds what is no {np.dtype(dtype)}", tensor=name)
+            return cast
+        if name.endswith(names.INT8):
+            source = names.linear_input(name.rpartition(".")[0], self.cfg)
+            if source not in self.actual:  # which way it rounded is for the engine to say
+                raise _Unknown(name)
+        array = self.compute(name)
+        self.recomputed.append(name)
+        return array
+
+    def rows(self, name: str) -> NDArray:
+        return self.value(name).reshape(len(self.ids), -1)
+
+    def heads(self, name: str) -> NDArray:
+        return self.value(name).reshape(len(self.ids), -1, self.cfg.head_dim)
+
+    def compute(self, name: str) -> NDArray:
+        """What the reference makes of the op's inputs."""
+        parent, _, hook = name.rpartition(".")
+        block = name.rpartition(".attn.")[0] or name.rpartition(".mlp.")[0] or parent
+        inputs = names.op_inputs(name, self.cfg)
+        if hook in (names.INT8, names.SCALE, names.ACC, names.OUT):
+            return self._linear(parent, hook)
+        if hook in (names.NORM_SCALE, names.NORMALIZED):
+            x, (weight, eps) = self.rows(inputs[0]), self._norm(parent)
+            return layers.rms_scale(x, eps) if hook == names.NORM_SCALE else self.be.rms_norm(x, weight, eps)
+        if hook == "hook_embed":
+            return self.be.embed(self.w.embedding, self.ids)
+        if hook in ("hook_resid_mid", "hook_resid_post"):
+            return self.rows(inputs[0]) + self.rows(inputs[1])
+        if hook in ("hook_rot_q", "hook_rot_k"):
+            tables = self.be.rope_tables(np.arange(len(self.ids)), self.cfg.rope, self.cfg.head_dim)
+            return layers.apply_rope(self.heads(inputs[0]), *tables)
+        if hook in ("hook_attn_scores", "hook_pattern", "hook_z"):
+            return self._attention(f"{block}.attn", hook)
+        if hook == "hook_post":
+            return self.be.gated(self.rows(inputs[0]), self.rows(inputs[1]), self.cfg.activation)
+        if hook in ("hook_q", "hook_k", "hook_v"):
+            return self.heads(inputs[0])
+        return self.rows(inputs[0])  # the same numbers under another name
+
+    def _linear(self, linear: str, hook: str) -> NDArray:
+        w = self.linears[linear]
+        if isinstance(w, DenseWeight):
+            if hook != names.OUT:
+                raise _Unknown(hook)
+            return self.be.linear(self.rows(names.module_input(linear, self.cfg)), w)
+        assert isinstance(w, TernaryLinear)
+        if hook in (names.INT8, names.SCALE):
+            x_q, scale = self.be.quantize_activations(self.rows(names.linear_input(linear, self.cfg)))
+            return x_q if hook == names.INT8 else scale
+        if hook == names.ACC:
+            return self.be.ternary_matmul(self.value(f"{linear}.{names.INT8}", np.int8), w)
+        acc, scale = self.value(f"{linear}.{names.ACC}", np.int32), self.value(f"{linear}.{names.SCALE}")
+        y = self.be.dequantize(acc, w, scale.reshape(len(self.ids), -1))
+        return y if w.bias is None else y + w.bias
+
+    def _attention(self, attn: str, hook: str) -> NDArray:
+        n, window = len(self.ids), self.cfg.sliding_window
+        if hook == "hook_attn_scores":
+            q, k = self.heads(f"{attn}.hook_rot_q"), self.heads(f"{attn}.hook_rot_k")
+            out = np.full((self.cfg.num_attention_heads, n, n), -np.inf, dtype=np.float32)
+        elif hook == "hook_pattern":
+            given = self.value(f"{attn}.hook_attn_scores").reshape(-1, n, n)
+            out = np.zeros(given.shape, dtype=np.float32)
+        else:
+            pattern = self.value(f"{attn}.hook_pattern").reshape(-1, n, n)
+            v = self.heads(f"{attn}.hook_v")
+            out = np.empty((n, self.cfg.num_attention_heads, self.cfg.head_dim), dtype=np.float32)
+        for i in range(n):
+            seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+            if hook == "hook_attn_scores":
+                out[:, i, seen] = self.be.attention_scores(q[i], k[seen])
+            elif hook == "hook_pattern":
+                out[:, i, seen] = self.be.softmax(given[:, i, seen])
+            else:
+                out[i] = self.be.attention_values(pattern[:, i, seen], v[seen])
+        return out
+
+    def _norm(self, name: str) -> tuple[NDArray, float]:
+        parent, _, last = name.rpartition(".")
+        if name == "ln_final":
+            return self.w.final_norm, self.cfg.norm_eps
+        if last == "rms_norm":
+            w = self.linears[parent]
+            if not isinstance(w, TernaryLinear) or w.input_norm is None:
+                raise _Unknown(name)
+            return w.input_norm.weight, w.input_norm.eps
+        layer = self.w.layers[int(name.split(".")[1])]
+        weight = {
+            "ln1": layer.attn_norm,
+            "ln2": layer.ffn_norm,
+            "sub_norm": layer.attn_sub_norm if parent.endswith("attn") else layer.ffn_sub_norm,
+        }[last]
+        if weight is None:
+            raise _Unknown(name)
+        return weight, self.cfg.norm_eps
+
+    def rounding(self, name: str, mine: NDArray, theirs: NDArray, result: OpResult, own: bool) -> OpResult:
+        """An int8 that is not what its recorded input rounds to: by the last bit of x * scale, or wrong."""
+        linear = name.rpartition(".")[0]
+        source = names.linear_input(linear, self.cfg)
+        here = {source: self.rows(source)}
+        if (scale := f"{linear}.{names.SCALE}") in self.actual:
+            here[scale] = self.value(scale)
+        rows = np.ones(len(self.ids), dtype=bool)
+        recorded = here if source in self.actual else {}  # a recomputed input has noise: it is not the engine's own
+        judged = judge_flips(here, recorded, linear, self.cfg, 0, rows, mine, theirs.astype(np.int64), own)
+        if judged.unexplained is not None:
+            note = f"{list(judged.unexplained)}: {judged.why}"
+            return replace(result, note="; ".join(part for part in (result.note, note) if part))
+        return replace(result, status=FLIP, note=f"{len(judged.flips)} flips, expected: {judged.flips[0]}")

@@ -1,0 +1,245 @@
+"""Trace files: the named tensors of one run, as plain safetensors with a few strings of metadata.
+
+`crossval/README.md` is the format's page, for those who write one from another language. Every tensor has a name of
+`record.py`, any may be left out. The metadata are strings:
+
+    format        "bitnet_ref.trace"                version       "1"
+    token_ids     "[1, 17, 5]", the tokens of the run, BOS included if it was
+    engine        who computed it                   engine_dtype  "float32", "bfloat16" or "float16"
+    prompt, config_hash, weight_hash                each optional
+
+A run is written as it is computed and read a tensor, or a few rows, at a time, so neither side holds a whole trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..backends.record import NamesFilter, Recorder, checked_forward
+from ..errors import FormatError
+from ..formats.safetensors import DTYPES, SafetensorsFile
+from ..reference.cache import TokenBatch
+from ..system.atomic import atomic_path
+from .identity import config_hash, weight_hash
+from .names import INT8, op_order
+
+if TYPE_CHECKING:
+    from ..api import Model
+
+FORMAT, VERSION = "bitnet_ref.trace", 1
+ENGINE_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ENTRY_BYTES = 200  # of the header, a tensor: what is kept free for it before the run
+_COPY_BYTES = 1 << 20
+
+
+class TraceWriter:
+    """Writes tensors one after another as they come, and the header at the end, into space kept for it in front.
+
+    `expected` is how many tensors to keep space for; with more, the data are moved once when the file is closed.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, str], expected: int = 64) -> None:
+        self.metadata = dict(metadata)
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._room = len(json.dumps(self.metadata).encode()) + 64 + _ENTRY_BYTES * expected
+        self._room += -(8 + self._room) % 64
+        self._path, self._end = path, 0
+        self._file = open(path, "wb", buffering=_COPY_BYTES)  # noqa: SIM115 - closed by close()
+        self._file.seek(8 + self._room)
+
+    def add(self, name: str, array: NDArray) -> None:
+        """Append one tensor. Its memory is not kept."""
+        array = np.asarray(array)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        if name in self.entries:
+            raise FormatError("this name was written before", path=self._path, field=name)
+        if array.dtype not in _DTYPE_NAMES:
+            raise FormatError(f"a trace cannot hold {array.dtype}", path=self._path, field=name)
+        end = self._end + array.nbytes
+        entry = {"dtype": _DTYPE_NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [self._end, end]}
+        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self.entries[name], self._end = entry, end
+
+    def close(self) -> None:
+        """Write the header. The file is a trace from here on."""
+        header = json.dumps({"__metadata__": self.metadata, **self.entries}).encode()
+        if len(header) > self._room:
+            self._move(8 + self._room, 8 + len(header))
+            self._room = len(header)
+        self._file.seek(0)
+        self._file.write(self._room.to_bytes(8, "little") + header.ljust(self._room))
+        self._file.close()
+
+    def _move(self, old: int, new: int) -> None:
+        """Shift the data towards the end: written anew, through a second file."""
+        self._file.close()
+        moved = self._path.with_name(self._path.name + ".moved")
+        try:
+            with open(self._path, "rb") as source, open(moved, "wb") as target:
+                source.seek(old)
+                target.seek(new)
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+            os.replace(moved, self._path)
+        finally:
+            moved.unlink(missing_ok=True)
+        self._file = open(self._path, "rb+", buffering=_COPY_BYTES)  # noqa: SIM115 - closed by close()
+
+
+class _FileRecorder(Recorder):
+    """A recorder whose tensors go to the file instead of into memory."""
+
+    writer: TraceWriter
+
+    def keep(self, name: str, array: NDArray) -> None:
+        if self.wants(name):
+            self.writer.add(name, self.inner.to_host(array))
+        self.current = name
+
+
+def record_to_file(
+    model: Model,
+    tokens: Sequence[int],
+    path: str | os.PathLike[str],
+    names: NamesFilter = None,
+    prompt: str | None = None,
+) -> NDArray:
+    """Run the model over the tokens and write every tensor that `names` asks for (globs; None: all) as it is computed.
+
+    -> logits (T, V). The file appears under its name when it is whole, never before. In a float64 run the tensors are
+    rounded to float32.
+    """
+    ids = model.check_tokens(tokens)
+    batch = TokenBatch.of([(0, 0, ids)])
+    recorder = _FileRecorder(model.backend, model.weights, model.config, names)
+    engine = f"bitnet_ref {model.backend.name}"
+    metadata = trace_metadata(ids.tolist(), engine=engine, prompt=prompt)
+    metadata |= {"config_hash": config_hash(model.config), "weight_hash": weight_hash(model.weights)}
+    with atomic_path(path) as temporary:
+        recorder.writer = TraceWriter(temporary, metadata, expected=len(op_order(model.config)))
+        try:
+            logits = checked_forward(
+                model.backend, model.weights, model.config, batch, model.new_cache(1, len(ids)), recorder
+            )
+        finally:
+            recorder.writer.close()
+    return logits
+
+
+def trace_metadata(
+    token_ids: Sequence[int], *, engine: str, prompt: str | None = None, engine_dtype: str = "float32"
+) -> dict[str, str]:
+    """The metadata of a trace, as strings."""
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "token_ids": json.dumps([int(i) for i in token_ids]),
+        "engine": engine,
+        "engine_dtype": engine_dtype,
+    }
+    return metadata if prompt is None else {**metadata, "prompt": prompt}
+
+
+def write_trace(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, NDArray],
+    token_ids: Sequence[int],
+    *,
+    engine: str,
+    prompt: str | None = None,
+    engine_dtype: str = "float32",
+) -> None:
+    """Write arrays that are at hand as a trace: what a script around another engine calls."""
+    metadata = trace_metadata(token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype)
+    with atomic_path(path) as temporary:
+        writer = TraceWriter(temporary, metadata, expected=len(tensors))
+        try:
+            for name, array in tensors.items():
+                writer.add(name, array)
+        finally:
+            writer.close()
+
+
+class Trace(Mapping[str, NDArray]):
+    """A trace file, open for reading: name -> array, each read when it is asked for and not kept.
+
+    Raises FormatError for a file that is no trace, and for one that ends early.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = SafetensorsFile(path)
+        try:
+            self.path = self._file.path
+            self.metadata = self._file.metadata
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        if self.metadata.get("format") != FORMAT:
+            raise self._bad("format", f'expected "{FORMAT}": this safetensors file is not a trace')
+        if self.metadata.get("version") != str(VERSION):
+            raise self._bad("version", f'expected "{VERSION}", got {self.metadata.get("version")!r}')
+        try:
+            ids = json.loads(self.metadata.get("token_ids", ""))
+        except (ValueError, RecursionError) as problem:
+            raise self._bad("token_ids", "expected a JSON list of the run's token ids") from problem
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise self._bad("token_ids", "expected a JSON list of the run's token ids, each 0 to 2^31 - 1")
+        self.token_ids: list[int] = ids
+        self.engine_dtype = self.metadata.get("engine_dtype", "float32")
+        if self.engine_dtype not in ENGINE_DTYPES:
+            raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
+        self.engine = self.metadata.get("engine", "unknown engine")
+        self.prompt = self.metadata.get("prompt")
+
+    def _bad(self, field: str, message: str) -> FormatError:
+        return FormatError(message, path=self._file.path, offset=8, field=f"__metadata__.{field}")
+
+    @property
+    def own_engine(self) -> bool:
+        """Whether this package computed it."""
+        return self.engine.split()[:1] == ["bitnet_ref"]
+
+    @property
+    def carries_inputs(self) -> bool:
+        """Whether the int8 inputs of linears are there, so that each product can be judged on its own input."""
+        return any(name.endswith(INT8) for name in self)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[name].shape
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray:
+        """Rows of the tensor's first axis."""
+        return self._file.read_rows(name, start, stop)
+
+    def __getitem__(self, name: str) -> NDArray:
+        return self._file.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.tensors)
+
+    def __len__(self) -> int:
+        return len(self._file.tensors)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,271 @@
+"""Whether two checkpoints, in whatever formats, hold the same model: part by part, and by what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...backends import Backend, available_backends, choose_backend
+from ...backends.record import checked_forward
+from ...errors import TokenizerError
+from ...reference.cache import TokenBatch
+from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer
+
+# A scale or a float tensor may come back rounded by a format that stores it narrower: half a unit in the last place of
+# float16's 11 bits, and of its smallest step.
+ROUNDING, SMALLEST = 2.0**-11, 2.0**-25
+SUMMATION = 1e-5  # of the largest logit: float32 sums of a few thousand terms in another order
+TOKENS = 8
+_TEXT = "Once upon a time, 12 wörlds began.\n\n  Then \U0001f600 they   ended!"
+_IN_BLOCKS = 1 << 22
+# Who wrote it; how it is stored; and what is compared with the tokenizer.
+_ELSEWHERE = ("model_type", "quantization", "bos_token_id", "eos_token_ids")
+
+
+@dataclass
+class Tally:
+    """How many of one kind of tensor came back equal."""
+
+    equal: int = 0
+    total: int = 0
+    largest: float = 0.0  # relative difference of those that did not
+    first: str | None = None  # the first of those
+
+    def add(self, name: str, difference: float) -> None:
+        """difference: 0 for equal"""
+        self.total += 1
+        self.equal += difference == 0
+        self.largest = max(self.largest, difference)
+        if difference and self.first is None:
+            self.first = name
+
+
+@dataclass
+class Proof:
+    """What a comparison found. `holds`: the same model, but for the rounding that the format itself imposes."""
+
+    planes: Tally = field(default_factory=Tally)  # ternary matrices, bit for bit
+    scales: Tally = field(default_factory=Tally)
+    tensors: Tally = field(default_factory=Tally)  # norms, biases, dense matrices
+    config: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # fields that differ: (source, written)
+    tokenizer: str = "none"  # "equal", "none", or what differs
+    tokens: int = 0  # of the run that was compared
+    logits_equal: bool = False
+    logits_difference: float = 0.0  # largest absolute
+    same_choice: bool = True  # the same most likely token at every position
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Not even rounded."""
+        tallies = (self.planes, self.scales, self.tensors)
+        same = not self.config and all(tally.equal == tally.total for tally in tallies)
+        return self.holds and same
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.problems:
+            return "; ".join(self.problems)
+        if self.exact:
+            logits = ", and all logits" if self.tokens and self.logits_equal else ""
+            return f"identical: {self.planes.total} ternary planes, every scale and every tensor{logits}"
+        rounded = [
+            f"{tally.total - tally.equal} {what} (by {tally.largest:.1e} of their size at most)"
+            for what, tally in (("scales", self.scales), ("other tensors", self.tensors))
+            if tally.equal < tally.total
+        ]
+        rounded += [f"config.{name}" for name in self.config]
+        logits = f"; logits within {self.logits_difference:.1e}" if self.tokens else ""
+        return f"all {self.planes.total} ternary planes identical; the format rounds {' and '.join(rounded)}{logits}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self) | {"holds": self.holds, "exact": self.exact, "verdict": self.verdict}
+
+
+def prove(
+    source: Checkpoint, written: Checkpoint, phase: Callable[[str], Progress] | None = None, compute: bool = True
+) -> Proof:
+    """Compare `written` with `source`, one tensor of each in memory.
+
+    compute: also run a few tokens through both, one layer of each in memory, and compare the logits.
+    phase: gives the progress of the phases "comparing" and "computing".
+    """
+    proof = Proof()
+    _compare_configs(source, written, proof)
+    if not proof.problems:  # else shapes may differ
+        _compare_parts(source, written, proof, phase("comparing") if phase else None)
+        _compare_tokenizers(source, written, proof)
+    if compute and not proof.problems:
+        _compare_logits(source, written, proof, phase("computing") if phase else None)
+    return proof
+
+
+def _compare_configs(source: Checkpoint, written: Checkpoint, proof: Proof) -> None:
+    ours, theirs = source.config.to_dict(), written.config.to_dict()
+    for name, value in ours.items():
+        if value != theirs[name] and name not in _ELSEWHERE:
+            proof.config[name] = value, theirs[name]
+            if not _nearly(value, theirs[name]):
+                proof.problems.append(f"config.{name} was {value!r} and is {theirs[name]!r}")
+
+
+def _nearly(a: Any, b: Any) -> bool:
+    """Equal, or numbers that are equal as float32, which is how GGUF stores them."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_nearly(a[key], b[key]) for key in a)
+    if isinstance(a, float) and isinstance(b, float):
+        return np.float32(a) == np.float32(b)
+    return a == b
+
+
+def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
+    total = part_count(source.config)
+    pairs = zip_longest(parts(source), parts(written), fillvalue=("nothing", None))
+    for done, ((name, a), (other, b)) in enumerate(pairs, 1):
+        if name != other or _kind(a) != _kind(b):
+            proof.problems.append(f"{name} was {_kind(a)}, and {other} is {_kind(b)}")
+            return
+        for what, tally, difference in _differences(a, b, proof):
+            tally.add(f"{name}{what}", difference)
+            if difference > (0 if tally is proof.planes else ROUNDING):
+                proof.problems.append(f"{name}{what} differs")
+        if progress is not None:
+            progress(done, total)
+
+
+def _kind(part: LinearWeight | NDArray | None) -> str:
+    if part is None:
+        return "absent"
+    if isinstance(part, np.ndarray):
+        return f"a vector of {part.size}"
+    return f"a {'ternary' if isinstance(part, TernaryLinear) else 'dense'} matrix {part.shape}"
+
+
+def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, float]]:
+    """(which part of it, where it is counted, relative difference)"""
+    if isinstance(a, np.ndarray):
+        yield "", proof.tensors, _difference(a, b)
+        return
+    if isinstance(a, DenseWeight):
+        yield "", proof.tensors, _difference(a.array, b.array)
+    else:
+        packed = isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)  # one form, padding and all
+        same = np.array_equal(a.packed, b.packed) if packed else np.array_equal(a.ternary(), b.ternary())
+        yield "", proof.planes, float(not same)
+        yield " (scale)", proof.scales, _difference(np.array([a.w_dequant_scale]), np.array([b.w_dequant_scale]))
+        norms = [None if w.input_norm is None else w.input_norm.weight for w in (a, b)]
+        if norms[0] is not None or norms[1] is not None:
+            yield " (norm)", proof.tensors, _difference(*norms)
+    if a.bias is not None or b.bias is not None:
+        yield " (bias)", proof.tensors, _difference(a.bias, b.bias)
+
+
+def _difference(a: NDArray | None, b: NDArray | None) -> float:
+    """Largest relative difference, a block at a time; what float16 cannot tell from zero is equal to it."""
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    a, b, largest = a.reshape(-1), b.reshape(-1), 0.0
+    for start in range(0, a.size, _IN_BLOCKS):
+        x, y = (array[start : start + _IN_BLOCKS].astype(np.float32) for array in (a, b))
+        if not np.array_equal(x, y):
+            gap = np.abs(x - y)
+            gap[gap <= np.float32(SMALLEST)] *= np.float32(ROUNDING)
+            largest = max(largest, float((gap / np.maximum(np.abs(x), np.float32(SMALLEST))).max()))
+    return largest
+
+
+def _compare_tokenizers(source: Checkpoint, written: Checkpoint, proof: Proof) -> None:
+    from ...tokenizers import load_tokenizer_files
+
+    pair, loaded = (source, written), []
+    for checkpoint in pair:
+        files = checkpoint.tokenizer_files()
+        has_one = "tokenizer.json" in files or "tokenizer.model" in files
+        try:
+            loaded.append(load_tokenizer_files(files, path=checkpoint.path) if has_one else None)
+        except TokenizerError as error:
+            proof.tokenizer = f"cannot be read from {checkpoint.path.name}: {error}"
+            if checkpoint is written:
+                proof.problems.append(f"the tokenizer {proof.tokenizer}")
+            return
+    ours, theirs = loaded
+    stops = [set(c.config.eos_token_ids) | set(t.eos_ids if t else ()) for c, t in zip(pair, loaded, strict=True)]
+    if stops[0] != stops[1]:
+        proof.problems.append(f"the end tokens were {sorted(stops[0])} and are {sorted(stops[1])}")
+    if ours is None:
+        return
+    if theirs is None:
+        proof.tokenizer = "left behind"
+        proof.problems.append("the tokenizer was left behind")
+        return
+    facts = {
+        "size": (ours.vocab_size, theirs.vocab_size),
+        "BOS": (ours.bos_id, theirs.bos_id),
+        "text to ids": (ours.encode(_TEXT), theirs.encode(_TEXT)),
+        "chat template": (ours.chat_template, theirs.chat_template),
+    }
+    wrong = [name for name, (a, b) in facts.items() if a != b]
+    ids = range(ours.vocab_size)
+    if not wrong and any(ours.id_to_token(token) != theirs.id_to_token(token) for token in ids):
+        wrong.append("vocabulary")
+    proof.tokenizer = "equal" if not wrong else f"differs in {', '.join(wrong)}"
+    if wrong:
+        proof.problems.append(f"the tokenizer {proof.tokenizer}")
+
+
+class _Layers:
+    """A checkpoint's blocks, each read when its turn in the forward pass comes."""
+
+    def __init__(self, checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> None:
+        self.checkpoint, self.be, self.tick = checkpoint, be, tick
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        for index in range(self.checkpoint.config.num_hidden_layers):
+            yield read_layer(self.checkpoint, index, self.be.prepare)
+            self.tick()
+
+
+def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
+    be = choose_backend("cython" if available_backends()["cython"] is None else "numpy")
+    steps = iter(range(1, 2 * source.config.num_hidden_layers + 1))
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(steps), 2 * source.config.num_hidden_layers)
+
+    a, b = (_logits(checkpoint, be, tick) for checkpoint in (source, written))
+    proof.tokens = len(a)
+    proof.logits_equal = np.array_equal(a, b)
+    proof.logits_difference = float(np.abs(a - b).max())
+    proof.same_choice = bool((a.argmax(axis=1) == b.argmax(axis=1)).all())
+    same = not proof.config and all(tally.equal == tally.total for tally in (proof.scales, proof.tensors))
+    # A head that came back in another dtype, its values equal, is summed in that dtype's kernel, in its order.
+    other_sums = source.dense_dtype("embedding") != written.dense_dtype("embedding")
+    allowed = SUMMATION * float(np.abs(a).max()) if other_sums else 0.0
+    if same and proof.logits_difference > allowed:
+        proof.problems.append(f"the logits differ by {proof.logits_difference:.1e} though all tensors are equal")
+
+
+def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> NDArray:
+    """Of a few tokens spread over the vocabulary.   -> (T, V)"""
+    config = checkpoint.config
+    count = min(TOKENS, config.context_length)
+    tokens = np.linspace(0, config.vocab_size - 1, count).astype(np.int64)
+    embedding = checkpoint.embedding()
+    layers: Any = _Layers(checkpoint, be, tick)
+    head = read_head(checkpoint, embedding, be.prepare)
+    weights = ModelWeights(embedding, layers, checkpoint.norm("final_norm"), head)
+    cache = be.new_cache(config, 1, count)
+    return checked_forward(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)

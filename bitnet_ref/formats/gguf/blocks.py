@@ -1,0 +1,254 @@
+"""The blocks of ggml's tensor types, to and from NumPy: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TQ1_0, TQ2_0.
+
+A row is cut into blocks; each block has its own float16 scale d and small integers q, and stands for d * q. Here are
+the types that BitNet files have (Q4_K and Q6_K in llama.cpp's TQ1_0 and TQ2_0 files, for the embedding and the head);
+other quantisations of dense models are not read.
+
+Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import FormatError, NumericsError, ShapeError
+from ...reference.quantization import SCALE_FLOOR
+from .ggml_types import BY_NAME, GgmlType
+
+_CHUNK_BLOCKS = 1 << 12  # dequantised at a time
+_SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
+_SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
+_MASK_2, _MASK_4 = np.uint8(3), np.uint8(15)
+_POWERS = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _half(d: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """(n, 2) bytes -> (n, 1)"""
+    return np.ascontiguousarray(d).view(np.float16).astype(np.float32)
+
+
+def _q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | 32 int8"""
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks[:, :2])
+
+
+def _q4_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | 16 bytes: value j in the low nibble of byte j, value j + 16 in the high one; 8 stands for zero"""
+    q = blocks[:, None, 2:] >> _SHIFTS_4[:, None] & _MASK_4  # (n, 2, 16)
+    return _half(blocks[:, :2]) * (q.reshape(-1, 32).astype(np.int8) - np.int8(8)).astype(np.float32)
+
+
+def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """128 bytes of low nibbles | 64 bytes of high pairs of bits | 16 int8 scales, one for 16 values | d"""
+    n = len(blocks)
+    low = blocks[:, :128].reshape(n, 2, 1, 64) >> _SHIFTS_4[:, None] & _MASK_4  # (n, halves, 2, 64)
+    high = blocks[:, 128:192].reshape(n, 2, 1, 32) >> _SHIFTS_2[:, None] & _MASK_2  # (n, halves, 4, 32)
+    q = (low.reshape(n, 16, 16) | high.reshape(n, 16, 16) << 4).astype(np.int8) - np.int8(32)
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32) * _half(blocks[:, 208:])
+    return (scales[:, :, None] * q.astype(np.float32)).reshape(n, 256)
+
+
+def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles, low ones first; d s q - dmin m
+
+    Of 32 values each; the first four scales and minima are the low 6 bits of bytes 0-3 and 4-7, the last four have
+    their low nibbles in bytes 8-11 and their high 2 bits on top of bytes 0-7.
+    """
+    n = len(blocks)
+    first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    low6, high2 = np.uint8(63), np.uint8(6)
+    scales = np.concatenate([first & low6, third & _MASK_4 | first >> high2 << np.uint8(4)], axis=1)
+    minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
+    d = (_half(blocks[:, :2]) * scales.astype(np.float32)).reshape(n, 8, 1)
+    least = (_half(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
+    q = (blocks[:, 16:].reshape(n, 4, 1, 32) >> _SHIFTS_4[:, None] & _MASK_4).reshape(n, 8, 32)
+    return (d * q.astype(np.float32) - least).reshape(n, 256)
+
+
+def _tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """64 bytes | d: two halves of 32 bytes; bits 0-1 are the first 32 values of the half's 128, bits 2-3 the next"""
+    return (blocks[:, :64].reshape(-1, 2, 1, 32) >> _SHIFTS_2[:, None] & _MASK_2).reshape(-1, 256)
+
+
+def _tq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """32 bytes of 5 trits (160 values) | 16 bytes of 5 (80) | 4 bytes of 4 (16) | d
+
+    A byte is the fraction 0.t0 t1 t2 t3 t4 in base 3, times 256, rounded up: multiplied by 3^n and wrapped to a byte,
+    it is the fraction that begins with t_n, and times 3 its whole part is t_n itself.
+    """
+    parts = []
+    for start, end, trits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        fractions = blocks[:, None, start:end] * _POWERS[:trits, None]  # (n, trits, bytes): uint8, so it wraps
+        parts.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
+    return np.concatenate(parts, axis=1)
+
+
+_TERNARY_CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
+    "TQ1_0": _tq1_0_codes,
+    "TQ2_0": _tq2_0_codes,
+}
+
+
+def _ternary_values(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
+    def values(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+        q = _TERNARY_CODES[kind](blocks).astype(np.int8) - np.int8(1)
+        return _half(blocks[:, -2:]) * q.astype(np.float32)
+
+    return values
+
+
+_DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
+    "F32": lambda blocks: blocks.view(np.float32),
+    "F16": lambda blocks: blocks.view(np.float16).astype(np.float32),
+    "BF16": lambda blocks: blocks.view(ml_dtypes.bfloat16).astype(np.float32),
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+    **{kind: _ternary_values(kind) for kind in _TERNARY_CODES},
+}
+DEQUANTIZABLE = tuple(_DEQUANTIZE)
+
+
+def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """A tensor's bytes -> its float32 values.   raw (nbytes,) uint8 -> shape
+
+    kind: the type's name, one of `DEQUANTIZABLE`. Raises ShapeError when the bytes are not as many as the shape has.
+    """
+    if kind not in _DEQUANTIZE:
+        raise FormatError(f"tensors of type {kind} are not read; supported are {', '.join(DEQUANTIZABLE)}")
+    blocks = _as_blocks("dequantize", raw, BY_NAME[kind], shape)
+    out = np.empty((len(blocks), BY_NAME[kind].block_values), dtype=np.float32)
+    step = _CHUNK_BLOCKS * 256 // BY_NAME[kind].block_values
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN: the reader says where it is
+        for start in range(0, len(blocks), step):
+            out[start : start + step] = _DEQUANTIZE[kind](blocks[start : start + step])
+    return out.reshape(shape)
+
+
+def ternary_from_blocks(
+    raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
+) -> tuple[NDArray[np.int8], np.float32] | None:
+    """A matrix in TQ1_0 or TQ2_0 -> the exact (w_t (N, K) int8, w_dequant_scale), or None if it has no single scale.
+
+    One matrix, one scale: every block of a b1.58 matrix that has a non-zero has the same d, and a block of zeros has
+    d = 0 or that d. Blocks whose scales differ come from a matrix that was not ternary before it was quantised; such
+    a matrix is dense, and computes with int8 activations as no model was trained. Raises FormatError for a scale that
+    is negative, NaN or Inf and for the code 3.
+    """
+    blocks = _as_blocks("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    scales = np.ascontiguousarray(blocks[:, -2:]).view(np.float16).reshape(-1).astype(np.float32)
+    bad = ~np.isfinite(scales) | (scales < 0)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise FormatError(f"block {at} has the scale {scales[at]}; expected a finite number, 0 or above")
+    scale = scales.max()
+    if not ((scales == scale) | (scales == 0)).all():
+        return None
+    w_t = np.empty((len(blocks), 256), dtype=np.int8)
+    for start in range(0, len(blocks), _CHUNK_BLOCKS):
+        codes = _TERNARY_CODES[kind](blocks[start : start + _CHUNK_BLOCKS])
+        if codes.max() > 2:
+            at = start + int(np.argmax(codes.max(axis=1) > 2))
+            raise FormatError(f"block {at} holds the invalid ternary code 3")
+        np.subtract(codes.view(np.int8), np.int8(1), out=w_t[start : start + _CHUNK_BLOCKS])
+    w_t[scales == 0] = 0
+    return w_t.reshape(shape), scale if scale > 0 else np.float32(SCALE_FLOOR)
+
+
+def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    _require_whole_blocks(op, kind, shape)
+    expected = kind.nbytes(int(np.prod(shape, dtype=object)))
+    if raw.dtype != np.uint8 or raw.size != expected:
+        raise ShapeError(
+            op,
+            expected=f"{expected} bytes for {kind.name} of shape {list(shape)}",
+            got=f"{raw.dtype} of shape {raw.shape}",
+        )
+    return np.ascontiguousarray(raw).reshape(-1, kind.block_bytes)
+
+
+def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> None:
+    if (shape[-1] if shape else 1) % kind.block_values:
+        expected = f"rows of a multiple of {kind.block_values} values, which {kind.name} stores in one block"
+        raise ShapeError(op, expected=expected, got=f"shape {list(shape)}; another type (F16, Q8_0) takes it")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def quantize(values: NDArray, kind: str) -> NDArray[np.uint8]:
+    """Finite float values (..., K) -> the bytes (nbytes,) of a tensor of type F32, F16, BF16 or Q8_0.
+
+    Raises NumericsError when a value is NaN or Inf, or too large for the type; ShapeError when K is no multiple of the
+    type's block.
+    """
+    if kind not in ("F32", "F16", "BF16", "Q8_0"):
+        raise FormatError(f"dense tensors are not written as {kind}; use F32, F16, BF16 or Q8_0")
+    _require_whole_blocks("quantize", BY_NAME[kind], values.shape)
+    with np.errstate(over="ignore"):
+        if kind == "Q8_0":
+            out, scales = _to_q8_0(values.astype(np.float32).reshape(-1, 32))
+            finite = np.isfinite(scales).all()
+        else:
+            dtype = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}[kind]
+            out = np.ascontiguousarray(values, dtype=dtype)
+            finite = np.isfinite(out).all()
+    if not finite:
+        raise NumericsError(f"quantize: a value is NaN or Inf, or beyond what {kind} can hold; write it as F32")
+    return out.reshape(-1).view(np.uint8)
+
+
+def _to_q8_0(blocks: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = blocks * np.where(d == 0, np.float32(0), np.float32(1) / d)
+        whole = np.floor(np.abs(scaled))
+        q = np.sign(scaled) * (whole + np.floor(2 * (np.abs(scaled) - whole)))  # half away from zero, as roundf
+        half = d.astype(np.float16)
+        return np.concatenate([half.view(np.uint8), q.astype(np.int8).view(np.uint8)], axis=1), half
+
+
+def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str) -> NDArray[np.uint8]:
+    """(w_t (N, K) int8 in {-1, 0, +1}, scale) -> the bytes (nbytes,) of a matrix in TQ1_0 or TQ2_0.
+
+    The plane is exact. The scale is rounded to float16, so a reader gets float16(scale): up to 1 part in 2048 from the
+    float32 one; `scale_in_blocks` tells it. A block of zeros has scale 0, as ggml's own quantiser writes it.
+    Raises ShapeError when K is no multiple of 256, NumericsError for a scale that float16 cannot hold.
+    """
+    if kind not in _TERNARY_CODES:
+        raise FormatError(f"ternary matrices have blocks in TQ1_0 and TQ2_0, not in {kind}")
+    _require_whole_blocks("blocks_from_ternary", BY_NAME[kind], w_t.shape)
+    d = np.float16(scale_in_blocks(w_dequant_scale))
+    codes = (w_t.reshape(-1, 256) + np.int8(1)).view(np.uint8)
+    if codes.size == 0 or codes.max() > 2:
+        raise ShapeError("blocks_from_ternary", expected="a non-empty matrix of -1, 0, +1", got="other values")
+    n = len(codes)
+    if kind == "TQ2_0":
+        planes = codes.reshape(n, 2, 4, 32) << _SHIFTS_2[:, None]
+        data = np.bitwise_or.reduce(planes, axis=2).reshape(n, 64)
+    else:
+        parts = []
+        for start, end, width in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
+            trits = codes[:, start:end].reshape(n, -1, width)
+            weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[: trits.shape[1], None]
+            parts.append((trits * weights).sum(axis=1, dtype=np.uint16))
+        data = ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)  # q/243 of 256, rounded up
+    scales = np.where((codes == 1).all(axis=1), np.float16(0), d)
+    return np.concatenate([data, scales[:, None].view(np.uint8)], axis=1).reshape(-1)
+
+
+def scale_in_blocks(w_dequant_scale: float) -> np.float32:
+    """The scale that TQ1_0 and TQ2_0 blocks can hold: the nearest float16. NumericsError when that is 0 or Inf."""
+    with np.errstate(over="ignore"):
+        d = np.float16(w_dequant_scale)
+    if not np.isfinite(d) or d <= 0:
+        raise NumericsError(f"the scale {w_dequant_scale} is {d} in float16, which the blocks of TQ1_0 and TQ2_0 hold")
+    return np.float32(d)

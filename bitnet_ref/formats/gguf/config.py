@@ -1,0 +1,308 @@
+"""A GGUF's metadata -> `ModelConfig`, and back.
+
+general.architecture says which transformer it is:
+
+    bitnet                   1bitLLM: silu, sub-norms
+    bitnet-25, bitnet-b1.58  2B-4T: relu2, sub-norms
+    llama                    LLaMA and Mistral shapes, ternary (Llama3-8B-1.58, Falcon3) or dense
+
+Numbers are float32 in the file: 1e-5 comes back as 9.99999975e-06, so the shortest decimal that means the same float32
+is taken. Source: llama.cpp, docs/gguf.md and convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ConfigError, FormatError
+from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from ...reference.layers import rope_frequencies
+from .file import GgufFile, Typed
+
+RELU2_ARCHITECTURES = ("bitnet-25", "bitnet-b1.58")
+BITNET_ARCHITECTURES = ("bitnet", *RELU2_ARCHITECTURES)
+ARCHITECTURES = (*BITNET_ARCHITECTURES, "llama")
+ROPE_FREQS = "rope_freqs.weight"
+_TENSORS_PER_LAYER = 9  # at least: two norms, seven linears
+# Texts by which a vocabulary marks the end of a turn, as llama.cpp looks for them
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<EOT>")
+
+
+class _Keys:
+    """The metadata of one architecture, with errors that name the key."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.metadata = file, file.metadata
+        self.arch = self.metadata.get("general.architecture")
+        if not isinstance(self.arch, str) or self.arch not in ARCHITECTURES:
+            expected = f"expected one of {', '.join(ARCHITECTURES)}"
+            raise self.fail("general.architecture", f"{expected}, got {self.arch!r}: others are not supported")
+
+    def fail(self, key: str, message: str) -> ConfigError:
+        return ConfigError(message, path=self.file.path, field=key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `<arch>.key`."""
+        return self.metadata.get(f"{self.arch}.{key}", default)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not 0, which says the same as none."""
+        value = self.get(key)
+        return value is not None and not (isinstance(value, int | float) and value == 0)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self.fail(f"{self.arch}.{key}", f"expected a string, got {value!r}")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            got = "it is absent" if value is None else f"got {value!r}"
+            raise self.fail(f"{self.arch}.{key}", f"expected a whole number above zero; {got}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            got = "it is absent" if value is None else f"got {value!r}"
+            raise self.fail(f"{self.arch}.{key}", f"expected a number; {got}")
+        return shortest(value)
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else float(value)
+
+
+def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) -> ModelConfig:
+    """The configuration, but for `quantization`, which the tensors tell and the metadata do not.
+
+    Raises ConfigError naming the key, FormatError when the tensors contradict the metadata.
+    """
+    keys = _Keys(file)
+    shape = tensor_shape(file, "token_embd.weight", 2)
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    layers = keys.count("block_count")
+    if layers * _TENSORS_PER_LAYER > len(file.tensors):
+        raise keys.fail(f"{keys.arch}.block_count", f"says {layers} blocks; the file has {len(file.tensors)} tensors")
+    if shape[1] != hidden:
+        raise keys.fail(f"{keys.arch}.embedding_length", f"says {hidden}; token_embd.weight has rows of {shape[1]}")
+    vocab = keys.count("vocab_size", shape[0])
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list):
+        got = file.typed["tokenizer.ggml.tokens"].type
+        raise keys.fail("tokenizer.ggml.tokens", f"expected an array of strings, got {got}")
+    if vocab != shape[0] or len(tokens) > vocab:
+        said = f"{vocab} and there are {len(tokens)} tokens" if tokens else f"{vocab}"
+        raise keys.fail(f"{keys.arch}.vocab_size", f"says {said}; token_embd.weight has {shape[0]} rows")
+    head_dim = keys.count("attention.key_length", hidden // heads or None)
+    if keys.count("attention.value_length", head_dim) != head_dim:
+        raise keys.fail(f"{keys.arch}.attention.value_length", "differs from key_length, which is not supported")
+    if keys.count("rope.dimension_count", head_dim) != head_dim:
+        raise keys.fail(f"{keys.arch}.rope.dimension_count", f"partial rotary embedding of {head_dim} is not supported")
+    context = keys.count("context_length")
+    bitnet = keys.arch in BITNET_ARCHITECTURES
+    window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
+    try:
+        return ModelConfig(
+            model_type="bitnet" if bitnet else "llama" if window is None else "mistral",
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=keys.count("feed_forward_length"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=keys.count("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            activation="relu2" if keys.arch in RELU2_ARCHITECTURES else "silu",
+            norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+            max_position_embeddings=context,
+            tie_word_embeddings="output.weight" not in file.tensors,
+            sub_norms=bitnet,
+            attention_bias=_biases(file, ("attn_q", "attn_k", "attn_v", "attn_output")),
+            mlp_bias=_biases(file, ("ffn_gate", "ffn_up", "ffn_down")),
+            sliding_window=window,
+            rope=_rope(keys, context, head_dim),
+            quantization=quantization,
+            bos_token_id=_token_id(file, "bos"),
+            eos_token_ids=_eos_ids(file),
+        )
+    except ConfigError as error:
+        raise ConfigError(error.message, path=file.path, field=error.field) from None
+
+
+def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:
+    """The shape of a tensor that must be there; FormatError."""
+    if name not in file.tensors:
+        raise FormatError("the tensor is missing", path=file.path, field=name)
+    tensor = file.tensors[name]
+    if len(tensor.shape) != rank:
+        message = f"expected {rank} dimensions, got shape {list(tensor.shape)}"
+        raise FormatError(message, path=file.path, offset=tensor.offset, field=name)
+    return tensor.shape
+
+
+def _biases(file: GgufFile, linears: tuple[str, ...]) -> bool:
+    """Whether these linears of block 0 have biases: all, or none."""
+    found = [name for name in linears if f"blk.0.{name}.bias" in file.tensors]
+    if found and len(found) < len(linears):
+        raise FormatError(
+            f"{', '.join(found)} have a bias and the other linears of {', '.join(linears)} none; not supported",
+            path=file.path,
+            field=f"blk.0.{found[0]}.bias",
+        )
+    return bool(found)
+
+
+def _eos_ids(file: GgufFile) -> tuple[int, ...]:
+    """eos and end-of-turn ids. A file that names no end of turn is searched for the usual texts, as llama.cpp does."""
+    ids = [_token_id(file, name) for name in ("eos", "eot", "eom")]
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    if ids[1] is None:
+        wanted = set(_END_OF_TURN)
+        ids += [index for index, text in enumerate(tokens) if text in wanted]
+    return tuple(dict.fromkeys(value for value in ids if value is not None))
+
+
+def _token_id(file: GgufFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = file.metadata.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ConfigError(f"expected a token id, got {value!r}", path=file.path, field=key)
+    return value
+
+
+# -- RoPE --------------------------------------------------------------------------------------------------------------
+
+
+def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
+    theta = keys.number("rope.freq_base", 10000.0)
+    if ROPE_FREQS in keys.file.tensors:
+        return _llama3_rope(keys, theta, head_dim)
+    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
+    where = f"{keys.arch}.rope.scaling.type"
+    if kind == "none":
+        return RopeConfig(theta=theta)
+    factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear"))
+    if kind == "linear":
+        return RopeConfig(theta, "linear", factor)
+    if kind != "yarn":
+        raise keys.fail(where, f"expected none, linear or yarn, got {kind!r}")
+    if not 0 < factor < 1e9:
+        raise keys.fail(f"{keys.arch}.rope.scaling.factor", f"expected a number from 0 to 1e9, got {factor}")
+    apart = keys.get("rope.scaling.yarn_attn_factor", keys.get("rope.scaling.attn_factor", 1.0))
+    if isinstance(apart, bool) or not isinstance(apart, int | float) or not 0 < apart < 1e9:
+        where = f"{keys.arch}.rope.scaling.yarn_attn_factor"
+        raise keys.fail(where, f"expected a number from 0 to 1e9, got {apart!r}")
+    by_itself = _yarn_factor(factor)  # llama.cpp scales cos and sin by this, times what the file says apart
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        keys.count("rope.scaling.original_context_length", context),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=by_itself if apart == 1 else float(str(np.float32(apart * by_itself))),
+    )
+
+
+def _yarn_factor(factor: float) -> float:
+    """What yarn scales cos and sin by, unless a model says otherwise."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float32]:
+    """What llama3 scaling divides each frequency by, (d/2,): the tensor rope_freqs.weight of a GGUF."""
+    plain = rope_frequencies(RopeConfig(theta=rope.theta), head_dim)
+    return (plain / rope_frequencies(rope, head_dim)).astype(np.float32)
+
+
+def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
+    """rope_freqs.weight holds divisors, not their formula: find the one of Llama 3 that gives them."""
+    file = keys.file
+    if tensor_shape(file, ROPE_FREQS, 1) != (head_dim // 2,) or file.tensors[ROPE_FREQS].type.name != "F32":
+        raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=ROPE_FREQS)
+    found = file.read(ROPE_FREQS)
+    if np.all(found == 1):
+        return RopeConfig(theta=theta)
+    factor = shortest(float(found.max())) if np.isfinite(found).all() else 0.0
+    if 1 < factor < 1e9:
+        for exponent in range(8, 21):
+            rope = RopeConfig(theta, "llama3", factor, 2**exponent, low_freq_factor=1.0, high_freq_factor=4.0)
+            if np.allclose(llama3_divisors(rope, head_dim), found, rtol=1e-5, atol=0):
+                return rope
+    raise FormatError(
+        "these frequency divisors are not those of Llama 3 scaling (low_freq_factor 1, high_freq_factor 4)",
+        path=file.path,
+        offset=file.tensors[ROPE_FREQS].offset,
+        field=ROPE_FREQS,
+    )
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def architecture(config: ModelConfig) -> str:
+    """The GGUF architecture of a model; ConfigError when there is none."""
+    if config.sub_norms:
+        return "bitnet-b1.58" if config.activation == "relu2" else "bitnet"
+    if config.activation == "silu":
+        return "llama"
+    raise ConfigError("relu2 without sub-norms is no architecture that GGUF has a name for", field="hidden_act")
+
+
+def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
+    """The metadata that describe a model, in the order in which bitnet.cpp's converter writes them. The tokenizer's
+    come after it. Raises ConfigError for what GGUF cannot say."""
+    arch, rope = architecture(config), config.rope
+    out = {"general.architecture": Typed("string", arch)}
+
+    def put(key: str, kind: str, value: Any) -> None:
+        out[f"{arch}.{key}"] = Typed(kind, value)
+
+    put("context_length", "uint32", config.max_position_embeddings)
+    put("embedding_length", "uint32", config.hidden_size)
+    put("block_count", "uint32", config.num_hidden_layers)
+    put("feed_forward_length", "uint32", config.intermediate_size)
+    put("attention.head_count", "uint32", config.num_attention_heads)
+    put("attention.head_count_kv", "uint32", config.num_key_value_heads)
+    put("rope.freq_base", "float32", rope.theta)
+    put("attention.layer_norm_rms_epsilon", "float32", config.norm_eps)
+    put("rope.dimension_count", "uint32", config.head_dim)
+    put("vocab_size", "uint32", config.vocab_size)
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        put("attention.key_length", "uint32", config.head_dim)
+        put("attention.value_length", "uint32", config.head_dim)
+    if config.sliding_window is not None:
+        put("attention.sliding_window", "uint32", config.sliding_window)
+    if rope.rope_type in ("linear", "yarn"):
+        put("rope.scaling.type", "string", rope.rope_type)
+        put("rope.scaling.factor", "float32", rope.factor)
+    if rope.rope_type == "yarn":
+        if not rope.truncate:
+            raise ConfigError("yarn without truncation cannot be said in a GGUF", field="rope.truncate")
+        put("rope.scaling.original_context_length", "uint32", rope.original_max_position_embeddings)
+        put("rope.scaling.yarn_beta_fast", "float32", rope.beta_fast)
+        put("rope.scaling.yarn_beta_slow", "float32", rope.beta_slow)
+        if not math.isclose(rope.attention_factor, _yarn_factor(rope.factor), rel_tol=1e-6):
+            put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / _yarn_factor(rope.factor))
+    if rope.rope_type == "dynamic":
+        raise ConfigError("dynamic RoPE scaling cannot be said in a GGUF", field="rope.rope_type")
+    return out
+
+
+def special_token_metadata(config: ModelConfig) -> dict[str, Typed]:
+    """The ids of a model without vocabulary; with one, the tokenizer's own metadata say them."""
+    out = {"tokenizer.ggml.model": Typed("string", "no_vocab")}
+    ids = (config.bos_token_id, *config.eos_token_ids[:3])
+    for name, value in zip(("bos", "eos", "eot", "eom"), ids, strict=False):
+        if value is not None:
+            out[f"tokenizer.ggml.{name}_token_id"] = Typed("uint32", value)
+    return out

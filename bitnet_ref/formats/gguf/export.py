@@ -1,0 +1,229 @@
+"""Writing a model as a GGUF file, as bitnet.cpp's and llama.cpp's own tools lay it out, byte for byte.
+
+    f16, bf16, f32, q8_0   matrices as dequantised numbers, in that type
+    i2_s                   ternary matrices in bitnet.cpp's type (x86 layout)
+    tq1_0, tq2_0           ternary matrices in llama.cpp's types; the scale becomes a float16
+    tl1, tl2               ternary matrices in bitnet.cpp's lookup-table types
+
+The embedding and an untied head are float16 unless another type is asked for, norms and biases float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ConfigError, FormatError, ShapeError
+from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
+from ..checkpoint import (
+    Checkpoint,
+    Progress,
+    has_bias,
+    is_ternary,
+    linear_name,
+    linear_names,
+    linear_shape,
+    norm_sizes,
+)
+from .blocks import blocks_from_ternary, quantize
+from .config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
+from .file import Typed
+from .i2_s import StaleTail, fits_layout, pack_i2_s
+from .names import gguf_name, permute_rows
+from .write import TensorToWrite, write_gguf
+
+DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
+BLOCK_KINDS = ("tq1_0", "tq2_0")
+TL_KINDS = ("tl1", "tl2")
+KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS)
+# llama_ftype: of llama.cpp, and for I2_S, TL1 and TL2 of bitnet.cpp
+_FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37}
+_QUANTIZATION_VERSION = 2  # of ggml's blocks
+# The order of bitnet.cpp's converter: that of the tensors' names in Hugging Face checkpoints
+_NORM_ORDER = ("attn_norm", "ffn_sub_norm", "ffn_norm", "attn_sub_norm")
+_LINEAR_ORDER = ("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
+
+
+def write_gguf_model(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    kind: str = "i2_s",
+    *,
+    tokenizer: Mapping[str, Typed] | None = None,
+    dense_type: str = "F16",
+    tl_tiles: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a model that any reader has opened. Streams: one matrix is in memory at a time.
+
+    kind: one of `KINDS`; a type for ternary matrices takes ternary models only.
+    tokenizer: the metadata from "tokenizer.ggml.model" on; without it the file says that it has no vocabulary, and
+        which tokens begin and end a text.
+    dense_type: of the embedding and an untied head: F16, BF16, F32 or Q8_0. BF16 and F32 values are rounded to F16.
+    tl_tiles: the kernel_config.ini of the bitnet.cpp that will run a tl1 or tl2 file; not needed for the shapes that
+        bitnet.cpp has tile sizes for.
+
+    Raises FormatError for a kind that cannot hold this model and for a shape that does not fit the kind, ConfigError
+    for what GGUF cannot say, NumericsError for values beyond the type.
+    """
+    config = checkpoint.config
+    if kind not in KINDS:
+        raise FormatError(f"expected one of {', '.join(KINDS)}, got {kind!r}", path=path)
+    metadata = gguf_metadata(config) | dict(special_token_metadata(config) if tokenizer is None else tokenizer)
+    if kind in _FILE_TYPES:
+        metadata["general.quantization_version"] = Typed("uint32", _QUANTIZATION_VERSION)
+        metadata["general.file_type"] = Typed("uint32", _FILE_TYPES[kind])
+    tensors = list(_Tensors(checkpoint, kind, dense_type, tl_tiles).all())
+    if kind in BLOCK_KINDS:
+        tensors.sort(key=_llama_cpp_order)
+    try:
+        write_gguf(path, metadata, tensors, progress)
+    except ShapeError as error:  # an embedding whose rows are no whole number of Q8_0 blocks
+        raise FormatError(str(error), path=path) from None
+
+
+def _llama_cpp_order(tensor: TensorToWrite) -> tuple[int, str]:
+    """As llama.cpp's quantiser writes them: those outside the blocks first, then block by block, by name."""
+    name = tensor.name
+    return (int(name.split(".")[1]) if name.startswith("blk.") else -1), name
+
+
+class _Tensors:
+    """The tensors of a model in the order of the file, each to be made when it is written."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, kind: str, dense_type: str, tl_tiles: str | os.PathLike[str] | None
+    ) -> None:
+        self.checkpoint, self.config, self.kind, self.dense_type = checkpoint, checkpoint.config, kind, dense_type
+        self.permuted = architecture(self.config) == "llama"
+        self.tail = StaleTail()
+        self.scales: dict[str, np.float32] = {}  # of the TL matrices written so far
+        self.tl_tiles = tl_tiles
+        self._check()
+
+    def _check(self) -> None:
+        quantized = self.config.quantization
+        if quantized is None and self.kind not in DENSE_KINDS:
+            raise FormatError(
+                f"this model is dense, and {self.kind} holds ternary matrices; use one of {', '.join(DENSE_KINDS)}"
+            )
+        if quantized is not None and quantized.use_rms_norm:
+            raise ConfigError("GGUF has no place for a norm inside a linear", field="use_rms_norm")
+        for name in linear_names(self.config):
+            n, k = linear_shape(self.config, name)
+            if not is_ternary(self.config, name):
+                if quantized is not None and not self.permuted:
+                    arch = architecture(self.config)
+                    raise FormatError(f"is dense; in the architecture {arch} every linear is ternary", field=name)
+                continue
+            if self.kind in BLOCK_KINDS and k % 256:
+                raise FormatError(
+                    f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use i2_s or f16", field=name
+                )
+            if self.kind == "i2_s" and not fits_layout((n, k), "x86"):
+                raise FormatError(f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use f16", field=name)
+
+    def all(self) -> Iterator[TensorToWrite]:
+        config = self.config
+        shape = (config.vocab_size, config.hidden_size)
+        yield self._dense("embedding", shape, self.checkpoint.embedding)
+        sizes = norm_sizes(config)
+        for index in range(config.num_hidden_layers):
+            for short in _NORM_ORDER:
+                if (name := f"blocks.{index}.{short}") in sizes:
+                    yield self._vector(f"{gguf_name(name)}.weight", sizes[name], partial(self.checkpoint.norm, name))
+        yield self._vector("output_norm.weight", config.hidden_size, lambda: self.checkpoint.norm("final_norm"))
+        if config.rope.rope_type == "llama3":
+            divisors = llama3_divisors(config.rope, config.head_dim)
+            yield self._vector(ROPE_FREQS, divisors.size, lambda: divisors)
+        if not config.tie_word_embeddings:
+            yield self._dense("lm_head", shape, lambda: self._dense_weight("lm_head"))
+        for index in range(config.num_hidden_layers):
+            for short in _LINEAR_ORDER:
+                yield from self._linear(linear_name(index, short))
+
+    def _vector(self, name: str, size: int, values: Callable[[], NDArray]) -> TensorToWrite:
+        return TensorToWrite(name, (size,), "F32", lambda: quantize(values(), "F32"))
+
+    def _dense(self, name: str, shape: tuple[int, int], weight: Callable[[], DenseWeight]) -> TensorToWrite:
+        kind = self.dense_type.upper()
+        return TensorToWrite(f"{gguf_name(name)}.weight", shape, kind, lambda: quantize(weight().array, kind))
+
+    def _dense_weight(self, name: str) -> DenseWeight:
+        weight = self.checkpoint.linear(name)
+        if not isinstance(weight, DenseWeight):
+            raise FormatError("a ternary head is not written to GGUF; its readers take it as dense", field=name)
+        return weight
+
+    def _heads(self, name: str) -> int:
+        short = name.rpartition(".")[2]
+        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
+        return heads.get(short, 0) if self.permuted else 0
+
+    def _linear(self, name: str) -> Iterator[TensorToWrite]:
+        shape, theirs = linear_shape(self.config, name), gguf_name(name)
+        heads = self._heads(name)
+        ternary = is_ternary(self.config, name)
+        dense_type = self.kind if self.kind in DENSE_KINDS else self.dense_type
+        type_name = {"tl2": "TL2/MXFP4"}.get(self.kind, self.kind.upper()) if ternary else dense_type.upper()
+        if ternary and self.kind in TL_KINDS:
+            from .tl import tl_nbytes
+
+            size = tl_nbytes(cast(Literal["tl1", "tl2"], self.kind), *shape)
+            yield TensorToWrite(f"{theirs}.weight", shape, type_name, lambda: self._packed(name, heads), size)
+            yield TensorToWrite(f"{theirs}.weight_scale", (1,), "F32", lambda: quantize(self._scale(name), "F32"))
+        else:
+            yield TensorToWrite(f"{theirs}.weight", shape, type_name, lambda: self._packed(name, heads))
+        if has_bias(self.config, name):
+            yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name, heads))
+
+    def _bias(self, name: str, heads: int) -> NDArray:
+        bias = self.checkpoint.linear(name).bias
+        assert bias is not None
+        return permute_rows(bias, heads) if heads else bias
+
+    def _scale(self, name: str) -> NDArray:
+        return np.array([self.scales[name]], dtype=np.float32)
+
+    def _packed(self, name: str, heads: int) -> NDArray[np.uint8]:
+        weight = self.checkpoint.linear(name)
+        if isinstance(weight, DenseWeight):
+            array = permute_rows(weight.array, heads) if heads else weight.array
+            return quantize(array, (self.kind if self.kind in DENSE_KINDS else self.dense_type).upper())
+        w_t, scale = _ternary_of(weight)
+        w_t = np.ascontiguousarray(permute_rows(w_t, heads)) if heads else w_t
+        if self.kind == "i2_s":
+            return self.tail.apply(pack_i2_s(w_t, float(scale)))
+        if self.kind in BLOCK_KINDS:
+            return blocks_from_ternary(w_t, float(scale), self.kind.upper())
+        if self.kind in TL_KINDS:
+            self.scales[name] = np.float32(scale)
+            return self._tl(name, w_t)
+        return quantize(w_t * np.float32(scale), self.kind.upper())
+
+    def _tl(self, name: str, w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
+        from .tl import pack_tl
+        from .tl_tiles import known_tiles, read_kernel_config
+
+        kind, shape = cast(Literal["tl1", "tl2"], self.kind), (w_t.shape[0], w_t.shape[1])
+        known = known_tiles(kind, *shape)
+        tiles = known[0] if known is not None else None
+        if self.tl_tiles is not None:
+            tiles = read_kernel_config(self.tl_tiles).get(shape)
+        if tiles is None:
+            raise FormatError(
+                f"bitnet.cpp has no {kind} tile sizes for a matrix of {list(shape)}, and no file would tell them; give "
+                "tl_tiles, the kernel_config.ini with this shape, or use i2_s",
+                field=name,
+            )
+        return pack_tl(kind, w_t, tiles)
+
+
+def _ternary_of(weight: LinearWeight) -> tuple[NDArray[np.int8], np.float32]:
+    assert isinstance(weight, TernaryLinear)
+    return weight.ternary(), weight.w_dequant_scale

@@ -1,0 +1,191 @@
+"""I2_S, bitnet.cpp's own tensor type: two bits a weight, code w_t + 1, and one float32 scale, to multiply by.
+
+A matrix of n weights is n/4 bytes of codes and a tail of 32 bytes that begins with the scale. Where a weight lies in
+the n/4 bytes depends on the build of bitnet.cpp that wrote the file, and nothing in the file says which:
+
+    x86         blocks of 128 consecutive weights in 32 bytes: weight j at byte j % 32, shift 6 - 2 (j // 32)
+    arm         blocks of  64 consecutive weights in 16 bytes: weight j at byte j % 16, shift 6 - 2 (j // 16)
+    interleaved four rows: byte (row // 4) * K + column, shift 6 - 2 (row % 4)
+
+The first two run over the matrix as one line, so a block may reach into the next row. The codes are the same bits in
+every layout, so code 3, which never occurs, tells a damaged file but not the layout. `LayoutEvidence` looks for
+structure that only the right one shows.
+
+Source: microsoft/BitNet, src/ggml-bitnet-mad.cpp, quantize_i2_s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import FormatError, ShapeError
+from ...reference.quantization import first_invalid_code
+
+LAYOUTS = ("x86", "arm", "interleaved")
+TAIL_BYTES = 32
+_BLOCK_BYTES = {"x86": 32, "arm": 16}
+_SHIFTS = np.array([6, 4, 2, 0], dtype=np.uint8)
+
+
+def _check_shape(op: str, shape: tuple[int, int], layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise FormatError(f"expected an I2_S layout of {', '.join(LAYOUTS)}, got {layout!r}")
+    n, k = shape
+    if layout == "interleaved":
+        fits, expected = n > 0 and k > 0 and n % 4 == 0, "a multiple of 4 rows"
+    else:
+        values = 4 * _BLOCK_BYTES[layout]
+        fits, expected = n > 0 and k > 0 and n * k % values == 0, f"a multiple of {values} weights"
+    if not fits:
+        raise ShapeError(op, expected=f"{expected} for I2_S in the {layout} layout", got=f"shape {list(shape)}")
+
+
+def fits_layout(shape: tuple[int, int], layout: str) -> bool:
+    """Whether a matrix of that shape can be stored in that layout."""
+    try:
+        _check_shape("fits_layout", shape, layout)
+    except ShapeError:
+        return False
+    return True
+
+
+def pack_i2_s(
+    w_t: NDArray[np.int8], w_dequant_scale: float, layout: str = "x86", tail: bytes = bytes(TAIL_BYTES)
+) -> NDArray[np.uint8]:
+    """(w_t (N, K) int8 in {-1, 0, +1}, scale) -> the tensor's bytes (N*K/4 + 32,).
+
+    tail: what stands in the 28 bytes after the scale, which nobody reads (`tail[4:]` of the 32): zeros, unless
+    the bytes that bitnet.cpp would have left there are wanted (see `StaleTail`).
+    """
+    _check_shape("pack_i2_s", (w_t.shape[0], w_t.shape[1]), layout)
+    if w_t.dtype != np.int8 or w_t.min() < -1 or w_t.max() > 1:
+        raise ShapeError("pack_i2_s", expected="int8 of -1, 0, +1", got=f"{w_t.dtype} {w_t.min()}..{w_t.max()}")
+    codes = (w_t + np.int8(1)).view(np.uint8)
+    if layout == "interleaved":
+        fields = codes.reshape(len(codes) // 4, 4, -1)  # (row groups, 4, K)
+    else:
+        fields = codes.reshape(-1, 4, _BLOCK_BYTES[layout])  # (blocks, 4, bytes)
+    out = np.empty(w_t.size // 4 + TAIL_BYTES, dtype=np.uint8)
+    np.bitwise_or.reduce(fields << _SHIFTS[:, None], axis=1, out=out[:-TAIL_BYTES].reshape(fields[:, 0].shape))
+    out[-TAIL_BYTES:] = np.frombuffer(tail, dtype=np.uint8)
+    out[-TAIL_BYTES:][:4] = np.array([w_dequant_scale], dtype="<f4").view(np.uint8)
+    return out
+
+
+def unpack_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str = "x86") -> NDArray[np.int8]:
+    """A tensor's bytes -> w_t (N, K) int8. Raises FormatError for the code 3, ShapeError for a wrong size."""
+    _check_shape("unpack_i2_s", shape, layout)
+    n, k = shape
+    if raw.dtype != np.uint8 or raw.shape != (n * k // 4 + TAIL_BYTES,):
+        expected = f"{n * k // 4 + TAIL_BYTES} bytes for {list(shape)}"
+        raise ShapeError("unpack_i2_s", expected=expected, got=f"{raw.dtype} of shape {raw.shape}")
+    codes = raw[:-TAIL_BYTES]
+    if (at := first_invalid_code(codes.reshape(-1, 1))) is not None:
+        raise FormatError(f"holds the invalid ternary code 3 in byte {at[0]} (0x{codes[at[0]]:02x})")
+    fields = codes.reshape(n // 4, 1, k) if layout == "interleaved" else codes.reshape(-1, 1, _BLOCK_BYTES[layout])
+    return ((fields >> _SHIFTS[:, None] & np.uint8(3)).view(np.int8) - np.int8(1)).reshape(n, k)
+
+
+def i2_s_scale(raw: NDArray[np.uint8]) -> np.float32:
+    """The scale in the tail; FormatError when it is not a finite number above zero."""
+    scale = np.float32(raw[-TAIL_BYTES:][:4].view("<f4")[0])
+    if not (np.isfinite(scale) and scale > 0):
+        raise FormatError(f"expected a scale above zero in the tail, got {scale}")
+    return scale
+
+
+class StaleTail:
+    """What stands after the scale in files of bitnet.cpp's quantiser, so that ours can equal them byte for byte.
+
+    It quantises tensor after tensor into one buffer that it does not clear, and writes 32 bytes of tail of which it has
+    set 4: the other 28 are codes of an earlier, larger tensor, or zeros.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = np.zeros(0, dtype=np.uint8)
+
+    def apply(self, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """packed: the bytes of the next tensor, in the file's order; returned with the tail it would have had."""
+        if packed.size > self._buffer.size:
+            self._buffer = np.concatenate([self._buffer, np.zeros(packed.size - self._buffer.size, dtype=np.uint8)])
+        written = packed.size - TAIL_BYTES + 4
+        self._buffer[:written] = packed[:written]
+        return self._buffer[: packed.size].copy()
+
+
+# -- which layout ------------------------------------------------------------------------------------------------------
+
+_DECIDED = 40.0  # by how much the best layout's sum of squares must lead: by chance it moves by about 5 to 10
+_BLOCK = 128  # x86 and arm differ by a permutation inside each block of 128 columns
+
+
+class Judgement(NamedTuple):
+    layout: str
+    decided: bool  # False: nothing spoke for one of them, and x86 was assumed
+    words: str  # for people: what was taken, and why
+
+
+class LayoutEvidence:
+    """Finds the layout in what training leaves behind: an input that a layer uses little has few non-zero weights.
+
+    So the share of non-zeros in each column goes with something that the file stores outside the codes, or in rows: the
+    weights of the norm before the matrix, or, for down_proj, the non-zeros of the same neuron's row in gate_proj and
+    up_proj. Read in a wrong layout the columns change places and nothing goes with anything. `add` compares one matrix
+    with one such vector under every layout; z^2 is about 1 by chance, and 10 to 300 in trained models.
+    """
+
+    def __init__(self) -> None:
+        self.sums = dict.fromkeys(LAYOUTS, 0.0)
+        self.comparisons = 0
+
+    def densities(self, raw: NDArray[np.uint8], shape: tuple[int, int]) -> dict[str, tuple[NDArray, NDArray]]:
+        """layout -> share of non-zeros (of each column (K,), of each row (N,)), for the layouts that the shape fits."""
+        out = {}
+        for layout in LAYOUTS:
+            if fits_layout(shape, layout):
+                nonzero = unpack_i2_s(raw, shape, layout) != 0
+                out[layout] = nonzero.mean(axis=0, dtype=np.float32), nonzero.mean(axis=1, dtype=np.float32)
+        return out
+
+    def add(self, columns: dict[str, NDArray], goes_with: dict[str, NDArray]) -> None:
+        """One comparison: layout -> column shares (K,), and layout -> the vector (K,) that they should go with."""
+        self.comparisons += 1
+        for layout in LAYOUTS:
+            if layout not in columns or layout not in goes_with:
+                self.sums[layout] = -np.inf  # a matrix that has no such layout rules it out
+            else:
+                self.sums[layout] += _squared_z(columns[layout], goes_with[layout])
+
+    def judge(self) -> Judgement:
+        """The verdict so far."""
+        if not self.comparisons:
+            return Judgement("x86", False, "I2_S layout: x86 assumed, as there was nothing to compare")
+        best, second = sorted(self.sums, key=lambda layout: -self.sums[layout])[:2]
+        lead = self.sums[best] - self.sums[second]
+        figures = ", ".join(f"{layout} {self.sums[layout] / self.comparisons:.1f}" for layout in LAYOUTS)
+        figures = figures.replace("-inf", "does not fit")
+        if not np.isfinite(self.sums[best]):
+            return Judgement("x86", False, "I2_S layout: no layout fits every matrix's shape; x86 assumed")
+        if np.isfinite(lead) and (lead < _DECIDED or self.sums[best] < 2 * self.sums[second]):
+            words = f"I2_S layout: x86 assumed; the weights do not tell (agreement of columns, 1 is chance: {figures})"
+            return Judgement("x86" if np.isfinite(self.sums["x86"]) else best, False, words)
+        return Judgement(
+            best, True, f"I2_S layout: {best}, by the weights' columns (agreement, 1 is chance: {figures})"
+        )
+
+
+def _squared_z(a: NDArray, b: NDArray) -> float:
+    """Squared z-score of the correlation between two vectors, block means taken out."""
+    width = _BLOCK if a.size % _BLOCK == 0 else a.size
+    x, y = (v.astype(np.float64).reshape(-1, width) for v in (a, b))
+    x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
+    power = (x * x).sum() * (y * y).sum()
+    return float((x * y).sum() ** 2 / power * a.size) if power > 0 else 0.0
+
+
+def same_for_all(vector: NDArray) -> dict[str, NDArray]:
+    """A vector that does not depend on the layout, for `LayoutEvidence.add`."""
+    return dict.fromkeys(LAYOUTS, vector)

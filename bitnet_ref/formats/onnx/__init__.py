@@ -1,0 +1,1 @@
+"""ONNX graphs of a model: read by their shape, and written. Needs the `onnx` extra."""

@@ -1,0 +1,169 @@
+"""Constant parts of an ONNX graph, computed: what a MatMul gets through transposes, casts and dequantisers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import FormatError
+from .file import OnnxFile, unpack_bits
+from .library import DTYPES
+
+_MAX_DEPTH = 16  # nodes between an initialiser and who uses it
+_PASSING = ("Identity", "Cast", "Transpose", "DequantizeLinear")
+MATMULS = ("MatMul", "Gemm", "MatMulNBits")
+
+
+# The attributes that are looked at, and what ONNX says they are
+_INTEGERS = ("axis", "block_size", "to", "transA", "transB", "N", "K", "bits")
+_ATTRIBUTE_TYPES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "alpha": float, "beta": float, "perm": list}
+
+
+def attributes(node: Any) -> dict[str, Any]:
+    """The numbers and lists of numbers among a node's attributes."""
+    out: dict[str, Any] = {}
+    for attribute in node.attribute:
+        if attribute.type == 2:
+            out[attribute.name] = attribute.i
+        elif attribute.type == 1:
+            out[attribute.name] = attribute.f
+        elif attribute.type == 7:
+            out[attribute.name] = list(attribute.ints)
+    return out
+
+
+class Constants:
+    """What of a graph's values is known without running it."""
+
+    def __init__(self, file: OnnxFile) -> None:
+        self.file = file
+        self._producers = {output: node for node in file.model.graph.node for output in node.output if output}
+
+    def root(self, value: str) -> str | None:
+        """The initialiser that a value is made of by transposing, casting or dequantising; None: it is no constant."""
+        for _ in range(_MAX_DEPTH):
+            if value in self.file.tensors:
+                return value
+            node = self._producers.get(value)
+            if node is None or node.op_type not in _PASSING or not node.input:
+                return None
+            value = node.input[0]
+        return None
+
+    def value(self, name: str, depth: int = 0) -> NDArray:
+        """The array of a value that has a root."""
+        if name in self.file.tensors:
+            return self.file.read(name)
+        node = self._producers.get(name)
+        if node is None or node.op_type not in _PASSING or not node.input or depth > _MAX_DEPTH:
+            raise self.file.fail(name, "is computed as the model runs; expected a constant")
+        x, given = self.value(node.input[0], depth + 1), self._attributes(node)
+        if node.op_type == "Transpose":
+            perm = given.get("perm", list(range(x.ndim))[::-1])
+            if sorted(perm) != list(range(x.ndim)):
+                raise self.fail(node, f"expected perm to permute {x.ndim} axes, got {perm}")
+            return x.transpose(perm)
+        if node.op_type == "Cast":
+            if given.get("to") not in DTYPES:
+                raise self.fail(node, f"casts to type {given.get('to')}, which is not supported")
+            with np.errstate(over="ignore", invalid="ignore"):
+                return x.astype(DTYPES[given["to"]])
+        return self._dequantized(node, x, given, depth) if node.op_type == "DequantizeLinear" else x
+
+    def matrix(self, node: Any) -> NDArray:
+        """The weight (out, in) of a node among MATMULS."""
+        given = self._attributes(node)
+        if node.op_type == "MatMulNBits":
+            return self._n_bits(node, given)
+        w = self.value(node.input[1])
+        if w.ndim != 2:
+            raise self.fail(node, f"expected a matrix, got an array of shape {list(w.shape)}")
+        if node.op_type == "MatMul":
+            return w.T
+        if given.get("transA", 0) or given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0:
+            raise self.fail(node, "expected transA 0, alpha 1 and beta 1")
+        return w if given.get("transB", 0) else w.T
+
+    def _attributes(self, node: Any) -> dict[str, Any]:
+        """`attributes`, of the types that ONNX says."""
+        given = attributes(node)
+        for name, expected in _ATTRIBUTE_TYPES.items():
+            if name in given and not isinstance(given[name], expected):
+                raise self.fail(node, f"expected {name} to be of type {expected.__name__}, got {given[name]}")
+        return given
+
+    def fail(self, node: Any, message: str) -> FormatError:
+        return self.file.fail(f"node {node.name or node.op_type}", message)
+
+    def _dequantized(self, node: Any, x: NDArray, given: dict[str, Any], depth: int) -> NDArray:
+        """(x - zero_point) * scale; one scale for all, for each index of `axis`, or for each block along it."""
+        if x.dtype.kind not in "iu" or x.dtype.itemsize > 4 or len(node.input) < 2:
+            raise self.fail(node, f"expected integers of at most 32 bits and a scale, got {x.dtype}")
+        scale = self.value(node.input[1], depth + 1).astype(np.float32)
+        zero = np.zeros((), np.int64)
+        if len(node.input) > 2 and node.input[2]:
+            zero = self.value(node.input[2], depth + 1)
+            if zero.dtype.kind not in "iu" or zero.size != scale.size:
+                raise self.fail(node, f"expected a whole zero point for each of {scale.size} scales")
+            zero = zero.astype(np.int64).reshape(scale.shape)
+        axis, block = given.get("axis", 1), given.get("block_size", 0)
+        if scale.size > 1:
+            axis += x.ndim if axis < 0 else 0
+            if not 0 <= axis < x.ndim:
+                raise self.fail(node, f"has no axis {axis} in shape {list(x.shape)}")
+            length = x.shape[axis]
+            if block:
+                blocks = -(-length // block) if block > 0 else 0
+                expected = (*x.shape[:axis], blocks, *x.shape[axis + 1 :])
+                if scale.shape != expected:
+                    raise self.fail(node, f"expected scales of shape {list(expected)}, got {list(scale.shape)}")
+                which = np.arange(length) // block
+                scale = scale.take(which, axis)
+                zero = zero.take(which, axis) if zero.ndim else zero
+            elif scale.shape != (length,):
+                raise self.fail(node, f"expected {length} scales, got shape {list(scale.shape)}")
+            else:
+                along = tuple(length if i == axis else 1 for i in range(x.ndim))
+                scale, zero = scale.reshape(along), zero.reshape(along) if zero.ndim else zero
+        elif scale.size == 1:
+            scale, zero = scale.reshape(()), zero.reshape(())
+        else:
+            raise self.fail(node, "has no scale")
+        return self._scaled(node, x, zero, scale)
+
+    def _n_bits(self, node: Any, given: dict[str, Any]) -> NDArray[np.float32]:
+        """com.microsoft.MatMulNBits: rows of K numbers in blocks, each with a scale and perhaps a zero point."""
+        n, k, bits, block = (given.get(name, {"bits": 4}.get(name, 0)) for name in ("N", "K", "bits", "block_size"))
+        if bits not in (2, 4, 8) or not 0 < block <= 2**20 or block * bits % 8 or n < 1 or k < 1:
+            raise self.fail(node, f"expected bits 2, 4 or 8, got {bits}; block_size {block}, N {n}, K {k}")
+        if len(node.input) < 3 or (len(node.input) > 4 and node.input[4]):
+            raise self.fail(node, "expected a matrix and scales, and no g_idx")
+        blocks = -(-k // block)
+        codes, scale = self.value(node.input[1]), self.value(node.input[2])
+        if codes.dtype != np.uint8 or codes.size != math.prod((n, blocks, block * bits // 8)):
+            expected = f"{n} rows of {blocks} blocks of {block * bits // 8} bytes"
+            raise self.fail(node, f"expected {expected}, got {codes.dtype} {list(codes.shape)}")
+        if scale.size != n * blocks or scale.dtype.kind in "iub":
+            raise self.fail(node, f"expected {n} x {blocks} scales, got {scale.dtype} {list(scale.shape)}")
+        zero: NDArray = np.full((), 2 ** (bits - 1), dtype=np.int16)
+        if len(node.input) > 3 and node.input[3]:
+            zero = self.value(node.input[3])
+            row = -(-blocks * bits // 8)
+            if zero.dtype == np.uint8 and zero.size == n * row:
+                zero = unpack_bits(zero.reshape(n, row), bits)[:, :blocks]
+            elif zero.dtype.kind in "iub" or zero.size != n * blocks:
+                raise self.fail(node, f"expected {n} rows of {row} bytes of zero points, got {list(zero.shape)}")
+            zero = zero.astype(np.float32).reshape(n, blocks, 1)
+        q = unpack_bits(codes.reshape(n, blocks, -1), bits)  # (N, blocks, block)
+        w = self._scaled(node, q, zero, scale.astype(np.float32).reshape(n, blocks, 1))
+        return w.reshape(n, -1)[:, :k]
+
+    def _scaled(self, node: Any, q: NDArray, zero: NDArray, scale: NDArray) -> NDArray[np.float32]:
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            w = (q.astype(np.float32) - zero.astype(np.float32)) * scale
+        if not np.isfinite(w).all():
+            raise self.fail(node, "gives numbers that are not finite")
+        return w

@@ -1,0 +1,98 @@
+"""A model -> an .onnx file that onnxruntime computes as the NumPy backend does, with the large tensors beside it.
+
+The file holds everything to read the model back: `onnx_model` reads its metadata and initialisers. A tokenizer's files
+are no part of it; they lie beside it, as is the custom.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ShapeError
+from ...system.atomic import atomic_path
+from ..checkpoint import Checkpoint, Progress
+from .graph import IR_VERSION, OPSET, DecoderGraph
+from .library import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
+
+EXTERNAL_BYTES = 1024  # tensors of at least so many bytes go to the file beside, as in onnx's own converter
+_ALIGNMENT = 4096  # a page: onnxruntime maps what begins on one
+
+
+class _Tensors:
+    """Makes TensorProtos; writes the large ones to `data` as they come, so that none is held longer than that."""
+
+    def __init__(self, data: BinaryIO | None, location: str, external_bytes: int) -> None:
+        self._onnx = import_onnx()
+        self._data, self._location, self._external_bytes = data, location, external_bytes
+        self._inside = 0
+
+    def __call__(self, name: str, array: NDArray, inside: bool) -> Any:
+        tensor = self._onnx.TensorProto(name=name, data_type=DATA_TYPES[array.dtype], dims=array.shape)
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        if self._data is not None and not inside and array.nbytes >= self._external_bytes:
+            offset = self._data.seek(-self._data.tell() % _ALIGNMENT, os.SEEK_CUR)
+            self._data.write(array.reshape(-1).view(np.uint8).data)
+            tensor.data_location = self._onnx.TensorProto.EXTERNAL
+            entries = {"location": self._location, "offset": str(offset), "length": str(array.nbytes)}
+            for key, value in entries.items():
+                tensor.external_data.add(key=key, value=value)
+            return tensor
+        self._inside += array.nbytes
+        if self._inside > MAX_MODEL_BYTES // 2:
+            raise ShapeError("export_onnx", expected="external data for a model above 1 GB", got="external_bytes=None")
+        tensor.raw_data = array.tobytes()
+        return tensor
+
+
+def export_onnx(
+    path: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    *,
+    external_bytes: int | None = EXTERNAL_BYTES,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write an open checkpoint as ONNX, one matrix at a time -> the files: `path`, and `<path>.data` with large ones
+
+    Inputs input_ids, attention_mask (past and new tokens), position_ids (int64), past_key_values.N.key and .value
+    (batch, kv_heads, past, head_dim) float32, which may be of length 0; outputs logits (batch, sequence, vocab) and
+    present.N.key and .value, float32. Opset 18. Ternary matrices are stored in 2 bits a weight, others as they are.
+
+    progress: called with (parts done, parts in all).
+    external_bytes: tensors of at least so many bytes go to the file beside; None keeps all in one file, below 1 GB.
+
+    Both files are complete before either takes its name; the old model goes first, so that it never meets new data.
+    Equal models give equal bytes. NaN in an activation, which our backends report, goes unnoticed here.
+    Raises BackendUnavailable without the onnx package, ShapeError, and what reading the checkpoint raises.
+    """
+    helper = import_onnx().helper
+    path = Path(path)
+    data_path = path.with_name(path.name + ".data")
+    with ExitStack() as stack:
+        model_file = stack.enter_context(atomic_path(path))  # renamed last
+        data = None
+        if external_bytes is not None:
+            data = stack.enter_context(open(stack.enter_context(atomic_path(data_path)), "wb"))
+        graph = DecoderGraph(checkpoint, _Tensors(data, data_path.name, external_bytes or 0), progress).build()
+        opsets = [helper.make_opsetid("", OPSET)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
+        settings = {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: json.dumps(checkpoint.config.to_dict(), sort_keys=True)}
+        for key, value in settings.items():
+            model.metadata_props.add(key=key, value=value)
+        model_file.write_bytes(model.SerializeToString(deterministic=True))
+        if data is not None:
+            path.unlink(missing_ok=True)
+    return [path] if data is None else [path, data_path]
+
+
+def write_onnx_folder(checkpoint: Checkpoint, folder: Path, progress: Progress | None = None) -> None:
+    """model.onnx, its data and the tokenizer's files, in a folder that is there."""
+    export_onnx(folder / MODEL_FILE, checkpoint, progress=progress)
+    for name, data in checkpoint.tokenizer_files().items():
+        (folder / name).write_bytes(data)

@@ -1,0 +1,192 @@
+"""Reading an .onnx file without trusting it: the message, and its tensors one at a time, inside or beside it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import FormatError, OutOfMemory
+from ...system.json_file import read_bounded
+from ..finite import first_not_finite
+from ..hf.folder import stays_inside
+from .library import DTYPES, MAX_MODEL_BYTES, import_onnx
+
+MAX_RANK = 8
+# TensorProto.DataType of the types below a byte -> (bits, signed)
+_SMALL_TYPES = {21: (4, False), 22: (4, True), 25: (2, False), 26: (2, True)}
+_MAX_DIM = 2**62
+
+
+class OnnxFile:
+    """A parsed model. `tensors` are its initialisers and the values of its Constant nodes; `read(name)` gives one."""
+
+    def __init__(self, path: Path) -> None:
+        onnx = import_onnx()
+        from google.protobuf.message import DecodeError  # comes with onnx
+
+        self.path = path
+        data = read_bounded(path, FormatError, MAX_MODEL_BYTES)
+        try:
+            self.model = onnx.ModelProto.FromString(data)
+        except (DecodeError, ValueError) as problem:  # ValueError: text that is not UTF-8
+            raise FormatError(f"is no ONNX model: {problem}", path=path) from problem
+        except MemoryError as problem:
+            raise OutOfMemory(f"{path}: no memory for a model of {len(data)} bytes") from problem
+        graph = self.model.graph
+        if not graph.node or not graph.input:
+            raise FormatError("is no ONNX model: it has no nodes or no inputs", path=path)
+        for text in _texts(self.model):
+            if not isinstance(text, str):  # protobuf gives bytes for what is no UTF-8
+                raise FormatError(f"holds a name that is not UTF-8 text: {text!r}", path=path)
+        self.metadata = {entry.key: entry.value for entry in self.model.metadata_props}
+        self.tensors: dict[str, Any] = {}
+        for name, tensor in self._named_tensors():
+            if name in self.tensors:
+                raise self.fail(name, "the tensor occurs twice")
+            self.tensors[name] = tensor
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def _named_tensors(self) -> Iterator[tuple[str, Any]]:
+        for tensor in self.model.graph.initializer:
+            yield tensor.name, tensor
+        for node in self.model.graph.node:
+            if node.op_type == "Constant" and node.output:
+                for attribute in node.attribute:
+                    if attribute.name == "value" and attribute.HasField("t"):
+                        yield node.output[0], attribute.t
+
+    def fail(self, name: str, message: str) -> FormatError:
+        return FormatError(message, path=self.path, field=name or "a tensor without a name")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, all of it checked."""
+        if name not in self._shapes:
+            dims = tuple(self.tensors[name].dims)
+            if len(dims) > MAX_RANK or any(dim < 0 for dim in dims) or math.prod(dim or 1 for dim in dims) > _MAX_DIM:
+                raise self.fail(name, f"expected at most {MAX_RANK} dimensions of an array's size, got {list(dims)}")
+            self._shapes[name] = dims
+        return self._shapes[name]
+
+    def read(self, name: str) -> NDArray:
+        """The tensor, of its own memory; types of 2 and 4 bits as int8 or uint8. Floats are finite."""
+        tensor, shape = self.tensors[name], self.shape(name)
+        count = math.prod(shape)
+        if tensor.data_type in _SMALL_TYPES:
+            bits, signed = _SMALL_TYPES[tensor.data_type]
+            codes = self._bytes(name, np.dtype(np.uint8), -(-count * bits // 8))
+            flat = unpack_bits(codes, bits)[:count]
+            if signed:
+                flat = ((flat ^ (1 << (bits - 1))).view(np.int8) - np.int8(1 << (bits - 1))).astype(np.int8)
+            return flat.reshape(shape)
+        if tensor.data_type not in DTYPES:
+            names = ", ".join(dtype.name for dtype in DTYPES.values())
+            raise self.fail(name, f"expected one of {names}, or integers of 2 or 4 bits; got type {tensor.data_type}")
+        array = self._bytes(name, DTYPES[tensor.data_type], count).reshape(shape)
+        if array.dtype.kind not in "iub" and (bad := first_not_finite(array)) is not None:
+            raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
+        return array
+
+    def _bytes(self, name: str, dtype: np.dtype, count: int) -> NDArray:
+        """`count` elements from wherever the tensor keeps them."""
+        tensor, nbytes = self.tensors[name], count * dtype.itemsize
+        little = dtype.newbyteorder("<")
+        if tensor.data_location == 1:  # EXTERNAL
+            return self._external(name, nbytes).view(little).astype(dtype, copy=False)
+        if tensor.HasField("raw_data"):
+            if len(tensor.raw_data) != nbytes:
+                raise self.fail(name, f"expected {nbytes} bytes for its shape and type, got {len(tensor.raw_data)}")
+            return np.frombuffer(tensor.raw_data, dtype=little).astype(dtype)
+        return self._typed(name, dtype, count)
+
+    def _typed(self, name: str, dtype: np.dtype, count: int) -> NDArray:
+        """From the fields that hold a number an element."""
+        tensor = self.tensors[name]
+        fields = {"float32": "float_data", "float64": "double_data", "int64": "int64_data"}
+        field = fields.get(dtype.name, "uint64_data" if dtype.name in ("uint32", "uint64") else "int32_data")
+        values = getattr(tensor, field)
+        if len(values) != count:
+            raise self.fail(name, f"expected {count} elements for its shape, got {len(values)} in {field}")
+        if field != "int32_data":
+            wide = np.array(values, dtype=np.uint64 if field == "uint64_data" else dtype)
+        else:
+            wide = np.array(values, dtype=np.int32)
+        stored = np.dtype(np.uint16) if dtype.kind not in "iub" and dtype.itemsize == 2 else dtype  # bits of a float
+        narrow = wide.astype(stored)
+        if wide.dtype.kind in "iu" and not np.array_equal(narrow.astype(wide.dtype), wide):
+            raise self.fail(name, f"holds numbers beyond {dtype.name} in {field}")
+        return narrow.view(dtype) if stored.itemsize == dtype.itemsize and stored != dtype else narrow
+
+    def _external(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        """The tensor's bytes in a file beside; nothing is allocated before that file is known to have them."""
+        entries = {entry.key: entry.value for entry in self.tensors[name].external_data}
+        location = entries.get("location", "")
+        if not location or "\0" in location or location in (".", "..") or Path(location).name != location:
+            raise self.fail(name, f"external data: expected the name of a file of the same folder, got {location!r}")
+        path = self.path.parent / location
+        numbers = {}
+        for key, default in (("offset", 0), ("length", nbytes)):
+            text = entries.get(key, str(default))
+            if not text.isascii() or not text.isdigit() or len(text) > 19:
+                raise self.fail(name, f"external data: expected a whole number of bytes as {key}, got {text!r}")
+            numbers[key] = int(text)
+        offset, length = numbers["offset"], numbers["length"]
+        if length != nbytes:
+            raise self.fail(name, f"external data: expected {nbytes} bytes for its shape and type, got {length}")
+        if not path.is_file() or not stays_inside(self.path.parent, path):
+            raise self.fail(name, f"external data: {location} is no file of the model's folder")
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if offset + length > size:
+                    raise FormatError(
+                        f"{length} bytes are said to lie here, the file has {size}",
+                        path=path,
+                        offset=offset,
+                        field=name,
+                    )
+                array = np.empty(nbytes, dtype=np.uint8)
+                file.seek(offset)
+                done = 0
+                while done < nbytes:
+                    if not (more := file.readinto(array.data[done:])):
+                        raise FormatError(f"the file ends after {done} of {nbytes} bytes", path=path, field=name)
+                    done += more
+                return array
+        except MemoryError as problem:
+            raise OutOfMemory(f"{path}: no memory for the {nbytes} bytes of {name}") from problem
+        except OSError as problem:
+            raise FormatError(f"cannot be read: {problem.strerror or problem}", path=path, field=name) from problem
+
+
+def _texts(model: Any) -> Iterator[Any]:
+    """Every name and text of the message that this package looks at."""
+    for entry in model.metadata_props:
+        yield from (entry.key, entry.value)
+    tensors = list(model.graph.initializer)
+    for node in model.graph.node:
+        yield from (node.name, node.op_type, *node.input, *node.output)
+        for attribute in node.attribute:
+            yield attribute.name
+            tensors += [attribute.t] if attribute.HasField("t") else []
+        for entry in node.metadata_props:
+            yield from (entry.key, entry.value)
+    for tensor in tensors:
+        yield tensor.name
+        for entry in tensor.external_data:
+            yield from (entry.key, entry.value)
+
+
+def unpack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """codes (..., n) of 8/bits numbers a byte, the first in the lowest bits -> (..., n * 8/bits) uint8
+
+    >>> unpack_bits(np.array([0b10_01_00_11], dtype=np.uint8), 2).tolist()
+    [3, 0, 1, 2]
+    """
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return (codes[..., None] >> shifts & np.uint8(2**bits - 1)).reshape(*codes.shape[:-1], -1)

@@ -1,0 +1,1 @@
+"""C headers, one for each instruction set, and the Cython module that calls them."""

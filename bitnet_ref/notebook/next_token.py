@@ -1,0 +1,123 @@
+"""What may follow a prompt, and what each sampling parameter makes of it: the stages between logits and a choice.
+
+The stages are computed by the functions that generation itself uses (`Rules.apply`, `sampling.distribution`), with one
+more parameter at each, so what they show is what is sampled from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import GenerationError, TokenizerError
+from ..generation.params import SamplingParams
+from ..generation.sampling import distribution, likeliest
+from ..generation.sequence import Request
+from ..reference.cache import TokenBatch, TokenIds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..api import Model
+    from ..tokenizers import Tokenizer
+    from .widgets import Explorer
+
+LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}  # in the order in which they apply; none of each
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A distribution of the next token: `probabilities` (n,) of `ids` (n,), which sum to 1; all others are 0."""
+
+    name: str  # "top_k 40"
+    ids: NDArray[np.int64]
+    probabilities: NDArray[np.float64]
+
+    def of(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The probabilities of these ids, 0 for one that was left out."""
+        whole = np.zeros(1 + max(self.ids.max(), np.max(ids, initial=0)), dtype=np.float64)
+        whole[self.ids] = self.probabilities
+        return whole[ids]
+
+
+class NextToken:
+    """The logits after a prompt (text or token ids), computed once, and the stages from them to a choice.
+
+    `logits` (V,) are the model's own. Raises GenerationError, TokenizerError.
+    """
+
+    def __init__(self, model: Model, prompt: str | TokenIds) -> None:
+        self.model = model
+        self.ids = Request(model, prompt, SamplingParams(max_tokens=1)).prompt
+        cache = model.new_cache(slots=1, capacity=len(self.ids))
+        self.logits: NDArray = model.forward(TokenBatch.of([(0, 0, self.ids)], logits_of_last=[0]), cache)[0]
+
+    def stages(self, **params: Any) -> list[Stage]:
+        """From the model's own distribution to the one that a token is taken of, by those parameters of
+        `SamplingParams` that move or limit it. One stage for each that does something."""
+        sampling = SamplingParams.of(**{**params, "max_tokens": 1})
+        if sampling.strategy is not None or sampling.num_beams > 1:
+            raise GenerationError("strategy, num_beams: they choose without a distribution; leave them out")
+        rules, _ = Request(self.model, self.ids, sampling).rules()
+        neutral = SamplingParams(temperature=1.0)
+        stages = [Stage("the model", *distribution(self.logits, neutral))]
+        logits = rules.apply(self.ids, self.logits)
+        if rules.processors:
+            stages.append(Stage("rules", *distribution(logits, neutral)))
+        if sampling.temperature == 0:
+            best = np.array([np.argmax(logits)])
+            return [*stages, Stage("temperature 0", best, np.ones(1))]
+        given: dict[str, Any] = {"temperature": sampling.temperature}
+        if sampling.temperature != 1:
+            name = f"temperature {sampling.temperature:g}"
+            stages.append(Stage(name, *distribution(logits, SamplingParams(**given))))
+        for name, none in LIMITS.items():
+            if (value := getattr(sampling, name)) != none:
+                given[name] = value
+                stages.append(Stage(f"{name} {value:g}", *distribution(logits, SamplingParams(**given))))
+        return stages
+
+    def likeliest(self, count: int) -> NDArray[np.int64]:
+        """The ids of the model's own likeliest tokens, likeliest first."""
+        return likeliest(self.logits.astype(np.float64), min(count, len(self.logits)))
+
+    def texts(self, ids: NDArray[np.int64]) -> list[str]:
+        """Each token as it would continue the prompt: "▁" is a space before it."""
+        return token_texts(self.model, ids.tolist())
+
+    def plot(self, count: int = 16, **params: Any) -> Figure:
+        """A panel of bars for each stage, of the model's likeliest tokens. Needs matplotlib."""
+        from .figures import token_bars
+
+        ids = self.likeliest(count)
+        return token_bars(self.texts(ids), [(stage.name, stage.of(ids)) for stage in self.stages(**params)])
+
+    def explore(self, count: int = 16, **params: Any) -> Explorer:
+        """The same with sliders for temperature, top_k, top_p and min_p, in Jupyter; `params` are where they begin.
+        Needs ipywidgets; without it, and where no kernel runs, it shows the figure as it is."""
+        from .widgets import Explorer, Slider
+
+        begin = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
+        sliders = [
+            Slider("temperature", begin.pop("temperature"), 0.0, 2.0, 0.05),
+            Slider("top_k", begin.pop("top_k"), 0, 50, 1),
+            Slider("top_p", begin.pop("top_p"), 0.05, 1.0, 0.05),
+            Slider("min_p", begin.pop("min_p"), 0.0, 0.5, 0.01),
+        ]
+        return Explorer(lambda **values: self.plot(count, **begin, **values), sliders)
+
+
+def token_texts(model: Model, ids: list[int]) -> list[str]:
+    """Single tokens in a form that shows their spaces: " the" is "▁the". An id without text is "<id>"."""
+    return [_shown(model.tokenizer, token) for token in ids]
+
+
+def _shown(tokenizer: Tokenizer, token: int) -> str:
+    try:
+        piece = tokenizer.token_bytes(token)
+        return piece.decode("utf-8", errors="backslashreplace").replace(" ", "▁") or tokenizer.id_to_token(token)
+    except TokenizerError:  # past the tokenizer's vocabulary
+        return f"<{token}>"

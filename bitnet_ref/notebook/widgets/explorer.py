@@ -1,0 +1,88 @@
+"""A figure with sliders: when one is moved, the figure is drawn again."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Slider(NamedTuple):
+    """One number. `step` 1 makes it a whole one."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    step: float
+
+
+class Explorer:
+    """Shows `draw(**values)` beside a slider for each value. In a notebook it is the last line of a cell.
+
+    Where there is no kernel to answer (a stored notebook, a page) or no ipywidgets, it is the figure as it was drawn
+    last. `widget` is the ipywidgets box, None without the package; `values` are those of now.
+    """
+
+    def __init__(self, draw: Callable[..., Figure], sliders: Sequence[Slider]) -> None:
+        self.draw = draw
+        self.values: dict[str, float] = {slider.name: slider.value for slider in sliders}
+        self.png = self._drawn()
+        self.problem = ""  # why the last values could not be drawn
+        self.widget = self._build(sliders)
+
+    def set(self, **values: float) -> None:
+        """Move sliders; the figure follows. Values that cannot be drawn are said so, and the figure stays."""
+        self.values |= values
+        try:
+            self.png, self.problem = self._drawn(), ""
+        except Exception as error:  # a slider's callback has nobody to raise to
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _drawn(self) -> bytes:
+        buffer = io.BytesIO()
+        self.draw(**self.values).savefig(buffer, format="png")
+        return buffer.getvalue()
+
+    def _build(self, sliders: Sequence[Slider]) -> Any:
+        try:
+            import ipywidgets
+        except ImportError:
+            return None
+        image = ipywidgets.Image(value=self.png, format="png", layout={"max_width": "100%"})
+        note = ipywidgets.Label(value="")
+
+        def moved(name: str, change: dict[str, Any]) -> None:
+            self.set(**{name: change["new"]})
+            image.value, note.value = self.png, self.problem
+
+        controls = []
+        for slider in sliders:
+            kind = ipywidgets.IntSlider if slider.step == 1 else ipywidgets.FloatSlider
+            control = kind(
+                value=slider.value,
+                min=slider.low,
+                max=slider.high,
+                step=slider.step,
+                description=slider.name,
+                style={"description_width": "6em"},
+                continuous_update=False,  # drawing takes a tenth of a second
+            )
+            control.observe(lambda change, name=slider.name: moved(name, change), names="value")
+            controls.append(control)
+        return ipywidgets.VBox([*controls, note, image])
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        bundle: dict[str, Any] = {"image/png": base64.b64encode(self.png).decode(), "text/plain": repr(self)}
+        if self.widget is not None:
+            bundle |= {
+                kind: data for kind, data in self.widget._repr_mimebundle_().items() if kind.startswith("application/")
+            }
+        return bundle
+
+    def __repr__(self) -> str:
+        return f"<bitnet_ref.notebook.widgets.Explorer {', '.join(f'{name} {v:g}' for name, v in self.values.items())}>"

@@ -1,0 +1,247 @@
+"""What a model's shape is: `ModelConfig`, a frozen dataclass that cannot exist in an invalid state.
+
+Reading a checkpoint's own config.json into it is the business of `formats.hf_config`. Field names are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError
+
+ACTIVATIONS = ("relu2", "silu")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def _require(condition: bool, field: str, expected: str, got: Any) -> None:
+    if not condition:
+        raise ConfigError(f"expected {expected}, got {got!r}", field=field)
+
+
+LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
+
+
+def _require_int(field: str, value: Any, low: int = 1) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and low <= value <= LARGEST_INT, field, f"an int from {low} to {LARGEST_INT}", value)
+
+
+def _require_number(field: str, value: Any, above: float = 0.0) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison
+    low, high = max(above, 1e-30), 1e30  # float32 holds them, and neither they nor their products overflow float64
+    _require(number and value > above and low <= value <= high, field, f"a number > {above}, at most {high}", value)
+
+
+def _require_bool(field: str, value: Any) -> None:
+    _require(isinstance(value, bool), field, "true or false", value)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. A position p turns the pair (x[j], x[j + d/2]) by the angle p * inv_freq[j].
+
+    `rope_type` says how inv_freq = theta^(-2j/d) is stretched for contexts longer than the trained one:
+
+    - default: not at all.   - linear: divided by `factor`.
+    - dynamic (NTK): theta grows with the position once it passes `original_max_position_embeddings`.
+    - llama3: long wavelengths divided by `factor`, short ones kept, a ramp in between.
+    - yarn: a ramp between `beta_fast` and `beta_slow` rotations; cos and sin are also scaled by `attention_factor`.
+
+    Source: transformers, modeling_rope_utils.py.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # the trained context; of no use to default and linear
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.rope_type in ROPE_TYPES, "rope.rope_type", f"one of {', '.join(ROPE_TYPES)}", self.rope_type)
+        _require_number("rope.theta", self.theta, above=1.0 if self.rope_type == "yarn" else 0.0)
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            _require_number(f"rope.{name}", getattr(self, name))
+        _require_bool("rope.truncate", self.truncate)
+        if self.rope_type in ("dynamic", "llama3", "yarn"):
+            _require_int("rope.original_max_position_embeddings", self.original_max_position_embeddings)
+        if self.rope_type == "dynamic":
+            _require(self.factor >= 1.0, "rope.factor", "a factor >= 1", self.factor)
+        if self.rope_type == "llama3":
+            _require(
+                self.high_freq_factor > self.low_freq_factor,
+                "rope.high_freq_factor",
+                f"more than low_freq_factor ({self.low_freq_factor})",
+                self.high_freq_factor,
+            )
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How the linears of a checkpoint are ternary. The names are those of transformers' BitNetQuantConfig.
+
+    linear_class "bitlinear": packed uint8, `weight_scale` = 1/mean|W|, DIVIDE by it.
+    linear_class "autobitlinear": mode "offline" packed uint8, `weight_scale` = mean|W|, MULTIPLY by it;
+    mode "online" full-precision master weights, quantised by absmean when they are loaded.
+    """
+
+    linear_class: str = "bitlinear"
+    quantization_mode: str = "offline"
+    modules_to_not_convert: tuple[str, ...] = ("lm_head",)
+    use_rms_norm: bool = False
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        where = "quantization_config."
+        classes, modes = ("bitlinear", "autobitlinear"), ("online", "offline")
+        _require(self.linear_class in classes, where + "linear_class", " or ".join(classes), self.linear_class)
+        _require(
+            self.quantization_mode in modes, where + "quantization_mode", " or ".join(modes), self.quantization_mode
+        )
+        _require_bool(where + "use_rms_norm", self.use_rms_norm)
+        _require_number(where + "rms_norm_eps", self.rms_norm_eps)
+
+    @property
+    def scale_convention(self) -> str:
+        """What a checkpoint's `weight_scale` means: "multiply", "divide", or "absmean" (computed at load)."""
+        if self.linear_class == "bitlinear":
+            return "divide"
+        return "multiply" if self.quantization_mode == "offline" else "absmean"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size."""
+
+    model_type: str  # "bitnet", "llama", "mistral": as in the checkpoint
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    activation: str  # "relu2": relu(gate)^2 * up (2B-4T); "silu": silu(gate) * up (everybody else)
+    norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False  # the head is the embedding, transposed
+    sub_norms: bool = False  # BitNet's extra RMSNorms, before o_proj (over H*d) and before down_proj (over F)
+    attention_bias: bool = False  # biases on q, k, v and o
+    mlp_bias: bool = False  # biases on gate, up and down
+    sliding_window: int | None = None  # a token sees itself and this many - 1 tokens before it
+    rope: RopeConfig = RopeConfig()
+    quantization: QuantizationConfig | None = None  # None: dense
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        ):
+            _require_int(name, getattr(self, name))
+        _require_int("head_dim", self.head_dim, low=2)
+        _require(self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim)
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            f"a divisor of num_attention_heads ({self.num_attention_heads})",
+            self.num_key_value_heads,
+        )
+        _require(self.activation in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}", self.activation)
+        _require_number("rms_norm_eps", self.norm_eps)
+        for name in ("tie_word_embeddings", "sub_norms", "attention_bias", "mlp_bias"):
+            _require_bool(name, getattr(self, name))
+        if self.sliding_window is not None:
+            _require_int("sliding_window", self.sliding_window)
+        if self.rope.rope_type == "dynamic":
+            _require(self.head_dim > 2, "head_dim", "more than 2 with dynamic RoPE", self.head_dim)
+        for field, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
+            for token in ids:
+                if token is not None:
+                    _require_int(field, token, low=0)
+                    _require(token < self.vocab_size, field, f"an id below vocab_size ({self.vocab_size})", token)
+
+    @property
+    def query_size(self) -> int:
+        """H * d: the width of q and of the attention's output; usually, but not always, D."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """G * d: the width of k and of v."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens a sequence may have. Dynamic RoPE is meant to go beyond the trained length, by its factor."""
+        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1
+        return int(self.max_position_embeddings * stretch)
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out_features, in_features) of each linear of one block."""
+        d_model, d_ffn = self.hidden_size, self.intermediate_size
+        return {
+            "q_proj": (self.query_size, d_model),
+            "k_proj": (self.kv_size, d_model),
+            "v_proj": (self.kv_size, d_model),
+            "o_proj": (d_model, self.query_size),
+            "gate_proj": (d_ffn, d_model),
+            "up_proj": (d_ffn, d_model),
+            "down_proj": (d_model, d_ffn),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON values."""
+        out: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, RopeConfig | QuantizationConfig):
+                value = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+            out[field.name] = _plain(value)
+        return out
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> ModelConfig:
+        """What `to_dict` gave, or its JSON, back. Raises ConfigError: a key too many or too few, or a bad value.
+
+        No default stands in for an absent key: absent keys are how a config comes to describe another model.
+        """
+        values = _exact_fields(cls, raw, "")
+        values["rope"] = RopeConfig(**_exact_fields(RopeConfig, values["rope"], "rope."))
+        if values["quantization"] is not None:
+            inner = _exact_fields(QuantizationConfig, values["quantization"], "quantization.")
+            skipped = inner["modules_to_not_convert"]
+            names = isinstance(skipped, list) and all(isinstance(name, str) and name for name in skipped)
+            _require(names, "quantization.modules_to_not_convert", "a list of names", skipped)
+            values["quantization"] = QuantizationConfig(**inner | {"modules_to_not_convert": tuple(skipped)})
+        _require(isinstance(values["model_type"], str), "model_type", "a string", values["model_type"])
+        _require(isinstance(values["eos_token_ids"], list), "eos_token_ids", "a list", values["eos_token_ids"])
+        return cls(**values | {"eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _exact_fields(kind: type[Any], raw: Any, prefix: str) -> dict[str, Any]:
+    """`raw`, which must be an object with the dataclass's fields as its keys, no more and no fewer."""
+    _require(isinstance(raw, dict), prefix.rstrip(".") or "config", "an object", raw)
+    expected = [field.name for field in fields(kind)]
+    for name in expected:
+        if name not in raw:
+            raise ConfigError("is required and absent", field=prefix + name)
+    for name in raw:
+        if name not in expected:
+            raise ConfigError(f"is no field of {kind.__name__}", field=f"{prefix}{name}"[:100])
+    return dict(raw)

@@ -1,0 +1,145 @@
+"""What BitNet b1.58 *is*: ternary weights, int8 activations, an exact integer product. In NumPy, nothing else.
+
+A BitLinear layer computes y = x W^T with both sides quantised:
+
+    weights      s   = max(mean|W|, 1e-5)             one scale for the matrix ("absmean")
+                 w_t = clip(round(W * (1/s)), -1, 1)   ternary: W ~ w_t * s
+    activations  a   = 127 / max(max|x|, 1e-5)        one scale for each token ("absmax")
+                 x_q = clip(round(x * a), -128, 127)   int8:    x ~ x_q / a
+    product      acc = x_q w_t^T                       int32, exact
+                 y   = acc * (s / a)
+
+Source: "The Era of 1-bit LLMs" (arXiv:2402.17764), section 2, as computed by transformers' integrations/bitnet.py.
+
+The sum is exact: |acc| <= 128 K, and float32 holds every integer up to 2^24. So for K < 131,072 a float32 matrix
+product of the same integers gives the same values as an int32 kernel, in any order of summation, with or without
+fused multiply-add. That is why every backend can be asked for EQUAL accumulators.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import NumericsError, ShapeError
+
+SCALE_FLOOR = 1e-5  # both scales' denominators are clamped to this: an all-zero matrix or token must not divide by zero
+CODES_PER_BYTE = 4
+FLOAT32_EXACT_K = 2**24 // 128  # below this many inputs a float32 sum of int8 * ternary products is exact
+_BLOCK_VALUES = 1 << 20  # weights unpacked at a time by the product below: 4 MB of float32, which stays in cache
+
+
+def absmean_scale(w: NDArray) -> np.float32:
+    """The weight scale s = max(mean|W|, 1e-5) of a whole matrix, in float32.
+
+    The mean is accumulated in float64 and rounded once: the order of summation no longer shows, so a matrix streamed
+    in pieces, or summed in parallel, has the same scale. (transformers sums in float32: at most its rounding apart.)
+    """
+    mean = np.abs(w, dtype=np.float32).mean(dtype=np.float64)
+    if not np.isfinite(mean):
+        raise NumericsError("absmean_scale: the weight matrix holds NaN or Inf")
+    return np.maximum(np.float32(mean), np.float32(SCALE_FLOOR))
+
+
+def quantize_weights(w: NDArray) -> tuple[NDArray[np.int8], np.float32]:
+    """Absmean quantisation. w (N, K) float -> w_t (N, K) int8 in {-1, 0, +1}, w_dequant_scale: W ~ w_t * scale."""
+    w_dequant_scale = absmean_scale(w)
+    w_scaled = w.astype(np.float32) * (np.float32(1.0) / w_dequant_scale)
+    return np.clip(np.rint(w_scaled), -1, 1).astype(np.int8), w_dequant_scale  # rint: half to even
+
+
+def split_ternary(w: NDArray) -> tuple[NDArray[np.int8], np.float32] | None:
+    """w (N, K) that holds only -s, 0 and +s -> (w_t, s); None for anything else, which is a true master.
+
+    Some tools save a model after quantisation in a float dtype. The scale of such a matrix is s; the absmean of it
+    would be s times the share of its non-zeros.
+    """
+    size = np.abs(w)
+    s = size.max()
+    if s < SCALE_FLOOR or not ((size == s) | (size == 0)).all():
+        return None
+    return np.sign(w).astype(np.int8), np.float32(s)
+
+
+def quantize_activations(x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+    """Absmax quantisation, token by token. x (N, K) float -> x_q (N, K) int8, x_quant_scale (N, 1): x ~ x_q / scale.
+
+    Raises NumericsError when x holds NaN or Inf, which int8 would hide.
+    """
+    largest = np.abs(x).max(axis=-1, keepdims=True)  # (N, 1); NaN propagates
+    if not np.isfinite(largest).all():
+        row = int(np.flatnonzero(~np.isfinite(largest))[0])
+        raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+    x_quant_scale = x.dtype.type(127) / np.maximum(largest, x.dtype.type(SCALE_FLOOR))
+    x_q = np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
+    return x_q, x_quant_scale
+
+
+def dequantize(acc: NDArray[np.int32], w_dequant_scale: np.float32, x_quant_scale: NDArray) -> NDArray:
+    """acc (N, out) int32 -> y (N, out) in x_quant_scale's dtype. One division and one product, each rounded once."""
+    return acc.astype(x_quant_scale.dtype) * (w_dequant_scale / x_quant_scale)
+
+
+# A ternary matrix at rest: four weights a byte along the input axis, the first in the lowest bits, code = w_t + 1.
+#
+#     byte j of row n  =  c[4j] | c[4j+1] << 2 | c[4j+2] << 4 | c[4j+3] << 6        code 3 never occurs
+#
+# A row whose length is no multiple of 4 ends in code 1: a zero weight, so the padding adds nothing to any sum.
+_ALL_BYTES = np.arange(256, dtype=np.uint8)
+_BYTE_TO_TERNARY = np.stack([((_ALL_BYTES >> shift) & 3).astype(np.int8) - 1 for shift in (0, 2, 4, 6)], axis=-1)
+_BYTE_TO_FLOAT = {dtype: _BYTE_TO_TERNARY.astype(dtype) for dtype in (np.float32, np.float64)}  # (256, 4) each
+
+
+def pack_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """w_t (N, K) in {-1, 0, +1} -> packed (N, ceil(K/4)) uint8.
+
+    >>> pack_ternary(np.array([[-1, 0, 1, 1, -1]], dtype=np.int8)).tolist()  # 0b10_10_01_00, 0b01_01_01_00
+    [[164, 84]]
+    """
+    if w_t.ndim != 2 or w_t.size == 0 or w_t.min() < -1 or w_t.max() > 1:
+        got = f"shape {w_t.shape}, values {w_t.min()}..{w_t.max()}" if w_t.size else f"shape {w_t.shape}"
+        raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=got)
+    n, k = w_t.shape
+    codes = np.ones((n, -(-k // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
+    np.add(w_t, 1, out=codes[:, :k], casting="unsafe")
+    return codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
+
+
+def unpack_ternary(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int8]:
+    """packed (N, ceil(K/4)) uint8 -> w_t (N, K) int8, K = in_features."""
+    return _BYTE_TO_TERNARY[packed].reshape(len(packed), -1)[:, :in_features]
+
+
+def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
+    """Index of the first byte that holds a code 3 (in any layout of 2-bit codes), or None when all are valid."""
+    for start in range(0, len(packed), rows := max(1, _BLOCK_VALUES // max(1, packed[:1].size))):
+        block = packed[start : start + rows]
+        bad = block & (block >> 1) & 0x55
+        if bad.any():
+            row, *rest = np.unravel_index(int(np.flatnonzero(bad)[0]), block.shape)
+            return (start + int(row), *(int(i) for i in rest))
+    return None
+
+
+def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int32]:
+    """The exact integer product. x_q (M, K) int8, packed (N, ceil(K/4)) uint8 -> acc (M, N) int32.
+
+    Computed as a floating-point matrix product of the same integers, which is exact (see the top of this file) and
+    many times faster than NumPy's own integer product; a few rows of weights are unpacked at a time.
+    """
+    columns = -(-in_features // CODES_PER_BYTE)
+    if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != in_features or packed.shape[1:] != (columns,):
+        raise ShapeError(
+            "ternary_matmul",
+            expected=f"x_q int8 (M, {in_features}) and packed (N, {columns})",
+            got=f"x_q {x_q.dtype} {x_q.shape} and packed {packed.shape}",
+        )
+    exact = np.float32 if in_features < FLOAT32_EXACT_K else np.float64
+    x = np.zeros((len(x_q), packed.shape[1] * CODES_PER_BYTE), dtype=exact)  # padded with zeros to whole bytes
+    x[:, :in_features] = x_q
+    acc = np.empty((len(x_q), len(packed)), dtype=np.int32)
+    rows = max(1, _BLOCK_VALUES // x.shape[1])
+    for start in range(0, len(packed), rows):
+        w_t = np.take(_BYTE_TO_FLOAT[exact], packed[start : start + rows], axis=0).reshape(-1, x.shape[1])
+        acc[:, start : start + rows] = x @ w_t.T
+    return acc

@@ -1,0 +1,183 @@
+"""A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype of their file.
+
+A backend may turn each matrix into a layout of its own as it is read (`Backend.prepare`); `TernaryWeight` and
+`DenseWeight` are what all of them start from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ShapeError
+from . import quantization
+
+
+@dataclass(frozen=True, eq=False)
+class InputNorm:
+    """An RMSNorm inside a linear, before its activation quantisation (`use_rms_norm` of some checkpoints)."""
+
+    weight: NDArray[np.float32]  # (K,)
+    eps: float
+
+
+class LinearWeight(ABC):
+    """Any linear's weight, in whatever form: (out_features, in_features) and perhaps a bias."""
+
+    bias: NDArray[np.float32] | None  # (N,)
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the weight and its bias take in memory"""
+
+
+class TernaryLinear(LinearWeight):
+    """A BitLinear's weight in whatever layout: W ~ w_t * w_dequant_scale."""
+
+    in_features: int  # K
+    w_dequant_scale: np.float32
+    input_norm: InputNorm | None
+
+    @abstractmethod
+    def ternary(self) -> NDArray[np.int8]:
+        """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of its packed form."""
+
+
+@dataclass(frozen=True, eq=False)
+class TernaryWeight(TernaryLinear):
+    """A BitLinear's matrix: W ~ w_t * w_dequant_scale, w_t in {-1, 0, +1}, packed as `quantization` describes."""
+
+    packed: NDArray[np.uint8]  # (N, ceil(K/4))
+    in_features: int  # K
+    w_dequant_scale: np.float32
+    bias: NDArray[np.float32] | None = None  # (N,)
+    input_norm: InputNorm | None = None
+
+    def __post_init__(self) -> None:
+        columns = -(-self.in_features // quantization.CODES_PER_BYTE)
+        if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] != columns:
+            raise ShapeError(
+                "TernaryWeight",
+                expected=f"packed uint8 (N, {columns}) for {self.in_features} inputs",
+                got=f"{self.packed.dtype} {self.packed.shape}",
+            )
+
+    @classmethod
+    def from_ternary(cls, w_t: NDArray[np.int8], w_dequant_scale: float) -> TernaryWeight:
+        """w_t (N, K) int8 in {-1, 0, +1}."""
+        return cls(quantization.pack_ternary(w_t), w_t.shape[1], np.float32(w_dequant_scale))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return len(self.packed), self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+
+    def ternary(self) -> NDArray[np.int8]:
+        return quantization.unpack_ternary(self.packed, self.in_features)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight(LinearWeight):
+    """A matrix that is not quantised: the embedding, the head, every linear of a dense model."""
+
+    array: NDArray  # (N, K) bfloat16, float16 or float32
+    bias: NDArray[np.float32] | None = None  # (N,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return self.array.shape[0], self.array.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """One transformer block. Norm weights are float32 vectors; a sub-norm is None in families that have none."""
+
+    attn_norm: NDArray[np.float32]  # (D,)
+    q_proj: LinearWeight  # (H*d, D)
+    k_proj: LinearWeight  # (G*d, D)
+    v_proj: LinearWeight  # (G*d, D)
+    attn_sub_norm: NDArray[np.float32] | None  # (H*d,)
+    o_proj: LinearWeight  # (D, H*d)
+    ffn_norm: NDArray[np.float32]  # (D,)
+    gate_proj: LinearWeight  # (F, D)
+    up_proj: LinearWeight  # (F, D)
+    ffn_sub_norm: NDArray[np.float32] | None  # (F,)
+    down_proj: LinearWeight  # (D, F)
+
+    def linears(self) -> Iterator[tuple[str, LinearWeight]]:
+        """(name, weight) of the seven linears"""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, LinearWeight):
+                yield field.name, value
+
+
+@dataclass(frozen=True, eq=False)
+class ModelWeights:
+    """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
+
+    embedding: DenseWeight  # (V, D)
+    layers: tuple[LayerWeights, ...]
+    final_norm: NDArray[np.float32]  # (D,)
+    lm_head: LinearWeight  # (V, D)
+
+    @property
+    def tied(self) -> bool:
+        return self.lm_head is self.embedding
+
+    def linears(self) -> Iterator[tuple[str, LinearWeight]]:
+        """(name, weight) of every linear in the order of the computation: "blocks.0.attn.q_proj", ..., "lm_head"."""
+        for index, layer in enumerate(self.layers):
+            for name, weight in layer.linears():
+                yield f"blocks.{index}.{'attn' if name in ATTENTION_LINEARS else 'mlp'}.{name}", weight
+        yield "lm_head", self.lm_head
+
+    @property
+    def nbytes(self) -> int:
+        total = sum(weight.nbytes for _, weight in self.linears()) + self.final_norm.nbytes
+        total += 0 if self.tied else self.embedding.nbytes
+        for layer in self.layers:
+            norms = (layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm)
+            total += sum(norm.nbytes for norm in norms if norm is not None)
+        return total
+
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def plain_weights(w: ModelWeights) -> ModelWeights:
+    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
+    layers = []
+    for layer in w.layers:
+        linears: dict[str, Any] = {name: _plain(linear) for name, linear in layer.linears()}
+        layers.append(replace(layer, **linears))
+    return replace(w, layers=tuple(layers), lm_head=w.embedding if w.tied else _plain(w.lm_head))
+
+
+def _plain(w: LinearWeight) -> LinearWeight:
+    if isinstance(w, TernaryWeight | DenseWeight):
+        return w
+    assert isinstance(w, TernaryLinear)
+    return replace(
+        TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale)), bias=w.bias, input_norm=w.input_norm
+    )

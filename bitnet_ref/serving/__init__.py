@@ -1,0 +1,8 @@
+"""Many requests on one model: continuous batching. May import `generation` and what that may import."""
+
+from .cache_memory import cache_memory
+from .engine import Engine
+from .engine_config import EngineConfig
+from .tickets import RequestHandle
+
+__all__ = ["Engine", "EngineConfig", "RequestHandle", "cache_memory"]

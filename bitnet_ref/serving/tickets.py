@@ -1,0 +1,297 @@
+"""A request in the engine, from both sides: the engine works on a `Ticket`, the user has a `RequestHandle`.
+
+The handle points to the ticket and not the other way, so that a handle nobody has any more is noticed, and its request
+cancelled.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EngineClosed, GenerationError, RequestCancelled
+from ..generation.results import Generation, GenerationStats, StreamChunk
+from ..generation.sequence import Continuation, Request
+from .scheduler import Job
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future
+
+    from .engine import Engine
+
+
+class Outbox:
+    """What the engine has for the reader. The engine's thread puts, any thread or event loop takes.
+
+    A reader may be as slow as it likes: there are never more chunks than the request's max_tokens.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()  # None: no more will come
+        self.error: GenerationError | None = None
+        self.done = Event()
+        self.loop: AbstractEventLoop | None = None  # of the asyncio reader
+        self._sleepers: list[Future[None]] = []  # only its thread touches these
+
+    def end(self, error: GenerationError | None) -> None:
+        self.error = error
+        self.chunks.put(None)
+        self.done.set()
+
+    async def something_new(self) -> None:
+        """Wait for `wake`. The loop must be noted before the reader looks whether there is anything."""
+        assert self.loop is not None
+        sleeper: Future[None] = self.loop.create_future()
+        self._sleepers.append(sleeper)
+        await sleeper
+
+    def wake(self) -> None:
+        """In the loop's thread."""
+        for sleeper in self._sleepers:
+            if not sleeper.done():
+                sleeper.set_result(None)
+        self._sleepers.clear()
+
+
+def wake_all(outboxes: Sequence[Outbox]) -> None:
+    """Tell the asyncio readers of these that there is something new: one call for each event loop."""
+    by_loop: dict[AbstractEventLoop, list[Outbox]] = {}
+    for outbox in outboxes:
+        if outbox.loop is not None:
+            by_loop.setdefault(outbox.loop, []).append(outbox)
+    for loop, theirs in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake, theirs)
+        except RuntimeError:  # the loop is closed, and with it the reader gone
+            continue
+
+
+def _wake(outboxes: Sequence[Outbox]) -> None:
+    for outbox in outboxes:
+        outbox.wake()
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """What a request is doing, for those who watch."""
+
+    request_id: int
+    state: str  # "waiting", "running"
+    prompt_tokens: int
+    generated_tokens: int  # of all its n continuations
+    age_s: float
+    newest_text: str  # of the first of them
+
+
+NEWEST_CHUNKS = 16
+
+
+class Ticket:
+    """One request in the engine: its rows (n of them), and what has become of it. Made by the user's thread, then only
+    the engine's touches it."""
+
+    def __init__(self, number: int, request: Request, priority: int, timeout_s: float | None, backend: str) -> None:
+        self.number, self.request, self.timeout_s = number, request, timeout_s
+        self.arrival_s = time.perf_counter()
+        self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
+        self.rows = [Continuation(request, slot=-1, choice=choice) for choice in range(request.params.n)]
+        seen = self.rows[0].context_tokens
+        self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
+        self.jobs = [
+            Job(row, self.arrival_s, (number, choice), priority, owner=self) for choice, row in enumerate(self.rows)
+        ]
+        self.outbox = Outbox()
+        self.began_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s = 0.0
+        self.submitted = False
+        self.ended = False
+
+    @property
+    def streams(self) -> bool:
+        return len(self.rows) == 1
+
+    def state(self, now_s: float) -> RequestState:
+        """As it is now; any thread may ask."""
+        newest = self.rows[0].chunks[-NEWEST_CHUNKS:]
+        return RequestState(
+            request_id=self.number,
+            state="waiting" if self.began_s is None else "running",
+            prompt_tokens=self.stats.prompt_tokens,
+            generated_tokens=self.stats.generated_tokens,
+            age_s=now_s - self.arrival_s,
+            newest_text="".join(chunk.text for chunk in newest),
+        )
+
+    def result(self) -> Generation | list[Generation]:
+        results = [row.result(self.stats) for row in self.rows]
+        return results[0] if self.streams else results
+
+
+class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
+    """One request: its chunks as they come, by `for` or `async for`, or its whole result.
+
+    `close()`, leaving a `with`, or dropping the handle cancels it and frees its part of the cache within one step. So
+    does an interrupt (Ctrl-C) or a cancelled task that waits for it. `stats` is live. Any thread may use it, or any
+    task of one event loop; each chunk goes to whoever asks first.
+    """
+
+    def __init__(self, engine: Engine, ticket: Ticket) -> None:
+        self._engine, self._ticket, self._outbox = engine, ticket, ticket.outbox
+        self._closed = False
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "waiting" if self._ticket.began_s is None else "running"
+        return f"<request {self.request_id}: {state}, {self.stats.generated_tokens} tokens>"
+
+    @property
+    def request_id(self) -> int:
+        """Its number in the engine's timeline."""
+        return self._ticket.number
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self._ticket.stats
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine has finished with it, well or not."""
+        return self._outbox.done.is_set()
+
+    def cancel(self) -> None:
+        """End it. What was generated can still be read; then comes RequestCancelled. Harmless when it is done."""
+        if self._ticket.submitted and not self.done:
+            self._engine._cancel(self._ticket)
+
+    def close(self) -> None:
+        """End it: no further chunk comes."""
+        self._closed = True
+        self.cancel()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    # -- sync ----------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> RequestHandle:
+        return self
+
+    def __next__(self) -> StreamChunk:
+        self._check_readable()
+        if self._closed:
+            raise StopIteration
+        try:
+            chunk = self._outbox.chunks.get()
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        if chunk is None:
+            self._no_more()
+            raise StopIteration
+        return chunk
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for its end. -> `Generation`, or a list of them with n > 1
+
+        Raises the error that ended it, or TimeoutError (the request goes on) after so many seconds.
+        """
+        self._check_process()
+        try:
+            if not self._outbox.done.wait(timeout_s):
+                raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
+        except TimeoutError:
+            raise
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        return self._result()
+
+    def __enter__(self) -> RequestHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- asyncio -------------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> RequestHandle:
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        self._check_readable()
+        self._listen()
+        while not self._closed:
+            try:
+                chunk = self._outbox.chunks.get_nowait()
+            except Empty:
+                await self._wait()
+                continue
+            if chunk is not None:
+                return chunk
+            self._no_more()
+        raise StopAsyncIteration
+
+    async def aresult(self) -> Any:
+        """`result`, for asyncio."""
+        self._check_process()
+        self._listen()
+        while not self.done:
+            await self._wait()
+        return self._result()
+
+    async def __aenter__(self) -> RequestHandle:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        import asyncio
+
+        self._outbox.loop = asyncio.get_running_loop()
+
+    async def _wait(self) -> None:
+        try:
+            await self._outbox.something_new()
+        except BaseException:  # the task was cancelled
+            self.close()
+            raise
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _no_more(self) -> None:
+        """The chunks are over: by an error, or well."""
+        self._outbox.chunks.put(None)  # for the next who asks
+        if self._outbox.error is not None and not self._closed:
+            raise self._outbox.error
+        self._closed = True
+
+    def _result(self) -> Generation | list[Generation]:
+        if self._outbox.error is not None:
+            raise self._outbox.error
+        return self._ticket.result()
+
+    def _check_readable(self) -> None:
+        self._check_process()
+        if not self._ticket.streams:
+            raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise EngineClosed(
+                f"this request belongs to the engine of process {self._process}, and this is process {os.getpid()}; "
+                "make an engine after the fork"
+            )
+
+
+def cancelled(ticket: Ticket) -> RequestCancelled:
+    return RequestCancelled(f"request {ticket.number} was cancelled after {ticket.stats.generated_tokens} tokens")

@@ -1,0 +1,77 @@
+"""Reading a JSON file that somebody else wrote: bounded, strict about duplicates, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import ConfigError, FormatError, TokenizerError
+
+AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
+
+_BLOCK_BYTES = 1 << 16
+MAX_VALUES = 1 << 22  # a tokenizer.json of 260,000 tokens and 510,000 merges has 2 million
+
+
+def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes:
+    """The bytes of a regular file of at most `max_bytes`. Anything else raises `error`."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+            raise error("is not a regular file", path=path)
+        with open(path, "rb") as file:
+            # As much as there is said to be, for that is allocated at once; then what has come since
+            data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
+            while len(data) <= max_bytes and (more := file.read(_BLOCK_BYTES)):
+                data += more
+    except FileNotFoundError as problem:
+        raise error("there is no such file", path=path) from problem
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        raise error(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", path=path) from problem
+    if len(data) > max_bytes:
+        raise error(f"has more than {max_bytes} bytes, and at most that many are accepted", path=path)
+    return data
+
+
+def read_json_object(path: Path, error: type[AnyFileError], max_bytes: int) -> dict[str, Any]:
+    """The object in the file. Anything else raises `error`: missing, too large, not UTF-8, not JSON, not an object."""
+    return parse_json_object(read_bounded(path, error, max_bytes), error, path)
+
+
+def parse_json_object(
+    data: bytes, error: type[AnyFileError], path: str | os.PathLike[str], offset: int = 0
+) -> dict[str, Any]:
+    """Parse bytes found at `offset` of `path`. Duplicate keys, NaN and Infinity are errors, not choices.
+
+    More than MAX_VALUES values are refused: an empty list is 3 bytes of text and 64 in memory.
+    """
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise error(f"holds more than {MAX_VALUES} values, and at most that many are accepted", path=path)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in out:
+                raise error(f"the key {key!r} occurs twice in one object", path=path, field=key)
+            out[key] = value
+        return out
+
+    def no_constant(name: str) -> NoReturn:
+        raise error(f"{name} is not JSON", path=path)
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+    except UnicodeDecodeError as problem:
+        raise error(f"not UTF-8 text: {problem.reason}", path=path, offset=offset + problem.start) from problem
+    except json.JSONDecodeError as problem:
+        at = offset + len(problem.doc[: problem.pos].encode())
+        raise error(f"not valid JSON: {problem.msg}", path=path, offset=at) from problem
+    except RecursionError as problem:
+        raise error("not usable JSON: nested too deeply", path=path) from problem
+    except ValueError as problem:  # an integer of thousands of digits
+        raise error(f"not usable JSON: {problem}", path=path) from problem
+    if not isinstance(value, dict):
+        raise error(f"expected a JSON object, got {type(value).__name__}", path=path)
+    return value

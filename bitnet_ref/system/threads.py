@@ -1,0 +1,188 @@
+"""The one owner of the thread count.
+
+In this order, the first that says something: the argument; BITNET_REF_NUM_THREADS; OMP_NUM_THREADS; what the machine
+gives this process. The last is the number of physical cores among the processors that the process may run on (a core's
+second hardware thread adds nothing to loops that fill the vector units, or wait for memory), cut to its cgroup's quota.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import BackendError
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
+
+MOST_THREADS = 4096  # OpenMP ends the process when the system cannot start as many as it is asked for
+_VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
+_ROOT = Path("/")  # where /proc and /sys are
+
+
+def resolve_threads(threads: int | None = None) -> int:
+    """How many threads to use: the argument, else BITNET_REF_NUM_THREADS, else OMP_NUM_THREADS, else what the machine
+    gives this process. Raises BackendError for anything but a positive int.
+    """
+    return thread_choice(threads)[0]
+
+
+def thread_choice(threads: int | None = None) -> tuple[int, str]:
+    """(count, where it came from)"""
+    if threads is not None:
+        return _positive(threads, "threads"), "argument"
+    for name in _VARIABLES:
+        text = os.environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may list a count for each nesting level
+        if text:
+            return _positive(int(text) if text.isdecimal() and len(text) < 10 else text, name), name
+    return machine_threads()
+
+
+def machine_threads(root: Path = _ROOT) -> tuple[int, str]:
+    """(count, which limit set it) for this process, with no wish of anybody's.
+
+    root: holds proc and sys; another one is for tests.
+    """
+    cpus = usable_cpus()
+    count, source = len(cpus), "CPUs available to this process"
+    if (cores := physical_cores(cpus, root)) < count:
+        count, source = cores, f"physical cores of the {count} CPUs available to this process"
+    quota = cgroup_cpus(root)
+    if quota is not None and quota < count:
+        count, source = max(1, int(quota)), f"cgroup limit of {quota:g} CPUs"
+    return count, source
+
+
+def available_cpus() -> int:
+    """Threads that this process can usefully run at once: see `machine_threads`."""
+    return machine_threads()[0]
+
+
+@contextmanager
+def blas_threads(threads: int) -> Iterator[None]:
+    """NumPy's BLAS uses at most so many threads inside, and what it used before afterwards.
+
+    The setting is the process's. Of several Python threads in here at once the lowest count holds, and the last to
+    leave restores what the first one found: each restoring what it found itself could leave another's limit for good.
+    """
+    with _blas.lock:
+        if not _blas.inside:
+            _blas.before = _blas.counts()
+        _blas.inside.append(threads)
+        _blas.apply()
+    try:
+        yield
+    finally:
+        with _blas.lock:
+            _blas.inside.remove(threads)
+            _blas.apply()
+
+
+class _Blas:
+    """The BLAS libraries in this process, and who limits them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: list[int] = []
+        self.before: list[int] = []
+
+    @staticmethod
+    @cache
+    def libraries() -> ThreadpoolController:
+        import numpy  # noqa: F401  # a library that is not loaded is not found
+        from threadpoolctl import ThreadpoolController
+
+        return ThreadpoolController().select(user_api="blas")
+
+    def counts(self) -> list[int]:
+        return [library.get_num_threads() for library in self.libraries().lib_controllers]
+
+    def apply(self) -> None:
+        for library, before in zip(self.libraries().lib_controllers, self.before, strict=True):
+            wanted = min([before, *self.inside])
+            if library.get_num_threads() != wanted:
+                library.set_num_threads(wanted)
+
+
+_blas = _Blas()
+
+
+def usable_cpus() -> set[int]:
+    """Numbers of the processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
+    """How many cores these processors are: hardware threads of one core count once.
+
+    Where nothing is said of one, it is taken for a core.
+    """
+    cores: set[str] = set()
+    for cpu in cpus:
+        try:
+            cores.add((root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+        except (OSError, UnicodeDecodeError):
+            cores.add(f"{cpu}")
+    return len(cores)
+
+
+def cgroup_cpus(root: Path = _ROOT) -> float | None:
+    """The least CPU quota of this process's cgroup and those above it (v2 cpu.max, v1 cfs_quota_us), or None.
+
+    A container usually sees its own group at the top of the tree, whatever /proc/self/cgroup says, so the top is asked
+    too.
+    """
+    top, limits = root / "sys/fs/cgroup", []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    groups = {"": "/"}  # controllers -> the group's path; "" is version 2
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if path.startswith("/"):
+            groups[controllers] = path
+    for controllers, path in {"cpu": "/", **groups}.items():
+        if controllers == "":
+            tops, read = (top, top / "unified"), _quota_v2
+        elif "cpu" in controllers.split(","):
+            tops, read = (top / controllers, top / "cpu"), _quota_v1
+        else:
+            continue
+        for folder in tops:
+            at = folder / path.strip("/")
+            while at == folder or folder in at.parents:
+                limits.append(read(at))
+                at = at.parent
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def _quota_v2(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period) if quota != "max" and int(quota) > 0 < int(period) else None
+    except (OSError, ValueError):  # no such group, or not of this version
+        return None
+
+
+def _quota_v1(group: Path) -> float | None:
+    try:
+        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 < period else None  # -1: no limit
+    except (OSError, ValueError):
+        return None
+
+
+def _positive(value: object, source: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_THREADS:
+        raise BackendError(f"{source}: expected a whole number of threads, 1 to {MOST_THREADS}, got {value!r}")
+    return value

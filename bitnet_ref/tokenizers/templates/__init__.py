@@ -1,0 +1,1 @@
+"""Chat templates: Jinja with bounded work."""

@@ -1,0 +1,375 @@
+"""tracing.compare: what differs is named at its op, what is noise is not, and a rounding flip is shown to be one."""
+
+import json
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import GOLDEN, GOLDEN_CASES, golden, model
+from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random
+
+from bitnet_ref.backends.record import record
+from bitnet_ref.crossval.compare import FLIP, OK, compare
+from bitnet_ref.crossval.names import LOGITS, linear_input, op_inputs, op_kind, op_order, op_shape
+from bitnet_ref.crossval.parity import token_parity
+from bitnet_ref.crossval.tolerances import ENGINES, FLIP_CEILING, TABLE
+
+TEXT = "Once upon a time, the little rabbit ran down the hill and said"
+
+
+@pytest.fixture(scope="module")
+def story():
+    m = model("storyteller")
+    tokens = m.tokenizer.encode(TEXT)
+    return m, tokens, m.run_with_cache(tokens)[1]
+
+
+def run(backend, m, tokens):
+    return record(backend, m.weights, m.config, tokens)[1]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES])
+def test_the_order_of_ops_is_the_recorders(case):
+    m = model(case if case == "storyteller" else GOLDEN / case)
+    seen = m.run_with_cache([1, 5, 9])[1]
+    order = op_order(m.config)
+    assert [name for name in order if name in seen] == list(seen)
+    assert len(set(order)) == len(order)
+    assert {name: op_shape(name, m.config, 3) for name in seen} == {name: array.shape for name, array in seen.items()}
+    for name in order:
+        assert op_kind(name) in TABLE
+        for source in op_inputs(name, m.config):  # an op reads what was computed before it
+            assert order.index(source) < order.index(name)
+    assert all(linear_input(name, m.config) in order for name, _ in m.weights.linears())
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_backends_agree_on_the_golden_cases(case, backend_name):
+    tokens = golden(case)["tokens"]
+    seen = [model(GOLDEN / case, name).run_with_cache(tokens)[1] for name in ("numpy", backend_name)]
+    found = compare(*seen, model(GOLDEN / case).config, tokens)
+    assert found.agrees, found.verdict
+    assert not found.n_flips
+    assert len(found.ops) == len(seen[0])
+    assert found.accumulators[1] == 0
+    assert found.verdict.startswith("AGREES")
+    assert found.logits.top1_agreement == 1
+    assert json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_figures(story):
+    m, tokens, seen = story
+    name = "blocks.2.mlp.hook_post"
+    found = compare(seen, {name: seen[name] * np.float32(1.5)}, m.config, tokens)
+    (op,) = found.ops
+    assert op.scale_ratio == pytest.approx(1.5)
+    assert op.cosine == pytest.approx(1.0)
+    assert op.relative_l2 == pytest.approx(0.5)
+    assert op.max_abs == pytest.approx(0.5 * np.abs(seen[name]).max())
+    assert op.n_differ == np.count_nonzero(seen[name])
+    assert (op.layer, op.kind, op.shape) == (2, "gate", seen[name].shape)
+    assert abs(seen[name][op.worst]) == np.abs(seen[name]).max()
+    assert not found.agrees
+    assert found.first_divergence is op
+    assert "scale ratio 1.5" in found.verdict
+    assert len(found.missing) == len(seen) - 1
+
+
+def test_logits_figures_are_those_of_the_distributions(story):
+    m, tokens, seen = story
+    right = seen[LOGITS].astype(np.float64)
+    wrong = right[:, ::-1].astype(np.float32)
+    found = compare(seen, {"logits": wrong}, m.config, tokens).logits
+    p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (right, wrong.astype(np.float64)))
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    kl = (p * np.log(p / q)).sum(-1)
+    assert found.kl_mean == pytest.approx(kl.mean())
+    assert found.kl_max == pytest.approx(kl.max())
+    assert found.top1_agreement == 0
+    following = np.array(tokens[1:])
+    expected = np.exp(-np.log(p[np.arange(len(following)), following]).mean())
+    assert found.perplexity_reference == pytest.approx(expected)
+    assert found.perplexity_difference > 100
+    ordered = np.sort(right, axis=-1)
+    assert found.smallest_margin == pytest.approx((ordered[:, -1] - ordered[:, -2]).min())
+    assert found.widest_lost_margin == pytest.approx((ordered[:, -1] - ordered[:, -2]).max())
+
+
+def test_other_layouts_of_the_same_numbers(story):
+    m, tokens, seen = story
+    n = len(tokens)
+    other = {
+        "blocks.0.attn.hook_q": seen["blocks.0.attn.hook_q"].reshape(n, -1),
+        "blocks.0.attn.hook_z": seen["blocks.0.attn.hook_z"][None],
+        "blocks.0.attn.hook_pattern": seen["blocks.0.attn.hook_pattern"][None],
+        "blocks.0.attn.hook_attn_scores": np.maximum(seen["blocks.0.attn.hook_attn_scores"], np.float32(-3e38)),
+        "blocks.0.attn.q_proj.hook_acc_int32": seen["blocks.0.attn.q_proj.hook_acc_int32"].astype(np.float32),
+        "logits": seen[LOGITS][-1],
+    }
+    found = compare(seen, other, m.config, tokens)
+    assert found.agrees, found.verdict
+    assert len(found.ops) == len(other)
+    assert all(op.equal for op in found.ops)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda a: a[:, :-1], "shape"),
+        (lambda a: a[:-1], "shape"),
+        (lambda a: a.T, "shape"),
+        (lambda a: np.where(a == a.max(), np.nan, a), "NaN"),
+        (lambda a: np.where(a == a.max(), np.inf, a), "NaN or Inf"),
+        (lambda a: a * np.float32(0), "values differ"),
+    ],
+)
+def test_what_cannot_be_right_differs(story, change, what):
+    m, tokens, seen = story
+    name = "blocks.1.hook_resid_post"
+    found = compare(seen, {**seen, name: change(seen[name])}, m.config, tokens)
+    assert found.first_divergence.name == name
+    assert what in found.verdict
+    assert json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_nothing_in_common_is_no_agreement(story):
+    m, tokens, seen = story
+    for candidate in ({}, {"layers.0.output": seen[LOGITS]}):
+        found = compare(seen, candidate, m.config, tokens)
+        assert not found.agrees
+        assert found.verdict.startswith("NOT COMPARABLE")
+        assert found.unknown == list(candidate)
+
+
+@pytest.mark.parametrize("kind", sorted(TABLE))
+def test_a_change_of_a_thousandth_in_any_kind_is_seen(story, kind):
+    """The tolerances are no nets of wide mesh: each op changed by a thousandth, one token of it, is named."""
+    m, tokens, seen = story
+    if kind == "dense linear":
+        m = model(GOLDEN / "llama-dense")
+        tokens = golden("llama-dense")["tokens"]
+        seen = m.run_with_cache(tokens)[1]
+    ternary = m.config.quantization is not None
+    name = [name for name in seen if op_kind(name, lambda linear: ternary) == kind][-1]
+    changed = seen[name].copy()
+    if changed.dtype.kind == "i":
+        changed.flat[7] += 1
+    elif kind == "attention pattern":
+        changed[:, -1] += np.float32(1e-3)
+    else:
+        changed[-1] *= np.float32(1.001)
+    found = compare(seen, {**seen, name: changed}, m.config, tokens)
+    assert found.first_divergence.name == name
+
+
+# -- rounding flips ----------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_no_difference_and_flips_are_explained(story):
+    m, tokens, seen = story
+    flips = 0
+    for seed in range(2):
+        found = compare(seen, run(NoisyBackend(seed), m, tokens), m.config, tokens, own_engine=False)
+        assert found.agrees, found.verdict
+        flips += found.n_flips
+        for flip in found.flips:
+            assert abs(flip.reference - flip.candidate) == 1
+            assert abs(flip.before_rounding - np.floor(flip.before_rounding) - 0.5) < 0.01
+        if found.n_flips:
+            first = next(op for op in found.ops if op.status == FLIP)
+            assert first.name == found.flips[0].name
+            assert all(op.status == OK for op in found.ops[: found.ops.index(first)])
+            assert "expected" in found.verdict
+            assert str(found.flips[0]) in found.verdict
+    assert flips  # or this test saw nothing
+
+
+def test_random_models_with_noise_give_no_false_alarm(tmp_path):
+    flips, worst = 0, 0.0
+    for seed in range(20):
+        m = load_random(tmp_path, seed)
+        right = run(QuickBackend(), m, TOKENS)
+        found = compare(right, run(NoisyBackend(seed), m, TOKENS), m.config, TOKENS, own_engine=False)
+        assert found.agrees, f"seed {seed}: {found.verdict}"
+        flips += found.n_flips
+        worst = max([worst, *(op.relative_l2 for op in found.ops if op.status == FLIP)])
+    assert worst < FLIP_CEILING
+
+
+def nudged(m, tokens, seen, name, token):
+    """A run in which the activation nearest a half at that int8 tensor has flipped, all else right."""
+    x_q = seen[name]
+    value = seen[linear_input(name.rpartition(".")[0], m.config)] * seen[name.replace("x_int8", "x_scale")]
+    distance = np.abs(value - np.floor(value) - 0.5)
+    element = int(distance[token].argmin())
+    at = float(value[token, element])
+    other = int(np.floor(at) + np.ceil(at)) - int(x_q[token, element])
+
+    class Flipped(QuickBackend):
+        def ternary_matmul(self, given, w):
+            if w is weight:
+                given = given.copy()
+                given[token, element] = other
+                self.flipped = given
+            return super().ternary_matmul(given, w)
+
+    weight = dict(m.weights.linears())[name.rpartition(".")[0]]
+    be = Flipped()
+    candidate = run(be, m, tokens)
+    candidate[name] = be.flipped
+    return candidate, element, float(distance[token, element])
+
+
+def test_a_flip_reaches_what_comes_after_it_and_nothing_else(story):
+    """One activation made to flip, by an input that is off in its last bits: what is before it stays equal, what comes
+    after it is expected, and only the tokens from it on have moved."""
+    m, tokens, seen = story
+    name, source = "blocks.2.attn.o_proj.hook_x_int8", "blocks.2.attn.sub_norm.hook_normalized"
+    scale = seen[name.replace("x_int8", "x_scale")]
+    value = seen[source] * scale
+    token = int(np.abs(value - np.floor(value) - 0.5)[5:].min(axis=1).argmin()) + 5
+    candidate, element, distance = nudged(m, tokens, seen, name, token)
+    assert 0 < distance < 1e-3
+    up = 1 if candidate[name][token, element] > seen[name][token, element] else -1
+    candidate[source] = candidate[source].copy()
+    candidate[source][token, element] += up * 2 * distance / scale[token, 0]
+    found = compare(seen, candidate, m.config, tokens)
+    assert found.agrees, found.verdict
+    assert found.n_flips == 1
+    flip = found.flips[0]
+    assert (flip.name, flip.token, flip.element) == (name, token, element)
+    assert flip.before_rounding == pytest.approx(float(value[token, element]))
+    at = [op.name for op in found.ops].index(name)
+    assert all(op.status == OK for op in found.ops[:at])
+    moved = [op for op in found.ops if op.status == FLIP]
+    assert len(moved) > 50
+    assert min(op.token for op in moved) == token
+    np.testing.assert_array_equal(candidate[LOGITS][:token], seen[LOGITS][:token])
+
+
+def test_equal_inputs_have_no_noise(story):
+    """The same step of one where the inputs are equal is a wrong rounding, not a flip."""
+    m, tokens, seen = story
+    name = "blocks.2.attn.o_proj.hook_x_int8"
+    candidate, element, _ = nudged(m, tokens, seen, name, 9)
+    found = compare(seen, candidate, m.config, tokens)
+    assert found.first_divergence.name == name
+    assert f"[9, {element}]" in found.verdict
+    assert "equal inputs" in found.verdict
+
+
+def test_halves_rounded_away_from_zero_are_named():
+    """Exact halves: x of small integers whose largest is 127, plus halves. Equal inputs, so it cannot be noise."""
+    m = model(GOLDEN / "bitnet-packed-offline")
+    seen = m.run_with_cache(TOKENS)[1]
+    source, name = "blocks.0.ln1.hook_normalized", "blocks.0.attn.q_proj.hook_x_int8"
+    x = np.tile(np.float32([127, 0.5, 2.5, -1.5]), (len(TOKENS), seen[source].shape[1] // 4))
+    to_even = np.tile(np.int8([127, 0, 2, -2]), (len(TOKENS), x.shape[1] // 4))
+    away = np.tile(np.int8([127, 1, 3, -2]), (len(TOKENS), x.shape[1] // 4))
+    for own in (True, False):
+        assert compare({source: x, name: to_even}, {source: x, name: to_even}, m.config, own_engine=own).agrees
+        found = compare({source: x, name: to_even}, {source: x, name: away}, m.config, own_engine=own)
+        assert "halves are rounded another way" in found.verdict
+
+
+def test_a_step_that_noise_cannot_explain_differs(story):
+    m, tokens, seen = story
+    name = "blocks.3.mlp.down_proj.hook_x_int8"
+    value = seen["blocks.3.mlp.sub_norm.hook_normalized"] * seen[name.replace("x_int8", "x_scale")]
+    far = np.unravel_index(np.abs(np.abs(value - np.floor(value) - 0.5) - 0.3).argmin(), value.shape)
+    changed = seen[name].copy()
+    changed[far] += 1
+    candidate = {other: array for other, array in seen.items() if not other.endswith("hook_normalized")}
+    found = compare(seen, {**candidate, name: changed}, m.config, tokens)
+    assert found.first_divergence.name == name
+    assert "does not explain it" in found.verdict
+
+
+def test_flips_are_found_in_a_trace_that_has_no_int8(story):
+    """What hooks on another engine's modules see: float inputs and outputs. The integers follow from the inputs."""
+    m, tokens, seen = story
+    hooks = ("hook_x_int8", "hook_x_scale", "hook_acc_int32", "hook_scale")
+    flips = 0
+    for seed in range(2):
+        noisy = run(NoisyBackend(seed), m, tokens)
+        noisy = {name: array for name, array in noisy.items() if not name.endswith(hooks)}
+        found = compare(seen, noisy, m.config, tokens, own_engine=False)
+        assert found.agrees, found.verdict
+        flips += found.n_flips
+    assert flips
+
+
+# -- narrow engines ----------------------------------------------------------------------------------------------------
+
+
+class NarrowBackend(QuickBackend):
+    """Rounds the result of every op to a narrow float."""
+
+    def __init__(self, narrow):
+        super().__init__()
+        self.narrow = narrow
+
+    def _narrow(self, y):
+        return y.astype(self.narrow).astype(np.float32)
+
+    def rms_norm(self, x, weight, eps):
+        return self._narrow(super().rms_norm(x, weight, eps))
+
+    def dequantize(self, acc, w, x_quant_scale):
+        return self._narrow(super().dequantize(acc, w, x_quant_scale))
+
+    def gated(self, gate, up, activation):
+        return self._narrow(super().gated(gate, up, activation))
+
+    def attention(self, q, cache, batch, layer, window):
+        return self._narrow(super().attention(q, cache, batch, layer, window))
+
+
+@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
+def test_narrow_engines_are_held_to_their_own_tolerance(story, narrow):
+    m, tokens, seen = story
+    dtype = np.dtype(narrow).name
+    candidate = run(NarrowBackend(narrow), m, tokens)
+    assert not compare(seen, candidate, m.config, tokens, own_engine=False).agrees
+    found = compare(seen, candidate, m.config, tokens, own_engine=False, engine_dtype=dtype)
+    assert found.agrees, found.verdict
+    assert max(op.relative_l2 for op in found.ops) > ENGINES[dtype].relative_l2 / 20  # the limit is not a free pass
+    wrong = replace(m.config, activation="silu")
+    bad = record(NarrowBackend(narrow), m.weights, wrong, tokens)[1]
+    found = compare(seen, bad, m.config, tokens, own_engine=False, engine_dtype=dtype)
+    assert found.first_divergence.name == "blocks.0.mlp.hook_post"
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+PARITY = {
+    "BOS twice": ([1, 5, 6, 7], [1, 1, 5, 6, 7]),
+    "puts BOS": ([5, 6, 7], [1, 5, 6, 7]),
+    "BOS is missing": ([1, 5, 6, 7], [5, 6, 7]),
+    "stops after 2": ([1, 5, 6, 7], [1, 5]),
+    "2 tokens more at its end": ([1, 5], [1, 5, 6, 7]),
+    "outside the vocabulary": ([1, 5], [1, 5000]),
+    "another chat template": ([1, 5, 6, 7, 8, 9, 10], [1, 4, 4, 6, 7, 8, 9, 10]),
+    "other tokens": ([1, 5, 6, 7], [1, 8, 9, 10]),
+}
+
+
+@pytest.mark.parametrize("what", PARITY)
+def test_token_parity(what):
+    mine, theirs = PARITY[what]
+    config = model("storyteller").config
+    assert token_parity(mine, mine, config) is None
+    assert what in token_parity(mine, theirs, config)
+
+
+def test_token_parity_uses_the_prompts():
+    config = model("storyteller").config
+    assert "another tokenizer" in token_parity([1, 5, 6], [1, 5, 7], config, ("a b", "a b"))
+    assert "chat template" in token_parity([1, 5, 6], [1, 5, 7], config, ("a b", "User: a b"))

@@ -1,0 +1,225 @@
+"""tracing.diagnose: what is wrong is confirmed, what is right is not, and what cannot be told apart is all listed."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers import BITNET, GOLDEN, model, write_checkpoint
+
+import bitnet_ref
+from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_generation, diagnose_prompt
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
+from bitnet_ref.crossval.explain.hypotheses.prompts import greedy
+from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.trace import Trace, write_trace
+
+TOKENS = [1, 17, 5, 23, 9, 32, 3, 3]
+SLOW_CASES = ("bitnet-packed-offline", "llama-packed-bitlinear", "mistral-window3", "rope-linear")
+CASES = ("tiny", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES))
+# Mistakes that are one computation to rounding on these inputs; a diagnosis lists both.
+ALIKE = (
+    {"norm_eps_1e-06", "norm_eps_1e-08"},  # embeddings of size 1/2 do not show the sixth place of eps
+)
+BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """The model of a case: "tiny", one layer with sub-norms and GQA, or a golden one."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, {**BITNET, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1})
+
+    @cache
+    def load(case: str = "tiny", backend: str = "numpy") -> bitnet_ref.Model:
+        return bitnet_ref.load(folder if case == "tiny" else GOLDEN / case, backend=backend, threads=1)
+
+    return load
+
+
+def made_by(m: bitnet_ref.Model, *names: str) -> dict[str, np.ndarray]:
+    """What the reference computes with those mistakes made."""
+    setting = Setting.of(m, TOKENS)
+    for name in names:
+        changed = BY_NAME[name].change(setting)
+        assert changed is not None
+        setting = changed
+    return setting.run()
+
+
+def diagnosed(m: bitnet_ref.Model, candidate: dict[str, np.ndarray], **options: object) -> list:
+    comparison = compare(m.run_with_cache(TOKENS)[1], candidate, m.config, TOKENS)
+    return diagnose(m, TOKENS, candidate, comparison, **options)
+
+
+def confirmed(diagnoses: list) -> set[str]:
+    return {diagnosis.name for diagnosis in diagnoses if diagnosis.confirmed}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_confirmed_of_a_correct_engine(case, load, backend_name):
+    """A backend of ours has nothing wrong, and no reference with a mistake that shows agrees with it."""
+    m, candidate = load(case), load(case, backend_name).run_with_cache(TOKENS)[1]
+    right = m.run_with_cache(TOKENS)[1]
+    comparison = compare(right, candidate, m.config, TOKENS)
+    assert comparison.agrees
+    assert diagnose(m, TOKENS, candidate, comparison) == []
+    setting = Setting.of(m, TOKENS)
+    for hypothesis in HYPOTHESES:
+        changed = hypothesis.change(setting)
+        if changed is None:
+            continue
+        wrong = changed.run()
+        if compare(wrong, candidate, changed.config, TOKENS).agrees:  # then it must not show on this input at all
+            assert compare(right, wrong, m.config, TOKENS).agrees, hypothesis.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_mistake_is_confirmed_and_no_other(case, load):
+    m = load(case)
+    setting = Setting.of(m, TOKENS)
+    right = m.run_with_cache(TOKENS)[1]
+    found = 0
+    for hypothesis in HYPOTHESES:
+        changed = hypothesis.change(setting)
+        if changed is None:
+            continue
+        candidate = changed.run()
+        comparison = compare(right, candidate, m.config, TOKENS)
+        if comparison.agrees:
+            continue
+        diagnoses = diagnose(m, TOKENS, candidate, comparison, depth=1)
+        assert diagnoses[0].confirmed, hypothesis.name
+        assert hypothesis.name in confirmed(diagnoses)
+        for other in confirmed(diagnoses) - {hypothesis.name}:  # the same computation on this input, to rounding
+            assert compare(made_by(m, other), candidate, m.config, TOKENS).agrees
+            assert {hypothesis.name, other} in ALIKE
+        found += 1
+    assert found > 15
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["silu_for_relu2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("scale_inverted", "gqa_heads_interleaved"))],
+)
+def test_logits_alone_are_enough(name, load):
+    logits = made_by(load(), name)["lm_head.hook_out"]
+    for seen in ({"lm_head.hook_out": logits}, {"logits": logits}, {"logits": logits[-1:]}):
+        found = diagnosed(load(), seen)
+        assert confirmed(found) == {name}
+        assert found[0].logit_error == 0
+        assert found[0].logit_error_before > 1e-3
+
+
+def test_what_logits_cannot_tell_apart_is_listed_together(load):
+    """Interleaved RoPE equals half-split RoPE on rows un-permuted without need: scores are sums of the same terms."""
+    candidate = made_by(load(), "rope_interleaved")
+    found = diagnosed(load(), {"logits": candidate["lm_head.hook_out"]})
+    assert confirmed(found) == {"rope_interleaved", "qk_unpermuted_twice"}
+    assert confirmed(diagnosed(load(), candidate)) == {"rope_interleaved"}
+
+
+def test_a_harmless_order_of_q_and_k_is_named_as_such(load):
+    found = diagnosed(load(), made_by(load(), "qk_permuted_with_interleaved_rope"))
+    assert confirmed(found) == {"qk_permuted_with_interleaved_rope"}
+    assert "Nothing is wrong" in str(found[0])
+
+
+@pytest.mark.parametrize("mistakes", [("rope_interleaved", "silu_for_relu2"), ("scale_inverted", "head_int8_rows")])
+def test_two_mistakes_at_once(mistakes, load):
+    candidate = made_by(load(), *mistakes)
+    assert not confirmed(diagnosed(load(), candidate, depth=1, thorough=False))
+    found = diagnosed(load(), candidate, thorough=False)
+    assert confirmed(found) == {" + ".join(mistakes)}
+    assert next(d.name for d in found if d.partly) == mistakes[0]
+
+
+def test_a_sparse_trace_widens_the_search(load):
+    """Only the residual stream was dumped: the op that differs first is not the one that is wrong."""
+    candidate = made_by(load(), "activation_on_the_product")
+    sparse = {name: array for name, array in candidate.items() if name.endswith("hook_resid_post")}
+    assert confirmed(diagnosed(load(), sparse)) == {"activation_on_the_product"}
+
+
+@pytest.mark.parametrize("engine", ["bitnet_ref numpy", "my own port 0.1"])
+def test_a_trace_file_is_diagnosed(engine, load, tmp_path):
+    """From the file: another engine's, whose int8 scales and products may be rounded in another order, like our own."""
+    m, path = load(), tmp_path / "candidate.safetensors"
+    write_trace(path, made_by(m, "silu_for_relu2"), TOKENS, engine=engine)
+    with Trace(path) as trace:
+        found = diagnosed(m, trace)
+    assert confirmed(found) == {"silu_for_relu2"}
+    write_trace(path, m.run_with_cache([1, *TOKENS])[1], [1, *TOKENS], engine=engine)
+    with Trace(path) as trace:
+        assert compare(m.run_with_cache(TOKENS)[1], trace, m.config, TOKENS).problem
+        assert confirmed(diagnosed(m, trace)) == {"bos_twice"}
+
+
+def test_a_teacher_forced_run_is_judged_at_the_op_that_differs(load):
+    """What comes after it was computed from right inputs, so the whole of the changed run is nothing like it."""
+    m, name = load(), "blocks.0.mlp.hook_post"
+    right = m.run_with_cache(TOKENS)[1]
+    candidate = right | {name: made_by(m, "silu_for_relu2")[name]}
+    comparison = compare(right, candidate, m.config, TOKENS, mode="teacher-forced")
+    assert confirmed(diagnose(m, TOKENS, candidate, comparison)) == {"silu_for_relu2"}
+
+
+def test_an_unknown_mistake_is_not_explained_away(load):
+    candidate = made_by(load())
+    for name in ("blocks.0.attn.hook_z", "lm_head.hook_out"):
+        candidate[name] += np.linspace(0, 1, candidate[name].size, dtype=np.float32).reshape(candidate[name].shape)
+    found = diagnosed(load(), candidate)
+    assert found
+    assert not confirmed(found)
+    assert all(str(diagnosis).startswith(("not confirmed", "explains a part")) for diagnosis in found)
+    assert found[0].to_dict()["confirmed"] is False
+
+
+# -- prompts and generation --------------------------------------------------------------------------------------------
+
+
+def test_prompts():
+    m = model("storyteller")
+    text = "Once upon a time: "
+    ids = m.tokenizer.encode(text)
+    bos, eos = m.tokenizer.bos_id, m.tokenizer.eos_ids[0]
+    wrong = {
+        "bos_twice": [bos, *ids],
+        "bos_missing": ids[1:],
+        "eos_appended": [*ids, eos],
+        "template_space_missing": m.tokenizer.encode(text.removesuffix(" ")),
+    }
+    for name, candidate in wrong.items():
+        found = diagnose_prompt(m, ids, candidate, text)
+        assert name in confirmed(found)
+        assert found[0].remedy in str(found[0])
+    assert diagnose_prompt(m, ids, ids, text) == []
+    assert not confirmed(diagnose_prompt(m, ids, [5, 6, 7], text))
+
+
+def test_a_prompt_of_the_older_template():
+    m = model("storyteller")
+    text = "System: Be kind.<|eot_id|>User: Hello<|eot_id|>Assistant: "
+    older = "Be kind.\n\nHuman: Hello\n\nBITNETAssistant: "
+    found = diagnose_prompt(m, m.tokenizer.encode(text), m.tokenizer.encode(older), text)
+    assert confirmed(found) == {"older_template"}
+    cut = m.tokenizer.encode(text.removesuffix("Assistant: "))
+    assert confirmed(diagnose_prompt(m, m.tokenizer.encode(text), cut, text)) == {"generation_prompt_missing"}
+
+
+def test_generation():
+    m = model("storyteller", backend="auto")
+    ids = m.tokenizer.encode("Once upon a time")
+    right = m.generate(ids, max_tokens=8).token_ids
+    assert greedy(m, ids, 8) == right
+    assert diagnose_generation(m, ids, right) == []
+    for name, wrong in {
+        "decode_leaves_a_gap": greedy(m, ids, 8, shift=1),
+        "decode_overwrites_the_last_entry": greedy(m, ids, 8, shift=-1),
+        "prefill_logits_of_the_previous_position": greedy(m, ids, 8, first_from=-2),
+        "prefill_logits_of_the_first_position": greedy(m, ids, 8, first_from=0),
+    }.items():
+        assert wrong != right
+        assert confirmed(diagnose_generation(m, ids, wrong)) == {name}
+    assert confirmed(diagnose_generation(m, ids, right[:2], right)) == {"stops_early"}
+    assert not confirmed(diagnose_generation(m, ids, [7, 7, 7]))

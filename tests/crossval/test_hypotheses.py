@@ -1,0 +1,144 @@
+"""tracing.hypotheses: each is a change that a run can show, at the op where it says, and of the look that it says."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import GOLDEN, model, rng
+
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, Kind, forward_hypotheses
+from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.patterns import kind_of, relative_error, scale_ratio
+
+TOKENS = [1, 17, 5, 23, 9, 42, 3, 3, 60, 11]
+# Between them these have every feature that a hypothesis is about: relu2 and silu, sub-norms, GQA, a window, RoPE
+# scaling, a head_dim that is not D/H, ternary and dense linears, rows longer than a block of 256, float32 weights.
+CASES = (
+    "bitnet-packed-offline",
+    "llama-packed-bitlinear",
+    "llama-dense",
+    "mistral-window3",
+    "rope-linear",
+    "llama-f32-headdim",
+)
+
+
+def first_difference(right: dict[str, np.ndarray], wrong: dict[str, np.ndarray]) -> str | None:
+    """The first name, in order, whose arrays are not the same to the bit; one that is missing is a difference too."""
+    for name, array in right.items():
+        if name not in wrong or not np.array_equal(array, wrong[name]):
+            return name
+    return None
+
+
+@pytest.mark.parametrize("case", ["storyteller", *CASES, "llama-packed-rmsnorm", "onebitllm-silu", "llama-bf16-biases"])
+def test_an_unchanged_setting_is_the_reference(case: str, backend_name: str) -> None:
+    path = case if case == "storyteller" else GOLDEN / case
+    right = model(path).run_with_cache(TOKENS)[1]
+    seen = Setting.of(model(path, backend_name), TOKENS).run()
+    assert list(seen) == list(right)
+    assert first_difference(right, seen) is None
+
+
+def test_names_are_unique_and_texts_are_whole() -> None:
+    names = [hypothesis.name for hypothesis in HYPOTHESES]
+    assert len(names) == len(set(names)) >= 60
+    for hypothesis in HYPOTHESES:
+        assert hypothesis.cause
+        assert hypothesis.remedy.endswith(".")
+        assert not hypothesis.cause.endswith(".")
+
+
+# What needs an input of its own: sums beyond int16, ties, faint tokens. The planted bugs have one for each.
+RARE = {
+    "int16_accumulators_wrap",
+    "int16_accumulators_saturate",
+    "round_half_away",
+    "round_half_up",
+    "activation_floor_missing",
+    "scale_bf16",  # the golden scales are bf16 already
+    "head_bf16",
+}
+
+
+def test_each_shows_where_it_says() -> None:
+    """The first op that a change moves is one that the hypothesis lists, on every model where it moves anything."""
+    shown: set[str] = set()
+    for case in CASES:
+        setting = Setting.of(model(GOLDEN / case), TOKENS)
+        right = setting.run()
+        for hypothesis in HYPOTHESES:
+            changed = hypothesis.change(setting)
+            first = None if changed is None else first_difference(right, changed.run())
+            if first is not None:
+                shown.add(hypothesis.name)
+                assert any(fnmatchcase(first, glob) for glob in hypothesis.shows), f"{hypothesis.name}: {case}, {first}"
+    assert {hypothesis.name for hypothesis in HYPOTHESES} - shown <= RARE
+
+
+def test_linears_that_are_zeros_are_read_off_the_candidate() -> None:
+    setting = Setting.of(model(GOLDEN / "bitnet-packed-offline"), TOKENS)
+    candidate = setting.run()
+    assert not any("zeros" in hypothesis.name for hypothesis in forward_hypotheses(setting, candidate))
+    candidate["blocks.1.mlp.up_proj.hook_acc_int32"][:] = 0
+    candidate["blocks.1.mlp.up_proj.hook_out"][:] = 0
+    (zeros,) = [h for h in forward_hypotheses(setting, candidate) if "zeros" in h.name]
+    assert "(out 768, in 256)" in zeros.cause
+    changed = zeros.change(setting)
+    assert changed is not None
+    seen = changed.run()
+    assert not seen["blocks.1.mlp.up_proj.hook_out"].any()
+    assert seen["blocks.0.mlp.up_proj.hook_out"].any()
+    unseen = [h.cause for h in forward_hypotheses(setting, {}) if "zeros" in h.name]
+    assert "the linears of 768 inputs return zeros" in unseen
+
+
+def integers() -> np.ndarray:
+    return rng(1).integers(-50_000, 50_000, (6, 40)).astype(np.int32)
+
+
+def floats() -> np.ndarray:
+    return rng(2).standard_normal((6, 40)).astype(np.float32)
+
+
+def masked(a: np.ndarray) -> np.ndarray:
+    out = a.copy()
+    out[0, 3:] = -np.inf
+    return out
+
+
+LOOKS: dict[Kind, list[tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]]] = {
+    Kind.ZEROS: [(integers(), np.zeros_like), (floats(), np.zeros_like)],
+    Kind.SCALED: [
+        (floats(), lambda a: a * np.float32(25)),
+        (floats(), np.negative),
+        (integers() // 100, lambda a: a * 2),
+    ],
+    Kind.PERMUTED: [(floats(), lambda a: a[:, ::-1]), (integers(), lambda a: a[:, rng(3).permutation(40)])],
+    Kind.SHIFTED: [(floats(), lambda a: np.roll(a, 1, axis=0)), (integers(), lambda a: np.roll(a, -1, axis=0))],
+    Kind.WRAPPED: [(integers(), lambda a: a.astype(np.int16).astype(np.int32))],
+    Kind.ROUNDED: [
+        (integers(), lambda a: a.astype(ml_dtypes.bfloat16).astype(np.int32)),
+        (floats(), lambda a: a.astype(np.float16).astype(np.float32)),
+    ],
+    Kind.MASKED: [(floats(), masked)],
+    Kind.NEARLY: [(integers(), lambda a: a + (np.arange(a.size).reshape(a.shape) % 7 == 0))],
+    Kind.OTHER: [(floats(), np.exp), (integers(), lambda a: a[:3]), (floats(), lambda a: a + 1)],
+}
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+def test_the_look_of_a_difference(kind: Kind) -> None:
+    for right, change in LOOKS[kind]:
+        assert kind_of(right, change(right)) is kind
+
+
+def test_figures() -> None:
+    x = floats()
+    assert scale_ratio(x, 3 * x) == pytest.approx(3)
+    assert relative_error(x, x) == 0
+    assert relative_error(x, 1.5 * x) == pytest.approx(0.5)
+    assert relative_error(x, x[:2]) == relative_error(x, x * np.inf) == np.inf
+    assert scale_ratio(0 * x, x) == 0

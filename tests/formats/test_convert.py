@@ -1,0 +1,245 @@
+"""conversion: every format to every other keeps every ternary plane, and what cannot prove itself leaves nothing."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import permutations
+
+import numpy as np
+import pytest
+from helpers import GOLDEN, model
+
+import bitnet_ref
+from bitnet_ref.cli.convert_command import TARGET_NAMES
+from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.convert import TARGETS, convert, prove
+from bitnet_ref.formats.convert import targets as targets_module
+from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.formats.safetensors import SafetensorsFile
+
+BITNET = GOLDEN / "bitnet-packed-offline"
+INI = """
+[Kernels_0]
+m = 256
+k = 256
+bm = 128
+bk = 64
+bmm = 32
+[Kernels_1]
+m = 128
+k = 256
+bm = 128
+bk = 64
+bmm = 32
+[Kernels_2]
+m = 768
+k = 256
+bm = 128
+bk = 64
+bmm = 32
+[Kernels_3]
+m = 256
+k = 768
+bm = 128
+bk = 64
+bmm = 32
+"""
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    """target -> the ini of its tile sizes, or None"""
+    paths = dict.fromkeys(TARGETS)
+    for target, big_k in (("gguf-tl1", 64), ("gguf-tl2", 192)):
+        paths[target] = tmp_path_factory.mktemp("tiles") / f"{target}.ini"
+        paths[target].write_text(INI.replace("bk = 64", f"bk = {big_k}"))
+    return paths
+
+
+def named(folder, target):
+    return folder / f"{target}{TARGETS[target].suffix or ''}"
+
+
+@pytest.fixture(scope="module")
+def every_format(tmp_path_factory, tiles):
+    """The golden BitNet in each format."""
+    folder = tmp_path_factory.mktemp("formats")
+    for target in TARGETS:
+        proof = convert(BITNET, named(folder, target), target, tl_tiles=tiles[target])
+        assert proof.holds
+        assert proof.planes.equal == proof.planes.total == 14
+    return folder
+
+
+def test_the_shell_offers_every_target():
+    assert set(TARGET_NAMES) == set(TARGETS)
+
+
+@pytest.mark.parametrize(("first", "second"), list(permutations(TARGETS, 2)))
+def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, tiles):
+    """Compared with the golden BitNet itself, so what `convert` proves of each step is not taken for granted."""
+    path = named(tmp_path, second)
+    options = ReadOptions(tl_tiles=tiles[first])
+    convert(named(every_format, first), path, second, options=options, tl_tiles=tiles[second], verify=False)
+    with open_checkpoint(BITNET) as source, open_checkpoint(path, ReadOptions(tl_tiles=tiles[second])) as twice:
+        proof = prove(source, twice)
+    assert proof.planes.equal == proof.planes.total == 14
+    assert proof.same_choice
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_bytes_are_reproducible(target, every_format, tmp_path, tiles):
+    convert(BITNET, named(tmp_path, target), target, tl_tiles=tiles[target], verify=False)
+    again, before = named(tmp_path, target), named(every_format, target)
+    files = sorted(path.name for path in before.iterdir()) if before.is_dir() else [""]
+    assert files
+    for name in files:
+        assert (again / name).read_bytes() == (before / name).read_bytes()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_storyteller_still_tells_its_story(target, tmp_path):
+    if target in ("gguf-tl1", "gguf-tl2"):
+        pytest.skip("another ini than the golden model's")
+    proof = convert("storyteller", named(tmp_path, target), target)
+    assert proof.tokenizer == "equal"
+    m = bitnet_ref.load(named(tmp_path, target))
+    expected = model("storyteller", "auto").generate("Once upon a time", max_tokens=8)
+    found = m.generate("Once upon a time", max_tokens=8)
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+
+
+def test_what_is_there_is_not_replaced_unless_asked(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="--force"):
+        convert(BITNET, path, "gguf-i2_s")
+    assert path.read_bytes() == b"mine"
+    convert(BITNET, path, "gguf-i2_s", overwrite=True)
+    assert path.read_bytes()[:4] == b"GGUF"
+    with pytest.raises(ConfigError, match="folder that is there already"):
+        convert(BITNET, tmp_path, "hf-packed", overwrite=True)
+    for wrong in (tmp_path / "m.bin", tmp_path / "no" / "m.gguf"):
+        with pytest.raises(ConfigError):
+            convert(BITNET, wrong, "gguf-i2_s")
+    with pytest.raises(ConfigError, match="gguf-tq2_0"):
+        convert(BITNET, tmp_path / "x", "gguf-tq2")
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def swapped_planes(path):
+    """Two ternary matrices of the written folder exchanged, as a converter with mixed-up names would."""
+    file = path / "model.safetensors"
+    with SafetensorsFile(file) as tensors:
+        a, b = (tensors.tensors[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
+    data = bytearray(file.read_bytes())
+    data[a.offset : a.offset + a.nbytes], data[b.offset : b.offset + b.nbytes] = (
+        data[b.offset : b.offset + b.nbytes],
+        data[a.offset : a.offset + a.nbytes],
+    )
+    file.write_bytes(data)
+
+
+def inverted_scale(path):
+    file = path / "model.safetensors"
+    with SafetensorsFile(file) as tensors:
+        place = tensors.tensors["model.layers.1.self_attn.o_proj.weight_scale"]
+    data = bytearray(file.read_bytes())
+    scale = np.frombuffer(bytes(data[place.offset : place.offset + 4]), np.float32)
+    data[place.offset : place.offset + 4] = (np.float32(1) / scale).tobytes()
+    file.write_bytes(data)
+
+
+def other_activation(path):
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"relu2"', '"silu"'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (swapped_planes, r"blocks\.0\.mlp\.up_proj differs"),
+        (inverted_scale, r"blocks\.1\.attn\.o_proj \(scale\) differs"),
+        (other_activation, r"config\.activation was 'relu2' and is 'silu'"),
+    ],
+)
+def test_a_conversion_that_went_wrong_is_refused_and_leaves_nothing(spoil, says, tmp_path, monkeypatch):
+    good = TARGETS["hf-packed"]
+
+    def write(checkpoint, path, options, progress):
+        good.write(checkpoint, path, options, progress)
+        spoil(path)
+
+    monkeypatch.setitem(TARGETS, "hf-packed", targets_module.Target("hf-packed", None, "", write))
+    with pytest.raises(FormatError, match=says):
+        convert(BITNET, tmp_path / "out", "hf-packed")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+@pytest.mark.parametrize("target", ["hf-packed", "gguf-i2_s"])
+def test_killed_at_random_the_target_is_absent_or_whole(target, tmp_path):
+    """500 conversions each, killed at random moments: 1,000 in all."""
+    kills_at_random(target, tmp_path, 500)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+def test_killed_a_few_times(tmp_path):
+    kills_at_random("gguf-i2_s", tmp_path, 6)
+
+
+def kills_at_random(target, folder, count):
+    """A server forks a child for each conversion, so that a kill comes within the conversion and not the imports."""
+    path, dice = named(folder, target), random.Random(7)
+    server = (
+        "import os, sys\n"
+        "from bitnet_ref.formats.convert import convert\n"
+        "import bitnet_ref.formats.hf.writer, bitnet_ref.formats.gguf.export, bitnet_ref.backends.cpu.backend\n"
+        "for line in sys.stdin:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        convert(*sys.argv[1:4])\n"
+        "        os._exit(0)\n"
+        "    print(child, flush=True)\n"
+        "    print(os.waitpid(child, 0)[1], flush=True)\n"
+    )
+    command = [sys.executable, "-c", server, str(BITNET), str(path), target]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        seconds, whole, killed = 1.0, 0, 0
+        for index in range(count):
+            started = time.monotonic()
+            process.stdin.write("\n")
+            process.stdin.flush()
+            child = int(process.stdout.readline())
+            if index:  # the first runs to its end and says how long one takes
+                time.sleep(dice.random() * seconds)
+                with contextlib.suppress(ProcessLookupError):  # it was done
+                    os.kill(child, signal.SIGKILL)
+            status = int(process.stdout.readline())
+            if not index:
+                assert status == 0
+                seconds = 1.2 * (time.monotonic() - started)
+            killed += status != 0
+            left = [name for name in os.listdir(folder) if name != path.name]
+            assert len(left) <= 1, left
+            if path.exists():
+                with open_checkpoint(BITNET) as source, open_checkpoint(path) as written:
+                    assert prove(source, written, compute=False).exact or target != "hf-packed"
+                whole += 1
+                if path.is_dir():
+                    for file in path.iterdir():
+                        file.unlink()
+                    path.rmdir()
+                else:
+                    path.unlink()
+        process.stdin.close()
+    assert whole
+    assert killed
+    convert(BITNET, path, target, verify=False)
+    assert os.listdir(folder) == [path.name]

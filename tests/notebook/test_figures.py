@@ -1,0 +1,84 @@
+"""Figures show the numbers that they are given: widths, heights, labels."""
+
+import pytest
+from helpers import model
+
+from bitnet_ref.notebook.figures import memory_lines, timeline
+from bitnet_ref.notebook.figures.style import plain
+from bitnet_ref.serving import cache_memory
+from bitnet_ref.serving.cache_memory import tokens_held
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def steps():
+    prompts = ["Once upon a time", "The rabbit ran", "Alice", "The old man of the sea"]
+    with model("storyteller").engine(max_batch=2, max_batch_tokens=6) as engine:
+        handles = [engine.submit(prompt, max_tokens=3 + i) for i, prompt in enumerate(prompts)]
+        for handle in handles:
+            handle.result()
+        return list(engine.timeline)
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_a_box_for_each_part_of_each_step(steps, by_step):
+    top, below = timeline(steps, by_step=by_step).axes
+    parts = [(i, step, part) for i, step in enumerate(steps) for part in step.parts]
+    assert len(top.patches) == len(parts)
+    for box, (i, step, part) in zip(top.patches, parts, strict=True):
+        assert box.get_y() + box.get_height() / 2 == pytest.approx(part.slot)
+        assert box.get_x() == pytest.approx(i if by_step else (step.start_s - steps[0].start_s) * 1e3)
+        assert box.get_width() == pytest.approx(1 if by_step else step.seconds * 1e3)
+        assert (box.get_hatch() is not None) == (part.kind == "prefill")
+    assert [bar.get_height() for bar in below.patches] == [sum(part.tokens for part in s.parts) for s in steps]
+    labels = {text.get_text().strip() for text in top.texts}
+    assert labels == {str(part.request_id) for _, _, part in parts} == {"0", "1", "2", "3"}
+
+
+def test_no_steps_is_an_empty_figure():
+    assert len(timeline([]).axes) == 2
+
+
+def test_cache_memory_is_what_a_cache_holds():
+    story = model("storyteller")
+    tokens = [1, 16, 17, 64, 200]
+    found = cache_memory(story.config, tokens, window=32)
+    assert list(found) == ["reserved", "float32", "float16", "int8", "sliding", "sinks"]
+    pages = [1, 1, 2, 4, 13]
+    for dtype in ("float32", "float16", "int8"):
+        pool = story.new_cache(1, 256, dtype=dtype, page_size=16, pages=13)
+        assert found[dtype].tolist() == [pool.nbytes // 13 * n for n in pages]
+    assert set(found["reserved"]) == {story.new_cache(1, story.config.context_length).nbytes}
+    assert found["float16"].tolist() == (found["float32"] // 2).tolist()
+    assert (found["int8"] > found["float32"] // 4).all()  # and its scales
+    page = found["float32"][0]
+    assert (found["sliding"] // page).max() == 2
+
+
+@pytest.mark.parametrize(("policy", "sinks"), [("sliding", 0), ("sinks", 4)])
+def test_tokens_held_are_those_that_generation_sees(policy, sinks):
+    """After each overflow that a real run reports, the tokens that it says the model saw."""
+    out = model("storyteller").generate(
+        [1, 5, 9], max_tokens=60, window=24, overflow=policy, sink_tokens=4, ignore_eos=True
+    )
+    held = tokens_held(3 + 60, 24, policy, sinks)
+    assert len(out.overflows) > 2
+    drops = [count for count in range(1, len(held)) if held[count] < held[count - 1]]
+    for overflow, count in zip(out.overflows, drops, strict=True):
+        assert count == overflow.kept[-1][1]
+        assert held[count] == sum(stop - start for start, stop in overflow.kept)
+
+
+def test_memory_lines():
+    config = model("storyteller").config
+    tokens = range(1, 50)
+    policies = cache_memory(config, tokens)
+    (ax,) = memory_lines([("storyteller", tokens, policies)]).axes
+    assert [line.get_label() for line in ax.lines] == list(policies)
+    for line, nbytes in zip(ax.lines, policies.values(), strict=True):
+        assert line.get_ydata().tolist() == (nbytes / 1e6).tolist()
+
+
+def test_text_is_no_formula():
+    assert plain("$5\n") == r"\$5⏎"

@@ -1,0 +1,150 @@
+"""The live view of an engine: it moves as the engine does, and leaves no thread behind."""
+
+import gc
+import io
+import re
+import sys
+import threading
+import time
+
+import pytest
+from helpers import model
+
+from bitnet_ref.errors import BackendUnavailable
+from bitnet_ref.notebook.widgets.frame import MOST_ROWS, History, requests_html
+
+NAME = "bitnet_ref live view"
+SLOW = {"max_tokens": 200, "ignore_eos": True}
+
+
+def wait_for(condition, timeout_s=10.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
+def views():
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+@pytest.fixture
+def engine():
+    with model("storyteller", "numpy").engine(max_batch=2) as engine:
+        yield engine
+
+
+def test_the_widget_follows_the_engine(engine):
+    pytest.importorskip("ipywidgets")
+    view = engine.live(interval_s=0.01)
+    figures, requests, button = view.widget.children
+    assert "0 running, 0 waiting" in figures.value
+    assert "<td" not in requests.value
+    handles = [engine.submit(prompt, **SLOW) for prompt in ("Once upon a time", "The rabbit ran", "Alice")]
+    wait_for(lambda: "2 running, 1 waiting" in figures.value)
+    wait_for(lambda: requests.value.count("running") == 2 and "waiting" in requests.value)
+    tokens = lambda: int(re.search(r"(\d[\d,]*) in all", figures.value)[1].replace(",", ""))  # noqa: E731
+    before = tokens()
+    wait_for(lambda: tokens() > before + 4)
+    first = engine.requests[0]
+    assert first.newest_text
+    assert first.generated_tokens > 0
+    for handle in handles:
+        handle.cancel()
+    wait_for(lambda: "0 running, 0 waiting" in figures.value)
+    assert not button.disabled
+    engine.close()
+    wait_for(lambda: not view.watching)
+    assert "engine closed" in figures.value
+    assert button.disabled
+    assert views() == []
+
+
+def test_closing_and_the_button_stop_it(engine):
+    pytest.importorskip("ipywidgets")
+    with engine.live(interval_s=0.01) as view:
+        assert not view.watching  # nothing shown, nothing runs
+        assert view.widget is not None
+        assert view.watching
+    assert not view.watching
+    other = engine.live(interval_s=0.01)
+    other.widget.children[-1].click()
+    wait_for(lambda: not other.watching)
+    other.close()
+    assert views() == []
+    assert not engine.closed
+
+
+def test_a_dropped_engine_ends_it():
+    pytest.importorskip("ipywidgets")
+    engine = model("storyteller", "numpy").engine()
+    out = engine.generate("Alice", max_tokens=3)
+    view = engine.live(interval_s=0.01)
+    figures = view.widget.children[0]
+    del engine
+    gc.collect()
+    wait_for(lambda: not view.watching)
+    assert f"{len(out.token_ids)} in all" in figures.value
+
+
+def test_without_ipywidgets_it_is_a_still(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    view = engine.live()
+    with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):
+        assert view.widget is not None
+    engine.generate("Alice", max_tokens=3)
+    bundle = view._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "text/plain"}
+    assert "3 in all" in bundle["text/html"]
+    assert "3 in all" in bundle["text/plain"]
+    assert views() == []
+
+
+def test_a_terminal_shows_the_same(engine):
+    from rich.console import Console
+
+    handle = engine.submit("Once upon a time", **SLOW)
+    wait_for(lambda: handle.stats.generated_tokens > 3)
+    out = Console(file=io.StringIO(), width=120)
+    out.print(engine.live())
+    text = out.file.getvalue()
+    handle.cancel()
+    for words in ("1 running, 0 waiting", "cache in use", "between tokens", "p95", "newest text"):
+        assert words in text
+
+
+SNAPSHOT = {
+    "num_requests_running": 1,
+    "num_requests_waiting": 0,
+    "kv_cache_usage_perc": 0.25,
+    "time_to_first_token_seconds": {"p50": None, "p95": None, "p99": None},
+    "inter_token_latency_seconds": {"p50": 0.005, "p95": 0.01, "p99": 0.02},
+}
+
+
+def frames(*seen):
+    history = History()
+    return [history.frame(now, {**SNAPSHOT, "generation_tokens": tokens}, [], False) for now, tokens in seen]
+
+
+def test_speed_is_of_the_last_minute():
+    *_, last = frames((0, 0), (30, 3000), (80, 3000), (90, 3600))
+    assert last.tokens_per_s == pytest.approx(600 / 60)  # what came before the minute does not count
+    assert last.speeds == (0.0, 60.0)
+    (only,) = frames((5, 10))
+    assert only.tokens_per_s == 0
+    assert ("first token", "p50 -, p95 -, p99 -") in only.lines()
+    assert ("between tokens", "p50 5.0 ms, p95 10.0 ms, p99 20.0 ms") in only.lines()
+
+
+def test_text_of_requests_is_escaped_and_their_number_limited():
+    from bitnet_ref.serving.tickets import RequestState
+
+    hostile = "<script>alert(1)</script>\n\x1b[2J"
+    states = [RequestState(i, "running", 3, 1, 0.1, hostile) for i in range(MOST_ROWS + 3)]
+    frame = History().frame(0.0, {**SNAPSHOT, "generation_tokens": 0}, states, False)
+    page = requests_html(frame)
+    assert "<script>" not in page
+    assert "\x1b" not in page
+    assert page.count("<tr>") == 1 + MOST_ROWS
+    assert page.endswith("and 3 more")

@@ -1,0 +1,198 @@
+"""What an engine holds in memory, and what it leaves when it ends."""
+
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+from engine_checks import PROMPTS, gist, until
+from helpers import GOLDEN, model, run_python
+
+import bitnet_ref
+from bitnet_ref.errors import (
+    BackendUnavailable,
+    ConfigError,
+    EngineClosed,
+)
+from bitnet_ref.serving import EngineConfig
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_takes_what_it_is_given():
+    story = model("storyteller", "auto")
+    page = 6 * 2 * 2 * 64 * 4 * 8  # layers, k and v, kv heads, head_dim, bytes, tokens
+    with story.engine(page_size=8, cache_bytes=10 * page + 5) as engine:
+        assert (engine.cache.pages, engine.cache.nbytes) == (10, 10 * page)
+    with story.engine(page_size=8, cache_tokens=17) as engine:
+        assert engine.cache.pages == 3
+    with story.engine(page_size=8, max_batch=2) as engine:
+        assert engine.cache.pages == 64  # two whole contexts of 256
+    with pytest.raises(ConfigError, match="memory_limit"):
+        story.engine(memory_limit=1000)
+    with pytest.raises(ConfigError, match="memory_limit leaves"):
+        story.engine(memory_limit=1000, cache_tokens=100)
+    with pytest.raises(ConfigError, match="cache_bytes"):
+        story.engine(cache_bytes=10)
+
+
+def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monkeypatch):
+    tiny = model(GOLDEN / "bitnet-packed-offline", backend_name, threads=1)
+    held, free = tiny.backend.memory()
+    assert held is None or held >= 0
+    assert free is None or free > 0
+    page = tiny.new_cache(1, 16, page_size=16, pages=1).nbytes
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (1000, 4 * 5 * page))
+    with tiny.engine(max_batch=64) as engine:
+        assert engine.cache.nbytes == 5 * page
+    with tiny.engine(max_batch=64, memory_limit=1000 + 3 * page) as engine:
+        assert engine.cache.nbytes == 3 * page
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_narrow_caches_share_and_copy_pages_too(dtype):
+    narrow = bitnet_ref.load("storyteller", cache_dtype=dtype)
+    params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 8}
+    prompts = ["Once upon a time there was", "Once upon a time there was a king"]
+    expected = [[gist(out) for out in group] for group in narrow.generate(prompts, **params)]
+    for whole, settings in ((narrow, {}), (model("storyteller", "auto"), {"cache_dtype": dtype})):
+        with whole.engine(max_batch=3, page_size=4, cache_tokens=100, **settings) as engine:
+            assert engine.cache.keys.dtype == dtype
+            assert [[gist(out) for out in group] for group in engine.generate(prompts, **params)] == expected
+
+
+def test_settings_beside_a_config_are_refused():
+    with pytest.raises(ConfigError, match="max_batch"):
+        bitnet_ref.Engine(model("storyteller", "auto"), EngineConfig(), max_batch=3)
+
+
+def test_load_engine_falls_back(monkeypatch, caplog):
+    monkeypatch.setenv("BITNET_REF_SIMD", "no such kernels")
+    with bitnet_ref.load_engine("storyteller", EngineConfig(backend="cython", fallback=("numpy",))) as engine:
+        assert engine.model.backend.name == "numpy"
+    assert "backend cython is not available" in caplog.text
+    assert "using numpy" in caplog.text
+    with pytest.raises(BackendUnavailable):
+        bitnet_ref.load_engine("storyteller", EngineConfig(backend="cython"))
+
+
+# -- the engine's own end ----------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_what_runs_or_finishes_it_first():
+    story = model("storyteller", "auto")
+    engine = story.engine()
+    stream = engine.stream("Alice", max_tokens=200)
+    next(stream)
+    engine.close()
+    with pytest.raises(EngineClosed, match="before request 0 was finished"):
+        list(stream)
+    with pytest.raises(EngineClosed):
+        engine.submit("Alice")
+    engine.close()
+    engine = story.engine()
+    handles = [engine.submit(prompt, max_tokens=5) for prompt in PROMPTS]
+    engine.close(drain=True)
+    assert [len(handle.result().token_ids) for handle in handles] == [5] * 4
+    assert "closed" in repr(engine)
+
+
+def test_an_error_in_the_with_block_does_not_wait():
+    def use():
+        with model("storyteller", "auto").engine() as engine:
+            stream.append(engine.stream("Alice", max_tokens=200))
+            raise KeyError("mine")
+
+    stream = []
+    with pytest.raises(KeyError):
+        use()
+    with pytest.raises(EngineClosed):
+        list(stream[0])
+
+
+def test_a_dropped_engine_ends_its_thread():
+    engine = model("storyteller", "auto").engine()
+    engine.generate("Alice", max_tokens=2)
+    thread, gone = engine._worker._thread, weakref.ref(engine)
+    assert thread.is_alive()
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_a_program_that_never_closes_its_engine_ends():
+    code = (
+        "import json, bitnet_ref\n"
+        "engine = bitnet_ref.load().engine()\n"
+        "stream = engine.stream('Alice', max_tokens=200)\n"
+        "next(stream)\n"
+        "print(json.dumps(True))\n"
+    )
+    assert run_python(code)
+
+
+def test_a_forked_child_is_told():
+    engine = model("storyteller", "auto").engine()
+    stream = engine.stream("Alice", max_tokens=100)
+    code = (
+        "import json, os, bitnet_ref, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "engine = bitnet_ref.load(threads=1, backend='numpy').engine()\n"
+        "stream = engine.stream('Alice', max_tokens=50)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    said = 0\n"
+        "    for use in (lambda: engine.submit('x'), lambda: next(stream), lambda: stream.result()):\n"
+        "        try:\n"
+        "            use()\n"
+        "        except bitnet_ref.errors.EngineClosed as error:\n"
+        "            said += 'make an engine after the fork' in str(error)\n"
+        "    os._exit(said)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "print(json.dumps([os.waitstatus_to_exitcode(status), len(list(stream))]))\n"
+    )
+    assert run_python(code) == [3, 50]
+    engine.close()
+    del stream
+
+
+def test_an_interrupt_leaves_the_engine_and_the_model_usable():
+    """Ctrl-C, in the shell or a notebook: SIGINT reaches the main thread while it waits for a chunk, or a result."""
+    with model("storyteller", "auto").engine() as engine:
+        for wait in (
+            lambda: list(engine.stream("Alice", max_tokens=200)),
+            lambda: engine.generate(PROMPTS, max_tokens=200),
+            lambda: engine.submit("Alice", max_tokens=200).result(),
+        ):
+            before = engine.metrics.counters["engine_steps"]
+
+            def interrupt(before=before):
+                until(lambda: engine.metrics.counters["engine_steps"] > before + 2)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            thread.join()
+            until(lambda: engine._worker.pool.in_use == 0)
+        expected = engine.model.generate("Alice", max_tokens=4).text
+        assert engine.generate("Alice", max_tokens=4).text == expected
+
+
+def test_the_timeline_shows_who_shared_a_step(engine):
+    handles = [engine.submit(prompt, max_tokens=4) for prompt in PROMPTS]
+    for handle in handles:
+        handle.result()
+    engine.close()
+    prompts = {handle.request_id: handle.stats.prompt_tokens - handle.stats.cached_tokens for handle in handles}
+    for handle in handles:
+        mine = [part for step in engine.timeline for part in step.parts if part.request_id == handle.request_id]
+        assert sum(part.tokens for part in mine if part.kind == "prefill") == prompts[handle.request_id]
+        assert [part.tokens for part in mine if part.kind == "decode"] == [1, 1, 1]
+    assert all(
+        a.start_s + a.seconds <= b.start_s for a, b in zip(engine.timeline, list(engine.timeline)[1:], strict=False)
+    )

@@ -1,0 +1,102 @@
+"""EngineConfig: checked values, and where they come from."""
+
+import pytest
+
+from bitnet_ref.errors import ConfigError, GenerationError
+from bitnet_ref.serving import EngineConfig
+
+TOML = """
+max_queue = 9
+[engine]
+max_batch = 8
+fallback = ["cython", "numpy"]
+[sampling]
+temperature = 0.5
+max_new_tokens = 7
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "engine.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_file_then_the_environment_then_the_arguments(toml):
+    env = {"BITNET_REF_ENGINE_MAX_BATCH": "16", "BITNET_REF_ENGINE_SAMPLING_TOP_K": "3", "OTHER": "1"}
+    config = EngineConfig.load(toml, env=env, max_queue=11, sampling={"temperature": 0.25})
+    assert (config.max_batch, config.max_queue, config.fallback) == (16, 11, ("cython", "numpy"))
+    params = config.params({})
+    assert (params.temperature, params.max_tokens, params.top_k) == (0.25, 7, 3)
+
+
+def test_the_environment_is_read(monkeypatch):
+    monkeypatch.setenv("BITNET_REF_ENGINE_BACKEND", "numpy")
+    monkeypatch.setenv("BITNET_REF_ENGINE_PREFIX_SHARING", "false")
+    monkeypatch.setenv("BITNET_REF_ENGINE_MAX_WAIT_S", "0.25")
+    config = EngineConfig.load()
+    assert (config.backend, config.prefix_sharing, config.max_wait_s) == ("numpy", False, 0.25)
+
+
+def test_a_request_overrides_the_defaults_by_any_of_their_names():
+    config = EngineConfig(sampling={"max_tokens": 5, "temperature": 1.0})
+    assert config.params({"max_new_tokens": 3}).max_tokens == 3
+    assert config.params({}).max_tokens == 5
+    with pytest.raises(GenerationError, match="twice"):
+        config.params({"max_new_tokens": 3, "max_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_batch": 0}, "max_batch: expected a whole number >= 1, got 0"),
+        ({"max_batch": True}, "max_batch"),
+        ({"max_batch": 8, "max_batch_tokens": 8}, "max_batch_tokens: expected more than max_batch, 8"),
+        ({"max_wait_s": -1}, "max_wait_s"),
+        ({"max_wait_s": float("nan")}, "max_wait_s"),
+        ({"request_timeout_s": 0}, "request_timeout_s"),
+        ({"cache_tokens": 4, "cache_bytes": 4}, "cache_bytes"),
+        ({"prefix_sharing": 1}, "prefix_sharing"),
+        ({"backend": "cuda"}, "backend"),
+        ({"fallback": ["gpu"]}, "fallback"),
+        ({"cache_dtype": "int4"}, "cache_dtype: expected one of float32, float16, int8"),
+        ({"sampling": {"temprature": 1}}, "sampling: .*temperature"),
+        ({"sampling": {"top_p": 3}}, "sampling: top_p"),
+        ({"max_bach": 3}, "max_bach: there is no such setting; did you mean 'max_batch'"),
+    ],
+)
+def test_wrong_settings_are_named(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig.of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_batch = ", "is no TOML"),
+        ("max_batch = 'many'", "max_batch: expected a whole number"),
+        ("[engine]\nmax_que = 3", "max_que: there is no such setting; did you mean 'max_queue'"),
+        ("engine = 3", "engine: expected a table"),
+        ("sampling = 3", "sampling: expected a table"),
+        ("page_size = 3\n[engine]\npage_size = 3", "page_size: is given twice"),
+        ("[sampling]\ntop = 3", "sampling: unknown generation parameter"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_key(tmp_path, text, said):
+    path = tmp_path / "engine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"engine.toml.*{said}"):
+        EngineConfig.load(path, env={})
+
+
+def test_a_wrong_variable_is_named():
+    with pytest.raises(ConfigError, match="environment, BITNET_REF_ENGINE_MAX_BATCH: expected a whole number"):
+        EngineConfig.load(env={"BITNET_REF_ENGINE_MAX_BATCH": "lots"})
+    with pytest.raises(ConfigError, match="BITNET_REF_ENGINE_MAX_BACH: there is no such setting"):
+        EngineConfig.load(env={"BITNET_REF_ENGINE_MAX_BACH": "3"})
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        EngineConfig.load(tmp_path / "none.toml", env={})

@@ -1,0 +1,272 @@
+"""How requests end: cancelled, late, failed, refused."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from engine_checks import PROMPTS, check, gist, until
+from helpers import model
+
+from bitnet_ref.backends.cpu import backend as cython_backend
+from bitnet_ref.errors import (
+    EngineClosed,
+    GenerationError,
+    OutOfMemory,
+    QueueFull,
+    RequestCancelled,
+    RequestTimeout,
+)
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "with", "del", "cancel"])
+def test_a_stream_that_ends_early_frees_its_pages_within_a_step(engine, how):
+    stream = engine.stream("Alice", max_tokens=200)
+    next(stream)
+    other = engine.stream("The old man", max_tokens=200)
+    next(other)
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+    elif how == "with":
+        with stream:
+            pass
+    elif how == "cancel":
+        stream.cancel()
+        with pytest.raises(RequestCancelled, match="request 0 was cancelled"):
+            list(stream)
+    number = 0
+    if how == "del":
+        del stream
+    steps = len(engine.timeline)
+    next(other)
+    until(lambda: engine.metrics.finished["abort"] == 1)
+    after = [step for step in list(engine.timeline)[steps + 2 :] if number in [part.request_id for part in step.parts]]
+    assert after == []
+    other.close()
+    until(lambda: engine._worker.pool.in_use == 0)
+
+
+def test_cancelled_in_the_moment_of_its_arrival(engine, monkeypatch):
+    """After the thread has let requests in, and before it looks for those to cancel."""
+    worker, handles = engine._worker, []
+    take_in = worker._take_in
+
+    def and_cancel():
+        goes_on = take_in()
+        if goes_on and len(handles) < 3:
+            handles.append(engine.submit("Alice", max_tokens=200))
+            handles[-1].cancel()
+        return goes_on
+
+    monkeypatch.setattr(worker, "_take_in", and_cancel)
+    assert engine.generate("Alice", max_tokens=5).text
+    for handle in handles:
+        with pytest.raises(RequestCancelled, match="after 0 tokens"):
+            handle.result()
+    assert engine.metrics.counters["generation_tokens"] == 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_engine_itself_ends_all_requests(story, monkeypatch):
+    engine = story.engine()
+    stream = engine.stream("Alice", max_tokens=200)
+    next(stream)
+    monkeypatch.setattr(engine._worker._scheduler, "plan", lambda: 1 / 0)
+    with pytest.raises(EngineClosed, match="by a fault of its own: ZeroDivisionError"):
+        list(stream)
+    engine._worker._thread.join()
+    with pytest.raises(EngineClosed, match="by a fault of its own"):
+        engine.submit("Alice")
+    check(engine)
+
+
+def test_the_result_of_a_cancelled_request_is_an_error(engine):
+    handle = engine.submit("Alice", max_tokens=200)
+    handle.cancel()
+    with pytest.raises(RequestCancelled):
+        handle.result()
+    handle.cancel()
+
+
+def test_a_timeout_ends_a_request_that_waits_and_one_that_runs(engine):
+    slow = engine.submit(
+        "Alice", max_tokens=200, timeout_s=0.05, processors=[lambda ids, logits: time.sleep(0.01) or logits]
+    )
+    with pytest.raises(RequestTimeout, match=r"request 0 was not finished within 0\.05 s; [1-9]\d* tokens"):
+        slow.result()
+    with pytest.raises(RequestTimeout, match="; 0 tokens"):
+        engine.submit("Alice", timeout_s=1e-9).result()
+    assert engine.metrics.finished["timeout"] == 2
+    with pytest.raises(TimeoutError):
+        engine.submit("Alice", max_tokens=200).result(timeout_s=1e-6)
+
+
+def test_a_full_queue_refuses_and_recovers():
+    with model("storyteller", "auto").engine(max_batch=1, max_queue=2) as engine:
+        streams = [engine.stream("Alice", max_tokens=200)]
+        next(streams[0])
+        streams += [engine.stream("Alice", max_tokens=3) for _ in range(2)]
+        with pytest.raises(QueueFull, match="2 requests wait and 1 run"):
+            engine.submit("Alice")
+        now = engine.metrics.snapshot()
+        assert (now["num_requests_running"], now["num_requests_waiting"], now["requests_refused"]) == (1, 2, 1)
+        streams[0].close()
+        assert [len(list(stream)) for stream in streams[1:]] == [3, 3]
+        assert len(engine.generate(PROMPTS * 3, max_tokens=2)) == 12  # more than the queue: they come by and by
+
+
+def test_priority_goes_first(engine):
+    order = []
+    blocker = [engine.stream("Alice", max_tokens=30) for _ in range(4)]
+    for stream in blocker:
+        next(stream)
+    handles = {name: engine.submit("Alice", max_tokens=1, priority=p) for name, p in (("low", -1), ("usual", 0))}
+    handles["high"] = engine.submit("Alice", max_tokens=1, priority=1)
+    for stream in blocker:
+        list(stream)
+    for handle in handles.values():
+        handle.result()
+    first = {
+        name: next(s.number for s in engine.timeline if h.request_id in [p.request_id for p in s.parts])
+        for name, h in handles.items()
+    }
+    order = sorted(first, key=first.get)
+    assert order[0] == "high"
+    assert first["usual"] <= first["low"]
+
+
+def test_company_is_waited_for():
+    with model("storyteller", "auto").engine(max_batch=4, max_wait_s=5.0) as engine:
+        start = time.perf_counter()
+        outs = [engine.submit(prompt, max_tokens=2) for prompt in PROMPTS]
+        for out in outs:
+            out.result()
+        assert time.perf_counter() - start < 4.0  # the batch was full, so nobody waited any longer
+        assert len(engine.timeline[0].parts) == 4
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_candidates", "append"]
+)
+def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
+    # A step that is replayed asks for no operation, and a fused pass for few.
+    monkeypatch.setattr(cython_backend, "MOST_RECORDED", 0)
+    monkeypatch.setattr(cython_backend, "run_fused", lambda be, compute, *rest: compute(be, *rest))
+    owner = type(story.new_cache(1, 1) if op == "append" else story.backend)
+    right, fail = getattr(owner, op), threading.Event()
+
+    def faulty(self, *args, **kwargs):
+        if fail.is_set():
+            fail.clear()
+            raise OutOfMemory("the device is gone")
+        return right(self, *args, **kwargs)
+
+    expected = [gist(out) for out in story.generate(PROMPTS, max_tokens=8)]
+    monkeypatch.setattr(owner, op, faulty)
+    with story.engine(max_batch=2, max_queue=8, page_size=4) as engine:
+        running = [engine.stream(prompt, max_tokens=200) for prompt in PROMPTS[:2]]
+        for stream in running:
+            next(stream)
+        waiting = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS]
+        fail.set()
+        for stream in running:
+            with pytest.raises(
+                GenerationError, match=r"failed with the 2 requests of its step.*the device is gone"
+            ) as error:
+                list(stream)
+            assert isinstance(error.value.__cause__, OutOfMemory)
+        assert [gist(handle.result()) for handle in waiting] == expected
+        now = engine.metrics.snapshot()
+        assert (now["engine_faults"], now["request_success"]["error"]) == (1, 2)
+    check(engine)
+
+
+def test_a_numerics_error_names_the_tensor(monkeypatch):
+    story = model("storyteller", "numpy")
+    right = type(story.backend).attention
+
+    def poisoned(self, q, *args):
+        z = right(self, q, *args)
+        z[0] = np.nan
+        return z
+
+    with story.engine() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(story.backend), "attention", poisoned)
+            with pytest.raises(GenerationError, match=r"blocks\.0\.attn"):
+                engine.generate("Alice", max_tokens=2)
+        assert engine.generate("Alice", max_tokens=2).text == story.generate("Alice", max_tokens=2).text
+
+
+def bad(*_):
+    raise ZeroDivisionError("my own fault")
+
+
+@pytest.mark.parametrize(
+    "params", [{"processors": [bad]}, {"strategy": bad}, {"filter": bad}, {"strategy": lambda *_: -1}]
+)
+def test_a_fault_of_a_requests_own_fails_that_request_only(engine, params):
+    good = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS[:2]]
+    wrong = engine.submit("Alice", max_tokens=8, **params)
+    with pytest.raises(GenerationError, match="by its own parameters"):
+        wrong.result()
+    expected = engine.model.generate(PROMPTS[:2], max_tokens=8)
+    assert [gist(handle.result()) for handle in good] == [gist(out) for out in expected]
+
+
+def test_one_of_n_rows_fails_its_request(engine):
+    def sometimes(ids, logits):
+        if len(ids) > 4 and ids[-1] % 2:
+            bad()
+        return logits
+
+    with pytest.raises(GenerationError, match="my own fault"):
+        engine.generate("Alice", n=4, temperature=1.5, seed=1, max_tokens=30, processors=[sometimes])
+    assert engine.generate("Alice", max_tokens=3).text
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ("Alice", {"num_beams": 2}, "use model.generate"),
+        ("Alice", {"tempature": 1}, "temperature"),
+        ("Alice", {"priority": 1.5}, "priority"),
+        ("Alice", {"timeout_s": 0}, "timeout_s"),
+        ("Alice", {"n": 2}, "a stream is one continuation"),
+        ("Alice", {"max_tokens": 400}, "context"),
+        (["a", "b"], {}, "expected one prompt"),
+        ([4096], {}, "vocabulary"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(engine, prompt, params, said):
+    with pytest.raises(GenerationError, match=said):
+        engine.stream(prompt, **params)
+
+
+def test_iterating_over_several_texts_is_refused(engine):
+    with pytest.raises(GenerationError, match=r"use result\(\)"):
+        next(engine.submit("Alice", n=2, temperature=1.0, max_tokens=2))
+
+
+def test_a_request_larger_than_the_cache_is_refused():
+    with (
+        model("storyteller", "auto").engine(cache_tokens=32) as engine,
+        pytest.raises(GenerationError, match="the engine's cache holds 32"),
+    ):
+        engine.submit("Alice", max_tokens=40)
+
+
+def test_sampling_defaults_are_the_configs():
+    story = model("storyteller", "auto")
+    with story.engine(sampling={"max_tokens": 3, "stop": ["x"]}) as engine:
+        assert len(engine.generate("Alice").token_ids) == 3
+        assert len(engine.generate("Alice", max_new_tokens=2).token_ids) == 2

@@ -1,0 +1,81 @@
+"""The engine's metrics: what they count, and what Prometheus reads of them."""
+
+import sys
+
+import pytest
+from helpers import model
+
+from bitnet_ref.errors import BackendUnavailable
+from bitnet_ref.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS, Histogram
+
+LONGER = "Once upon a time there was a rabbit"
+
+
+@pytest.fixture
+def used():
+    """Metrics of an engine that has finished four requests and dropped one."""
+    with model("storyteller", "auto").engine(page_size=4) as engine:
+        engine.generate(["Alice", LONGER], max_tokens=4)
+        engine.generate(LONGER, n=2, temperature=1.0, max_tokens=3)
+        engine.generate("Alice", max_tokens=3, stop_token_ids=list(range(4096)))
+        stream = engine.stream("Alice", max_tokens=200)
+        next(stream)
+        stream.close()
+    return engine.metrics
+
+
+def test_a_snapshot_counts_what_was_done(used):
+    now = used.snapshot()
+    encode = model("storyteller", "auto").tokenizer.encode
+    lengths = [len(encode(text)) for text in ("Alice", LONGER)]
+    assert now["prompt_tokens"] == 3 * lengths[0] + 2 * lengths[1]
+    assert now["request_success"] == {"stop": 1, "length": 3, "filtered": 0, "abort": 1, "timeout": 0, "error": 0}
+    assert 4 + 4 + 6 + 1 < now["generation_tokens"] < 200
+    assert now["time_to_first_token_seconds"]["count"] == now["request_queue_time_seconds"]["count"] == 5
+    assert now["e2e_request_latency_seconds"]["count"] == 5
+    assert now["inter_token_latency_seconds"]["count"] >= 3 + 3
+    assert now["engine_step_seconds"]["count"] == now["engine_steps"] > 0
+    assert now["prefix_cache_hits"] >= lengths[1] // 4 * 4 - 4
+    assert (now["num_requests_running"], now["num_requests_waiting"], now["kv_cache_usage_perc"]) == (0, 0, 0)
+
+
+def test_prometheus_reads_the_same(used):
+    prometheus = pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    registry = prometheus.CollectorRegistry()
+    used.register(registry)
+    text = prometheus.generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    now = used.snapshot()
+    for name in (*GAUGES, *COUNTERS):
+        (sample,) = families[f"bitnet_ref:{name}"].samples
+        assert (sample.value, sample.labels) == (now[name], {"model_name": "storyteller"})
+    ends = {s.labels["finished_reason"]: s.value for s in families["bitnet_ref:request_success"].samples}
+    assert ends == now["request_success"]
+    for name in HISTOGRAMS:
+        samples = families[f"bitnet_ref:{name}"].samples
+        by_name = {s.name.rsplit("_", 1)[1]: s.value for s in samples if not s.name.endswith("_bucket")}
+        buckets = [s.value for s in samples if s.name.endswith("_bucket")]
+        assert by_name == {"count": now[name]["count"], "sum": pytest.approx(now[name]["sum"])}
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == now[name]["count"]
+    used.unregister(registry)
+    assert prometheus.generate_latest(registry) == b""
+
+
+def test_without_prometheus_there_is_one_line(used, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[monitoring\]'"):
+        used.register()
+
+
+def test_quantiles_lie_in_their_bucket():
+    histogram = Histogram((1.0, 2.0, 4.0))
+    assert histogram.quantile(0.5) is None
+    for value in (0.5, 1.0, 1.5, 3.0, 100.0):
+        histogram.observe(value)
+    assert histogram.counts == [2, 1, 1, 1]
+    assert histogram.cumulative() == [("1.0", 2), ("2.0", 3), ("4.0", 4), ("+Inf", 5)]
+    assert [histogram.quantile(q) for q in (0.2, 0.4, 0.6, 0.7, 1.0)] == [0.5, 1.0, 2.0, 3.0, 4.0]
+    assert (histogram.count, histogram.sum) == (5, 106.0)

@@ -1,0 +1,202 @@
+"""The scheduler by itself, with rows that are lists of tokens: who runs, with how much, and whether all finish."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bitnet_ref.serving.pages import PagePool
+from bitnet_ref.serving.scheduler import Job, Scheduler
+
+SIZE = 4
+
+
+@dataclass
+class Row:
+    """A sequence that has so many tokens to generate; the next is a function of those so far, as a model's is."""
+
+    tokens: list[int]
+    to_come: int
+    slot: int = -1
+    computed: int = 0
+    seen: list[int] = field(default_factory=list)
+
+    @property
+    def context_tokens(self):
+        return len(self.tokens)
+
+    @property
+    def context(self):
+        return np.array(self.tokens, dtype=np.int64)
+
+
+class Cache:
+    """What a cache holds and a step does with it: each position its token and all before it."""
+
+    def __init__(self, scheduler, pages):
+        self.scheduler, self.pages = scheduler, {page: [None] * SIZE for page in range(pages)}
+
+    def step(self):
+        plan = self.scheduler.plan()
+        assert sum(piece.tokens for piece in plan.pieces) <= self.scheduler.max_batch_tokens
+        slots = [piece.job.row.slot for piece in plan.pieces]
+        assert len(set(slots)) == len(slots) <= self.scheduler.max_batch
+        for source, target in plan.copies:
+            self.pages[target] = list(self.pages[source])
+        for job, slot, start, count, ends in plan.pieces:
+            row = job.row
+            assert (row.slot, job.running) == (slot, True)
+            assert start == row.computed
+            for at in range(start, start + count):
+                self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(row.tokens[: at + 1])
+            for at in range(start + count):
+                assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(row.tokens[: at + 1])
+            row.computed += count
+            job.lease.commit(row.context, row.computed)
+            assert ends == (row.computed == len(row.tokens))
+            if ends:
+                row.tokens.append(sum(row.tokens) % 2)
+                row.to_come -= 1
+                if row.to_come == 0:
+                    self.scheduler.remove(job)
+        jobs = [*self.scheduler.running, *self.scheduler.waiting]
+        self.scheduler.pool.check([job.lease for job in jobs if job.lease is not None])
+        return plan
+
+
+def engine(pages=16, max_batch=4, max_batch_tokens=12, **more):
+    scheduler = Scheduler(PagePool(pages, SIZE), max_batch, max_batch_tokens, **more)
+    return scheduler, Cache(scheduler, pages)
+
+
+def job(number, prompt, new=3, priority=0, arrival_s=None):
+    row = Row([number % 2] * prompt if isinstance(prompt, int) else list(prompt), new)
+    return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority)
+
+
+def test_a_long_prompt_delays_nobody_who_decodes():
+    scheduler, cache = engine(pages=40)
+    short, long = job(0, [0, 1], new=20), job(1, list(range(60)), new=2)
+    scheduler.add(short)
+    cache.step()
+    scheduler.add(long)
+    for step in range(6):
+        plan = cache.step()
+        assert [(p.job, p.tokens) for p in plan.pieces] == [(short, 1), (long, 11 if step < 5 else 5)]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    scheduler, cache = engine(pages=40, max_batch_tokens=16)
+    long, short = job(0, list(range(60))), job(1, [0, 1, 0])
+    scheduler.add(long)
+    scheduler.add(short)
+    plan = cache.step()
+    assert [(p.job, p.tokens, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
+
+
+def test_arrival_decides_and_priority_is_worth_some_seconds():
+    scheduler, _ = engine(priority_wait_s=10)
+    jobs = [job(0, 2, arrival_s=0), job(1, 2, arrival_s=5, priority=1), job(2, 2, arrival_s=11, priority=1)]
+    for each in jobs:
+        scheduler.add(each)
+    assert scheduler.waiting == [jobs[1], jobs[0], jobs[2]]
+
+
+def test_more_important_work_takes_a_slot_and_the_other_keeps_its_pages():
+    scheduler, cache = engine(max_batch=1)
+    usual, urgent = job(0, 3, new=4), job(1, 3, new=2, priority=1)
+    scheduler.add(usual)
+    cache.step()
+    scheduler.add(urgent)
+    assert [p.job for p in cache.step().pieces] == [urgent]
+    assert usual.lease is not None
+    cache.step()
+    assert [(p.job, p.tokens) for p in cache.step().pieces] == [(usual, 1)]
+
+
+def test_equal_beginnings_are_computed_once():
+    scheduler, cache = engine(pages=40, max_batch_tokens=32)
+    prompts = [[*range(16), number] for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        scheduler.add(job(number, prompt))
+    assert sum(piece.tokens for piece in cache.step().pieces) == 17
+    assert sum(piece.tokens for piece in cache.step().pieces) == 1 + 3  # the first decodes, the others' last tokens
+    assert scheduler.cached_tokens == 3 * 16
+
+
+def test_when_pages_run_out_the_last_stops_and_still_finishes():
+    scheduler, cache = engine(pages=6)
+    jobs = [job(0, [0, 1, 1], new=14), job(1, [1, 1, 1], new=14)]
+    for each in jobs:
+        scheduler.add(each)
+    stopped = [victim for _ in range(60) for victim in cache.step().stopped]
+    assert set(stopped) == {jobs[1]}
+    assert [each.row.to_come for each in jobs] == [0, 0]
+
+
+def test_removing_frees_at_once():
+    scheduler, cache = engine()
+    one, two = job(0, 9), job(1, 3)
+    scheduler.add(one)
+    scheduler.add(two)
+    cache.step()
+    scheduler.remove(one)
+    scheduler.remove(one)
+    scheduler.remove(two)
+    assert scheduler.pool.in_use == 0
+    assert cache.step().pieces == []
+
+
+jobs_and_times = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # the step of its arrival
+        st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        st.integers(1, 9),
+        st.integers(-1, 2),  # priority
+        st.none() | st.integers(1, 15),  # cancelled so many steps later
+        st.integers(0, 2),  # forks
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=60)
+@given(jobs_and_times, st.integers(6, 14), st.integers(1, 4), st.integers(5, 20))
+def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max_batch_tokens):
+    scheduler, cache = engine(pages, max_batch, max_batch_tokens, priority_wait_s=3)
+    expected, cancelled, all_jobs = {}, {}, []
+
+    def start(number, step, prompt, new, priority, cancel):
+        each = job(number, prompt, new, priority, arrival_s=float(step))
+        tokens = list(prompt)
+        for _ in range(new):
+            tokens.append(sum(tokens) % 2)
+        expected[each] = tokens
+        all_jobs.append(each)
+        if cancel is not None:
+            cancelled.setdefault(step + cancel, []).append(each)
+        return each
+
+    for step in range(600):
+        for number, (at, prompt, new, priority, cancel, forks) in enumerate(arrivals):
+            if at == step:
+                scheduler.add(leader := start(number * 10, step, prompt, new, priority, cancel))
+                for fork in range(forks):
+                    child = start(number * 10 + fork + 1, step, prompt, new, priority, cancel)
+                    if leader.lease is not None:
+                        child.lease = leader.lease.fork()
+                        child.row.computed = leader.row.computed
+                    scheduler.add(child)
+        for each in cancelled.pop(step, []):
+            scheduler.remove(each)
+            expected.pop(each)
+        plan = cache.step()
+        if not plan.pieces and step > 30:
+            break
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert scheduler.pool.in_use == 0
+    for each, tokens in expected.items():
+        assert each.row.tokens == tokens

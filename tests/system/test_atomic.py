@@ -1,0 +1,111 @@
+"""formats.atomic: after an interrupt the old file is there, whole, and nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bitnet_ref.system.atomic import atomic_folder, atomic_path
+
+
+def test_a_clean_exit_replaces_the_file(tmp_path):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    with atomic_path(path) as temporary:
+        assert temporary.parent == tmp_path  # the same file system, so that the rename is one step
+        temporary.write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file.bin"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, MemoryError, SystemExit])
+def test_an_interrupt_leaves_the_old_file(tmp_path, error):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(error), atomic_path(path) as temporary:  # noqa: PT012 - the body is what is interrupted
+        temporary.write_bytes(b"half of the n")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file.bin"]
+
+
+def test_a_body_that_writes_nothing_is_an_error(tmp_path):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(FileNotFoundError), atomic_path(path):
+        pass
+    assert path.read_bytes() == b"old"
+
+
+KILLED = """
+import os, signal, sys
+from bitnet_ref.system.atomic import atomic_folder, atomic_path
+with {kind}(sys.argv[1]) as temporary:
+    (temporary / "part" if temporary.is_dir() else temporary).write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write_and_be_killed(kind, path):
+    done = subprocess.run([sys.executable, "-c", KILLED.format(kind=kind), str(path)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+def test_a_killed_process_leaves_the_old_file_and_the_next_writer_sweeps(tmp_path):
+    path = tmp_path / "file[1].bin"
+    path.write_bytes(b"old")
+    write_and_be_killed("atomic_path", path)
+    assert path.read_bytes() == b"old"
+    assert len(os.listdir(tmp_path)) == 2
+    other = tmp_path / ".00000000.tmp.file1.bin"  # another file's
+    other.write_bytes(b"x")
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == [other.name, path.name]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+def test_a_killed_process_leaves_no_folder_and_the_next_writer_sweeps(tmp_path):
+    path = tmp_path / "folder"
+    write_and_be_killed("atomic_folder", path)
+    assert not path.exists()
+    assert len(os.listdir(tmp_path)) == 1
+    with atomic_folder(path) as temporary:
+        (temporary / "file").write_bytes(b"whole")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert (path / "file").read_bytes() == b"whole"
+
+
+def test_what_another_writer_is_writing_is_not_swept(tmp_path):
+    path = tmp_path / "file.bin"
+    with atomic_path(path) as first:
+        first.write_bytes(b"first")
+        with atomic_path(path) as second:
+            second.write_bytes(b"second")
+        assert first.read_bytes() == b"first"
+    assert path.read_bytes() == b"first"
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder"
+    with pytest.raises(KeyboardInterrupt), atomic_folder(path) as temporary:  # noqa: PT012
+        (temporary / "file").write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    path.mkdir()
+    with pytest.raises(FileExistsError), atomic_folder(path):
+        pass
+
+
+def test_a_temporary_name_is_not_wrapped_again(tmp_path):
+    path = tmp_path / "file.bin"
+    with atomic_path(path) as temporary, atomic_path(temporary) as same:
+        assert same == temporary
+        same.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file.bin"]
