@@ -1,9 +1,9 @@
 """The forward pass, top to bottom.
 
-Axes: N tokens in this call, D hidden, H heads, G kv heads, d head_dim, F ffn, V vocab. `be` is the backend that computes
-each op; `Ops` is the plain one. BitNet b1.58 differs from LLaMA in three places: its linears are ternary (`be.linear`
-decides by the weight it is given), each block has two more norms (attn_sub_norm, ffn_sub_norm), and 2B-4T squares a ReLU
-where LLaMA has SiLU. The same text runs all of the families.
+Axes: N tokens in this call, D hidden, H heads, G kv heads, d head_dim, F ffn, V vocab. `be` is the backend that
+computes each op; `Ops` is the plain one. BitNet b1.58 differs from LLaMA in three places: its linears are ternary
+(`be.linear` decides by the weight it is given), each block has two more norms (attn_sub_norm, ffn_sub_norm), and 2B-4T
+squares a ReLU where LLaMA has SiLU. The same text runs all of the families.
 """
 
 from __future__ import annotations
