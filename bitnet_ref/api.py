@@ -26,10 +26,10 @@ from .system.sharing import identity, shared
 
 if TYPE_CHECKING:
     from .generation import ChatSession, Generation, TokenStream
-    from .generation.vocabulary import Vocabulary
     from .notebook.profiling import Profile
     from .serving import Engine, EngineConfig
     from .tokenizers import Tokenizer
+    from .tokenizers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class Model:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The bytes of the tokenizer's tokens. Raises TokenizerError when there is no tokenizer."""
-        from .generation.vocabulary import Vocabulary
+        from .tokenizers.vocabulary import Vocabulary
 
         return Vocabulary(self.tokenizer, self.config.vocab_size)
 
