@@ -133,9 +133,9 @@ class CythonBackend(Backend):
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, at_once: bool
     ) -> NDArray | None:
         assert isinstance(cache, KernelKVCache)
-        return cache.steps.hidden(self, self.kernels, self.with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
+        return cache.steps.hidden(self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
 
-    def with_kernels(self, kernels: CpuKernels) -> Self:
+    def _with_kernels(self, kernels: CpuKernels) -> Self:
         """The same backend, computing with these kernels."""
         made = copy.copy(self)
         made.kernels = kernels
