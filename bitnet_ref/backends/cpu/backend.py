@@ -299,7 +299,11 @@ class CythonBackend(Backend):
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         if self.layout != "table":
             return self.kernels.bit_linears(x, ws)
-        parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+        try:
+            parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+        except NumericsError:
+            self.quantize_activations(x)  # raises the error that numbers the token in x, not in its part
+            raise
         return tuple(np.concatenate(ys) for ys in zip(*parts, strict=True))
 
     def _append(
