@@ -297,7 +297,7 @@ class CythonBackend(Backend):
         """BitLinears of one x in one call, or for the table layout in one call for every few tokens."""
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        if self.layout != "table":
+        if self.layout != "table" or len(x) <= TABLE_TOKENS:
             return self.kernels.bit_linears(x, ws)
         try:
             parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
