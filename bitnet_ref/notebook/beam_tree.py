@@ -82,7 +82,7 @@ def _nodes(model: Model, steps: list[BeamStep], best: tuple[int, ...]) -> list[B
     for number, step in enumerate(steps, start=1):
         texts = token_texts(model, [beam.tokens[-1] for beam in step.candidates])
         parents, running = running, []
-        for beam, fate, worth, text in zip(step.candidates, step.fates, step.worth, texts, strict=True):
+        for beam, fate, worth, text in zip(step.candidates, step.fates, step.final_scores, texts, strict=True):
             if fate == "running":
                 running.append(len(nodes))
             parent = parents[beam.parent] if parents else None

@@ -52,7 +52,7 @@ def test_a_stream_that_ends_early_frees_its_pages_within_a_step(engine, how):
 def test_cancelled_in_the_moment_of_its_arrival(engine, monkeypatch):
     """After the thread has let requests in, and before it looks for those to cancel."""
     worker, handles = engine._worker, []
-    take_in = worker._take_in
+    take_in = worker._admit_arrivals
 
     def and_cancel():
         goes_on = take_in()
@@ -61,7 +61,7 @@ def test_cancelled_in_the_moment_of_its_arrival(engine, monkeypatch):
             handles[-1].cancel()
         return goes_on
 
-    monkeypatch.setattr(worker, "_take_in", and_cancel)
+    monkeypatch.setattr(worker, "_admit_arrivals", and_cancel)
     assert engine.generate("Alice", max_tokens=5).text
     for handle in handles:
         with pytest.raises(RequestCancelled, match="after 0 tokens"):
