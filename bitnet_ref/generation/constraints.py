@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
-
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
+from ..tokenizers.base import Tokenizer
+from ..tokenizers.vocabulary import Vocabulary
 
 
 class Constraint:
@@ -27,10 +27,13 @@ class Constraint:
     ids alone. Not thread-safe.
     """
 
-    def __init__(self, guide: str, value: Any, vocabulary: LLVocabulary, prompt_tokens: int) -> None:
+    def __init__(self, guide: str, value: Any, vocabulary: Vocabulary, prompt_tokens: int) -> None:
         """guide, value: one of `params.GUIDES` and its value."""
-        self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, vocabulary.end_tokens
-        self._matcher = vocabulary.matcher(guide, value)
+        if vocabulary not in _LL_VOCABULARIES:
+            _LL_VOCABULARIES[vocabulary] = LLVocabulary(vocabulary.tokenizer, vocabulary.tokens, vocabulary.vocab_size)
+        ll_vocabulary = _LL_VOCABULARIES[vocabulary]
+        self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, ll_vocabulary.end_tokens
+        self._matcher = ll_vocabulary.matcher(guide, value)
         self._seen: list[int] = []
 
     def copy(self) -> Constraint:
@@ -112,6 +115,9 @@ class LLVocabulary:
         matcher = maker(self._tokenizer, grammar, log_level=0)
         _check(matcher, guide)
         return matcher
+
+
+_LL_VOCABULARIES: WeakKeyDictionary[Vocabulary, LLVocabulary] = WeakKeyDictionary()  # one per model
 
 
 def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[int]:

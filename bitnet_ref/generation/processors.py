@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ..backends import HeadCandidates
 from ..errors import GenerationError
+from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams
-from .vocabulary import SortedTokens
 
 Ids = NDArray[np.int64]
 
@@ -106,14 +106,14 @@ class BannedWords(ForbiddingRule):
     def __init__(self, words: Sequence[str], vocabulary: SortedTokens, prompt_tokens: int) -> None:
         self.vocabulary, self.prompt_tokens = vocabulary, prompt_tokens
         self.words = [word.encode() for word in words]
-        containing = {token for word in self.words for token in vocabulary.holding(word)}
+        containing = {token for word in self.words for token in vocabulary.containing(word)}
         self.containing = np.array(sorted(containing), dtype=np.int64)
         self.max_length = max(map(len, self.words))
 
     def moves(self, token_ids: Ids) -> Ids:
         tail = self._tail(token_ids)
         completing = [
-            self.vocabulary.beginning_with(word[length:])
+            self.vocabulary.with_prefix(word[length:])
             for word in self.words
             for length in range(1, min(len(word) - 1, len(tail)) + 1)
             if tail.endswith(word[:length])
