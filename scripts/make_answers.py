@@ -49,8 +49,8 @@ def main() -> None:
             given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
         outs: Any = model.generate(PROMPT, **given)
         outs = outs if isinstance(outs, list) else [outs]
-        found = [{"token_ids": list(out.token_ids), "text": out.text, "finish_reason": out.finish_reason} for out in
-        outs] sampled.append({"params": {**params, "max_tokens": 20}, "outputs": found})
+        outputs = [{key: getattr(out, key) for key in ("token_ids", "text", "finish_reason")} for out in outs]
+        sampled.append({"params": {**params, "max_tokens": 20}, "outputs": outputs})
     answers = {
         "oracle": expected["oracle"],
         "tokens": tokens.tolist(),

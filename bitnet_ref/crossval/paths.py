@@ -30,7 +30,7 @@ from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 PAGE_SIZE = 8
 NEW_TOKENS = 10
 CHUNKS = (1, 5, 16, 3)  # tokens, over and over
-PREFILL = 9  # tokens before decoding begins
+MAX_PREFILL = 9  # tokens before decoding begins
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def check_paths(
     reference: the model, on the numpy backend.
     quick: fewer tokens and checks, for the emulated GPU.
     """
-    longest = min(24 if quick else 64, reference.config.context_length - NEW_TOKENS)
+    longest = min(24 if quick else 64, reference.config.context_length * 3 // 4)
     return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
 
 
@@ -101,7 +101,10 @@ def _checks(
         yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
     yield "text", lambda: _text(model, tokens)
     yield "text, streamed", lambda: _streamed(model, tokens)
-    yield "text, 3 prompts", lambda: _text_batch(model, tokens, lambda prompts: model.generate(prompts, **_GREEDY))
+    yield (
+        "text, 3 prompts",
+        lambda: _text_batch(model, tokens, lambda prompts: model.generate(prompts, **_greedy(model, prompts[-1]))),
+    )
     if not quick:
         yield "text, engine", lambda: _text_batch(model, tokens, lambda prompts: _engine(model, prompts))
         if be.screens_head:
@@ -126,9 +129,9 @@ def _in_chunks(model: Model, tokens: list[int], path: str | None) -> NDArray:
 
 def _decoding(model: Model, tokens: list[int], path: str | None) -> NDArray:
     """A short prompt, then one token at a time: from the third step on a replayed step is a replayed one."""
-    cache = model.new_cache(1, len(tokens))
-    logits = [model.run(TokenBatch.of([(0, 0, tokens[:PREFILL])]), cache, path=path).all()]
-    for i in range(PREFILL, len(tokens)):
+    cache, prefill = model.new_cache(1, len(tokens)), _prefill(tokens)
+    logits = [model.run(TokenBatch.of([(0, 0, tokens[:prefill])]), cache, path=path).all()]
+    for i in range(prefill, len(tokens)):
         logits.append(model.run(TokenBatch.of([(0, i, tokens[i : i + 1])]), cache, path=path).all())
     return np.concatenate(logits)
 
@@ -140,7 +143,7 @@ def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
     cache.page_table[1, :needed] = np.arange(needed, 0, -1)  # type: ignore[attr-defined]
     logits, start = [], 0
     while start < len(tokens):
-        stop = PREFILL if start == 0 else start + 1
+        stop = _prefill(tokens) if start == 0 else start + 1
         logits.append(model.run(TokenBatch.of([(1, start, tokens[start:stop])]), cache, path=path).all())
         start = stop
     return np.concatenate(logits)
@@ -148,9 +151,9 @@ def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
 
 def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
     """Three sequences decoded together, the third joining late, each against itself alone."""
-    rows = _three(tokens)
-    steps = len(rows[0]) - PREFILL
-    cache, start = model.new_cache(3, len(tokens)), [PREFILL, PREFILL + 3, 0]
+    rows, prefill = _three(tokens), _prefill(tokens)
+    steps = len(rows[0]) - prefill
+    cache, start = model.new_cache(3, len(tokens)), [prefill, prefill + 1, 0]
     logits: list[list[NDArray]] = [[], [], []]
 
     def run(parts: list[tuple[int, int, list[int]]]) -> None:
@@ -168,6 +171,10 @@ def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
     pairs = zip(rows, logits, strict=True)
     alone = np.concatenate([_whole(model, row[: sum(map(len, each))], "ops") for row, each in pairs])
     return _equal(np.concatenate([np.concatenate(each) for each in logits]), alone)
+
+
+def _prefill(tokens: list[int]) -> int:
+    return max(1, min(MAX_PREFILL, len(tokens) // 3))
 
 
 def _three(tokens: list[int]) -> list[list[int]]:
@@ -276,7 +283,10 @@ def _screened(model: Model, tokens: list[int]) -> Outcome:
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
-_GREEDY: dict[str, Any] = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+
+def _greedy(model: Model, prompt: list[int]) -> dict[str, Any]:
+    max_tokens = min(NEW_TOKENS, model.config.context_length - len(prompt))
+    return {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
 
 
 def _judge_text(model: Model, prompt: list[int], found: Sequence[int]) -> str | None:
@@ -290,22 +300,22 @@ def _judge_text(model: Model, prompt: list[int], found: Sequence[int]) -> str | 
 
 
 def _text(model: Model, tokens: list[int]) -> Outcome:
-    prompt = tokens[: 2 * PREFILL]
-    out: Any = model.generate(prompt, **_GREEDY)
+    prompt = tokens[: 2 * _prefill(tokens)]
+    out: Any = model.generate(prompt, **_greedy(model, prompt))
     return len(out.token_ids), _judge_text(model, prompt, out.token_ids), "every token has the largest logit"
 
 
 def _streamed(model: Model, tokens: list[int]) -> Outcome:
-    prompt = tokens[:PREFILL]
-    whole: Any = model.generate(prompt, **_GREEDY)
-    chunks = list(model.stream(prompt, **_GREEDY))
+    prompt = tokens[: _prefill(tokens)]
+    whole: Any = model.generate(prompt, **_greedy(model, prompt))
+    chunks = list(model.stream(prompt, **_greedy(model, prompt)))
     if [chunk.token_id for chunk in chunks] != list(whole.token_ids) or "".join(c.text for c in chunks) != whole.text:
         return len(chunks), "the stream differs from the text that generate gives", ""
     return len(chunks), None, "equal to generate"
 
 
 def _text_batch(model: Model, tokens: list[int], generate: Callable[[list[list[int]]], Any]) -> Outcome:
-    prompts = [row[: PREFILL + i] for i, row in enumerate(_three(tokens))]
+    prompts = [row[: _prefill(tokens) + i] for i, row in enumerate(_three(tokens))]
     outs = generate(prompts)
     for i, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
         if (problem := _judge_text(model, prompt, out.token_ids)) is not None:
@@ -315,15 +325,15 @@ def _text_batch(model: Model, tokens: list[int], generate: Callable[[list[list[i
 
 def _engine(model: Model, prompts: list[list[int]]) -> Any:
     with model.engine(max_batch=2, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
-        return engine.generate(prompts, **_GREEDY)
+        return engine.generate(prompts, **_greedy(model, prompts[-1]))
 
 
 def _sampled(make: MakeBackend, reference: Model, tokens: list[int]) -> Outcome:
     """Sampling with a seed: the same tokens from a screened head as from the whole one."""
     texts = []
-    settings = {"max_tokens": NEW_TOKENS, "temperature": 0.8, "top_k": 20, "seed": 1, "repetition_penalty": 1.1}
+    settings = {"max_tokens": 5, "temperature": 0.8, "top_k": 20, "seed": 1, "repetition_penalty": 1.1}
     for head in ("screened", "exact"):
-        out: Any = reference.on(make(head=head)).generate(tokens[:PREFILL], ignore_eos=True, **settings)
+        out: Any = reference.on(make(head=head)).generate(tokens[: _prefill(tokens)], ignore_eos=True, **settings)
         texts.append(out.token_ids)
     problem = None if texts[0] == texts[1] else "a screened head gives other tokens than the whole one"
     return len(texts[0]), problem, "equal to the whole head's"
