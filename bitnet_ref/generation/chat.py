@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..reference.cache import KVCache
 from .generate import TokenStream, check_streamable, generate_chunks
@@ -17,16 +18,13 @@ from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .sequence import Continuation, Request
 
-if TYPE_CHECKING:
-    from ..api import Model
-
 DEFAULT_REPLY_TOKENS = 512
 
 
 class PrefixCache:
     """The keys and values of one token sequence; a later sequence reuses those of the prefix that it shares."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._cache: KVCache | None = None
         self._ids: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -72,7 +70,7 @@ class ChatSession:
     how_to_reset = "reset() starts a new one"  # for messages
 
     @expand_params
-    def __init__(self, model: Model, system: str | None = None, **params: Unpack[SamplingOptions]) -> None:
+    def __init__(self, model: LoadedModel, system: str | None = None, **params: Unpack[SamplingOptions]) -> None:
         self.model, self.params = model, params
         check_streamable(SamplingParams.of(**params))
         if model.tokenizer.chat_template is None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .params import SamplingOptions, SamplingParams, expand_params
@@ -19,16 +20,13 @@ from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
 from .sequence import Continuation, Request, split_into_steps
 
-if TYPE_CHECKING:
-    from ..api import Model
-
 Prompt = str | TokenIds
 Prompts = Prompt | Sequence[str] | Sequence[TokenIds]
 Generations = Generation | list[Generation] | list[list[Generation]]
 
 
 @expand_params
-def generate(model: Model, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:
+def generate(model: LoadedModel, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:
     """Continue one prompt (text or token ids), or each of a list. With n > 1, returns a list of n for each prompt."""
     sampling = SamplingParams.of(**params)
     prompts, single = split_prompts(prompt)
@@ -68,7 +66,7 @@ class TokenStream(Iterator[StreamChunk]):
 
 
 @expand_params
-def stream(model: Model, prompt: Prompt, **params: Unpack[SamplingOptions]) -> TokenStream:
+def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]) -> TokenStream:
     """Continue one prompt, token by token. Bad arguments raise here, not at the first `next`."""
     sampling = SamplingParams.of(**params)
     check_streamable(sampling)
@@ -104,7 +102,7 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
 
 
 def generate_chunks(
-    model: Model, groups: list[list[Continuation]], stats: GenerationStats, cache: KVCache | None = None
+    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: KVCache | None = None
 ) -> Generator[StreamChunk, None, None]:
     """Prefill, then one step for each new token of all unfinished rows.
 
@@ -128,17 +126,17 @@ def generate_chunks(
             started, prefill = time.perf_counter(), bool(followers)
             ending = [active[number] for _, number in complete]
             batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete])
-            hidden, found = model.candidates(batch, cache, [row.needs() for row in ending])
+            logits = model.run(batch, cache, [row.needs() for row in ending])
             for slot, start, ids in parts:
                 by_slot[slot].computed = start + len(ids)
             chunks = []
-            for row, x, candidates in zip(ending, hidden, found, strict=True):
+            for row, token_logits in zip(ending, logits.tokens, strict=True):
                 group, computed = followers.pop(row.slot, []), row.computed
                 if group:
                     cache.copy([row.slot] * len(group), [each.slot for each in group], computed)
                 for each in (row, *group):
                     each.computed = computed
-                    chunks.append(each.accept(x, candidates, stats))
+                    chunks.append(each.accept(token_logits, stats))
             elapsed = time.perf_counter() - started
             if prefill:
                 stats.prefill_s += elapsed

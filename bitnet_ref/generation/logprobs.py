@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.head import TokenLogits
 from .sampling import likeliest_logprobs, log_probability
 
 Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} of the most likely and the chosen ones
@@ -22,25 +23,26 @@ TOKENS_AT_A_TIME = 32  # whose logits are held together: 16 MB for a vocabulary 
 
 
 class Logprobs:
-    """ln p of one row's tokens. `head` computes logits (N, V) from its input (N, D).
+    """ln p of one row's tokens. top: also report this many of the most likely tokens."""
 
-    top: also report this many of the most likely tokens.
-    """
-
-    def __init__(self, head: Callable[[NDArray], NDArray], top: int = 0) -> None:
-        self._head, self._top = head, top
+    def __init__(self, top: int = 0) -> None:
+        self._top = top
         self._lock = Lock()  # one thread may generate while another reads
-        self._waiting: list[tuple[int, NDArray, int]] = []  # (index, hidden (D,), token)
+        self._head: Callable[[NDArray], NDArray]
+        self._waiting: list[tuple[int, NDArray, int]] = []  # (index, the head's input (D,), token)
         self._known: dict[int, Entry] = {}
         self._count = 0
 
-    def add(self, token: int, hidden: NDArray, logits: NDArray | None) -> tuple[Any, Any]:
-        """Add a chosen token. -> its ln p and `top_logprobs`, or functions that compute them when `logits` is None."""
-        if logits is not None:
-            return self._entry(logits, token)
+    def add(self, token: int, logits: TokenLogits, whole: NDArray | None) -> tuple[Any, Any]:
+        """Add a chosen token. -> its ln p and `top_logprobs`, or functions that compute them when `whole` is None.
+
+        whole (V,): all its logits, if they are known and the values will surely be read.
+        """
+        if whole is not None or logits.hidden is None:
+            return self._entry(logits.all() if whole is None else whole, token)
         with self._lock:
-            index, self._count = self._count, self._count + 1
-            self._waiting.append((index, hidden.copy(), token))
+            index, self._count, self._head = self._count, self._count + 1, logits.head
+            self._waiting.append((index, logits.hidden.copy(), token))
         return lambda: self[index][0], lambda: self[index][1]
 
     def __getitem__(self, index: int) -> Entry:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 
 if TYPE_CHECKING:
-    from ..api import Model
     from .params import SamplingParams
 
 POLICIES = ("error", "truncate", "sliding", "sinks")
@@ -70,7 +70,7 @@ class ContextWindow:
     sinks: int
 
     @classmethod
-    def of(cls, model: Model, params: SamplingParams) -> ContextWindow:
+    def of(cls, model: LoadedModel, params: SamplingParams) -> ContextWindow:
         """Raises GenerationError for a window larger than the context, or too small for its sinks."""
         context = model.config.context_length
         size = context if params.window is None else params.window

@@ -221,7 +221,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def expand_params(function: F) -> F:
     """A decorator: help(), signatures and completion show the fields of SamplingParams in place of `**params`."""
     types = get_type_hints(SamplingOptions)
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, eval_str=True)
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
         for name, default in vars(SamplingParams()).items()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends.head import TokenLogits
 from ..errors import GenerationError
 from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams
@@ -131,7 +131,7 @@ class BannedWords(ForbiddingRule):
 
 
 class Rules:
-    """The processors of one request, in order, applied to all logits or to the candidates of a screened head."""
+    """The processors of one request, in order, applied to all logits or to those that were computed."""
 
     def __init__(self, processors: Sequence[Processor]) -> None:
         self.processors = tuple(processors)
@@ -176,16 +176,13 @@ class Rules:
             logits = moved
         return logits
 
-    def apply_among(self, token_ids: Ids, found: HeadCandidates) -> HeadCandidates:
-        """All rules on candidates that hold the k + (ids moved) largest logits and all moved ones: the result holds the
-        k largest. The other logits keep their bounds."""
-        if not self.processors:
-            return found
-        if found.complete:
-            return HeadCandidates(found.ids, self.apply(token_ids, found.logits), found.vocab_size)
-        whole = np.full(found.vocab_size, -np.inf, dtype=found.logits.dtype)
-        whole[found.ids] = found.logits
-        return HeadCandidates(found.ids, self.apply(token_ids, whole)[found.ids], found.vocab_size, found.bounds)
+    def apply_among(self, token_ids: Ids, logits: TokenLogits) -> NDArray:
+        """All rules on the k + (ids moved) largest logits and all moved ones.   -> `values` (n,), with the k largest"""
+        if logits.complete or not self.processors:
+            return self.apply(token_ids, logits.values)
+        whole = np.full(logits.vocab_size, -np.inf, dtype=logits.values.dtype)
+        whole[logits.ids] = logits.values
+        return self.apply(token_ids, whole)[logits.ids]
 
 
 def _name(processor: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends.head import TokenLogits
 from .params import SamplingParams
 
 MAX_TOP_K = 1024  # a larger limit computes the whole head
@@ -91,7 +91,7 @@ def _typical(ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical
 
 
 def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
-    """The k of a `HeadNeed`; None where all logits are needed."""
+    """How many of the largest logits the choice needs; None: all logits."""
     if params.temperature == 0:
         return 1
     if not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
@@ -103,42 +103,51 @@ def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
     return min(NUCLEUS_CANDIDATES, vocab_size) if params.top_p < 1 or params.min_p > 0 else None
 
 
-def choose_among(found: HeadCandidates, params: SamplingParams, uniform: float) -> int | None:
-    """`choose` on the candidates for `candidates_needed`. None: they do not determine the token, which only top_p and
-    min_p without top_k can cause."""
+def choose_among(
+    logits: TokenLogits, params: SamplingParams, uniform: float, values: NDArray | None = None
+) -> int | None:
+    """`choose` from the logits for `candidates_needed`. None: they do not determine the token, which only top_p and
+    min_p without top_k can cause.   values (n,): `logits.values` as changed by rules"""
+    ids, values = logits.ids, logits.values if values is None else values
+    if logits.complete:
+        return choose(values, params, uniform)
     if params.temperature == 0:
-        return int(found.ids[found.logits.argmax()])
-    scaled = found.logits.astype(np.float64) / params.temperature
-    if 0 < params.top_k < found.vocab_size:
+        return int(ids[values.argmax()])
+    scaled = values.astype(np.float64) / params.temperature
+    if 0 < params.top_k < logits.vocab_size:
         first = likeliest(scaled, params.top_k)
-        ids, probabilities = _limit(first, scaled[first], params)
-        return int(found.ids[ids[_invert(np.cumsum(probabilities), uniform)]])
-    return _choose_in_nucleus(found, scaled, params, uniform)
+        indices, probabilities = _limit(first, scaled[first], params)
+        return int(ids[indices[_invert(np.cumsum(probabilities), uniform)]])
+    index = _choose_in_nucleus(scaled, logits.rest(), params, uniform)
+    return None if index is None else int(ids[index])
 
 
 def _choose_in_nucleus(
-    found: HeadCandidates, scaled: NDArray[np.float64], params: SamplingParams, uniform: float
+    scaled: NDArray[np.float64], rest: tuple[NDArray, NDArray], params: SamplingParams, uniform: float
 ) -> int | None:
-    """top_p and min_p without top_k. The bounds on the other logits bound the probability of each candidate, and so the
-    number of tokens in the nucleus; min_p depends on the most likely token only."""
+    """top_p and min_p without top_k.   -> an index of `scaled`
+
+    rest: bounds of the other logits. They bound the probability of each candidate, and so the number of tokens in the
+    nucleus; min_p depends on the most likely token only.
+    """
     first = likeliest(scaled, NUCLEUS_CANDIDATES)
     largest = scaled[first[0]]
     e = np.exp(scaled[first] - largest)
     others = np.exp(np.delete(scaled, first) - largest).sum()
     with np.errstate(over="ignore"):  # an infinite bound decides nothing
-        rests = [others + np.exp(each.astype(np.float64) / params.temperature - largest).sum() for each in found.rest()]
+        masses = [others + np.exp(each.astype(np.float64) / params.temperature - largest).sum() for each in rest]
     before, likely = np.cumsum(e) - e, _count_min_p(scaled[first], params.min_p)
     counts = {likely}
     if params.top_p < 1:
-        limits = zip(rests, (params.top_p - _ROUNDING, params.top_p + _ROUNDING), strict=True)
-        counts = {min(likely, int(np.searchsorted(before / (e.sum() + rest), limit))) for rest, limit in limits}
+        limits = zip(masses, (params.top_p - _ROUNDING, params.top_p + _ROUNDING), strict=True)
+        counts = {min(likely, int(np.searchsorted(before / (e.sum() + mass), limit))) for mass, limit in limits}
     if len(counts) > 1 or len(e) in counts:
         return None
     count = max(1, *counts)
     ends = np.cumsum(e[:count] / e[:count].sum())
     if np.abs(ends[:-1] - uniform).min(initial=1.0) < _ROUNDING:
         return None
-    return int(found.ids[first[_invert(ends, uniform)]])
+    return int(first[_invert(ends, uniform)])
 
 
 def log_probability(logits: NDArray, token: int) -> float:

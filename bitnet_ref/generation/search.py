@@ -8,22 +8,18 @@ see log probabilities instead of logits, as there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadNeed
-from ..reference.cache import KVCache, TokenBatch
+from ..backends.loaded import LoadedModel
+from ..reference.cache import TokenBatch, TokenIds
 from .logprobs import Entry
 from .results import Generation, GenerationStats
 from .sampling import likeliest, likeliest_logprobs, log_probabilities
 from .sequence import Request, split_into_steps
-
-if TYPE_CHECKING:
-    from ..api import Model
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ class BeamSearch:
 
 
 def beam_search(
-    model: Model, requests: list[Request], stats: GenerationStats, watch: Watcher | None = None
+    model: LoadedModel, requests: list[Request], stats: GenerationStats, watch: Watcher | None = None
 ) -> list[list[Generation]]:
     """The `n` best continuations of each prompt. All beams of all prompts go through the model together.
 
@@ -158,17 +154,22 @@ def beam_search(
     stats.prompt_tokens = sum(len(request.prompt) for request in requests)
     stats.dropped_tokens = sum(len(request.given) for request in requests) - stats.prompt_tokens
 
-    def advance(number: int, logits: list[NDArray]) -> None:
-        step = searches[number].advance(np.stack(logits))
+    def compute(parts: Sequence[tuple[int, int, TokenIds]], wanted: Sequence[int]) -> NDArray:
+        logits = model.run(TokenBatch.of(parts, logits_of_last=wanted), cache).all()
+        stats.head_rows += logits.size
+        return logits
+
+    def advance(number: int, logits: NDArray) -> None:
+        step = searches[number].advance(logits)
         if watch is not None:
             watch(number, step)
 
     started = time.perf_counter()
     prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]
     for parts, complete in split_into_steps(prompts, model.backend.prompt_tokens(model.config)):
-        logits = _compute_logits(model, TokenBatch.of(parts, [part for part, _ in complete]), cache, stats)
-        for (_, number), row in zip(complete, logits, strict=True):
-            advance(number, [row])
+        logits = compute(parts, [part for part, _ in complete])
+        for index, (_, number) in enumerate(complete):
+            advance(number, logits[index : index + 1])
     stats.prefill_s = time.perf_counter() - started
     started = time.perf_counter()
     while active := [number for number, search in enumerate(searches) if not search.done]:
@@ -179,18 +180,13 @@ def beam_search(
             slots = range(first, first + len(beams))
             cache.copy([first + beam.parent for beam in beams], slots, position)
             parts += [(slot, position, [beam.tokens[-1]]) for slot, beam in zip(slots, beams, strict=True)]
-        rows = iter(_compute_logits(model, TokenBatch.of(parts, range(len(parts))), cache, stats))
+        logits, done = compute(parts, range(len(parts))), 0
         for number in active:
-            advance(number, [next(rows) for _ in searches[number].running])
+            beams = searches[number].running
+            advance(number, logits[done : done + len(beams)])
+            done += len(beams)
     stats.decode_s = time.perf_counter() - started
     results = [search.results(stats) for search in searches]
     stats.generated_tokens = sum(len(out.token_ids) for group in results for out in group)
     stats.decode_tokens = stats.generated_tokens - sum(map(len, results))
     return results
-
-
-def _compute_logits(model: Model, batch: TokenBatch, cache: KVCache, stats: GenerationStats) -> list[NDArray]:
-    wanted = len(batch) if batch.wanted is None else len(batch.wanted)
-    _, found = model.candidates(batch, cache, [HeadNeed()] * wanted)
-    stats.head_rows += sum(len(candidates.ids) for candidates in found)
-    return [candidates.logits for candidates in found]

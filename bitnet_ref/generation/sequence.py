@@ -7,14 +7,16 @@ tokens depend on its own logits only, not on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates, HeadNeed
+from ..backends.head import Ids, TokenLogits
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, TokenizerError
 from ..reference.cache import TokenIds
+from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
 from .logprobs import Logprobs
 from .overflow import ContextWindow, Spans, take
@@ -24,10 +26,6 @@ from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .sampling import candidates_needed, choose, choose_among
 from .streaming import TextStream
 
-if TYPE_CHECKING:
-    from ..api import Model
-    from ..tokenizers import Tokenizer
-
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
 Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
@@ -36,7 +34,9 @@ Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token,
 class Request:
     """A prompt and its parameters, checked against the model. Raises GenerationError, TokenizerError."""
 
-    def __init__(self, model: Model, prompt: str | TokenIds, params: SamplingParams, name: str = "the prompt") -> None:
+    def __init__(
+        self, model: LoadedModel, prompt: str | TokenIds, params: SamplingParams, name: str = "the prompt"
+    ) -> None:
         self.model, self.params = model, params
         required = isinstance(prompt, str) or any(getattr(params, each) for each in NEEDS_TOKENIZER)
         self.tokenizer = _tokenizer(model, required=required)
@@ -126,7 +126,7 @@ class Continuation:
         self.rules, self.constraint = request.rules()
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
-        self.logprobs = Logprobs(request.model.head_logits, request.params.logprobs or 0)
+        self.logprobs = Logprobs(request.params.logprobs or 0)
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
         self.chunks: list[StreamChunk] = []
@@ -165,22 +165,19 @@ class Continuation:
         """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
         return self.slot, self.computed, self.context[self.computed :]
 
-    def needs(self) -> HeadNeed:
-        """The logits that the choice of the next token needs."""
-        k = self.request.candidates_needed
-        if k is None or not self.rules.processors:
-            return HeadNeed(k)
-        moved = self.rules.moved(self.ids)
-        return HeadNeed() if moved is None else HeadNeed(k + len(moved), moved)
+    def needs(self) -> tuple[int | None, Ids]:
+        """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change."""
+        k, moved = self.request.candidates_needed, self.rules.moved(self.ids)
+        return (None, ()) if k is None or moved is None else (k + len(moved), moved)
 
-    def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
-        """Choose a token from its logits and decide whether it is the last.   hidden (D,): the head's input"""
-        token, logits = self._choose(hidden, found, stats)
+    def accept(self, logits: TokenLogits, stats: GenerationStats) -> StreamChunk:
+        """Choose the next token from its logits and decide whether it is the last."""
+        token, whole = self._choose(logits, stats)
         stats.generated_tokens += 1
-        stats.screened_tokens += logits is None
+        stats.screened_tokens += whole is None
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
-        logprob, top = self.logprobs.add(token, hidden, logits if asked else None)
+        logprob, top = self.logprobs.add(token, logits, whole if asked else None)
         kept = None
         if self._dropped_some:
             kept = self.request.kept if len(self.request.prompt) < len(self.request.given) else self._visible_spans()
@@ -215,25 +212,23 @@ class Continuation:
         stats.dropped_tokens += before - self.context_tokens
         stats.recomputed_tokens += self.context_tokens - 1
 
-    def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
-        """-> the token, and the model's own logits if all of them were computed"""
-        params = self.request.params
-        logits = found.logits if found.complete else None
-        stats.head_rows += len(found.ids)
+    def _choose(self, logits: TokenLogits, stats: GenerationStats) -> tuple[int, NDArray | None]:
+        """-> the token, and all of the model's own logits if they were computed"""
+        params, whole = self.request.params, logits.values if logits.complete else None
+        stats.head_rows += len(logits.ids)
+        values = self.rules.apply_among(self.ids, logits)
         if params.strategy is not None:
-            assert logits is not None
-            token = params.strategy(self.ids, self.rules.apply(self.ids, logits), self.rng)
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(logits):
-                raise GenerationError(f"strategy: expected a token id below {len(logits)}, got {token!r:.80}")
-            return int(token), logits
+            token = params.strategy(self.ids, values, self.rng)
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
+                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {token!r:.80}")
+            return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
-        among = self.rules.apply_among(self.ids, found)
-        chosen = choose_among(among, params, uniform) if logits is None else choose(among.logits, params, uniform)
+        chosen = choose_among(logits, params, uniform, values)
         if chosen is None:  # the bounds do not determine it
-            logits = self.request.model.head_logits(hidden[None])[0]
-            stats.head_rows += len(logits)
-            chosen = choose(self.rules.apply(self.ids, logits), params, uniform)
-        return chosen, logits
+            whole = logits.all()
+            stats.head_rows += len(whole)
+            chosen = choose(self.rules.apply(self.ids, whole), params, uniform)
+        return chosen, whole
 
     def _end(self, token: int) -> tuple[str | None, str | int | None]:
         """The finish reason and its cause, after `token` was written to `_ids` but before its chunk is added."""
@@ -299,13 +294,13 @@ def split_into_steps(
         yield parts, complete
 
 
-def end_tokens(model: Model) -> frozenset[int]:
+def end_tokens(model: LoadedModel) -> frozenset[int]:
     """The end tokens of the model's config and its tokenizer."""
     tokenizer = _tokenizer(model, required=False)
     return frozenset(model.config.eos_token_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
 
 
-def _tokenizer(model: Model, *, required: bool) -> Tokenizer | None:
+def _tokenizer(model: LoadedModel, *, required: bool) -> Tokenizer | None:
     try:
         return model.tokenizer
     except TokenizerError:

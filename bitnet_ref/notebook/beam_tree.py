@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..generation.params import SamplingParams
 from ..generation.results import Generation, GenerationStats
@@ -15,8 +16,6 @@ from .next_token import token_texts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from ..api import Model
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class BeamTree:
         return draw(self.prompt, shown)
 
 
-def beam_tree(model: Model, prompt: str | TokenIds, **params: Any) -> BeamTree:
+def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> BeamTree:
     """Beam search on one prompt, and all that it weighed. params: as for `generate`, with num_beams of 2 or more.
 
     Raises GenerationError.
@@ -76,7 +75,7 @@ def beam_tree(model: Model, prompt: str | TokenIds, **params: Any) -> BeamTree:
     return BeamTree(text, _nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
 
 
-def _nodes(model: Model, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
+def _nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues
     for number, step in enumerate(steps, start=1):

@@ -17,11 +17,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Unpack
 
+from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, GenerationError, QueueFull
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
-from ..reference.cache import KVCache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .step import StepRecord
@@ -29,7 +30,6 @@ from .tickets import RequestHandle, RequestState, Ticket
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from ..api import Model
     from ..notebook.widgets import LiveView
 
 CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
@@ -51,7 +51,7 @@ class Engine:
     Raises ConfigError, OutOfMemory.
     """
 
-    def __init__(self, model: Model, config: EngineConfig | None = None, **settings: Any) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
         self.model = model
@@ -189,7 +189,7 @@ class Engine:
         return LiveView(_watch(weakref.ref(self)), interval_s)
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> PagedKVCache:
         """The pages of all sequences."""
         return self._worker.cache
 
@@ -232,7 +232,7 @@ def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], li
     return look
 
 
-def new_cache(model: Model, config: EngineConfig) -> KVCache:
+def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
     """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
     size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
     page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size, pages=1).nbytes
@@ -255,4 +255,6 @@ def new_cache(model: Model, config: EngineConfig) -> KVCache:
             "give it fewer tokens, or more memory",
             field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
         )
-    return model.new_cache(config.max_batch, context, dtype=dtype, page_size=size, pages=pages)
+    cache = model.new_cache(config.max_batch, context, dtype=dtype, page_size=size, pages=pages)
+    assert isinstance(cache, PagedKVCache)
+    return cache

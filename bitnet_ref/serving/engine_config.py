@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..backends import NAMES
+from ..backends import DTYPES, NAMES
 from ..backends.cache_dtypes import CACHE_DTYPES
 from ..backends.placement import Placement
 from ..errors import BackendUnavailable, ConfigError, GenerationError
 from ..generation.params import ALIASES, Number, SamplingParams, suggest
 
-DTYPES = ("float32", "float16", "bfloat16", "float64")
 PREFIX = "BITNET_REF_ENGINE_"
 
 

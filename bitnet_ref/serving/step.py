@@ -8,22 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from numpy.typing import NDArray
-
-from ..backends import Backend, HeadCandidates, HeadNeed
+from ..backends import Backend
+from ..backends.head import Ids, TokenLogits
+from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..errors import GenerationError
 from ..generation.results import StreamChunk
 from ..generation.sequence import Continuation
-from ..reference.cache import NO_PAGE, KVCache, TokenBatch, TokenIds
+from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Job, Piece, Plan, Scheduler
 from .tickets import Outbox, Ticket
-
-if TYPE_CHECKING:
-    from ..api import Model
 
 
 class Part(NamedTuple):
@@ -51,8 +49,8 @@ class Stepper:
 
     def __init__(
         self,
-        model: Model,
-        cache: KVCache,
+        model: LoadedModel,
+        cache: PagedKVCache,
         pool: PagePool,
         scheduler: Scheduler,
         metrics: EngineMetrics,
@@ -71,7 +69,7 @@ class Stepper:
         if not pieces:
             return
         try:
-            hidden, found = self._forward(plan.copies, pieces, needs)
+            logits = self._forward(plan.copies, pieces, needs)
         except Exception as error:
             self._fail(pieces, error)
             return
@@ -81,10 +79,10 @@ class Stepper:
             if start // self._pool.page_size != (start + count) // self._pool.page_size:  # a page is full
                 job.lease.commit(job.row.context, job.row.computed)
         ends = [piece.job for piece in pieces if piece.ends]
-        for job, x, candidates in zip(ends, hidden, found, strict=True):
-            self._accept(job, x, candidates)
+        for job, token_logits in zip(ends, logits, strict=True):
+            self._accept(job, token_logits)
 
-    def _ask(self, job: Job) -> HeadNeed | None:
+    def _ask(self, job: Job) -> tuple[int | None, Ids] | None:
         """The logits that the row needs; None when its own rules fail, which ends the request."""
         try:
             return _row(job).needs()
@@ -93,8 +91,8 @@ class Stepper:
             return None
 
     def _forward(
-        self, copies: Sequence[tuple[int, int]], pieces: Sequence[Piece], needs: Sequence[HeadNeed]
-    ) -> tuple[NDArray, list[HeadCandidates]]:
+        self, copies: Sequence[tuple[int, int]], pieces: Sequence[Piece], needs: Sequence[tuple[int | None, Ids]]
+    ) -> list[TokenLogits]:
         """Run the model on the pieces, with logits at the last tokens of those that end a context."""
         cache = self._cache
         cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
@@ -108,9 +106,9 @@ class Stepper:
                 lease.changed = False
             parts.append((slot, start, job.row.context[start : start + count]))
         wanted = [index for index, piece in enumerate(pieces) if piece.ends]
-        return self._model.candidates(TokenBatch.of(parts, logits_of_last=wanted), cache, needs)
+        return self._model.run(TokenBatch.of(parts, logits_of_last=wanted), cache, needs).tokens
 
-    def _accept(self, job: Job, x: NDArray, candidates: HeadCandidates) -> None:
+    def _accept(self, job: Job, logits: TokenLogits) -> None:
         """Choose a token for a job."""
         ticket, row = ticket_of(job), _row(job)
         if ticket.ended:  # by an error of another of its n rows
@@ -118,7 +116,7 @@ class Stepper:
         if not row.chunks and job is ticket.jobs[0]:
             self._fork(ticket)
         try:
-            chunk = row.accept(x, candidates, ticket.stats)
+            chunk = row.accept(logits, ticket.stats)
         except Exception as error:
             self._end(ticket, _own_error(ticket, error), "error")
             return

@@ -11,11 +11,11 @@ import os
 import time
 from collections import deque
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING
 
+from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import PagedKVCache
 from ..errors import EngineClosed, GenerationError, QueueFull, RequestTimeout
 from ..generation.results import StreamChunk
-from ..reference.cache import KVCache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
@@ -23,14 +23,11 @@ from .scheduler import Plan, Scheduler
 from .step import Stepper, StepRecord, part_of, ticket_of
 from .tickets import Outbox, RequestState, Ticket, check_process, wake_readers
 
-if TYPE_CHECKING:
-    from ..api import Model
-
 
 class Worker:
     """The thread and its state, behind `Engine`."""
 
-    def __init__(self, model: Model, config: EngineConfig, cache: KVCache) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, cache: PagedKVCache) -> None:
         self.model, self.config, self.cache = model, config, cache
         self.pool = PagePool(cache.pages, cache.page_size, config.prefix_sharing)
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")

@@ -8,7 +8,6 @@ import pytest
 from engine_checks import PROMPTS, check, gist, until
 from helpers import model
 
-from bitnet_ref.backends.cpu import backend as cython_backend
 from bitnet_ref.errors import (
     EngineClosed,
     GenerationError,
@@ -152,13 +151,11 @@ def test_company_is_waited_for():
 
 
 @pytest.mark.parametrize(
-    "op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_candidates", "append"]
+    "op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_rows", "append"]
 )
 def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
-    # A step that is replayed asks for no operation, and a fused pass for few.
-    monkeypatch.setattr(cython_backend, "MOST_RECORDED", 0)
-    monkeypatch.setattr(cython_backend, "run_fused", lambda be, compute, *rest: compute(be, *rest))
-    owner = type(story.new_cache(1, 1) if op == "append" else story.backend)
+    monkeypatch.setattr(story, "backend", story.backend.op_by_op())  # replayed steps and fused blocks call few ops
+    owner = type(story.backend)
     right, fail = getattr(owner, op), threading.Event()
 
     def faulty(self, *args, **kwargs):
