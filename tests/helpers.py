@@ -20,8 +20,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
-from bitnet_ref.formats.checkpoint import ReadOptions, read_weights
-from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
@@ -48,14 +47,6 @@ def golden(case: str) -> dict[str, np.ndarray]:
 def model(path: str | Path, backend: str = "numpy", threads: int = 2, dtype: str = "float32") -> bitnet_ref.Model:
     """A loaded model, kept for all tests: models hold no state. Only for files that no test changes."""
     return bitnet_ref.load(path, backend=backend, threads=threads, dtype=dtype)
-
-
-def model_on(path: str | Path, be: Backend) -> bitnet_ref.Model:
-    """A model loaded for this backend object, as `load` does it for a backend's name."""
-    path = find_model(path)
-    with open_checkpoint(path, ReadOptions()) as checkpoint:
-        weights = be.prepare_model(read_weights(checkpoint, None, be.prepare_for))
-        return bitnet_ref.Model(checkpoint.config, weights, be, path)
 
 
 # -- tiny checkpoints --------------------------------------------------------------------------------------------------

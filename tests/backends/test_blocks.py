@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES, model, model_on, prepared, random_ternary, rng
+from helpers import GOLDEN, GOLDEN_CASES, model, prepared, random_ternary, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +55,7 @@ def test_every_golden_model(case, dtype):
 @pytest.mark.parametrize(("simd", "layout"), METHODS)
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "onebitllm-silu"])
 def test_every_kernel_set_and_layout(simd, layout, case):
-    check_blocks(model_on(GOLDEN / case, CythonBackend(simd=simd, layout=layout, threads=2)), (12, 9))
+    check_blocks(model(GOLDEN / case).on(CythonBackend(simd=simd, layout=layout, threads=2)), (12, 9))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 130])
@@ -148,7 +148,7 @@ OPS = ("rms_norm", "linears", "rope", "append", "attention", "gated", "add")
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "onebitllm-silu", "llama-bf16-biases"])
 def test_what_is_fused_calls_no_op(case, monkeypatch):
     """That the tests above compare two things: a fused block has kernels of its own, a composed one calls the ops."""
-    m = model_on(GOLDEN / case, CythonBackend(threads=1))
+    m = model(GOLDEN / case).on(CythonBackend(threads=1))
     called = []
     for op in OPS:
         monkeypatch.setattr(CythonBackend, op, _counted(getattr(CythonBackend, op), op, called))

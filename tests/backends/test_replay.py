@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES, model, model_on, rng
+from helpers import GOLDEN, GOLDEN_CASES, model, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +88,7 @@ def test_paths_give_equal_logits_through_run(case):
 @pytest.mark.parametrize("tokens", [1, 16, 17])
 def test_every_layout(layout, tokens):
     """Tables take 16 tokens per call; the parts of a larger batch are joined by NumPy, so it is not replayed."""
-    m = model_on(GOLDEN / "bitnet-packed-offline", CythonBackend(threads=2, layout=layout, simd="scalar"))
+    m = model(GOLDEN / "bitnet-packed-offline").on(CythonBackend(threads=2, layout=layout, simd="scalar"))
     prompts = [rng(slot).integers(1, 50, 2 + slot % 3) for slot in range(tokens)]
     cache = m.new_cache(tokens, CAPACITY)
     outputs = decode(m, cache, prompts, 4)

@@ -34,9 +34,7 @@ def compiled(request):
 def candidates(be, x, head, needs):
     """The logits that a screened head computes for each token of x, as a pass returns them."""
     rows = be.head_rows(x, head, needs)
-    return [
-        TokenLogits(each, head.shape[0], lambda i: be.lm_head(x[i : i + 1], head)[0], i) for i, each in enumerate(rows)
-    ]
+    return [TokenLogits(each, head.shape[0], lambda h: be.lm_head(h, head), h) for each, h in zip(rows, x, strict=True)]
 
 
 def gaussian(n_rows, n_in, dtype=BF16, seed=0):
