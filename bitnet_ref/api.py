@@ -125,7 +125,8 @@ def load(
         return read()
     plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
     computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
-    return shared((str(path), identity(path), computing, reading, cache_dtype, options.prepared), read)
+    key = str(path), identity(path), computing, reading, cache_dtype, options.prepared
+    return shared(key, read, is_usable=lambda model: not model.is_closed)
 
 
 def _gather(

@@ -133,13 +133,20 @@ class CythonBackend(Backend):
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, at_once: bool
     ) -> NDArray | None:
         assert isinstance(cache, KernelKVCache)
-        return cache.steps.hidden(self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
+        return cache.steps.hidden(
+            self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once
+        )
 
     def _with_kernels(self, kernels: CpuKernels) -> Self:
         """The same backend, computing with these kernels."""
         made = copy.copy(self)
         made.kernels = kernels
         return made
+
+    def close(self) -> None:
+        """Gives up the mappings and buffers that it holds; they are freed with the last array in them."""
+        self._memory, self._rope_rows = HugePages(), RopeRows()
+        self.kernels = replace(self.kernels, results=Buffers())
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
