@@ -71,7 +71,7 @@ def run(
         with be.running():
             return be.to_host(be.lm_head(be.from_host(x), w.lm_head))
 
-    vocab_size, states = w.lm_head.shape[0], [None] * len(rows) if hidden is None else hidden
+    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
     tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
     return Logits(tokens, vocab_size)
 
