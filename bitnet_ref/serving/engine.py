@@ -160,9 +160,13 @@ class Engine:
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
         ticket.stats.describe(self.cache)
-        handle = RequestHandle(self, ticket)  # before `submit`: an interrupt then drops it, which cancels
+        # Before `submit`, because an interrupt then drops the handle, which cancels. It keeps the engine alive.
+        handle = RequestHandle(ticket, self._cancel)
         self._worker.submit(ticket)
         return handle
+
+    def _cancel(self, ticket: Ticket) -> None:
+        self._worker.cancel(ticket)
 
     # -- what it does --------------------------------------------------------------------------------------------------
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import EngineClosed, GenerationError, RequestCancelled
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
 from .scheduler import Job
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 NEWEST_CHUNKS = 16
 
@@ -131,8 +128,8 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     threads, or several tasks of one event loop, may use it; each chunk goes to the first that asks.
     """
 
-    def __init__(self, engine: Engine, ticket: Ticket) -> None:
-        self._engine, self._ticket, self._outbox = engine, ticket, ticket.outbox
+    def __init__(self, ticket: Ticket, cancel: Callable[[Ticket], None]) -> None:
+        self._ticket, self._cancel, self._outbox = ticket, cancel, ticket.outbox
         self._closed = False
         self._process = os.getpid()
 
@@ -157,7 +154,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def cancel(self) -> None:
         """End it. The chunks generated so far can still be read, followed by RequestCancelled."""
         if self._ticket.submitted and not self.done:
-            self._engine._worker.cancel(self._ticket)
+            self._cancel(self._ticket)
 
     def close(self) -> None:
         """End it and give no further chunk."""

@@ -100,7 +100,7 @@ def test_one_stop_string_may_stand_alone():
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "message"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 is more than max_tokens"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_json and guided_regex"),
@@ -111,8 +111,8 @@ def test_one_stop_string_may_stand_alone():
         ({"num_beams": 2, "strategy": len}, "takes no strategy"),
     ],
 )
-def test_what_does_not_go_together(params, says):
-    with pytest.raises(GenerationError, match=says):
+def test_what_does_not_go_together(params, message):
+    with pytest.raises(GenerationError, match=message):
         SamplingParams.of(**params)
 
 
