@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends import Backend, HeadCandidates, HeadNeed, ScreenedHead, choose_cache_dtype
-from .backends.placement import Placement, opened, placed
+from .backends.placement import Placement, assign_layers, open_backends
 from .backends.record import NamesFilter, checked_candidates, checked_forward, record
 from .errors import BackendUnavailable, GenerationError, TokenizerError
-from .formats.checkpoint import Progress, ReadOptions, read_weights
+from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer_files
 from .formats.prepared import PreparedFile
 from .reference.cache import KVCache, TokenBatch
@@ -91,7 +91,7 @@ def load(
     """
     path = find_model(model)
     where = Placement.of(devices, gpu_layers, cache_tokens)
-    chosen, *cards = opened(backend, where, memory_limit, dtype=dtype, threads=threads, head=head)
+    chosen, *cards = open_backends(backend, where, memory_limit, dtype=dtype, threads=threads, head=head)
     choose_cache_dtype(chosen, cache_dtype)  # raises before anything is read
     options = ReadOptions(allow_unquantized, i2_s_layout, None if tl_tiles is None else Path(tl_tiles), verify=verify)
 
@@ -100,7 +100,7 @@ def load(
         if kept is not None and (found := kept.read()) is not None:
             return Model(*found, chosen, path, cache_dtype=cache_dtype)
         with open_checkpoint(path, options) as checkpoint:
-            be = placed([chosen, *cards], checkpoint, where, cache_dtype)
+            be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), where, cache_dtype)
             weights = be.prepare_model(read_weights(checkpoint, progress, be.prepare_for))
         if kept is not None:
             kept.write(checkpoint.config, weights)

@@ -69,6 +69,7 @@ class Backend:
     dtypes: tuple[str, ...] = ("float32", "float64")
     cache_dtypes: tuple[str, ...] = ("float64", *CACHE_DTYPES)
     cache_class: type[KVCache] = KVCache
+    weight_kinds: tuple[type, ...] = ()  # the dataclasses that `prepare` and `prepare_model` make
 
     def __init__(self, dtype: str = "float32", threads: int | None = None, *, head: str = "auto") -> None:
         if dtype not in self.dtypes:
@@ -96,6 +97,9 @@ class Backend:
     def prepared_layout(self) -> str | None:
         """The name of what `prepare` and `prepare_model` make, where it is worth keeping on disk (`prepared.py`)."""
         return None
+
+    def check_prepared(self, w: ModelWeights) -> None:
+        """Raises ShapeError unless `weight_kinds` in weights from disk have the shapes that the kernels trust."""
 
     def running(self) -> AbstractContextManager[None]:
         """What a forward pass runs in: here NumPy's BLAS keeps to `threads`."""
