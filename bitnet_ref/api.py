@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from .backends.loaded import LoadedModel
-from .backends.placement import Placement, opened, placed
+from .backends.placement import Placement, assign_layers, open_backends
 from .errors import BackendUnavailable, ConfigError, GenerationError
-from .formats.checkpoint import Progress, ReadOptions, read_weights
+from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .generation import ChatSession, TokenStream, generate, stream
@@ -107,7 +107,7 @@ def load(
     device, options = _gather(device, options, flat)
     path = find_model(model)
     placement = Placement.of(device.devices, device.gpu_layers, device.cache_tokens)
-    chosen, *cards = opened(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
+    chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
     reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, verify=options.verify)
@@ -117,7 +117,7 @@ def load(
         if prepared is not None and (mapped := prepared.read()) is not None:
             return Model(*mapped, chosen, path, cache_dtype=cache_dtype)
         with open_checkpoint(path, reading) as checkpoint:
-            be = placed([chosen, *cards], checkpoint, placement, cache_dtype)
+            be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
