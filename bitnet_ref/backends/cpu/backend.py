@@ -109,6 +109,15 @@ class CythonBackend(Backend):
     def prepared_layout(self) -> str:
         return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
 
+    def check_prepared(self, w: ModelWeights) -> None:
+        head = w.lm_head
+        if isinstance(head, ScreenedHead):
+            n, k = head.shape
+            expected = [(n, 3), (n, -(-k // 64) * 64)]
+            got = [() if array is None else array.shape for array in (head.facts, head.rows_q)]
+            if got != expected:
+                raise ShapeError("check_prepared", expected=f"facts and rows_q of shapes {expected}", got=str(got))
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
