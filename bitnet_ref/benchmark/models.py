@@ -190,7 +190,13 @@ class ModelBench(Record):
         """Everything as plain JSON values; of a profile's operations, those of all places together."""
         facts = super().to_dict()
         for name, profile in self.profiles.items():
-            ops = [{"op": op.name, **{key: value for key, value in op.to_dict().items() if key not in ("name", "children")}} for op in profile.ops]
+            ops = [
+                {
+                    "op": op.name,
+                    **{key: value for key, value in op.to_dict().items() if key not in ("name", "children")},
+                }
+                for op in profile.ops
+            ]
             facts["profiles"][name]["ops"] = ops
         return facts
 
