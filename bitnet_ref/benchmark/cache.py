@@ -64,9 +64,9 @@ def measure_cache(
     chunks: dict[str, list[tuple[int, float, float, float, float]]] = {dtype: [] for dtype in caches}
     for start in range(0, len(tokens), CHUNK):
         batch = TokenBatch.of([(0, start, tokens[start : start + CHUNK])])
-        exact = model.forward(batch, caches["float32"])
+        exact = model.run(batch, caches["float32"]).all()
         for dtype, cache in caches.items():
-            logits = exact if dtype == "float32" else model.forward(batch, cache)
+            logits = exact if dtype == "float32" else model.run(batch, cache).all()
             distance = measure_logits({"a": exact}, {"a": logits}, "a", "a", exact.shape, None)
             max_error = float(np.abs(exact - logits).max())
             chunks[dtype].append((len(batch), max_error, distance.kl_mean, distance.kl_max, distance.top1_agreement))

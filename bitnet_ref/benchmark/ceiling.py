@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import Backend
-from ..backends.cpu import backend as cython_backend
+from ..backends.cpu import extension
 from ..errors import ShapeError
 from ..notebook.figures.style import new_figure
 from ..system.threads import resolve_threads
@@ -61,7 +61,7 @@ class MemoryReader:
             nbytes = min(MAX_READ_BYTES, max(MIN_READ_BYTES, CACHES_READ * last_level_cache_bytes()))
         self.threads = resolve_threads(threads)
         self.words = np.ones(max(1, nbytes // 8), dtype=np.uint64)  # written, so that each page has its own memory
-        compiled = cython_backend.why_unavailable() is None
+        compiled = extension.why_unavailable() is None
         self.how = "sum_words" if compiled else "numpy.sum"
         self._pool = None if compiled else ThreadPoolExecutor(self.threads)
 
@@ -72,7 +72,7 @@ class MemoryReader:
     def read(self) -> int:
         """Read the buffer once.   -> the sum of its words, which is their number"""
         if self._pool is None:
-            return int(cython_backend._cpu.sum_words(self.words, self.threads))
+            return int(extension._cpu.sum_words(self.words, self.threads))
         return sum(map(int, self._pool.map(np.sum, np.array_split(self.words, self.threads))))
 
 
@@ -157,12 +157,12 @@ def measure_ceiling(
     actions: dict[str, Action] = {f"read {count}": reader.read for count, reader in readers.items()}
     multiply_adds: dict[tuple[str, int], int] = {}
     lacks: dict[str, str] = {}
-    for number, (name, why) in enumerate(cython_backend.simd_variants().items()):
+    for number, (name, why) in enumerate(extension.simd_variants().items()):
         if why is not None or name not in INSTRUCTIONS:
             lacks[name] = why or "has no measured peak: the compiler chooses its instructions"
             continue
         for count in counts:
-            call = partial(cython_backend._cpu.peak_multiply_adds, number, rounds, count)
+            call = partial(extension._cpu.peak_multiply_adds, number, rounds, count)
             multiply_adds[name, count] = call()
             actions[f"{name} {count}"] = call
     timings = take_turns(actions, repeats)
@@ -182,8 +182,8 @@ def peak_of(backend: Backend) -> tuple[Action, int] | None:
     name = getattr(backend, "simd", None)
     if name not in INSTRUCTIONS:
         return None
-    number = list(cython_backend.simd_variants()).index(name)
-    call = partial(cython_backend._cpu.peak_multiply_adds, number, PEAK_ROUNDS, backend.threads)
+    number = list(extension.simd_variants()).index(name)
+    call = partial(extension._cpu.peak_multiply_adds, number, PEAK_ROUNDS, backend.threads)
     return call, call()
 
 

@@ -203,20 +203,19 @@ def measure_cuda_kernels(
         is_row = takes_row(inputs[0], first)
         default = ROW if is_row else choose_launch(m, n_out, n_in, device.multiprocessors).kernel
 
-        def measure(kernel: str, grid: tuple[int, int, int], block: int, launch: Launch, wrong_acc: int) -> None:
-            wrong_y = count_unequal(ws.download(launch(first))[0].view(np.int32), y.view(np.int32))
-            timing = stopwatch.time(launch, copies) if wrong_acc == wrong_y == 0 else None
-            sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
-            choice = kernel, kernel == default, grid, block
-            results.append(CudaKernelResult(*choice, *sizes, wrong_acc, wrong_y, timing))
-
+        trials: list[tuple[str, tuple[int, int, int], int, Launch, int]] = []
         for name in kernels_for(m):
             plan = choose_launch(m, n_out, n_in, device.multiprocessors, name)
             wrong = count_unequal(device.to_host(kernels.matmul(inputs[0], first, kernel=name)), acc)
-            measure(name, plan.grid, plan.block, partial(kernels.linear, *inputs, y=out, kernel=name), wrong)
+            trials.append((name, plan.grid, plan.block, partial(kernels.linear, *inputs, y=out, kernel=name), wrong))
         if is_row:  # quantises its row itself, as decoding does; its accumulators stay in the kernel
             row = row_launch(device, n_in, n_out)
-            measure(ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0)
+            trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
+        for name, grid, block, launch, wrong in trials:
+            wrong_y = count_unequal(ws.download(launch(first))[0].view(np.int32), y.view(np.int32))
+            timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
+            sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
+            results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))
         if progress is not None:
             progress(done + 1, len(cases))
     copy = Timing.of(stopwatch.copy_samples_s)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from ..api import Model
 from ..backends import choose_backend
 from ..backends.cuda import open_device
 from ..errors import BitNetRefError, ConfigError, DeviceError
-from ..generation.results import GenerationStats
+from ..generation.results import Generation, GenerationStats
 from ..system.threads import resolve_threads
 from .cuda_kernels import MIN_SHARE, TARGET_SHARES, PlainCopy, measure_cuda_kernels
 from .gpu_goals import BATCHES, DENSE, LARGE, MAIN, NARROW, PARTS, Decoding, Differs, Goal, GoalResult, GpuBench, Plan
@@ -121,7 +121,7 @@ class GpuRun:
         plan = self.plan
 
         def find(n: int, k: int, facts: Facts) -> float:
-            sizes = {"cold_bytes": plan.cold_bytes, "copy_bytes": plan.copy_bytes}
+            sizes: dict[str, Any] = {"cold_bytes": plan.cold_bytes, "copy_bytes": plan.copy_bytes}
             bench = measure_cuda_kernels(self.device, [(n, k)], [1], repeats=plan.kernel_repeats, **sizes)
             self.device.trim()  # models have a pool of their own
             self.bench.checks[f"kernels {n}x{k}"] = bench.check
@@ -282,8 +282,7 @@ class GpuRun:
 
 def generate(model: Model, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], GenerationStats]:
     """Greedy.   -> the new tokens of each prompt, the figures of the call"""
-    outs = model.generate(prompts, max_tokens=new_tokens, ignore_eos=True)
-    assert isinstance(outs, list)
+    outs = cast("list[Generation]", model.generate(prompts, max_tokens=new_tokens, ignore_eos=True))
     return [out.token_ids for out in outs], outs[0].stats
 
 

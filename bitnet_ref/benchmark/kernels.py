@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..backends import Backend, available_backends, choose_backend
-from ..backends.cpu import kernel_manager
-from ..backends.cpu.backend import CythonBackend, simd_variants
+from ..backends.cpu.backend import CythonBackend
+from ..backends.cpu.extension import layouts_for, simd_variants
 from ..errors import ShapeError
 from ..reference.weights import LinearWeight
 from .ceiling import MemoryReader, last_level_cache_bytes
@@ -110,7 +110,7 @@ def candidates(
             backends.append(backend)
             continue
         for each_set in [simd] if simd else [variant for variant, lacks in simd_variants().items() if lacks is None]:
-            layouts = kernel_manager.candidates(each_set) if methods else [None]
+            layouts = layouts_for(each_set) if methods else [None]
             backends += [CythonBackend("float32", threads, each_set, layout=layout) for layout in layouts]
     return backends
 

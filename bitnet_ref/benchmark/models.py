@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import HeadCandidates, HeadNeed, ScreenedHead
+from ..backends.head import TokenLogits
 from ..errors import GenerationError
-from ..generation.params import SamplingParams
-from ..generation.sampling import choose, choose_among, log_probability
+from ..generation.sampling import log_probability
 from ..notebook.profiling import OpTime, Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
@@ -32,7 +31,6 @@ from .timing import Timing, ratio, seconds
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
-GREEDY = SamplingParams()
 PEAK_CALLS = 10  # of about 1 ms each
 STEPS_BETWEEN_READS = 4  # of decoding; a read empties the caches that a small model is held in
 
@@ -74,8 +72,8 @@ def bytes_of_step(
     cache = round(2 * config.num_hidden_layers * config.kv_size * float_bytes * seen)
     row = weights.embedding.array[:1].nbytes
     head = weights.lm_head.nbytes
-    if isinstance(weights.lm_head, ScreenedHead):
-        head = weights.lm_head.screen_nbytes + round(head_rows * row)
+    if (screen_nbytes := getattr(weights.lm_head, "screen_nbytes", None)) is not None:
+        head = screen_nbytes + round(head_rows * row)
     return StepBytes(ternary, dense, head, cache, norms + row)
 
 
@@ -273,7 +271,7 @@ def measure_model(
         start = time.perf_counter()
         token = most_likely(logits)
         if logits.complete:
-            log_probability(logits.logits, token)
+            log_probability(logits.values, token)
         chosen = time.perf_counter()
         logits = decode(model, token, prompt_tokens + step, cache)
         decodes.append(time.perf_counter() - chosen)
@@ -300,29 +298,24 @@ def measure_model(
     )
 
 
-def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> HeadCandidates:
+def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> TokenLogits:
     """The prompt through the model, in steps as large as generation's.   -> the logits of its last token"""
     step = model.backend.prompt_tokens(model.config)
     for start in range(0, len(prompt), step):
         piece = prompt[start : start + step]
-        last = [0] if start + len(piece) == len(prompt) else []
-        batch = TokenBatch.of([(0, start, piece)], logits_of_last=last)
-        _, logits = model.candidates(batch, cache, [HeadNeed(1)] * len(last))
-    return logits[0]
+        wanted = [0] if start + len(piece) == len(prompt) else []
+        logits = model.run(TokenBatch.of([(0, start, piece)], logits_of_last=wanted), cache, [(1, ())] * len(wanted))
+    return logits.tokens[0]
 
 
-def decode(model: Model, token: int, position: int, cache: KVCache) -> HeadCandidates:
+def decode(model: Model, token: int, position: int, cache: KVCache) -> TokenLogits:
     """One more token of slot 0, as greedy generation computes it.   -> its logits"""
-    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, [HeadNeed(1)])[1][0]
+    return model.run(TokenBatch.of([(0, position, [token])]), cache, [(1, ())]).tokens[0]
 
 
-def most_likely(logits: HeadCandidates) -> int:
-    """The greedy token, chosen as generation chooses it."""
-    if logits.complete:
-        return choose(logits.logits, GREEDY, 0.0)
-    token = choose_among(logits, GREEDY, 0.0)
-    assert token is not None
-    return token
+def most_likely(logits: TokenLogits) -> int:
+    """The greedy token; of equal logits the lowest id."""
+    return int(logits.ids[logits.values.argmax()])
 
 
 def profile_model(model: Model, prompt: NDArray[np.int64], new_tokens: int) -> dict[str, PassProfile]:

@@ -1,5 +1,6 @@
-"""Run by `peers.py` in a process of its own: a model of a given shape on another engine, timed. No part of bitnet_ref is
-imported here, so that time and memory are the engine's.
+"""Run by `peers.py` in a process of its own: a model of a given shape on another engine, timed.
+
+No part of bitnet_ref is imported here, so that time and memory are the engine's.
 
     python peer_process.py transformers '{"config": {...}, "prompt": 64, "new": 16, "repeats": 3, "threads": 2}'
 

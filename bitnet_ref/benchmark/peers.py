@@ -129,10 +129,10 @@ def ask_peer(name: str, python: str, question: dict[str, Any], timeout_s: float)
 
 def peer_config(config: ModelConfig) -> dict[str, Any]:
     """The shape as a Hugging Face config."""
-    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    others = ("model_type", "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
     return {
-        **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name) for name in sizes + others},
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -46,7 +47,12 @@ _LLAMA = replace(_BITNET, activation="silu", max_position_embeddings=2048, rope=
 def _shape(vocab: int, d: int, ffn: int, layers: int, heads: tuple[int, int, int], base: ModelConfig) -> ModelConfig:
     """heads: how many, how many of keys and values, and their size."""
     query, kv, size = heads
-    sizes = {"vocab_size": vocab, "hidden_size": d, "intermediate_size": ffn, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": d,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+    }
     return replace(base, **sizes, num_attention_heads=query, num_key_value_heads=kv, head_dim=size)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import Backend, HeadNeed
+from ..backends import Backend
 from ..crossval.tolerances import ENGINES, EPSILON, MODEL_FLOOR_IN_EPSILONS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
@@ -106,22 +106,22 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     subject = Model(first, weights, model.backend)
 
     def logits(of: Model) -> NDArray:
-        return of.forward(batch, of.new_cache(1, len(batch)))
+        return of.run(batch, of.new_cache(1, len(batch))).all()
 
     exact = logits(Model(first, plain, Backend("float64", threads=1)))
     reference_error = float(np.abs(logits(Model(first, plain, Backend("float32", threads=1))) - exact).max())
     narrow = ENGINES.get(getattr(model.backend, "precision", "float32"))
     relative_floor = MODEL_FLOOR_IN_EPSILONS * EPSILON + (narrow.relative_l2 if narrow is not None else 0.0)
     allowed = 2 * reference_error + relative_floor * float(np.abs(exact).max())
-    mine = logits(subject)
-    error = float(np.abs(mine - exact).max())
-    return check + check_top(subject, batch, mine) + Check(logits_error=error, logits_allowed=allowed)
+    subjects = logits(subject)
+    error = float(np.abs(subjects - exact).max())
+    return check + check_top(subject, batch, subjects) + Check(logits_error=error, logits_allowed=allowed)
 
 
 def check_top(model: Model, batch: TokenBatch, all_logits: NDArray) -> Check:
     """The most likely token of each position as greedy generation finds it, and its logit, against all logits."""
-    _, found = model.candidates(batch, model.new_cache(1, len(batch)), [HeadNeed(1)] * len(batch))
-    top = np.array([(each.ids[i := each.logits.argmax()], each.logits[i]) for each in found])
+    logits = model.run(batch, model.new_cache(1, len(batch)), [(1, ())] * len(batch))
+    top = np.array([(each.ids[i := each.values.argmax()], each.values[i]) for each in logits.tokens])
     expected = np.stack([all_logits.argmax(axis=1), all_logits.max(axis=1)], axis=1)
     return Check(floats=top.size, unequal_floats=count_unequal(top, expected.astype(top.dtype)))
 

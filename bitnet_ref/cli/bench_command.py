@@ -39,7 +39,7 @@ def ceiling(threads: int | None, repeats: int, plot: Path | None) -> None:
 
     On one thread and on more, all in turn, so that shares of these come from one run.
     """
-    from ..backends.cpu.backend import why_unavailable
+    from ..backends.cpu.extension import why_unavailable
     from ..benchmark.ceiling import measure_ceiling, save_roofline
 
     result = measure_ceiling(threads, repeats=repeats)

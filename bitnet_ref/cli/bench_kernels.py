@@ -1,4 +1,4 @@
-"""`bitnet-ref bench kernels`, `cuda` and `gpu`: the ternary product on every backend, and all that is asked of a GPU."""
+"""`bitnet-ref bench kernels`, `bench cuda`, `bench gpu`: the ternary product, and all that is asked of a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .shell import LoadingBar, common_options, size_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..benchmark import CudaKernelBench, CudaKernelResult, GpuBench, KernelBench, KernelResult
-    from ..benchmark.gpu_goals import GoalResult
+    from ..benchmark.cuda_kernels import CudaKernelBench, CudaKernelResult
+    from ..benchmark.gpu_goals import GoalResult, GpuBench
+    from ..benchmark.kernels import KernelBench, KernelResult
 
     Result = TypeVar("Result", KernelResult, CudaKernelResult)
 

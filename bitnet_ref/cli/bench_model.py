@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api import Model
-    from ..benchmark import Check, ModelBench, PeerBench
-    from ..benchmark.models import PassProfile
+    from ..benchmark.models import ModelBench, PassProfile
+    from ..benchmark.peers import PeerBench
+    from ..benchmark.validate import Check
 
 PEER_NAMES = ("transformers", "llama-cpp-python")  # the keys of `benchmark.PEERS`
 
@@ -69,7 +70,8 @@ def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
     """Its speeds, and ours over them."""
     if isinstance(peer, str):
         return f": {peer}"
-    assert bench.decode_tokens_per_s is not None and bench.prompt_tokens_per_s is not None
+    assert bench.decode_tokens_per_s is not None
+    assert bench.prompt_tokens_per_s is not None
     decode, prompt = peer.decode_tokens_per_s, peer.prompt_tokens_per_s
     return (
         f" {peer.version}, {peer.weights}, {in_threads(peer.threads)}: decode {decode:.2f} tok/s best "
