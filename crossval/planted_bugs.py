@@ -27,7 +27,7 @@ from planting import planted
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_generation, diagnose_prompt
-from bitnet_ref.crossval.parity import token_parity
+from bitnet_ref.crossval.token_ids import token_parity
 
 BUGS = (*BLOCK_BUGS, *LINEAR_BUGS)
 NEW_TOKENS = 12

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend, HeadNeed
-from ..crossval.tolerances import ENGINES, EPSILON, MODEL_FLOOR_IN_EPSILONS
+from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
 from ..reference.weights import LinearWeight, ModelWeights, TernaryLinear, TernaryWeight, plain_weights
@@ -85,7 +85,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
 
     The first block stands for the others, which run through the same code: the reference needs seconds for a block of a
     large model, and `bitnet-ref doctor` compares a whole one. A backend in 16 bits is allowed what an engine of that
-    dtype is (`tolerances.ENGINES`), as a share of the largest logit.
+    dtype is (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
     first = replace(model.config, num_hidden_layers=1)
     weights = replace(model.weights, layers=model.weights.layers[:1])
@@ -105,7 +105,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     exact = logits(Backend("float64", threads=1), plain)
     reference_error = float(np.abs(logits(Backend("float32", threads=1), plain) - exact).max())
     floor = MODEL_FLOOR_IN_EPSILONS * EPSILON * float(np.abs(exact).max())
-    narrow = ENGINES.get(getattr(model.backend, "precision", "float32"))
+    narrow = NARROW_FLOATS.get(getattr(model.backend, "precision", "float32"))
     floor += narrow.relative_l2 * float(np.abs(exact).max()) if narrow is not None else 0.0
     error = float(np.abs(logits(model.backend, weights) - exact).max())
     return (

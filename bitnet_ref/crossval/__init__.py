@@ -2,7 +2,6 @@
 
 from .engines.bitnet_cpp import cross_bitnet_cpp
 from .engines.outside import cross_engine, cross_engine_on
-from .greedy import Greedy, compare_ids, compare_text
 from .opponents import (
     Crossing,
     cross_backends,
@@ -12,8 +11,9 @@ from .opponents import (
     write_html,
 )
 from .precision import PrecisionBench, PrecisionError, measure_precision
+from .receipts import Verification, make_receipt, verify_receipt
 from .table import Table, cross_all
-from .verify import Verification, make_receipt, verify_receipt
+from .token_ids import Greedy, compare_ids, compare_text
 
 __all__ = [
     "Crossing",

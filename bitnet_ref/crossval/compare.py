@@ -20,8 +20,8 @@ from ..reference.config import ModelConfig
 from . import names
 from .flips import Flip, FlipVerdict, implied_int8, judge_flips
 from .metrics import Distance, LogitsDistance, measure, measure_logits, rows_of, shape_of
-from .parity import token_parity
-from .tolerances import ENGINES, FLIP_CEILING, tolerance_of
+from .token_ids import token_parity
+from .tolerances import FLIP_CEILING, NARROW_FLOATS, tolerance_of
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 _SHOWN_FLIPS = 100  # kept of those found; the count is exact
@@ -269,8 +269,8 @@ class Walk:
                     self.reference, candidate, name, candidate_name, full, ids, first_row
                 )
         status, token, why, reason = OK, None, "", tolerance.reason
-        if self.engine_dtype in ENGINES:
-            engine = ENGINES[self.engine_dtype]
+        if self.engine_dtype in NARROW_FLOATS:
+            engine = NARROW_FLOATS[self.engine_dtype]
             relative, reason = engine.relative_l2, f"an engine in {self.engine_dtype}, relative L2: {engine.reason}"
             if not d.relative_l2 <= engine.relative_l2:
                 status, token = DIFFERS, _first(d.row_l2 > engine.relative_l2)

@@ -25,10 +25,9 @@ from ..system.atomic import atomic_path
 from .compare import Comparison, compare
 from .explain.diagnose import Diagnosis, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
-from .greedy import Greedy
-from .parity import token_parity
 from .report import Evidence, Section, evidence, html_report
 from .teacher import teacher_forced
+from .token_ids import Greedy, token_parity
 from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"

@@ -96,7 +96,7 @@ class EngineTolerance:
 # Either rounds enough int8 activations to a neighbour that their flips, not the float itself, make the distance.
 # Measured on storyteller with every op rounded: 0.034 (bfloat16), 0.035 (float16) at the worst tensor, 0.009 at the
 # logits.
-ENGINES: dict[str, EngineTolerance] = {
+NARROW_FLOATS: dict[str, EngineTolerance] = {
     "bfloat16": EngineTolerance(
         0.15, "8 bits of mantissa: a share of the int8 activations flips, accumulators above 256 lose their last bits"
     ),

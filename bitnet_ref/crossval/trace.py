@@ -28,7 +28,7 @@ from ..errors import FormatError
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..system.atomic import atomic_path
-from .identity import config_hash, weight_hash
+from .hashes import config_hash, weight_hash
 from .names import INT8, op_order
 
 if TYPE_CHECKING:

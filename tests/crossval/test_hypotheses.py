@@ -74,7 +74,9 @@ def test_each_shows_where_it_says() -> None:
             first = None if changed is None else first_difference(right, changed.run())
             if first is not None:
                 shown.add(hypothesis.name)
-                assert any(fnmatchcase(first, glob) for glob in hypothesis.shows.split()), f"{hypothesis.name}: {case}, {first}"
+                assert any(fnmatchcase(first, glob) for glob in hypothesis.shows.split()), (
+                    f"{hypothesis.name}: {case}, {first}"
+                )
     assert {hypothesis.name for hypothesis in HYPOTHESES} - shown <= RARE
 
 
