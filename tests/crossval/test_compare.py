@@ -96,7 +96,7 @@ def test_logits_figures_are_those_of_the_distributions(story):
     following = np.array(tokens[1:])
     expected = np.exp(-np.log(p[np.arange(len(following)), following]).mean())
     assert found.perplexity_reference == pytest.approx(expected)
-    assert found.perplexity_difference > 100
+    assert found.perplexity_candidate - found.perplexity_reference > 100
     ordered = np.sort(right, axis=-1)
     assert found.smallest_margin == pytest.approx((ordered[:, -1] - ordered[:, -2]).min())
     assert found.widest_lost_margin == pytest.approx((ordered[:, -1] - ordered[:, -2]).max())
