@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import Backend, ScreenedHead
-from ..backends.cpu.backend import PanelWeight
+from ..backends import Backend
+from ..backends.cpu.weights import PanelWeight, ScreenedHead
 from ..errors import BitNetRefError, FormatError
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight

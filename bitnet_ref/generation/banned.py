@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..tokenizers.vocabulary import SortedTokens
 from .processors import without
-from .vocabulary import SortedTokens
 
 
 class BannedWords:
@@ -22,14 +22,14 @@ class BannedWords:
     def __init__(self, words: Sequence[str], vocabulary: SortedTokens, prompt_tokens: int) -> None:
         self.vocabulary, self.prompt_tokens = vocabulary, prompt_tokens
         self.words = [word.encode() for word in words]
-        whole = {token for word in self.words for token in vocabulary.holding(word)}
+        whole = {token for word in self.words for token in vocabulary.containing(word)}
         self.whole = np.array(sorted(whole), dtype=np.int64)
         self.longest = max(map(len, self.words))
 
     def moves(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         tail = self._tail(token_ids)
         rests = [
-            self.vocabulary.beginning_with(word[begun:])
+            self.vocabulary.with_prefix(word[begun:])
             for word in self.words
             for begun in range(1, min(len(word) - 1, len(tail)) + 1)
             if tail.endswith(word[:begun])

@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from ..errors import GenerationError
 
 if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
+    from ..tokenizers.vocabulary import Vocabulary
 
 
 class Constraint:
@@ -27,10 +29,12 @@ class Constraint:
     followed from the start, so the answer depends on the ids alone. Not for several threads at a time.
     """
 
-    def __init__(self, guide: str, value: Any, vocabulary: LLVocabulary, prompt_tokens: int) -> None:
+    def __init__(self, guide: str, value: Any, vocabulary: Vocabulary, prompt_tokens: int) -> None:
         """guide, value: one of `params.GUIDES` and what was given for it."""
-        self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, vocabulary.end_tokens
-        self._matcher = vocabulary.matcher(guide, value)
+        self.guide, self.prompt_tokens = guide, prompt_tokens
+        grammar_vocabulary = _llguidance_vocabulary(vocabulary)
+        self.end_tokens = grammar_vocabulary.end_tokens
+        self._matcher = grammar_vocabulary.matcher(guide, value)
         self._seen: list[int] = []
 
     def fresh(self) -> Constraint:
@@ -123,6 +127,17 @@ class LLVocabulary:
         if matcher.is_error():
             raise GenerationError(f"{guide}: {_first_line(matcher.get_error())}")
         return matcher
+
+
+_llguidance_vocabularies: WeakKeyDictionary[Vocabulary, LLVocabulary] = WeakKeyDictionary()
+
+
+def _llguidance_vocabulary(vocabulary: Vocabulary) -> LLVocabulary:
+    """The vocabulary for llguidance, built once per model."""
+    if vocabulary not in _llguidance_vocabularies:
+        built = LLVocabulary(vocabulary.tokenizer, vocabulary.tokens, vocabulary.vocab_size)
+        _llguidance_vocabularies[vocabulary] = built
+    return _llguidance_vocabularies[vocabulary]
 
 
 def spelled(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[int]:

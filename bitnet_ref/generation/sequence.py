@@ -63,7 +63,7 @@ class Request:
             BannedWords(params.bad_words, model.vocabulary.sorted, len(self.prompt)) if params.bad_words else None
         )
         guide = next(iter(params.guides.items()), None)
-        self._constraint = Constraint(*guide, model.vocabulary.llguidance, len(self.prompt)) if guide else None
+        self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
 
     def _length(self, name: str) -> int:
         """New tokens at most."""
