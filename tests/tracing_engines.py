@@ -7,8 +7,14 @@ from helpers import BITNET, TINY, rng, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
+from bitnet_ref.backends.loaded import LoadedModel
 
 TOKENS = [1, 17, 5, 23, 9, 31, 2, 38, 11]
+
+
+def record(be, weights, config, tokens):
+    """(logits, every named tensor) of a pass on a backend object."""
+    return LoadedModel(config, weights, be).run_with_cache(tokens)
 
 
 def random_config(seed):

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import Backend, HeadNeed, choose_backend
+from ..backends import Backend, choose_backend
 from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch
@@ -131,11 +131,10 @@ def measure_precision(
 def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> Iterator[NDArray]:
     cache = model.new_cache(1, len(tokens))
     if way == "prompt":
-        yield model.forward(TokenBatch.of([(0, 0, tokens)]), cache)
+        yield model.run(TokenBatch.of([(0, 0, tokens)]), cache).all()
         return
-    for position, token in enumerate(tokens):  # the way of generation: a recorded step, where the backend records
-        batch = TokenBatch.of([(0, position, [int(token)])], logits_of_last=[0])
-        yield model.candidates(batch, cache, [HeadNeed()])[1][0].logits[None]
+    for position, token in enumerate(tokens):  # as generation does: steps that a backend may replay
+        yield model.run(TokenBatch.of([(0, position, [int(token)])], logits_of_last=[0]), cache).all()
 
 
 def _continuation(model: Model, start: list[int]) -> list[int]:

@@ -17,21 +17,21 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.record import NamesFilter, Recorder, checked_forward
+from ..backends.loaded import LoadedModel
+from ..backends.observe import observe
+from ..backends.record import NamesFilter, Recorder
+from ..backends.run import run
 from ..errors import FormatError
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..system.atomic import atomic_path
 from .hashes import config_hash, weight_hash
 from .names import INT8, op_order
-
-if TYPE_CHECKING:
-    from ..api import Model
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
 ENGINE_DTYPES = ("float32", "bfloat16", "float16")
@@ -95,18 +95,20 @@ class TraceWriter:
 
 
 class _FileRecorder(Recorder):
-    """A recorder whose tensors go to the file instead of into memory."""
+    """A recorder whose tensors go to a file instead of into memory."""
 
-    writer: TraceWriter
+    def __init__(self, model: LoadedModel, names: NamesFilter, writer: TraceWriter) -> None:
+        super().__init__(model.backend, model.weights, model.config, names)
+        self.writer = writer
 
     def keep(self, name: str, array: NDArray) -> None:
-        if self.wants(name):
-            self.writer.add(name, self.inner.to_host(array))
+        if self.wants(name) and name not in self.writer.entries:  # a pass with NaN is run again to name the tensor
+            self.writer.add(name, self.be.to_host(array))
         self.current = name
 
 
 def record_to_file(
-    model: Model,
+    model: LoadedModel,
     tokens: Sequence[int],
     path: str | os.PathLike[str],
     names: NamesFilter = None,
@@ -118,19 +120,16 @@ def record_to_file(
     """
     ids = model.check_tokens(tokens)
     batch = TokenBatch.of([(0, 0, ids)])
-    recorder = _FileRecorder(model.backend, model.weights, model.config, names)
     engine = f"bitnet_ref {model.backend.name}"
     metadata = trace_metadata(ids.tolist(), engine=engine, prompt=prompt)
     metadata |= {"config_hash": config_hash(model.config), "weight_hash": weight_hash(model.weights)}
     with atomic_path(path) as temporary:
-        recorder.writer = TraceWriter(temporary, metadata, expected=len(op_order(model.config)))
+        writer = TraceWriter(temporary, metadata, expected=len(op_order(model.config)))
+        observed = observe(model.backend, _FileRecorder(model, names, writer))
         try:
-            logits = checked_forward(
-                model.backend, model.weights, model.config, batch, model.new_cache(1, len(ids)), recorder
-            )
+            return run(observed, model.weights, model.config, batch, model.new_cache(1, len(ids))).all()
         finally:
-            recorder.writer.close()
-    return logits
+            writer.close()
 
 
 def trace_metadata(

@@ -7,9 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import GOLDEN, GOLDEN_CASES, golden, model
-from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random
+from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random, record
 
-from bitnet_ref.backends.record import record
 from bitnet_ref.crossval.compare import FLIP, OK, compare
 from bitnet_ref.crossval.names import LOGITS, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.crossval.token_ids import token_parity

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import GOLDEN, GOLDEN_CASES, model
-from tracing_engines import TOKENS, QuickBackend
+from tracing_engines import TOKENS, QuickBackend, record
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.record import record
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.teacher import teacher_forced

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, compare
 from ..names import LOGITS, SYNONYMS
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, generation_hypotheses, greedy, prompt_hypotheses, tokenizer_of
 from .patterns import Kind, kind_of, relative_error
 from .variants import Hypothesis, Setting
-
-if TYPE_CHECKING:
-    from ...api import Model
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Diagnosis:
 
 
 def diagnose(
-    model: Model,
+    model: LoadedModel,
     tokens: Sequence[int],
     candidate: Mapping[str, NDArray],
     comparison: Comparison,
@@ -115,7 +113,7 @@ def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
 
 
 def diagnose_prompt(
-    model: Model, tokens: Sequence[int], candidate_tokens: Sequence[int], prompt: str | None = None
+    model: LoadedModel, tokens: Sequence[int], candidate_tokens: Sequence[int], prompt: str | None = None
 ) -> list[Diagnosis]:
     """Why a candidate has other token ids for the same prompt. Empty when the ids are equal."""
     right, wrong = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
@@ -125,7 +123,10 @@ def diagnose_prompt(
 
 
 def diagnose_generation(
-    model: Model, tokens: Sequence[int], candidate_generated: Sequence[int], generated: Sequence[int] | None = None
+    model: LoadedModel,
+    tokens: Sequence[int],
+    candidate_generated: Sequence[int],
+    generated: Sequence[int] | None = None,
 ) -> list[Diagnosis]:
     """Why a candidate's greedy continuation of the same token ids differs. Empty when it does not.
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
-from ...backends.record import NamesFilter, Recorder
+from ...backends.loaded import LoadedModel
+from ...backends.observe import observe
+from ...backends.record import Call, NamesFilter, Recorder
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import forward
 from ...reference.weights import LayerWeights, ModelWeights, TernaryWeight, plain_weights
 from .patterns import Kind
-
-if TYPE_CHECKING:
-    from ...api import Model
 
 Op = Callable[..., NDArray]
 Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
@@ -60,7 +58,7 @@ class Setting:
     attention: AttentionRule = AttentionRule()
 
     @classmethod
-    def of(cls, model: Model, token_ids: Any) -> Setting:
+    def of(cls, model: LoadedModel, token_ids: Any) -> Setting:
         """The reference's own setting, whatever backend the model was loaded for."""
         return cls(model.config, plain_weights(model.weights), model.check_tokens(token_ids))
 
@@ -89,24 +87,24 @@ class Setting:
 
         return self.map_layers(layer)
 
+    def around(self, op: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """For `observe`: computes the op, or its replacement."""
+        return self.ops[op](call, *args) if op in self.ops else call(*args)
+
     def backend(self) -> Backend:
-        """The NumPy backend with the replaced operations."""
-        ops = {
-            name: lambda be, *args, n=name, c=c: c(partial(getattr(Backend, n), be), *args)
-            for name, c in self.ops.items()
-        }
-        return type("ChangedBackend", (Backend,), ops)("float32", threads=1)
+        """The plain backend with the replaced ops."""
+        return observe(Backend("float32", threads=1), self.around)
 
     def run(self, names_filter: NamesFilter = None, until: str | None = None) -> dict[str, NDArray]:
         """One forward pass, recorded: {name: array} in the order of the computation.
 
         until: the pass ends when the tensor of that name has been computed.
         """
-        be = self.backend()
-        recorder = _Recorder(be, self.weights, self.config, names_filter, self.attention, until)
-        cache = KVCache(self.config, slots=1, capacity=len(self.tokens), dtype=be.dtype.type)
-        with np.errstate(all="ignore"), suppress(_Enough):  # a wrong change may overflow; the comparison says so
-            forward(recorder, self.weights, self.config, TokenBatch.of([(0, 0, self.tokens)]), cache)
+        be = Backend("float32", threads=1)
+        recorder = _VariantRecorder(self, be, names_filter, until)
+        batch, cache = TokenBatch.of([(0, 0, self.tokens)]), KVCache(self.config, slots=1, capacity=len(self.tokens))
+        with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
+            forward(observe(be, recorder), self.weights, self.config, batch, cache)
         return recorder.seen
 
 
@@ -127,37 +125,33 @@ class Hypothesis:
     kind: Kind = Kind.OTHER
 
 
-class _Enough(Exception):
+class _Finished(Exception):
     """The last tensor that was asked for has been computed."""
 
 
-class _Recorder(Recorder):
-    """Records a pass in which a token may see others than it should; scores and pattern stand where they belong."""
+class _VariantRecorder(Recorder):
+    """Records a pass with the setting's ops and its rule of attention."""
 
-    def __init__(
-        self,
-        inner: Backend,
-        w: ModelWeights,
-        cfg: ModelConfig,
-        names_filter: NamesFilter,
-        rule: AttentionRule,
-        until: str | None,
-    ) -> None:
-        super().__init__(inner, w, cfg, names_filter)
-        self.rule, self.until = rule, until
+    def __init__(self, setting: Setting, be: Backend, names_filter: NamesFilter, until: str | None) -> None:
+        super().__init__(be, setting.weights, setting.config, names_filter)
+        self.setting, self.rule, self.until = setting, setting.attention, until
+
+    def __call__(self, op: str, call: Call, args: tuple[Any, ...]) -> Any:
+        return super().__call__(op, lambda *inputs: self.setting.around(op, call, inputs), args)
 
     def keep(self, name: str, array: NDArray) -> None:
         super().keep(name, array)
         if name == self.until:
-            raise _Enough
+            raise _Finished
 
-    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+    def _on_attention(
+        self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
+    ) -> NDArray:
         n = len(batch)
-        scores_all = np.full((q.shape[1], n, n), -np.inf, dtype=self.dtype)
-        pattern_all = np.zeros_like(scores_all)
-        z = np.empty_like(q)
+        scores_all = np.full((q.shape[1], n, n), -np.inf, dtype=q.dtype)
+        pattern_all, z = np.zeros_like(scores_all), np.empty_like(q)
         keys, values = cache.visible(layer, 0, n - 1, None)
-        self.keep(f"{self._block}.attn.hook_v", values)
+        self.keep(f"{self.block}.attn.hook_v", values)
         if self.rule.kv_heads is not None:
             keys, values = keys[:, self.rule.kv_heads], values[:, self.rule.kv_heads]
         for i in range(n):
@@ -166,9 +160,9 @@ class _Recorder(Recorder):
             scores_all[:, i, seen] = layers.attention_scores(q[i], keys[seen]) * np.float32(self.rule.factor)
             pattern_all[:, i, seen] = layers.softmax(scores_all[:, i, seen])
             z[i] = layers.attention_values(pattern_all[:, i, seen], values[seen])
-        self.keep(f"{self._block}.attn.hook_attn_scores", scores_all)
-        self.keep(f"{self._block}.attn.hook_pattern", pattern_all)
-        self.keep(f"{self._block}.attn.hook_z", z)
+        self.keep(f"{self.block}.attn.hook_attn_scores", scores_all)
+        self.keep(f"{self.block}.attn.hook_pattern", pattern_all)
+        self.keep(f"{self.block}.attn.hook_z", z)
         return z
 
 

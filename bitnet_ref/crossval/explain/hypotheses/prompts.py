@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ....backends.loaded import LoadedModel
+from ....backends.paged_cache import PagedKVCache
 from ....errors import TokenizerError
 from ....reference.cache import TokenBatch
 from ....tokenizers.base import END_OF_TURN
 
 if TYPE_CHECKING:
-    from ....api import Model
     from ....tokenizers import Tokenizer
 
 Ids = list[int]
@@ -141,7 +142,7 @@ _TEXT_CHANGES: tuple[tuple[str, str, str, Callable[[str], str]], ...] = (
 
 
 def generation_hypotheses(
-    model: Model, prompt_ids: Sequence[int], generated: Sequence[int], candidate: Sequence[int]
+    model: LoadedModel, prompt_ids: Sequence[int], generated: Sequence[int], candidate: Sequence[int]
 ) -> list[TokenHypothesis]:
     """Why a greedy continuation of the same prompt differs: `generated` is the reference's, with its end token."""
     prompt, right, n = list(prompt_ids), list(generated), len(candidate)
@@ -198,7 +199,7 @@ def generation_hypotheses(
 
 
 def greedy(
-    model: Model,
+    model: LoadedModel,
     prompt: Sequence[int],
     n: int,
     end_ids: frozenset[int] | None = None,
@@ -212,29 +213,32 @@ def greedy(
     first_from: the prompt position whose logits choose the first new token.   shift: of the new tokens' positions.
     """
     ends = frozenset(_end_ids(model)) if end_ids is None else end_ids
-    cache = model.new_cache(slots=1, capacity=len(prompt) + n + max(shift, 0))
+    capacity = len(prompt) + n + max(shift, 0)
+    cache = model.new_cache(slots=1, capacity=capacity, page_size=capacity)
+    assert isinstance(cache, PagedKVCache)
     cache.fill_with_zeros()  # a gap left by `shift` holds zeros
-    logits = model.forward(TokenBatch.of([(0, 0, prompt)]), cache)[first_from]
+    logits = model.run(TokenBatch.of([(0, 0, prompt)]), cache).all()[first_from]
     new: Ids = []
     while len(new) < n:
         new.append(int(np.argmax(logits)))
         if new[-1] in ends or len(new) == n:
             break
-        logits = model.forward(TokenBatch.of([(0, len(prompt) + len(new) - 1 + shift, new[-1:])]), cache)[-1]
+        step = TokenBatch.of([(0, len(prompt) + len(new) - 1 + shift, new[-1:])])
+        logits = model.run(step, cache).all()[-1]
     return new
 
 
-def _end_ids(model: Model) -> tuple[int, ...]:
+def _end_ids(model: LoadedModel) -> tuple[int, ...]:
     tokenizer = tokenizer_of(model)
     return (*model.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))
 
 
-def _name_of(model: Model, token: int) -> str | None:
+def _name_of(model: LoadedModel, token: int) -> str | None:
     tokenizer = tokenizer_of(model)
     return tokenizer.id_to_token(token) if tokenizer and token < tokenizer.vocab_size else None
 
 
-def tokenizer_of(model: Model) -> Tokenizer | None:
+def tokenizer_of(model: LoadedModel) -> Tokenizer | None:
     """The model's tokenizer, or None where its folder has none."""
     try:
         return model.tokenizer
