@@ -17,7 +17,7 @@ del sys.path[0]  # this folder, whose files have the names of packages
 from bitnet_ref.api import load  # noqa: E402
 from bitnet_ref.crossval import cross_all, default_tokens, make_receipt  # noqa: E402
 from bitnet_ref.crossval.engines.outside import ENGINES  # noqa: E402
-from bitnet_ref.crossval.receipts import write_receipt  # noqa: E402
+from bitnet_ref.crossval.receipt import write_receipt  # noqa: E402
 from bitnet_ref.formats.safetensors import SafetensorsFile  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "data" / "golden"

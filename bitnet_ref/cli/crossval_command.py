@@ -211,7 +211,7 @@ def finish(
 ) -> None:
     """Show, write what was asked for, and exit with what was found."""
     from ..crossval import make_receipt, write_html
-    from ..crossval.receipts import write_receipt
+    from ..crossval.receipt import write_receipt
 
     ran = [crossing.agrees for crossing in crossings if crossing.agrees is not None]
     missing = [crossing.opponent for crossing in crossings if crossing.agrees is None]

@@ -37,7 +37,6 @@ from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch
 from .metrics import measure_logits
-from .opponents import prepared_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 CONTINUED = 48  # tokens of the greedy continuation, of a prompt of as many
@@ -101,13 +100,13 @@ def measure_precision(
     if len(ids) < 2:
         raise GenerationError(f"measure_precision: expected a text of two tokens or more, got {len(ids)}")
     tokens = model.check_tokens(ids[: model.config.context_length])
-    reference = prepared_model(model, Backend("float32", model.backend.threads))
+    reference = model.on(Backend("float32", model.backend.threads))
     exact = reference.logits(tokens.tolist())
     start = [int(token) for token in tokens[: min(CONTINUED, len(tokens) // 2)]]
     right = _continuation(reference, start)
     errors, same, device = [], {}, None
     for dtype in dtypes:
-        subject = prepared_model(model, choose_backend(backend, dtype=dtype, threads=model.backend.threads))
+        subject = model.on(choose_backend(backend, dtype=dtype, threads=model.backend.threads))
         device = getattr(getattr(subject.backend, "ws", None), "device", None) or device
         for way in WAYS:
             logits = np.concatenate(list(_logits(subject, tokens, way)))

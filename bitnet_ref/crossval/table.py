@@ -10,7 +10,7 @@ from typing import Any
 from ..api import load
 from .engines.outside import ENGINES, cross_engine_on
 from .opponents import Crossing, cross_backends, default_tokens
-from .receipts import crossing_figures
+from .receipt import crossing_figures
 
 Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, where, tokens
 Report = Callable[[str], None]

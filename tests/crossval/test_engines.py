@@ -19,7 +19,7 @@ from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, 
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
-from bitnet_ref.crossval.receipts import write_receipt
+from bitnet_ref.crossval.receipt import write_receipt
 from bitnet_ref.crossval.table import cell
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError

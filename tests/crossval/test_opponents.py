@@ -22,11 +22,10 @@ from bitnet_ref.crossval import (
     default_tokens,
     make_receipt,
     opponents,
-    prepared_model,
     verify_receipt,
     write_html,
 )
-from bitnet_ref.crossval.receipts import read_receipt, seal, write_receipt
+from bitnet_ref.crossval.receipt import read_receipt, seal, write_receipt
 from bitnet_ref.crossval.trace import record_to_file, trace_metadata, write_trace
 from bitnet_ref.errors import DeviceError, FormatError
 from bitnet_ref.formats.safetensors import write_safetensors
@@ -118,7 +117,7 @@ def test_a_backend_that_breaks_has_failed(monkeypatch):
 
 def test_a_trace_of_another_engine(tmp_path):
     m = model(CASE)
-    noisy = prepared_model(m, NoisyBackend())
+    noisy = m.on(NoisyBackend())
     _, seen = noisy.run_with_cache(TOKENS)
     write_trace(tmp_path / "good", seen, TOKENS, engine="another")
     crossing = cross_trace(m, tmp_path / "good", causes=False)

@@ -19,7 +19,7 @@ from ...api import Model
 from ...backends import Backend
 from ..compare import compare
 from ..explain.replay import judge_trace
-from ..opponents import Crossing, prepared_model
+from ..opponents import Crossing
 from ..report import evidence
 from ..trace import Trace, record_to_file
 
@@ -101,7 +101,7 @@ class Attempt:
 
 def judge_by_contract(crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
     """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
-    reference = prepared_model(model, Backend("float32", model.backend.threads))
+    reference = model.on(Backend("float32", model.backend.threads))
     if trace.carries_inputs and trace.engine_dtype == "float32":
         crossing.comparisons.append(judge_trace(reference, trace))
     path = folder / "reference.safetensors"

@@ -35,7 +35,7 @@ from ..compare import compare
 from ..explain.hypotheses import HYPOTHESES
 from ..explain.replay import judge_trace
 from ..explain.variants import Setting
-from ..opponents import Crossing, prepared_model
+from ..opponents import Crossing
 from ..report import evidence
 from ..trace import Trace
 from .engine import Attempt, Engine, Prepared
@@ -88,7 +88,7 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
 
 def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
-    plain = prepared_model(model, Backend("float32", model.backend.threads))
+    plain = model.on(Backend("float32", model.backend.threads))
     setting = Setting.of(plain, trace.token_ids)
     crossing.rule = rule
     reference, backend = _dense(plain) if kind == "f32" else plain, None
