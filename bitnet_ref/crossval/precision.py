@@ -32,12 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import Backend, HeadNeed, choose_backend
+from ..backends import Backend, choose_backend
 from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch
 from .metrics import measure_logits
-from .opponents import prepared_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 CONTINUED = 48  # tokens of the greedy continuation, of a prompt of as many
@@ -101,13 +100,13 @@ def measure_precision(
     if len(ids) < 2:
         raise GenerationError(f"measure_precision: expected a text of two tokens or more, got {len(ids)}")
     tokens = model.check_tokens(ids[: model.config.context_length])
-    reference = prepared_model(model, Backend("float32", model.backend.threads))
+    reference = model.on(Backend("float32", model.backend.threads))
     exact = reference.logits(tokens.tolist())
     start = [int(token) for token in tokens[: min(CONTINUED, len(tokens) // 2)]]
     right = _continuation(reference, start)
     errors, same, device = [], {}, None
     for dtype in dtypes:
-        subject = prepared_model(model, choose_backend(backend, dtype=dtype, threads=model.backend.threads))
+        subject = model.on(choose_backend(backend, dtype=dtype, threads=model.backend.threads))
         device = getattr(getattr(subject.backend, "ws", None), "device", None) or device
         for way in WAYS:
             logits = np.concatenate(list(_logits(subject, tokens, way)))
@@ -131,11 +130,10 @@ def measure_precision(
 def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> Iterator[NDArray]:
     cache = model.new_cache(1, len(tokens))
     if way == "prompt":
-        yield model.forward(TokenBatch.of([(0, 0, tokens)]), cache)
+        yield model.run(TokenBatch.of([(0, 0, tokens)]), cache).all()
         return
-    for position, token in enumerate(tokens):  # the way of generation: a recorded step, where the backend records
-        batch = TokenBatch.of([(0, position, [int(token)])], logits_of_last=[0])
-        yield model.candidates(batch, cache, [HeadNeed()])[1][0].logits[None]
+    for position, token in enumerate(tokens):  # as generation does: steps that a backend may replay
+        yield model.run(TokenBatch.of([(0, position, [int(token)])], logits_of_last=[0]), cache).all()
 
 
 def _continuation(model: Model, start: list[int]) -> list[int]:

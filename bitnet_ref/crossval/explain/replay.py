@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
+from ...backends.loaded import LoadedModel
 from ...errors import NumericsError
 from ...reference import layers
 from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
@@ -27,16 +27,13 @@ from ..flips import judge_flips
 from ..metrics import shape_of
 from ..tolerances import TABLE
 
-if TYPE_CHECKING:
-    from ...api import Model
-
 
 class _Unknown(Exception):
     """An op's inputs are not in the trace."""
 
 
 def judge_trace(
-    model: Model, trace: Mapping[str, NDArray], tokens: NDArray | None = None, backend: Backend | None = None
+    model: LoadedModel, trace: Mapping[str, NDArray], tokens: NDArray | None = None, backend: Backend | None = None
 ) -> Comparison:
     """Every op of a recorded run on its own inputs. mode "op by op".
 
@@ -71,7 +68,7 @@ class _Replay:
     """The reference's ops by the names of their results, each fed from the trace."""
 
     def __init__(
-        self, model: Model, trace: Mapping[str, NDArray], ids: NDArray[np.int64], backend: Backend | None
+        self, model: LoadedModel, trace: Mapping[str, NDArray], ids: NDArray[np.int64], backend: Backend | None
     ) -> None:
         self.trace, self.ids, self.cfg = trace, ids, model.config
         self.actual: dict[str, str] = {}
@@ -188,11 +185,11 @@ class _Replay:
         for i in range(n):
             seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
             if hook == "hook_attn_scores":
-                out[:, i, seen] = self.be.attention_scores(q[i], k[seen])
+                out[:, i, seen] = layers.attention_scores(q[i], k[seen])
             elif hook == "hook_pattern":
-                out[:, i, seen] = self.be.softmax(given[:, i, seen])
+                out[:, i, seen] = layers.softmax(given[:, i, seen])
             else:
-                out[i] = self.be.attention_values(pattern[:, i, seen], v[seen])
+                out[i] = layers.attention_values(pattern[:, i, seen], v[seen])
         return out
 
     def _norm(self, name: str) -> tuple[NDArray, float]:
