@@ -1,4 +1,4 @@
-"""The error of 16-bit dtypes: the logits of a text on a backend in float16 or bfloat16, against the float32 reference's.
+"""The error of 16-bit dtypes: the logits of a text in float16 or bfloat16 against those of the float32 reference.
 
 These dtypes are not part of the contract, so there is a measurement and no verdict. float32 on the same backend is
 listed beside them: it shows the effect of another order of sums. Each token follows the true text (teacher forcing);

@@ -1,7 +1,7 @@
 """Comparisons as one HTML file: no script, no network, plots as inline SVG.
 
-`evidence` selects the values that the plots show: some logits of both sides, and a patch of the first tensor that differs
-with the right one. `html_report` draws any number of comparisons under one title.
+`evidence` selects the values that the plots show: some logits of both sides, and a patch of the first tensor that
+differs with the right one. `html_report` draws any number of comparisons under one title.
 """
 
 from __future__ import annotations

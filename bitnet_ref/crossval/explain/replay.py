@@ -1,7 +1,7 @@
 """Judges a recorded run op by op: the reference computes each op from the run's own inputs.
 
-`compare` holds a trace against another run; this holds it against itself. For each tensor of the trace whose inputs were
-recorded, the reference computes that op from them, for example accumulators from the int8 inputs and the weights,
+`compare` holds a trace against another run; this holds it against itself. For each tensor of the trace whose inputs
+were recorded, the reference computes that op from them, for example accumulators from the int8 inputs and the weights,
 exactly. So an error is named at the op that makes it, whatever earlier errors or rounding flips there are.
 
 An input that was not recorded is computed from the nearest tensors that were. If that would need a guess how the engine
