@@ -43,8 +43,8 @@ def token_parity(
     outside = next((i for i, token in enumerate(theirs) if not 0 <= token < config.vocab_size), None)
     if outside is not None:
         return f"token {theirs[outside]} at index {outside} is outside the vocabulary of {config.vocab_size}"
-    head = _common_prefix(mine, theirs)
-    tail = _common_prefix(mine[head:][::-1], theirs[head:][::-1])
+    head = common_prefix(mine, theirs)
+    tail = common_prefix(mine[head:][::-1], theirs[head:][::-1])
     first = [str(ids[head]) if head < len(ids) else "none" for ids in (mine, theirs)]
     here = f"first at index {head}: {first[0]} in the reference, {first[1]} in the candidate"
     if None not in prompts and prompts[0] != prompts[1]:
@@ -60,7 +60,7 @@ def token_parity(
     return f"other tokens: another prompt, template or tokenizer ({counts}; {here})"
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens at the start are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -150,7 +150,7 @@ def _continue(model: Model, tokens: Sequence[int], count: int) -> tuple[list[int
     ids = list(result.token_ids)
     if not ids:
         return ids, np.empty((0, model.config.vocab_size), dtype=np.float32)
-    return ids, model.logits([*tokens, *ids[:-1]])[len(tokens) - 1 :]
+    return ids, np.asarray(model.logits([*tokens, *ids[:-1]]))[len(tokens) - 1 :]
 
 
 def _within_word(text: str, index: int) -> bool:

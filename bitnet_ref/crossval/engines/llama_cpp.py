@@ -30,11 +30,11 @@ from ...formats.gguf.config import architecture
 from ...formats.gguf.export import write_gguf_model
 from ...formats.open import open_checkpoint
 from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
-from .. import names
 from ..compare import compare
 from ..explain.hypotheses import HYPOTHESES
 from ..explain.replay import judge_trace
 from ..explain.variants import Setting
+from ..names import ACC, INT8, SCALE, linear_input
 from ..opponents import Crossing
 from ..report import evidence
 from ..trace import Trace
@@ -116,7 +116,7 @@ def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model,
         crossing.contract = compare(contract, trace, model.config, trace.token_ids, own_engine=False)
 
 
-_INTEGERS = (names.INT8, names.SCALE, names.ACC)
+_INTEGERS = (INT8, SCALE, ACC)
 
 
 def block_rule(setting: Setting) -> Setting:
@@ -139,9 +139,9 @@ def _count_unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backen
     """The number of tokens before the first one with an activation that rounds differently from the reference's."""
     first = len(trace.token_ids)
     for name in right:
-        if not name.endswith(names.INT8):
+        if not name.endswith(INT8):
             continue
-        source = names.linear_input(name.rpartition(".")[0], model.config)
+        source = linear_input(name.rpartition(".")[0], model.config)
         if source not in trace:
             continue
         x_q, _ = backend.quantize_activations(np.asarray(trace[source]).reshape(len(trace.token_ids), -1))
