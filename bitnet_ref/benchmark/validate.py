@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
-from ..crossval.tolerances import ENGINES, EPSILON, MODEL_FLOOR_IN_EPSILONS
+from ..crossval.tolerances import NARROW_FLOATS, EPSILON, MODEL_FLOOR_IN_EPSILONS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
 from ..reference.weights import LinearWeight, TernaryLinear, TernaryWeight, plain_weights
@@ -91,7 +91,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
 
     All blocks run through the same code. One block of a large model takes the reference seconds, all of them minutes;
     `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that dtype
-    (`tolerances.ENGINES`), as a share of the largest logit.
+    (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
     first = replace(model.config, num_hidden_layers=1)
     weights = replace(model.weights, layers=model.weights.layers[:1])
@@ -110,7 +110,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
 
     exact = logits(Model(first, plain, Backend("float64", threads=1)))
     reference_error = float(np.abs(logits(Model(first, plain, Backend("float32", threads=1))) - exact).max())
-    narrow = ENGINES.get(getattr(model.backend, "precision", "float32"))
+    narrow = NARROW_FLOATS.get(getattr(model.backend, "precision", "float32"))
     relative_floor = MODEL_FLOOR_IN_EPSILONS * EPSILON + (narrow.relative_l2 if narrow is not None else 0.0)
     allowed = 2 * reference_error + relative_floor * float(np.abs(exact).max())
     subjects = logits(subject)

@@ -143,7 +143,7 @@ def test_company_is_waited_for():
         outs = [engine.submit(prompt, max_tokens=2) for prompt in PROMPTS]
         for out in outs:
             out.result()
-        assert time.perf_counter() - start < 4.0  # the batch was full, so nobody waited any longer
+        assert time.perf_counter() - start < 4.0  # the batch was full, so no request waited longer
         assert len(engine.timeline[0].parts) == 4
 
 
@@ -230,7 +230,7 @@ def test_one_of_n_rows_fails_its_request(engine):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "said"),
+    ("prompt", "params", "message"),
     [
         ("Alice", {"num_beams": 2}, "use model.generate"),
         ("Alice", {"tempature": 1}, "temperature"),
@@ -242,8 +242,8 @@ def test_one_of_n_rows_fails_its_request(engine):
         ([4096], {}, "vocabulary"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(engine, prompt, params, said):
-    with pytest.raises(GenerationError, match=said):
+def test_what_cannot_be_is_refused_at_once(engine, prompt, params, message):
+    with pytest.raises(GenerationError, match=message):
         engine.stream(prompt, **params)
 
 
