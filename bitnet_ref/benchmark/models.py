@@ -242,8 +242,8 @@ def measure_model(
     read, prompt_time, decode_time = Timing.of(reads), Timing.of(prompts), Timing.of(decodes)
     work_per_token = bench.ternary_multiply_adds
     peak_time = Timing.of(peaks) if peaks and work_per_token else None
-    step, whole_read = (step_bytes.total, decode_time), (reader.nbytes, read)
-    work, whole_peak = prompt_tokens * work_per_token, (peak_multiply_adds, peak_time)
+    of_memory = step_bytes.total, decode_time, reader.nbytes, read
+    of_peak = prompt_tokens * work_per_token, prompt_time, peak_multiply_adds, peak_time
     return replace(
         bench,
         step_bytes=step_bytes,
@@ -261,11 +261,11 @@ def measure_model(
         decode_tokens_per_s=1 / decode_time.best_s,
         decode_tokens_per_s_median=1 / decode_time.median_s,
         bound_tokens_per_s=reader.nbytes / read.best_s / step_bytes.total,
-        of_bound=ratio(*step, *whole_read),
-        of_bound_median=ratio(*step, *whole_read, "median_s"),
+        of_bound=ratio(*of_memory),
+        of_bound_median=ratio(*of_memory, "median_s"),
         prompt_bound_tokens_per_s=peak_multiply_adds / peak_time.best_s / work_per_token if peak_time else None,
-        of_prompt_bound=ratio(work, prompt_time, *whole_peak),
-        of_prompt_bound_median=ratio(work, prompt_time, *whole_peak, "median_s"),
+        of_prompt_bound=ratio(*of_peak),
+        of_prompt_bound_median=ratio(*of_peak, "median_s"),
     )
 
 

@@ -97,7 +97,7 @@ def collect_nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ..
     return nodes
 
 
-# -- the figure ---------------------------------------------------------------------------------------------------------
+# -- the figure --------------------------------------------------------------------------------------------------------
 
 
 def heights(nodes: Sequence[BeamNode]) -> list[float]:
