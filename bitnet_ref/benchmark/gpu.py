@@ -32,7 +32,7 @@ from ..errors import BitNetRefError, ConfigError, DeviceError
 from ..generation.results import Generation, GenerationStats
 from ..system.threads import resolve_threads
 from .cuda_kernels import PlainCopy, measure_cuda_kernels
-from .gpu_goals import LARGE, MAIN, PARTS, Case, Decoding, Differs, Goal, GoalResult, GpuBench, Plan, goals
+from .gpu_goals import LARGE, MAIN, PARTS, Case, DecodingRun, Differs, Goal, GoalResult, GpuBench, GpuPlan, goals
 from .models import bytes_of_step
 from .peers import measure_peer
 from .record import Progress
@@ -45,7 +45,7 @@ Facts = dict[str, Any]  # what stands beside a value in its row
 
 
 def measure_gpu(
-    plan: Plan | None = None,
+    plan: GpuPlan | None = None,
     parts: Sequence[str] = PARTS,
     *,
     index: int = 0,
@@ -59,7 +59,7 @@ def measure_gpu(
     measurement that fails becomes a row that says why, and the others go on. Raises BackendUnavailable without a card,
     ConfigError for a plan that measures nothing.
     """
-    plan = Plan() if plan is None else plan
+    plan = GpuPlan() if plan is None else plan
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"expected some of {', '.join(PARTS)}, got {unknown[0]!r}", field="parts")
     minima = {"layers": 1, "prompt_tokens": 1, "prefill_tokens": 1, "repeats": 1, "new_tokens": 2}
@@ -72,7 +72,7 @@ def measure_gpu(
 class GpuRun:
     """Measures goal by goal. One model at a time is held: the last one used."""
 
-    def __init__(self, plan: Plan, parts: tuple[str, ...], index: int, python: str) -> None:
+    def __init__(self, plan: GpuPlan, parts: tuple[str, ...], index: int, python: str) -> None:
         self.plan, self.index, self.python = plan, index, python
         self.device = open_device(index)
         self.copy = PlainCopy(self.device, plan.copy_bytes)
@@ -81,7 +81,7 @@ class GpuRun:
         facts = self.device.name, emulated, {} if emulated else software_versions(), plan, parts
         self.bench = GpuBench(*facts, self.copy.nbytes, [self.copy.seconds()])
         self._held: tuple[str, Model] | None = None
-        self._decodings: dict[Case, Decoding] = {}
+        self._decodings: dict[Case, DecodingRun] = {}
 
     def measure(self, on_row: Callable[[GpuBench], object] | None, progress: Progress | None) -> GpuBench:
         started, bench = time.perf_counter(), self.bench
@@ -196,7 +196,7 @@ class GpuRun:
         del held
         gc.collect()  # recorded steps and their backend refer to each other
 
-    def decode(self, case: Case, facts: Facts) -> Decoding:
+    def decode(self, case: Case, facts: Facts) -> DecodingRun:
         """The case's decoding, measured once. The facts get its figures, even if its tokens are wrong."""
         if (decoding := self._decodings.get(case)) is None:
             model, plan = self.subject(case), self.plan
@@ -208,7 +208,7 @@ class GpuRun:
                 runs.append(generate(model, prompts, plan.new_tokens))
             (tokens, stats), speeds = runs[0], [stats.generated_tokens_per_s for _, stats in runs[1:]]
             step_bytes = mean_step_bytes(model, case.batch, plan, stats) if case.backend == "cupy" else 0
-            decoding = Decoding(case.batch, tokens, speeds, step_bytes)
+            decoding = DecodingRun(case.batch, tokens, speeds, step_bytes)
             facts |= decoding.facts(self.bench.copy_gb_per_s)
             check_same_tokens([generated for generated, _ in runs])
             alone = self._decodings.get(replace(case, batch=1))
@@ -230,7 +230,7 @@ def check_same_tokens(repetitions: list[list[list[int]]]) -> None:
         raise Differs("repetitions give different tokens")
 
 
-def mean_step_bytes(model: Model, batch: int, plan: Plan, stats: GenerationStats) -> int:
+def mean_step_bytes(model: Model, batch: int, plan: GpuPlan, stats: GenerationStats) -> int:
     """Bytes that a step of so many sequences reads at its mean position: the weights once, and each one's cache."""
     config = model.config
     value_bytes = stats.cache_bytes_per_token // (2 * config.num_hidden_layers * config.kv_size)

@@ -24,7 +24,7 @@ NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """What is measured. The targets apply to the default plan; tests take small shapes and few tokens."""
 
     shapes: dict[str, ModelConfig] = field(default_factory=lambda: dict(SHAPES))
@@ -103,7 +103,7 @@ class Goal:
         return f"{bound} ({self.note})" if self.note else bound
 
 
-def goals(plan: Plan) -> list[Goal]:
+def goals(plan: GpuPlan) -> list[Goal]:
     """Everything that is asked, in the order of PARTS."""
     main, large, dense = (plan.title(name) for name in (MAIN, LARGE, DENSE))
     one, batch = Case(MAIN), plan.large_batch
@@ -155,7 +155,7 @@ class GpuBench(Record):
     device: str
     emulated: bool
     software: dict[str, str]  # versions of CuPy, CUDA and the driver
-    plan: Plan
+    plan: GpuPlan
     parts: tuple[str, ...]
     copy_bytes: int  # read and written
     copy_samples_s: list[float]
@@ -198,7 +198,7 @@ class Differs(Exception):
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingRun:
     """Repetitions of one decoding."""
 
     batch: int
