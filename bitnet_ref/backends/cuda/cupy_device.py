@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory
-from . import cublas, overlapped_launch
+from . import cublas
 from .build_cache import kept
 from .device import (
     INSTALL,
@@ -32,7 +31,7 @@ from .device import (
 )
 from .sources import NVRTC_OPTIONS, find, flattened
 
-LEAST_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
+MIN_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: also of what is not the pool's, as pinned memory
 
 # Pools whose devices are gone, with their numbers. When a pool of CuPy's goes that has blocks, free or in part, these
@@ -56,7 +55,7 @@ def why_unavailable(index: int = 0) -> str | None:
         facts = cupy.cuda.runtime.getDeviceProperties(index)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"CuPy finds no GPU that it can use ({error}); see nvidia-smi for the driver and its CUDA version"
-    if (capability := (facts["major"], facts["minor"])) < LEAST_CAPABILITY:
+    if (capability := (facts["major"], facts["minor"])) < MIN_CAPABILITY:
         name = facts["name"].decode()
         return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 (Ampere) or later"
     try:
@@ -120,21 +119,12 @@ class CupyKernel:
         function.max_dynamic_shared_size_bytes = self._most_shared
         function.preferred_shared_memory_carveout = 100
 
-    def __call__(
-        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem, self._most_shared)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
-            if (overlap or self._device.overlaps) and self._device.knows_overlap:
-                stream = self._device.stream.ptr
-                self._device.xp.cuda.runtime.setDevice(self._device.index)  # a thread's first call needs its context
-                overlapped_launch.launch(
-                    overlapped_launch.driver(), self._function.kernel.ptr, *sizes, plain, shared_mem, stream
-                )
-            else:
-                self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
+            self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
 
 
 def _empty_retired_pools() -> None:
@@ -199,12 +189,8 @@ class CupyDevice(Device):
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
         self.shared_bytes = facts["sharedMemPerBlockOptin"]
         self.row_blocks = self.multiprocessors
-        new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
-        self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None
         self._limit, self._peak, self._capturing = memory_limit, 0, False
-        # Pinned memory that copies are on their way to, which CuPy would hand to others when nobody refers to it.
-        self._arriving: deque[tuple[Any, NDArray]] = deque()
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         with device_errors(), self.gpu:
@@ -214,10 +200,6 @@ class CupyDevice(Device):
             weakref.finalize(self, _retired.append, (index, self.pool)).atexit = False
             if memory_limit is not None:
                 self.pool.set_limit(size=memory_limit)
-
-    @cached_property
-    def can_overlap(self) -> bool:  # type: ignore[override]
-        return self.knows_overlap and overlapped_launch.works(self)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -258,23 +240,6 @@ class CupyDevice(Device):
         self._not_in_a_capture("an array was read")
         with self.use():
             return array.get(stream=self.stream)
-
-    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
-        self._not_in_a_capture("an array was read")
-        check_copy(target, source, from_host=False)
-        with self.use():
-            source.get(stream=self.stream, out=target, blocking=False)
-            done = self.xp.cuda.Event(disable_timing=True)
-            done.record(self.stream)
-        self._arriving.append((done, target))
-        while self._arriving and self._arriving[0][0].done:
-            self._arriving.popleft()
-
-    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
-        import cupyx
-
-        with device_errors(), self.gpu:
-            return cupyx.empty_pinned(shape, dtype)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

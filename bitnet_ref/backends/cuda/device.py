@@ -41,15 +41,10 @@ class Kernel(Protocol):
 
     name: str
 
-    def __call__(
-        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
         """Launch. args: device arrays (their pointers), None (a null pointer), NumPy scalars (as they are), int (as
         int32), float (as float32). shared_mem: bytes of dynamic shared memory; with the kernel's own, at most the
         device's `shared_bytes`.
-
-        overlap, or `Device.overlaps`: it may start before the kernel before it has ended, where the device can do
-        that; only for kernels that wait for those before them (`wait_for_kernels_before` of common.cuh).
         """
 
 
@@ -80,12 +75,10 @@ class Device(ABC):
     emulated: bool
     compute_capability: tuple[int, int]
     multiprocessors: int
-    row_blocks: int  # the most blocks of `ternary_row.cu`, each of which makes the whole row: one a multiprocessor
-    shared_bytes: int  # the most shared memory of a block, a kernel's own and what a launch adds: 99 KB or more
+    row_blocks: int  # the max blocks of `ternary_row.cu`, each of which computes the whole row: one per multiprocessor
+    shared_bytes: int  # the max shared memory of a block, a kernel's own and what a launch adds: 99 KB or more
     l2_bytes: int
-    can_overlap: bool  # whether launches that overlap are known to work, and mean anything
-    overlaps = False  # whether all launches are to overlap, for now
-    can_matmul_16: bool  # whether `matmul_16` can be asked for
+    can_matmul_16: bool  # whether `matmul_16` is available
     xp: Any  # numpy or cupy
     _capturing: bool
 
@@ -118,21 +111,12 @@ class Device(ABC):
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
         """Into a device array from another, or from the host: contiguous, of one shape and dtype.
 
-        May be captured between device arrays. A host array must stay as it is until the copy is done, which is so
-        when this returns unless it is from `pinned`.
+        May be captured between device arrays. A host array may change as soon as this returns.
         """
 
     @abstractmethod
     def to_host(self, array: DeviceArray) -> NDArray:
         """A copy on the host, when the work before it is done."""
-
-    @abstractmethod
-    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
-        """Into an array of `pinned`, without waiting: an event after it says when. The array is kept until then."""
-
-    @abstractmethod
-    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
-        """A host array that copies read and write without waiting."""
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-// What attention.cu and attention_decode.cu share: how keys are cut, where scores lie, what comes with tokens.
+// What attention.cu and attention_decode.cu share: how keys are cut into chunks, and where scores lie.
 #pragma once
+#include "floats.cuh"
 #include "mma.cuh"
-#include "rope.cuh"
+#include "pages.cuh"
 
 constexpr int CHUNK = 128;           // keys
 constexpr int WARPS = 4;             // of a block
@@ -29,13 +30,6 @@ __device__ __forceinline__ size_t score_of(Row row, int j, int stride) {
 // Four neighbours of a key or value as the cache keeps them.
 template <class T> struct alignas(4 * sizeof(T)) Four {
     T element[4];
-};
-
-// What comes with q (N, H, d) that are not turned yet: k and v (N, G, d), to go into the cache; cos, sin (N, d/2).
-template <class T> struct Unturned {
-    const float *k, *v, *cos, *sin;
-    T *keys, *values;
-    int* trouble;
 };
 
 // Without the 2, blocks of a multiprocessor that registers are to be kept for, ptxas spills to stay at 128 of them.

@@ -1,54 +1,45 @@
-// Attention of decoded tokens, each of another sequence, whose q, k and v come as their products leave them.
+// Attention of decoded tokens, each of another sequence, from q, k and v as their products leave them: RoPE and the
+// cache's append are done here too.
 //
-// What is computed, and in which order, is what attention.cu says and does of such a token (its plain version, `scores`
-// and `values` of one token a block): the same bits. What differs is when a block asks for what. While one token is
-// decoded a kernel of attention is a chain of waits for memory and little else, so here
+// The arithmetic and its order are those of attention.cu for one token per block (its plain version, `scores` and
+// `values`), so the bits are the same. What differs is when a block asks for memory: while one token is decoded, a kernel
+// of attention is a chain of waits for memory and little else. Here a chunk of earlier keys or values comes by
+// asynchronous copies while q, k, v, cos and sin are read in one round, a row's scores are read four at a time, and each
+// exponential is computed once for both the sum and the pattern.
 //
-//     - all that was there when the step began is asked for before wait_for_kernels_before(), so that it comes while
-//       the kernels before still run: the token's position and slot, its pages, a chunk of earlier keys or values;
-//     - the rest is asked for at once after it: q, k, v, cos and sin in one round, a row's scores four at a time;
-//     - an exponential is computed once for the sum and for the pattern, four of them side by side.
-//
-// head_dim: a multiple of STEP up to MOST_DIM. A cache of 32 or 16 bits. Up to TILE query heads a kv head.
+// head_dim: a multiple of STEP up to MAX_DIM. A cache of 32 or 16 bits. Up to TILE query heads per kv head.
 // Grid: chunks, G, N. Shared: the chunk as `kept_at` lays it out. group: H / G.
 //
-// Why those reads may come before the wait. A kernel of a recorded step starts when all blocks of the one before have
-// started, which may itself be waiting for the one before it, and so on: before its wait, a kernel can count on nothing
-// that this step computes, however many launches back. It can count on all that came before the step in the stream.
-// Its first kernel starts after that has ended, and every later one after the first one has started: a graph's first
-// node waits for the stream, whatever is in it; a step about to be recorded begins with a copy, which overlaps nothing;
-// and a step that is never recorded is launched without any overlap. That is:
-//
-//     positions, slots  are copied in before the step, or moved on by `advance`, which is launched by itself before
-//                       the graph of a step begun ahead. No kernel of the step writes them.
-//     the page table    is copied in before the step. Pages are copied and cleared between steps, in the same stream.
-//     earlier keys and  are written by earlier steps and prompts. The step itself writes keys and values only where its
-//     values            tokens lie. Each token is of another sequence (`decodes` of cache.py; a batch that is padded
-//                       has its last one several times, at one position), and pages that sequences share are written
-//                       by none of them: so no block reads before its wait what another writes.
-//
-// q, k, v, cos, sin and the scores are the step's, and the token's own key and value come with them: after the wait.
-// Nothing is written before it. And a multiprocessor's own cache may hold what an earlier step has read: the loads
-// before the wait pass it by.
+// No block reads a key that another block writes: a block writes the key and value of its own token only, each token
+// belongs to another sequence (`decodes` of cache.py; a padded batch repeats its last token, at one position), and pages
+// that sequences share are written by none of them.
 #include "attention.cuh"
+#include "rope.cuh"
 
-constexpr int MOST_DIM = WARPS * COLUMNS;
-constexpr int QUERY_PITCH = MOST_DIM + 2, PATTERN_PITCH = CHUNK + 2;  // rows 16 bytes apart in the banks
+constexpr int MAX_DIM = WARPS * COLUMNS;
+constexpr int QUERY_PITCH = MAX_DIM + 2, PATTERN_PITCH = CHUNK + 2;  // rows 16 bytes apart in the banks
 static_assert(CHUNK == 32 * WARPS, "a thread finds one key's place");
-static_assert(TILE * MOST_DIM / 8 <= 32 * WARPS, "a thread turns eight numbers, of any row");
+static_assert(TILE * MAX_DIM / 8 <= 32 * WARPS, "a thread turns eight numbers, of any row");
 
 struct alignas(16) Two {  // what one load from shared memory brings
     double element[2];
 };
 
-// What a block is about: the keys of one chunk that a token sees.
+// The new keys and values, k and v (N, G, d) before RoPE; cos, sin (N, d/2); and the layer's cache, to write them into.
+template <class T> struct NewKeys {
+    const float *k, *v, *cos, *sin;
+    T *keys, *values;
+    int* trouble;
+};
+
+// What a block computes with: the keys of one chunk that a token sees.
 struct Part {
     int token, kv_head, slot;
-    int start, position;  // the first that it sees, and itself
-    int chunks, first;    // how many chunks that is, and the first position of this one
+    int start, position;  // the first position that it sees, and its own
+    int chunks, first;    // the number of chunks that it sees, and the first position of this one
 
     __device__ __forceinline__ bool is_empty() const { return first > position; }
-    // The token's own place in this chunk, beyond it in all but the last.
+    // The token's own place in this chunk; past the end in all chunks but the last.
     __device__ __forceinline__ int own() const { return position - first; }
     __device__ __forceinline__ bool has_own() const { return own() < CHUNK; }
     // The number of the first of its query heads, token * H + head.
@@ -66,8 +57,8 @@ __device__ __forceinline__ Part part_of(const long long* slots, const long long*
 // So many lanes, a power of two of at least `count`, are 1 << this.
 __device__ __forceinline__ int shift_for(int count) { return 32 - __clz(count - 1); }
 
-// Where element 0 of a key or value of the chunk lies in shared memory: rows apart, and four of them apart, so that no
-// two lanes of a quarter of a warp meet in a bank, reading 8 neighbouring keys or every fourth of 16.
+// Where element 0 of a key or value of the chunk lies in shared memory. Rows are padded, and every four of them again, so
+// that no two lanes of a quarter-warp share a bank, whether they read 8 neighbouring keys or every fourth of 16.
 template <class T> __device__ __forceinline__ int kept_at(int key, int d) {
     return key * (d + STEP) + key / 4 * (32 / (int)sizeof(T));
 }
@@ -75,8 +66,8 @@ template <class T> __device__ __forceinline__ Four<T>& kept_4(T* kept, int key, 
     return *reinterpret_cast<Four<T>*>(kept + kept_at<T>(key, d) + e);
 }
 
-// Of the chunk's keys, or values: their places to `where`, -1 of one that is not seen, and what lies there on its way
-// into `kept`, until copies_wait. Zeros for those not seen in a step that is taken; not the token's own.
+// Writes the place of each key (or value) of the chunk to `where`, -1 for one that is not seen, and starts copying them
+// into `kept`, but for the token's own. Keys not seen are zeros. copies_wait returns when they have arrived.
 template <class T>
 __device__ __forceinline__ void ask_for_chunk(T* kept, long long* where, const T* pool, const Pages& pages,
                                               const Part& part) {
@@ -142,17 +133,16 @@ template <class T> __device__ __forceinline__ void store_4(T* to, const Four<T>&
 
 // q (N, H, d), k and v -> scores (N, H, stride), and the key and value of each token in the cache.
 template <class T>
-__device__ inline void scores_of_part(const float* q, const Unturned<T>& by, const long long* slots,
+__device__ inline void scores_of_part(const float* q, const NewKeys<T>& by, const long long* slots,
                                       const long long* positions, int window, int group, double factor,
                                       const Pages& pages, float* scores, int stride) {
     __shared__ Two query[TILE * QUERY_PITCH / 2];
     __shared__ long long where[CHUNK];
     T* kept = dynamic_shared<T>();
-    let_next_kernel_start();
     const Part part = part_of(slots, positions, window);
     if (part.is_empty()) return;  // the others wait
     ask_for_chunk<T>(kept, where, by.keys, pages, part);
-    // A thread turns eight numbers of a query. Those of the first query also turn the key, and bring the value.
+    // A thread rotates eight numbers of a query. Those of the first query also rotate the key, and bring the value.
     const int d = pages.head_dim, half = d / 2, shift = shift_for(half / 4);
     const int head = threadIdx.x >> shift, j = 4 * (threadIdx.x & ((1 << shift) - 1));
     const size_t at_k = ((size_t)part.token * pages.kv_heads + part.kv_head) * d + j;
@@ -160,8 +150,6 @@ __device__ inline void scores_of_part(const float* q, const Unturned<T>& by, con
     const float* from_q = q + (part.first_head(pages, group) + head) * d + j;
     const float *from_cos = by.cos + (size_t)part.token * half + j, *from_sin = by.sin + (size_t)part.token * half + j;
     const bool has_query = j < half && head < group, brings_own = j < half && head == 0 && part.has_own();
-    wait_for_kernels_before();
-
     Eight x = {}, k, v;
     Four<float> cos = {}, sin = {};
     if (has_query) x = load_8(from_q, half), cos = load_4(from_cos), sin = load_4(from_sin);
@@ -213,8 +201,8 @@ __device__ inline void scores_of_part(const float* q, const Unturned<T>& by, con
     }
 }
 
-// The softmax of a row of scores by a warp: of the `count` that there are those from number `from` on, CHUNK of them,
-// to `pattern`, which holds zeros. from: negative where the chunk begins before them.
+// The softmax of a row of `count` scores, by a warp; CHUNK of them, from number `from` on, go to `pattern`, which holds
+// zeros. from: negative where the chunk begins before them.
 __device__ __forceinline__ void pattern_of_row(const float* row, int count, int from, double* pattern) {
     constexpr int AT_ONCE = 4;
     const float least = -__uint_as_float(0x7f800000u);
@@ -260,7 +248,6 @@ __device__ inline void values_of_part(const float* scores, int stride, const T* 
     __shared__ long long where[CHUNK];
     __shared__ bool is_last;
     T* kept = dynamic_shared<T>();
-    let_next_kernel_start();
     const Part part = part_of(slots, positions, window);
     if (part.is_empty()) return;  // the others wait
     ask_for_chunk<T>(kept, where, values, pages, part);
@@ -269,9 +256,7 @@ __device__ inline void values_of_part(const float* scores, int stride, const T* 
     const int d = pages.head_dim, lane = lane_of_warp();
     const size_t head = part.first_head(pages, group);
     const bool brings_own = part.has_own() && 4 * (int)threadIdx.x < d;
-    wait_for_kernels_before();
-
-    Four<T> own;  // the kernel before has put it there
+    Four<T> own;  // `scores` has written it
     if (brings_own) own = *reinterpret_cast<const Four<T>*>(values + where[part.own()] + 4 * threadIdx.x);
     for (int r = warp_of_block(); r < group; r += WARPS) {
         const Row mine = {head + r, part.start, part.position};
@@ -334,7 +319,7 @@ __device__ inline void values_of_part(const float* scores, int stride, const T* 
         const long long* slots, const long long* positions, int window, int group, double factor, const int* table,    \
         int pages_per_slot, int page_size, int kv_heads, int head_dim, float* scores, int stride, int* trouble) {      \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        const Unturned<T> by{k, v, cos, sin, keys, values, trouble};                                                   \
+        const NewKeys<T> by{k, v, cos, sin, keys, values, trouble};                                                   \
         scores_of_part(q, by, slots, positions, window, group, factor, pages, scores, stride);                         \
     }                                                                                                                  \
     extern "C" __global__ void A_BLOCK attention_values_decode_##NAME(                                                 \

@@ -14,7 +14,6 @@
 // q_turned (N, H, d) and k_turned (N, G, d); grid (ceil((H + G) * d/2 / blockDim), N).
 extern "C" __global__ void rope(const float* q, const float* k, const float* cos, const float* sin, int heads,
                                 int kv_heads, int head_dim, float* q_turned, float* k_turned) {
-    begin_in_turn();
     const int half = head_dim / 2, token = blockIdx.y, pair = blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= (heads + kv_heads) * half) return;
     const int j = pair % half, h = pair / half;
@@ -32,7 +31,6 @@ extern "C" __global__ void rope(const float* q, const float* k, const float* cos
 template <class T>
 __device__ inline void append(const float* k, const float* v, const long long* slots, const long long* positions,
                               Pages pages, T* keys, T* values, int* trouble) {
-    begin_in_turn();
     const int token = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, width = pages.kv_heads * pages.head_dim;
     if (i >= width) return;
     const size_t to = place_of(pages, slots[token], positions[token], 0) + i;
@@ -45,7 +43,6 @@ template <class T>
 __device__ inline void rope_append(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                                    const long long* slots, const long long* positions, int heads, Pages pages,
                                    float* q_turned, T* keys, T* values, int* trouble) {
-    begin_in_turn();
     const int half = pages.head_dim / 2, token = blockIdx.y, pair = blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= (heads + pages.kv_heads) * half) return;
     const int j = pair % half, h = pair / half;
@@ -74,7 +71,6 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
                                        int kv_heads, int head_dim, signed char* keys, signed char* values,
                                        float* key_scales, float* value_scales, int* trouble) {
     __shared__ int scratch[32];
-    begin_in_turn();
     const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};
     const int g = blockIdx.x, token = blockIdx.y;
     const bool is_key = blockIdx.z == 0;

@@ -54,7 +54,7 @@ def kernel_names(library: ctypes.CDLL) -> list[str]:
 
 
 def _build(path: Path, compiler: str, flags: list[str], target: Path) -> None:
-    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
+    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated_functions.h")]
     text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], path.name)
     names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
     lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), LISTING.format(" ".join(names)), ""]

@@ -43,7 +43,6 @@ from ..device import (
     three,
 )
 from .build import compiled, kernel_names, why_unavailable
-from .pool import EmulatedPool
 
 UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
 
@@ -57,12 +56,6 @@ _numbers = itertools.count()  # of the devices
 _one_at_a_time = threading.Lock()  # a compiled file keeps the state of its launch in static variables
 
 
-class _Hidden(ctypes.Structure):
-    """`emulated::Hidden`"""
-
-    _fields_ = (("place", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
-
-
 class _Launch(ctypes.Structure):
     """`emulated::Launch`"""
 
@@ -71,9 +64,6 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("dynamic_bytes", ctypes.c_uint),
         ("order", ctypes.c_uint),
-        ("overlapped", ctypes.c_uint),
-        ("hidden_count", ctypes.c_uint),
-        ("hidden", ctypes.POINTER(_Hidden)),
     )
 
 
@@ -88,9 +78,7 @@ class EmulatedKernel:
         self._launch = library[f"emulated_launch_{name}"]
         self._launch.restype = ctypes.c_char_p
 
-    def __call__(
-        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem, self._device.shared_bytes)
         plain = [plain_argument(value) for value in args]
@@ -103,20 +91,16 @@ class EmulatedKernel:
         if len(plain) != len(self.kinds):
             raise ShapeError(f"launch of {self.name}", expected=f"{len(self.kinds)} arguments", got=str(len(plain)))
         cells = [np.array(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in plain]
-        more = shared_mem, self._device.order, overlap or self._device.overlaps
-        how = _Launch((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), *more)
-        self._device._do(lambda: self._run(how, cells), *plain)
+        launch = _Launch(*((ctypes.c_uint * 3)(*size) for size in sizes), shared_mem, self._device.order)
+        self._device._do(lambda: self._run(launch, cells), *plain)
 
-    def _run(self, how: _Launch, cells: list[NDArray]) -> None:
+    def _run(self, launch: _Launch, cells: list[NDArray]) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         self._device._launches += 1
-        if how.overlapped and self._device.hides:
-            hidden = self._device._changed_in_step()
-            how.hidden, how.hidden_count = (_Hidden * len(hidden))(*hidden), len(hidden)
         with _one_at_a_time:
-            wrong = self._launch(ctypes.byref(how), pointers)
-        if wrong is not None:
-            raise DeviceError(f"kernel {self.name} of {self._file}: {wrong.decode()}")
+            error = self._launch(ctypes.byref(launch), pointers)
+        if error is not None:
+            raise DeviceError(f"kernel {self.name} of {self._file}: {error.decode()}")
 
 
 def _kind(value: Any) -> str:
@@ -133,14 +117,10 @@ class EmulatedGraph(Graph):
 
     def launch(self) -> None:
         device = self._device
-        if device.hides:
-            device._do(lambda: device._begin_step(frozenset().union(*(touched for _, touched in self.calls))))
         for call, allocations in self.calls:
             if not allocations <= device._alive.keys():
                 raise DeviceError("a graph was launched that touches an array which is no more")
             device._do(call)
-        if device.hides:
-            device._do(device._step.clear)
 
 
 class EmulatedEvent(Event):
@@ -165,15 +145,11 @@ class EmulatedEvent(Event):
         return self._reached_s - earlier._reached_s
 
 
-class PinnedArray(np.ndarray):
-    """Host memory that a card reads and writes when it comes to it; of any other it takes a copy when it is asked."""
-
-
 class EmulatedDevice(Device):
-    """NumPy arrays, kernels on the host. order: 0, threads and blocks run ascending; 1 descending; else a shuffle's
-    seed. Results that depend on it are a race. late: work is done when it is waited for, not when it is asked for; then
-    what an array holds is to be seen by `to_host` only. hides: of a graph's kernels those that overlap see nothing of
-    what it has changed so far, until they wait: on a card there is no telling how many of the launches before are done.
+    """NumPy arrays, kernels on the host.
+
+    order: 0, threads and blocks run ascending; 1 descending; else a shuffle's seed. Results must not depend on it.
+    late: work is done when it is waited for, not when it is asked for; only `to_host` then shows what an array holds.
     """
 
     emulated = True
@@ -182,7 +158,6 @@ class EmulatedDevice(Device):
     row_blocks = 2  # few: one runs at a time here, and so each takes several units
     l2_bytes = L2_BYTES
     shared_bytes = SHARED_BYTES
-    can_overlap = False  # one launch ends before the next begins; it only looks whether kernels would wait
     can_matmul_16 = True
     xp = np
 
@@ -192,15 +167,13 @@ class EmulatedDevice(Device):
         order: int = 0,
         sanitize: bool | None = None,
         late: bool = False,
-        hides: bool = False,
     ) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
         self.name = "emulated on the host"
-        self.order, self.late, self.hides, self._launches = order, late, hides, 0
-        self._step: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []  # the memory of a graph, and as it began
+        self.order, self.late, self._launches = order, late, 0
         self.sanitize = os.environ.get("BITNET_REF_CUDA_SANITIZE", "") == "1" if sanitize is None else sanitize
-        self._pool = EmulatedPool(memory_limit)
+        self._limit, self._peak = memory_limit, 0  # bytes
         self._array_numbers = itertools.count(1)
         self._alive: dict[int, tuple[int, int]] = {}  # array's number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
@@ -246,20 +219,10 @@ class EmulatedDevice(Device):
                 if not self._queue:
                     _free(self._dropped, dropped)
 
-    def _begin_step(self, allocations: frozenset[int]) -> None:
-        for start, end in (self._alive[number] for number in allocations if number in self._alive):
-            memory = np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
-            self._step.append((memory, memory.copy()))
-
-    def _changed_in_step(self) -> list[_Hidden]:
-        """All that is not as it was when the graph began; of no graph nothing is known."""
-        found = []
-        for memory, before in self._step:
-            places = np.flatnonzero(memory != before)
-            for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-                if len(run):
-                    found.append(_Hidden(memory.ctypes.data + int(run[0]), len(run)))
-        return found
+    @property
+    def _used(self) -> int:
+        """Bytes of all arrays. Counted anew: finalizers may run in the middle of anything."""
+        return sum(_rounded(end - start) for start, end in self._alive.copy().values())
 
     def _allocation(self, array: DeviceArray) -> int | None:
         """The number of the allocation that the array lies in; None for the host's."""
@@ -284,25 +247,24 @@ class EmulatedDevice(Device):
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         if size == 0:
             return np.empty(shape, dtype=dtype)
-        number, pool = next(self._array_numbers), self._pool
-        if not pool.take(number, size):
-            raise OutOfMemory(f"{size} bytes beside {pool.held} held are over the limit of {pool.limit}")
+        used = self._used + _rounded(size)
+        if self._limit is not None and used > self._limit:
+            raise OutOfMemory(f"{size} more bytes would make {used} in use, over the limit of {self._limit}")
         place = ctypes.c_void_p()
         if _libc().posix_memalign(ctypes.byref(place), 256, size) != 0:
-            pool.free(number)
             raise OutOfMemory(f"the host has no {size} bytes for the emulated device")
-        address = int(place.value or 0)
+        address, number = int(place.value or 0), next(self._array_numbers)
         memory: Any = (ctypes.c_char * size).from_address(address)
         self._alive[number] = address, address + size
+        self._peak = max(self._peak, used)
         weakref.finalize(memory, self._release, number, address)
         ctypes.memset(address, UNWRITTEN, size)
         memory.device_number = self.number  # for `_check_own`
         return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
     def _release(self, number: int, place: int) -> None:
-        self._pool.free(number)
         del self._alive[number]
-        # What was asked for may still touch it, as it may what has gone back to a card's pool.
+        # Queued work may still touch it, as on a GPU work may touch what has gone back to the pool.
         if self._queue or self._working.locked():
             self._dropped.append(place)
         else:
@@ -318,23 +280,16 @@ class EmulatedDevice(Device):
         check_copy(target, source, from_host)
         if from_host:
             self._not_in_a_capture("a copy from the host was asked for")
-            source = np.ascontiguousarray(source) if isinstance(source, PinnedArray) else source.copy()
+            source = source.copy()
         to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
-        hosts = [each for each in (target, source) if self._allocation(each) is None]
-        self._do(lambda: (ctypes.memmove(to, origin, size), hosts), target, source)  # which keeps these
+        kept = source if from_host else None
+        self._do(lambda: (ctypes.memmove(to, origin, size), kept), target, source)
 
     def to_host(self, array: DeviceArray) -> NDArray:
         self._not_in_a_capture("an array was read")
         self._check_own("to_host", array)
         self._work()
         return np.array(array)
-
-    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
-        self._not_in_a_capture("an array was read")
-        self.copy(target, source)
-
-    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
-        return np.zeros(shape, dtype=dtype).view(PinnedArray)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -381,19 +336,22 @@ class EmulatedDevice(Device):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryInfo:
-        pool = self._pool
-        pool.settle()
-        total = pool.limit if pool.limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return MemoryInfo(total, total - pool.held, pool.used, pool.held, pool.peak, pool.limit)
+        total = self._limit if self._limit is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        used = self._used
+        return MemoryInfo(total, total - used, used, used, self._peak, self._limit)
 
     def trim(self) -> None:
         self._not_in_a_capture("memory was to be given back")
         self._work()
-        self._pool.trim()
 
     def close(self) -> None:
         self._work()
         self._kernels.clear()
+
+
+def _rounded(size: int) -> int:
+    """The bytes that CuPy's pool takes for an array."""
+    return size + -size % 512
 
 
 def _free(addresses: deque[int], count: int | None = None) -> None:
