@@ -17,13 +17,13 @@ import numpy as np
 
 from ...errors import ShapeError
 from ...reference.weights import DenseWeight
-from .stacks import MOST_STACKED, Member, Stack, first_rows, split, starts_of
+from .stacks import MAX_STACKED, Member, Stack, first_rows, split, starts_of
 from .workspace import Workspace
 
 FILE = "dense.cu"
 KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 BITS_OF = {"float16": np.float16, "bfloat16": np.uint16}
-MOST_IN_ORDER = 128  # tokens: of more, a 16-bit product is cuBLAS's. A decoding step has no more (`MOST_REPLAYED`)
+MAX_IN_ORDER = 128  # tokens: of more, a 16-bit product is cuBLAS's. A decoding step has no more (`MAX_REPLAYED`)
 
 # dense.cu's: kernels of 16-bit weights, and the tokens of a block. Those of `few` have TILE_ROWS rows of it
 CHUNK, TILE_ROWS, MANY_ROWS = 64, 16, {"bfloat16": 128, "float16": 64}
@@ -120,7 +120,7 @@ class DenseKernels:
         """Whether `stack` takes them: so many dense weights of one input and one dtype, in no stack yet."""
         first = weights[0]
         return (
-            2 <= len(weights) <= MOST_STACKED
+            2 <= len(weights) <= MAX_STACKED
             and all(isinstance(w, DeviceDense) and w.member is None for w in weights)
             and all(w.kind == first.kind and w.shape[1] == first.shape[1] for w in weights)
         )
@@ -145,7 +145,7 @@ class DenseKernels:
         parts = w.parts or (out,)
         if (
             kernel is None
-            and n > MOST_IN_ORDER
+            and n > MAX_IN_ORDER
             and w.kind == self._precision != "float32"
             and self._ws.device.can_matmul_16
         ):

@@ -8,8 +8,8 @@ import numpy as np
 
 from ...reference.config import ModelConfig
 from ..backend import PROMPT_TOKENS
-from .attention import CHUNK, LEAST_TABLE, PARTS_BYTES, SCORES_BYTES, chunks_seen
-from .cache import KEPT_AS, ROUND_CAPACITY_TO
+from .attention import CHUNK, MIN_TABLE, PARTS_BYTES, SCORES_BYTES, chunks_seen
+from .cache import ROUND_CAPACITY_TO, STORED_AS
 from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS
 
 ALIGNED_TO = 512  # bytes: what CuPy's pool rounds every array up to
@@ -39,7 +39,7 @@ def layer_bytes(config: ModelConfig, itemsize: Itemsize) -> int:
 def cache_bytes(config: ModelConfig, kind: str, tokens: int) -> int:
     """The keys and values that one layer keeps of so many tokens."""
     tokens = -(-tokens // ROUND_CAPACITY_TO) * ROUND_CAPACITY_TO
-    a_head = config.head_dim * np.dtype(KEPT_AS[kind]).itemsize + (4 if kind == "int8" else 0)
+    a_head = config.head_dim * np.dtype(STORED_AS[kind]).itemsize + (4 if kind == "int8" else 0)
     return 2 * aligned(tokens * config.num_key_value_heads * a_head)
 
 
@@ -54,7 +54,7 @@ def working_bytes(config: ModelConfig, tokens: int, at_once: int = PROMPT_TOKENS
     scores = min(SCORES_BYTES, n * heads * chunks * CHUNK * 4)
     z_in_parts = heads * chunks * head_dim * 8  # of a token: float64
     parts = max(min(n, CHOSEN_FROM) * z_in_parts, min(n * z_in_parts, PARTS_BYTES))
-    tables = 2 * max(LEAST_TABLE, 1 << tokens.bit_length()) * head_dim // 2 * 4
+    tables = 2 * max(MIN_TABLE, 1 << tokens.bit_length()) * head_dim // 2 * 4
     logits = min(n, CHOSEN_FROM) * config.vocab_size * 4
     return n * rows * 4 + scores + parts + tables + logits
 

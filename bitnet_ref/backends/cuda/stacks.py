@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ...reference.weights import LayerWeights
 from .device import Device
 
-MOST_STACKED = 3  # stacked.cuh
+MAX_STACKED = 3  # stacked.cuh
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of a layer: linears of the same input
 
 

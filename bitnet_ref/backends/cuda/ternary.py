@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
-from ...reference.weights import InputNorm, TernaryLinear, TernaryWeight
+from ...reference.weights import InputNorm, LinearWeight, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
-from .stacks import MOST_STACKED, Member, Stack, first_rows
+from .stacks import MAX_STACKED, Member, Stack, first_rows
 
 __all__ = ["KERNELS", "Launch", "TernaryKernels", "TiledWeight", "choose_launch", "padded_columns", "unpack_tiles"]
 
@@ -20,7 +20,7 @@ FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
 GEMM_ROWS = 128  # of a block of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
-MOST_WARPS = 16  # of a block of kernels 1 and 2
+MAX_WARPS = 16  # of a block of kernels 1 and 2
 THREADS = 256  # of a block of the kernels with one thread an element
 
 # kernel -> the most tokens that it takes at once; chosen in this order
@@ -70,7 +70,7 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
         # All blocks at once on the multiprocessors, with as many warps as fit: each then has few tiles, and asks for
         # all of them at once.
         blocks_each = -(-tiles_n // multiprocessors)
-        warps = min(MOST_WARPS, tiles_k, max(4, WARPS_A_MULTIPROCESSOR[kernel] // blocks_each))
+        warps = min(MAX_WARPS, tiles_k, max(4, WARPS_A_MULTIPROCESSOR[kernel] // blocks_each))
         warps = -(-tiles_k // -(-tiles_k // warps))  # as many as have the same number of tiles, but for the last
         shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
         return Launch(kernel, (tiles_n, 1, 1), 32 * warps, shared, tiles_k, 1)
@@ -132,18 +132,20 @@ class TiledWeight(TernaryLinear):
         return unpack_tiles(self.device.to_host(self.tiles), *self.shape)
 
 
+def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:
+    """Whether fused kernels take the weight: in tiles, and without a norm of its own."""
+    return isinstance(w, TiledWeight) and w.input_norm is None
+
+
 class TernaryKernels:
     """The ternary product on a device.
 
     What it needs beyond the arguments (x with longer rows, sums of several blocks and who has added to them) is made at
     the first call of that size and kept, since graphs may refer to it: call once before a capture.
-
-    overlap: launch each kernel so that it asks for its weights while the kernel before it ends (`Kernel`). Off unless
-    asked for: it has not run on a GPU yet.
     """
 
-    def __init__(self, device: Device, overlap: bool = False) -> None:
-        self.device, self.overlap = device, overlap
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self._kernels = {name: device.kernel(FILE, name) for name in KERNELS}
         self._pack, self._pad = device.kernel(FILE, "ternary_pack"), device.kernel(FILE, "ternary_pad")
         self._scratch: dict[str, list[DeviceArray]] = {}
@@ -155,7 +157,6 @@ class TernaryKernels:
         tiles = self.device.empty((tiles_n, tiles_k, TILE_WORDS), np.uint32)
         packed = self.device.array(np.ascontiguousarray(weight.packed))
         self._pack(-(-tiles.size // THREADS), THREADS, (packed, rows, columns, tiles))
-        self.device.synchronize()  # an overlapped launch reads weights before the kernels before it have ended
         scale, bias = np.float32(weight.w_dequant_scale), weight.bias
         scales = self.device.array(np.full(rows, scale, dtype=np.float32))
         on_device = None if bias is None else self.device.array(np.ascontiguousarray(bias, dtype=np.float32))
@@ -165,7 +166,7 @@ class TernaryKernels:
         """Whether `stack` takes them: so many ternary weights of one input, in no stack yet, each of whole tiles."""
         first = weights[0]
         return (
-            2 <= len(weights) <= MOST_STACKED
+            2 <= len(weights) <= MAX_STACKED
             and all(isinstance(w, TiledWeight) and w.device is self.device for w in weights)
             and all(w.member is None and not w.parts and w.input_norm is None for w in weights)
             and all(w.in_features == first.in_features for w in weights)
@@ -198,7 +199,6 @@ class TernaryKernels:
                 w.bias_on_device = biases[here]
             w.tiles, w.w_scales, w.member = tiles[there], scales[here], Member(stack, number)
             tile = there.stop
-        self.device.synchronize()  # as in `prepare`
         return stack
 
     def matmul(
@@ -214,18 +214,29 @@ class TernaryKernels:
         w: TiledWeight,
         y: DeviceArray | None = None,
         kernel: str | None = None,
+        residual: DeviceArray | None = None,
     ) -> DeviceArray:
-        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale), plus the bias if any.
+        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale) + bias + residual (M, N).
 
-        Of a stack y is as long, and `Stack.split` tells the results apart.
+        For a stack, which takes no residual, y is as long, and `Stack.split` tells the results apart.
         """
         if x_quant_scale.dtype != np.float32 or x_quant_scale.shape != (len(x_q), 1):
             got = f"{x_quant_scale.dtype} {x_quant_scale.shape}"
             raise ShapeError("ternary linear", expected=f"x_quant_scale float32 ({len(x_q)}, 1)", got=got)
-        return self._run(x_q, x_quant_scale, w, y, np.float32, kernel)
+        if residual is not None and (w.parts or residual.shape != (len(x_q), w.out_features)):
+            expected = f"residual ({len(x_q)}, {w.out_features}), and no stack"
+            raise ShapeError("ternary linear", expected=expected, got=f"residual {residual.shape}, parts {w.parts}")
+        return self._run(x_q, x_quant_scale, w, y, np.float32, kernel, residual)
 
     def _run(
-        self, x_q: DeviceArray, x_scale: DeviceArray | None, w: TiledWeight, out: Any, dtype: Any, kernel: str | None
+        self,
+        x_q: DeviceArray,
+        x_scale: DeviceArray | None,
+        w: TiledWeight,
+        out: Any,
+        dtype: Any,
+        kernel: str | None,
+        residual: DeviceArray | None = None,
     ) -> DeviceArray:
         (rows, columns), tokens, stride = w.shape, len(x_q), padded_columns(w.in_features)
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] not in (columns, stride):
@@ -240,7 +251,7 @@ class TernaryKernels:
             return out
         if x_q.shape[1] != stride:
             padded = self._room("x_q", tokens * stride, np.int8)
-            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded), overlap=self.overlap)
+            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded))
             x_q = padded
         how = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
         outputs = (out, None, None) if x_scale is None else (None, None, out)
@@ -249,10 +260,10 @@ class TernaryKernels:
         elif how.parts > 1:
             blocks = how.grid[0] * how.grid[1]
             outputs = self._room("sums", tokens * rows, np.int32), self._room("done", blocks, np.int32), out
-        scales = w.w_scales, x_scale, w.bias_on_device
+        scales = w.w_scales, x_scale, w.bias_on_device, residual
         sizes = tokens, rows, columns, *first_rows(w.parts, rows)
         args = (x_q, stride, w.tiles, *sizes, how.share, *scales, *outputs)
-        self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem, self.overlap)
+        self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem)
         return out
 
     def _room(self, name: str, size: int, dtype: Any) -> DeviceArray:
