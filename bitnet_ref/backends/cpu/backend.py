@@ -133,9 +133,9 @@ class CythonBackend(Backend):
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, at_once: bool
     ) -> NDArray | None:
         assert isinstance(cache, KernelKVCache)
-        return cache.steps.hidden(self, self.kernels, self.with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
+        return cache.steps.hidden(self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
 
-    def with_kernels(self, kernels: CpuKernels) -> Self:
+    def _with_kernels(self, kernels: CpuKernels) -> Self:
         """The same backend, computing with these kernels."""
         made = copy.copy(self)
         made.kernels = kernels
@@ -299,7 +299,11 @@ class CythonBackend(Backend):
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         if self.layout != "table":
             return self.kernels.bit_linears(x, ws)
-        parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+        try:
+            parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+        except NumericsError:
+            self.quantize_activations(x)  # raises the error that numbers the token in x, not in its part
+            raise
         return tuple(np.concatenate(ys) for ys in zip(*parts, strict=True))
 
     def _append(
