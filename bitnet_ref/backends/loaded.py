@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import BackendError, GenerationError, TokenizerError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.weights import ModelWeights
+from ..reference.weights import ModelWeights, plain_weights
 from .backend import Backend
 from .head import Ids
 from .observe import observe
@@ -139,6 +140,19 @@ class LoadedModel:
                 "'blocks.0.attn.hook_pattern' or 'blocks.0.mlp.down_proj.hook_acc_int32', and * matches any text"
             )
         return logits, recorder.seen
+
+    def on(self, backend: Backend) -> Self:
+        """The same model on another backend, from the weights in memory."""
+        w = plain_weights(self.weights)
+        layers = []
+        for index, layer in enumerate(w.layers):
+            prepare = backend.prepare_for(index)
+            linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
+            layers.append(replace(layer, **linears))
+        head = w.embedding if w.tied else backend.prepare_for(None)(w.lm_head)
+        prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head))
+        settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
+        return type(self)(self.config, prepared, backend, self.path, **settings)
 
     def check_tokens(self, token_ids: Any, *, any_length: bool = False) -> NDArray[np.int64]:
         """token_ids as an int64 array: non-empty, within the vocabulary and (unless `any_length`) the context."""
