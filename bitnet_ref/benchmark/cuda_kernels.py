@@ -236,7 +236,7 @@ def _row_result(
         ws.device.overlaps = overlap
         return linear_of_row(ws, on_device, w)
 
-    wrong = _unequal(ws.download(launch(first))[0], y)
+    wrong = _unequal(ws.download(launch(first)), y)
     ws.device.overlaps = False
     how = row_launch(ws.device, first.in_features, first.out_features)
     sizes = first.out_features, first.in_features, 1, first.tiles.nbytes, len(copies)

@@ -11,7 +11,7 @@ import bitnet_ref
 from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda import cublas
 from bitnet_ref.backends.cuda.backend import CupyBackend
-from bitnet_ref.backends.cuda.dense import KINDS, MOST_IN_ORDER
+from bitnet_ref.backends.cuda.dense import KINDS, MAX_IN_ORDER
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import DeviceError, NumericsError
 from bitnet_ref.reference.cache import TokenBatch
@@ -106,12 +106,12 @@ def asked(monkeypatch):
 def test_when_cublas_is_asked(dtype, asked):
     be = CupyBackend(dtype, device=EmulatedDevice())
     w = be.prepare(DenseWeight(rng(1).standard_normal((20, 24)).astype(ml_dtypes.bfloat16)))
-    x = rng(2).standard_normal((MOST_IN_ORDER + 1, 24)).astype(np.float32)
+    x = rng(2).standard_normal((MAX_IN_ORDER + 1, 24)).astype(np.float32)
     together = be.linear(x, w)
-    assert asked == ([] if dtype == "float32" else [MOST_IN_ORDER + 1])
+    assert asked == ([] if dtype == "float32" else [MAX_IN_ORDER + 1])
     fewer = be.linear(x[:-1], w)
     assert len(asked) <= 1
-    for i in (0, 7, MOST_IN_ORDER - 1):  # in any company of as many as a step may have
+    for i in (0, 7, MAX_IN_ORDER - 1):  # in any company of as many as a step may have
         np.testing.assert_array_equal(be.linear(x[i : i + 1], w)[0], fewer[i])
     if dtype == "float32":
         np.testing.assert_array_equal(together[:-1], fewer)
@@ -126,7 +126,7 @@ def test_when_cublas_is_asked(dtype, asked):
 def test_long_prompts_stay_near(case, dtype, asked):
     """Stacked linears, biases, the head of all tokens: as far from float64 as rounding to 16 bits takes it."""
     exact = model(GOLDEN / case, "numpy", dtype="float64")
-    prompts = rng(3).integers(1, 90, (2, MOST_IN_ORDER // 2 + 6))
+    prompts = rng(3).integers(1, 90, (2, MAX_IN_ORDER // 2 + 6))
     m = bitnet_ref.load(GOLDEN / case, backend="cupy", dtype=dtype)
     batch = TokenBatch.of([(slot, 0, tokens) for slot, tokens in enumerate(prompts)])
     logits = m.forward(batch, m.new_cache(2, prompts.shape[1]))
@@ -158,7 +158,7 @@ def test_ternary_sums_stay_exact_in_long_prompts(asked):
 def test_an_activation_that_float16_cannot_hold():
     be = CupyBackend("float16")
     w = be.prepare(DenseWeight(np.ones((2, 8), dtype=np.float32)))
-    x = np.ones((MOST_IN_ORDER + 1, 8), dtype=np.float32)
+    x = np.ones((MAX_IN_ORDER + 1, 8), dtype=np.float32)
     x[5, 3] = 70000
     with pytest.raises(NumericsError, match="dense_matmul: token 5, rounded to 16 bits, holds NaN or Inf"):
         be.linear(x, w)
@@ -171,5 +171,5 @@ def test_without_cublas_the_kernel_multiplies_and_it_is_said(asked, monkeypatch)
     with pytest.warns(UserWarning, match=r"cuBLAS is not installed, and bfloat16 prompts .*pip install"):
         be = CupyBackend("bfloat16", device=EmulatedDevice())
     w = be.prepare(DenseWeight(np.ones((2, 8), dtype=np.float32)))
-    assert (be.linear(np.ones((MOST_IN_ORDER + 6, 8), dtype=np.float32), w) == 8).all()
+    assert (be.linear(np.ones((MAX_IN_ORDER + 6, 8), dtype=np.float32), w) == 8).all()
     assert asked == []
