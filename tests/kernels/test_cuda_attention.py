@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from decoding import Decoding, decode_kernels_of, same_bits
-from helpers import GOLDEN, model, of_one_layer, rng, run_sanitized
+from helpers import GOLDEN, call, model, of_one_layer, rng, run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import attention
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch
 
@@ -47,20 +48,21 @@ def test_a_token_attends_alike_in_any_company(be, case):
     Beside NumPy, whose products add in another order, one in some 10^8 may be rounded the other way."""
     kv_heads, group, head_dim, kind, window, page_size, pieces = case
     config, heads = of_one_layer(kv_heads, group, head_dim), kv_heads * group
-    caches = [b.new_cache(config, len(pieces), 264, kind, page_size=page_size) for b in (be, Backend())]
+    spec = CacheSpec(len(pieces), 264, kind, page_size)
+    caches = [b.new_cache(config, spec) for b in (be, Backend())]
     generator = rng(head_dim)
     for slot, (length, _, _) in enumerate(pieces):
         batch = TokenBatch.of([(slot, 0, [0] * length)])
         k, v = (generator.standard_normal((length, kv_heads, head_dim)).astype(np.float32) for _ in range(2))
-        caches[0].append(0, be.place(batch), be.ws.upload(k), be.ws.upload(v))
-        caches[1].append(0, batch, k, v)
+        for b, cache in zip((be, Backend()), caches, strict=True):
+            call(b, "append", cache, 0, batch, k, v)
     batch = TokenBatch.of([(slot, first, [0] * count) for slot, (_, first, count) in enumerate(pieces)])
     q = generator.standard_normal((len(batch), heads, head_dim)).astype(np.float32)
 
     def attend(q, batch, enough_blocks=attention.ENOUGH_BLOCKS):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "ENOUGH_BLOCKS", enough_blocks)
-            return be.to_host(be.attention(be.ws.upload(q), caches[0], be.place(batch), 0, window))
+            return call(be, "attention", q, caches[0], batch, 0, window)
 
     z = attend(q, batch, 1)  # a block takes all chunks, if tokens follow each other at all
     np.testing.assert_array_equal(attend(q, batch, 1 << 30), z)
@@ -74,7 +76,7 @@ def test_a_long_prompt_is_taken_in_parts(be, monkeypatch):
     """No more scores at a time than SCORES_BYTES, and no bit differs."""
     config = model(GOLDEN / "llama-dense").config
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cache, batch = be.new_cache(config, 1, 150), be.place(TokenBatch.of([(0, 0, [0] * 150)]))
+    cache, batch = be.new_cache(config, CacheSpec(1, 150)), be.place(TokenBatch.of([(0, 0, [0] * 150)]))
     q, k, v = (
         be.ws.upload(rng(n).standard_normal((150, n, head_dim)).astype(np.float32)) for n in (heads, kv_heads, kv_heads)
     )
@@ -118,7 +120,7 @@ def test_decode_kernels_change_no_bit(be, case):
     found = case.run(be)
     assert found[2] == decode_kernels_of(case.kind)
     same_bits(found, case.run(be, decode_kernels=False))
-    eager = case.run(be, put_off=False)
+    eager = case.run(be, fused=False)
     assert eager[2] == [f"attention_{part}_1_{case.kind}" for part in ("scores", "values")]
     same_bits(found, eager)
 
@@ -149,7 +151,7 @@ def test_decode_kernels_in_any_order_of_threads(be, kind, order):
 def test_what_decode_kernels_do_not_cover_takes_the_general_ones(be, case):
     found = case.run(be)
     assert not any("decode" in name for name in found[2])
-    same_bits(found, case.run(be, put_off=False))
+    same_bits(found, case.run(be, fused=False))
 
 
 def test_what_sixteen_bits_cannot_hold_is_told_by_decode_kernels_too(be):
@@ -188,6 +190,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda import attention
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.backend import CupyBackend
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import TokenBatch
 
 dice = np.random.default_rng(0)
@@ -203,7 +206,7 @@ for order in (0, 1, 5):  # ascending, descending, shuffled by a seed
     ):
         sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=d, num_hidden_layers=1)
         shape = replace(config, **sizes)
-        caches = [b.new_cache(shape, 3, 300, kind, page_size=7) for b in (be, Backend())]
+        caches = [b.new_cache(shape, CacheSpec(3, 300, kind, 7)) for b in (be, Backend())]
         for slot, length, _ in pieces:
             batch = TokenBatch.of([(slot, 0, [0] * length)])
             k, v = (dice.standard_normal((length, kv_heads, d)).astype(np.float32) for _ in range(2))

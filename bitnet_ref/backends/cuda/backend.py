@@ -82,7 +82,8 @@ class CupyBackend(Backend):
         self.dtype = np.dtype(np.float32)  # of activations
         self.graphs = graphs
         self.index = index
-        self.ws = Workspace(open_device(index, parse_bytes(memory_limit)) if device is None else device)
+        limit = parse_bytes(memory_limit)
+        self.ws = Workspace(open_device(index=index, memory_limit=limit) if device is None else device)
         self.rope_positions = PositionTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
         self._denses, self._fused = DenseKernels(self.ws, dtype), FusedLinears(self.ws, self._ternary)
