@@ -67,13 +67,13 @@ def run(
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
 
-    def compute_all(i: int) -> NDArray:
-        assert hidden is not None
+    def head(x: NDArray) -> NDArray:
         with be.running():
-            return be.to_host(be.lm_head(be.from_host(hidden[i : i + 1]), w.lm_head))[0]
+            return be.to_host(be.lm_head(be.from_host(x), w.lm_head))
 
-    vocab_size = w.lm_head.shape[0]
-    return Logits([TokenLogits(row, vocab_size, compute_all, i) for i, row in enumerate(rows)], vocab_size)
+    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
+    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
+    return Logits(tokens, vocab_size)
 
 
 def first_non_finite(

@@ -50,7 +50,7 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_batch": 0}, "max_batch: expected a whole number >= 1, got 0"),
+        ({"max_batch": 0}, "max_batch: expected a whole number of at least 1, got 0"),
         ({"max_batch": True}, "max_batch"),
         ({"max_batch": 8, "max_batch_tokens": 8}, "max_batch_tokens: expected more than max_batch, 8"),
         ({"max_wait_s": -1}, "max_wait_s"),
@@ -74,7 +74,7 @@ def test_wrong_settings_are_named(settings, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max_batch = ", "is no TOML"),
+        ("max_batch = ", "is not valid TOML"),
         ("max_batch = 'many'", "max_batch: expected a whole number"),
         ("[engine]\nmax_que = 3", "max_que: there is no such setting; did you mean 'max_queue'"),
         ("engine = 3", "engine: expected a table"),

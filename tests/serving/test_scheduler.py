@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from engine_checks import check_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ class Cache:
                 if row.to_come == 0:
                     self.scheduler.remove(job)
         jobs = [*self.scheduler.running, *self.scheduler.waiting]
-        self.scheduler.pool.check([job.lease for job in jobs if job.lease is not None])
+        check_pool(self.scheduler.pool, [job.lease for job in jobs if job.lease is not None])
         return plan
 
 
