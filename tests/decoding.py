@@ -1,4 +1,4 @@
-"""Attention of tokens that are decoded on the CuPy backend, by the kernels for them or by the general ones."""
+"""Attention of decoded tokens on the CuPy backend, with RoPE and the append in its kernels, or op by op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from cupy_runs import kernels_asked_for
 from helpers import call, of_one_layer, rng
 
-from bitnet_ref.backends.cuda import backend as cuda_backend
 from bitnet_ref.backends.cuda.cache import DeviceBatch, DeviceKVCache
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import TokenBatch
@@ -30,8 +29,8 @@ class Decoding:
     padding: int = 0  # how often the last one is there again, as in a recorded step
     scale: float = 1.0  # of q, k and v
 
-    def run(self, be, decode_kernels=True, fused=True):
-        """-> z, keys and values in the cache, the kernels of attention that it took. fused: else op by op."""
+    def run(self, be, fused=True):
+        """-> z, keys and values in the cache, the kernels of attention that it took. Not fused: op by op."""
         config, count, capacity = of_one_layer(self.kv_heads, self.group, self.head_dim), len(self.lengths), 300
         dice, sizes = rng(self.head_dim, *self.lengths), (self.kv_heads, self.head_dim)
         pages = None if self.page_size is None else count * -(-capacity // self.page_size)
@@ -53,8 +52,6 @@ class Decoding:
         shapes = [(count, n, self.head_dim) for n in heads]
         q, k, v = (be.ws.upload((self.scale * dice.standard_normal(s)).astype(np.float32)[rows]) for s in shapes)
         with pytest.MonkeyPatch.context() as patch:
-            if not decode_kernels:
-                patch.setattr(cuda_backend, "can_decode", lambda *_: False)
             names = kernels_asked_for(patch, be.ws.device)
             rope = be.rope_tables(batch.positions, RopeConfig(), self.head_dim)
             if fused:
@@ -67,8 +64,8 @@ class Decoding:
         return z, cache.stored(0, host), [name for name in names if name.startswith("attention")]
 
 
-def decode_kernels_of(kind):
-    return [f"attention_scores_decode_{kind}", f"attention_values_decode_{kind}"]
+def fused_kernels(kind, group=1):
+    return [f"attention_append_scores_{kind}", f"attention_values_{1 if group <= 8 else 4}_{kind}"]
 
 
 def same_bits(found, expected):

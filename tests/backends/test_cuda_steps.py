@@ -8,7 +8,6 @@ from cupy_runs import kernels_asked_for, load, top
 from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.cuda import backend as cuda_backend
 from bitnet_ref.backends.cuda.backend import MAX_REPLAYED
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.select import blocks_of, select
@@ -108,32 +107,22 @@ def test_steps_on_a_device_that_is_as_late_as_a_gpu_may_be(case, order):
         np.testing.assert_array_equal(*seen)
 
 
-DECODE_KERNELS = ["attention_scores_decode_float32", "attention_values_decode_float32"]
-
-
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
-@pytest.mark.parametrize("lengths", [[4], [1, 6, 3]])
-def test_recorded_steps_take_the_decode_kernels_which_change_no_bit(case, lengths, monkeypatch):
-    prompts, seen = [rng(n).integers(1, 50, n) for n in lengths], []
-    for takes_them in (True, False):
-        m = load(GOLDEN / case)
-        layers, names = m.config.num_hidden_layers, kernels_asked_for(monkeypatch, m.backend.ws.device)
-        if not takes_them:
-            monkeypatch.setattr(cuda_backend, "can_decode", lambda *_: False)
-        seen.append(decode(m, prompts, 6)[0])
-        decoded = [name for name in names if "_decode_" in name]
-        assert decoded == (DECODE_KERNELS * layers * 2 if takes_them else [])  # once eagerly, and once recorded
-    np.testing.assert_array_equal(*seen)
+def test_recorded_steps_rotate_and_append_within_attention(case, monkeypatch):
+    m = load(GOLDEN / case)
+    layers, names = m.config.num_hidden_layers, kernels_asked_for(monkeypatch, m.backend.ws.device)
+    decode(m, [rng(n).integers(1, 50, n) for n in (1, 6, 3)], 3)
+    assert names.count("attention_append_scores_float32") == 2 * layers  # once eagerly, and once recorded
 
 
-def test_two_tokens_of_a_sequence_do_not_take_the_decode_kernels(monkeypatch):
+def test_two_tokens_of_a_sequence_are_appended_before_attention(monkeypatch):
     """In one record: the second would read the first one's key while it is written."""
     m = load()
     names = kernels_asked_for(monkeypatch, m.backend.ws.device)
     batch, cache = TokenBatch.of([(0, 0, [5, 6]), (1, 0, [7])]), m.new_cache(2, 24)
     logits = [m.run(batch, cache, top(3)).all() for _ in range(3)]
     assert cache.steps
-    assert not any("_decode_" in name for name in names)
+    assert not any("append_scores" in name for name in names)
     np.testing.assert_array_equal(logits[0], logits[2])
 
 

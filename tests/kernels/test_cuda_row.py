@@ -245,17 +245,6 @@ def test_every_launch_is_within_a_cards_limits(width, rows, normed, gated, kilob
     assert how.shared == how.slots * how.block // 32 * 512 + x_q * (5 if normed else 1)
 
 
-@pytest.mark.parametrize(
-    "widths", [(2560, 2560), (2560, 6912), (6912, 2560), (4096, 4096), (4096, 11_008), (11_008, 4096)]
-)
-def test_two_kernels_of_a_step_have_room_on_a_multiprocessor(widths):
-    """Of sm_90: 228 KB, of which each block's first is the system's."""
-    device = SimpleNamespace(shared_bytes=227 << 10, row_blocks=132)
-    how = [row_launch(device, width, 4096, normed=True) for width in widths]
-    assert sum(each.shared + OWN_SHARED + 1024 for each in how) <= 228 << 10
-    assert min(each.slots for each in how) >= 8
-
-
 SANITIZED = """
 import numpy as np
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice

@@ -1,5 +1,4 @@
-"""Host side of `kernels/cuda/attention.cu` and `attention_decode.cu`: attention over the pages of a cache; and the
-tables of RoPE."""
+"""Host side of `kernels/cuda/attention.cu`: attention over the pages of a cache; and the tables of RoPE."""
 
 from __future__ import annotations
 
@@ -16,15 +15,13 @@ from .cache import DeviceBatch, DeviceKVCache
 from .rows import take_rows_of_two
 from .workspace import Workspace
 
-FILE, DECODE_FILE = "attention.cu", "attention_decode.cu"
+FILE = "attention.cu"
 BLOCK = 128  # attention.cu: the threads of a block
 WARPS = 4  # and its warps
 CHUNK, STEP, TILE = 128, 16, 8  # attention.cu: keys of a block; elements that a product sums over; its rows
 MAX_TILES = 4  # attention.cu: tiles of rows at once
 SHARED_BYTES = 48 << 10  # of a block
 PITCH = CHUNK + 4  # attention.cu: of the pattern
-DECODE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # attention_decode.cu: of a number, by the cache's dtype
-MAX_DECODE_DIM = 128  # attention_decode.cu
 SCORES_BYTES = 256 << 20  # of one call: a long prompt is taken in parts
 PARTS_BYTES = 64 << 20  # of a prompt's z: beyond it a block takes all chunks
 ENOUGH_BLOCKS = 128  # keep a GPU busy without cutting keys into chunks: it has about as many multiprocessors
@@ -39,16 +36,6 @@ def chunks_seen(keys: int, window: int | None) -> int:
 def pitch_of(head_dim: int) -> int:
     """Doubles from one query to the next in shared memory."""
     return -(-head_dim // STEP) * STEP + 2
-
-
-def can_decode(kind: str, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether attention_decode.cu covers a cache of that dtype and heads of these numbers and size."""
-    return kind in DECODE_BYTES and heads // kv_heads <= TILE and head_dim % STEP == 0 and head_dim <= MAX_DECODE_DIM
-
-
-def decode_shared_bytes(kind: str, head_dim: int) -> int:
-    """Shared memory for a chunk of keys or values in attention_decode.cu; `kept_at` there has the layout."""
-    return CHUNK * (head_dim + STEP) * DECODE_BYTES[kind] + CHUNK // 4 * 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +73,33 @@ class Attention:
         self._done = [ws.zeros((4096,), np.int32)]
 
     def __call__(
-        self, q: Any, cache: DeviceKVCache, batch: DeviceBatch, layer: int, window: int | None, longest: int
+        self,
+        q: Any,
+        cache: DeviceKVCache,
+        batch: DeviceBatch,
+        layer: int,
+        window: int | None,
+        longest: int,
+        new: tuple[Any, Any, Any, Any] | None = None,
     ) -> Any:
-        """q (N, H, d), rotated -> z (N, H, d). longest: max keys that a token may see."""
+        """q (N, H, d) -> z (N, H, d). longest: max keys that a token may see.
+
+        new: k and v (N, G, d), cos and sin (N, d/2) of tokens of as many sequences, where q is not rotated yet: RoPE
+        and the append are done too. Not for an int8 cache.
+        """
         ws, (_, heads, head_dim), kv_heads = self._ws, q.shape, cache.keys.shape[-2]
         z = ws.empty(q.shape, np.float32)
-        each = max(1, MAX_TILES * TILE // (heads // kv_heads)) if batch.has_runs else 1
+        each = max(1, MAX_TILES * TILE // (heads // kv_heads)) if batch.has_runs and new is None else 1
         chunks = chunks_seen(longest, window)
         stride = chunks * CHUNK
         chunks += window is not None and each > 1  # the windows of a run may begin in two chunks
         key_scales, value_scales = cache.scales_of(layer)
         for some in self._parts(cache, batch, heads, each, window, stride):
             scores = ws.scratch((some.count, heads, stride), np.float32)
-            self._scores(some, q[some.part], cache.keys[layer], key_scales, scores, chunks)
+            if new is not None:
+                self._append_scores(some, q, new, (cache.keys[layer], cache.values[layer]), scores, chunks)
+            else:
+                self._scores(some, q[some.part], cache.keys[layer], key_scales, scores, chunks)
             parts_bytes = chunks * some.count * heads * head_dim * 8
             norms, blocks = None, chunks
             if batch.has_runs and (math.prod(some.grid(1)) >= ENOUGH_BLOCKS or parts_bytes > PARTS_BYTES):
@@ -106,44 +107,6 @@ class Attention:
                 sizes = scores, stride, some.positions, some.count, some.window, heads, norms
                 ws.launch(FILE, "attention_normalisers", (-(-some.count * heads // WARPS),), BLOCK, *sizes)
             self._values(some, scores, cache.values[layer], value_scales, z[some.part], blocks, norms)
-        return z
-
-    def decode(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        rope: tuple[Any, Any],
-        cache: DeviceKVCache,
-        batch: DeviceBatch,
-        layer: int,
-        window: int | None,
-        longest: int,
-    ) -> Any:
-        """RoPE, the cache's append and attention of tokens of as many sequences (`can_decode`).
-
-        q (N, H, d), k and v (N, G, d) as their products leave them -> z (N, H, d)
-        """
-        ws, (_, heads, head_dim) = self._ws, q.shape
-        z = ws.empty(q.shape, np.float32)
-        chunks = chunks_seen(longest, window)
-        stride, shared = chunks * CHUNK, decode_shared_bytes(cache.kind, head_dim)
-        keys, values = cache.keys[layer], cache.values[layer]
-        for some in self._parts(cache, batch, heads, 1, window, stride):
-            scores = ws.scratch((some.count, heads, stride), np.float32)
-            tokens = (array[some.part] for array in (q, k, v, *rope))
-            places = some.slots, some.positions, some.window, heads // some.pages[-2]
-            ws.launch(
-                *(DECODE_FILE, f"attention_scores_decode_{some.kind}", some.grid(chunks), BLOCK),
-                *(*tokens, keys, values, *places, head_dim**-0.5, *some.pages, scores, stride, ws.trouble),
-                shared=shared,
-            )
-            room = self._room_for_parts(some, chunks, head_dim)
-            ws.launch(
-                *(DECODE_FILE, f"attention_values_decode_{some.kind}", some.grid(chunks), BLOCK),
-                *(scores, stride, values, *places, *some.pages, *room, z[some.part]),
-                shared=shared,
-            )
         return z
 
     def _parts(
@@ -165,6 +128,19 @@ class Attention:
             *(FILE, f"attention_scores_{some.tiles}_{some.kind}", some.grid(chunks), BLOCK),
             *(q, keys, scales, *some.tokens, *sizes, *some.pages, scores, scores.shape[-1]),
             shared=rows * pitch * 8,
+        )
+
+    def _append_scores(
+        self, some: Queries, q: Any, new: tuple[Any, ...], to: tuple[Any, Any], scores: Any, chunks: int
+    ) -> None:
+        """`_scores` of q before RoPE; the tokens' keys and values go `to` the cache."""
+        tokens = (array[some.part] for array in (q, *new))
+        sizes = TILE, some.window, some.heads, q.shape[-1] ** -0.5
+        self._ws.launch(
+            *(FILE, f"attention_append_scores_{some.kind}", some.grid(chunks), BLOCK),
+            *(*tokens, *to, some.slots, some.positions, some.count, *sizes, *some.pages, scores, scores.shape[-1]),
+            self._ws.trouble,
+            shared=TILE * pitch_of(q.shape[-1]) * 8,
         )
 
     def _values(self, some: Queries, scores: Any, values: Any, scales: Any, z: Any, chunks: int, norms: Any) -> None:

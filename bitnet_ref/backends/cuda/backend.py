@@ -30,7 +30,7 @@ from ..head import HeadNeed, HeadRows
 from ..paged_cache import CacheSpec
 from . import Device, open_device
 from . import rows as row_kernels
-from .attention import Attention, PositionTables, can_decode
+from .attention import Attention, PositionTables
 from .blocks import FusedLinears
 from .cache import DeviceBatch, DeviceKVCache, decodes
 from .dense import MAX_IN_ORDER, DenseKernels, DeviceDense
@@ -247,10 +247,10 @@ class CupyBackend(Backend):
         """`rope`, `append` and `attention`.   q (N, H, d), k and v (N, G, d) -> z (N, H, d)"""
         assert isinstance(cache, DeviceKVCache)
         assert isinstance(batch, DeviceBatch)
-        if batch.decodes and can_decode(cache.kind, q.shape[1], *k.shape[1:]):
+        if batch.decodes and cache.kind != "int8":
             cache.begin_append(batch, k, v)
             longest = self._longest(cache, batch, layer, window)
-            return self._attention.decode(q, k, v, rope, cache, batch, layer, window, longest)
+            return self._attention(q, cache, batch, layer, window, longest, (k, v, *rope))
         if cache.kind == "int8":
             q, k = self.rope(q, k, *rope)
             self.append(cache, layer, batch, k, v)
@@ -334,12 +334,17 @@ class CupyBackend(Backend):
                 continue
             assert isinstance(w, TernaryLinear)
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-            if (own := w.input_norm) is not None:
-                quantized = row_kernels.quantize(self.ws, x, (self.ws.vector(own.weight), own.eps))
+            own, tiled = w.input_norm, self._tiled(w)
+            norm = None if own is None else (self.ws.vector(own.weight), own.eps)
+            if self.fuses and row_kernels.takes_row(x, tiled):
+                outputs.append(row_kernels.linear_of_row(self.ws, x, tiled, norm))
+                continue
+            if norm is not None:
+                quantized = row_kernels.quantize(self.ws, x, norm)
             else:
                 quantized = shared = shared or row_kernels.quantize(self.ws, x)
             y = self.ws.empty((len(x), w.shape[0]), np.float32)
-            outputs.append(self._ternary.linear(*quantized, self._tiled(w), y))
+            outputs.append(self._ternary.linear(*quantized, tiled, y))
         return tuple(outputs)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:

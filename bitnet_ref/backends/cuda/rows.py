@@ -24,7 +24,6 @@ MAX_COLUMNS = ROW_STEP * VECTORS[-1]  # a longer row waits in global memory, and
 MAX_SUMS = 512  # ternary_row.cu: of a block
 MAX_SLOTS = 10  # ternary_row.cu: weight tiles that a warp has on their way
 OWN_SHARED = 2560  # max bytes of shared memory that a block of ternary_row.cu has beside those of the launch
-MAX_SHARED = 123 << 10  # with these, of a block that leaves registers for a second one on its multiprocessor
 TILE_BYTES = 4 * TILE_WORDS
 
 Norm = tuple[Any, float]  # an RMSNorm: weight (K,) on the device, eps
@@ -104,8 +103,7 @@ def row_launch(device: Device, width: int, rows: int, normed: bool = False, gate
     max_units = min(MAX_SUMS // halves, block) // TILE_ROWS  # of a block: a thread for each result
     grid = max(min(units, device.row_blocks), -(-units // max_units))
     warps, row_bytes = block // 32, padded_columns(width) * (5 if normed else 1)
-    max_shared = min(device.shared_bytes, MAX_SHARED if vectors < 8 else device.shared_bytes) - OWN_SHARED
-    slots = min(MAX_SLOTS, (max_shared - row_bytes) // (warps * TILE_BYTES))
+    slots = min(MAX_SLOTS, (device.shared_bytes - OWN_SHARED - row_bytes) // (warps * TILE_BYTES))
     return RowLaunch(f"ternary_row_{vectors}", grid, block, slots, slots * warps * TILE_BYTES + row_bytes)
 
 

@@ -195,8 +195,8 @@ __device__ __forceinline__ void row_times(const float* row, const RowNorm& by, c
 // are half of them if gated, than threads. Block: as of `rows`. Shared: slots * 512 bytes per warp, the whole tiles of
 // x_q, and if there is a norm as many floats. slots: 1 to MAX_SLOTS. part = 1 / width. If gated, rows % 32 == 0 and
 // residual is null. For rows of up to 2048 VECTORS.
-#define TERNARY_ROW(VECTORS, BLOCKS)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)                                                  \
+#define TERNARY_ROW(VECTORS)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)                                                       \
         ternary_row_##VECTORS(const float* x, int width, double part, const float* weight, double eps,                 \
                               const unsigned* tiles, int rows, int slots, const float* w_scales, const float* bias,    \
                               const float* residual, int gate, float* y, int* trouble) {                               \
@@ -205,7 +205,7 @@ __device__ __forceinline__ void row_times(const float* row, const RowNorm& by, c
         const Product w = {tiles, rows, slots, w_scales, bias, residual, gate};                                        \
         row_times<VECTORS>(x, by, w, y, trouble, scratch);                                                             \
     }
-TERNARY_ROW(2, 2)
-TERNARY_ROW(4, 2)
-TERNARY_ROW(6, 2)
-TERNARY_ROW(8, 1)
+TERNARY_ROW(2)
+TERNARY_ROW(4)
+TERNARY_ROW(6)
+TERNARY_ROW(8)
