@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ..tokenizers.vocabulary import Vocabulary
 
 
+_CLOSED = "this model was closed and its weights were freed; load it again"
+
+
 class LoadedModel:
     """A model that computes. It holds no state between calls; any number of threads may use it."""
 
@@ -55,10 +58,15 @@ class LoadedModel:
         )
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._weights is None
+
+    @property
     def weights(self) -> ModelWeights:
         """Raises BackendError after `close`."""
         if self._weights is None:
-            raise BackendError("this model was closed and its weights were freed; load it again")
+            raise BackendError(_CLOSED)
         return self._weights
 
     @property
@@ -91,6 +99,8 @@ class LoadedModel:
         pages: int | None = None,
     ) -> KVCache:
         """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
+        if self.is_closed:
+            raise BackendError(_CLOSED)
         spec = CacheSpec(slots, capacity, dtype or self.cache_dtype, page_size, pages)
         return self.backend.new_cache(self.config, spec)
 
@@ -180,7 +190,14 @@ class LoadedModel:
 
 
 def _is_batch(token_ids: Any) -> bool:
-    return len(token_ids) > 0 and isinstance(token_ids[0], Sequence | np.ndarray) and not isinstance(token_ids, str)
+    """Whether these are rows of token ids: a list of lists or arrays, or a two-dimensional array."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.ndim == 2 and len(token_ids) > 0
+    return (
+        isinstance(token_ids, list | tuple)
+        and len(token_ids) > 0
+        and isinstance(token_ids[0], list | tuple | np.ndarray)
+    )
 
 
 def _describe(value: Any) -> str:

@@ -133,13 +133,20 @@ class CythonBackend(Backend):
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, at_once: bool
     ) -> NDArray | None:
         assert isinstance(cache, KernelKVCache)
-        return cache.steps.hidden(self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
+        return cache.steps.hidden(
+            self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once
+        )
 
     def _with_kernels(self, kernels: CpuKernels) -> Self:
         """The same backend, computing with these kernels."""
         made = copy.copy(self)
         made.kernels = kernels
         return made
+
+    def close(self) -> None:
+        """Gives up the mappings and buffers that it holds; they are freed with the last array in them."""
+        self._memory, self._rope_rows = HugePages(), RopeRows()
+        self.kernels = replace(self.kernels, results=Buffers())
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -297,7 +304,7 @@ class CythonBackend(Backend):
         """BitLinears of one x in one call, or for the table layout in one call for every few tokens."""
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        if self.layout != "table":
+        if self.layout != "table" or len(x) <= TABLE_TOKENS:
             return self.kernels.bit_linears(x, ws)
         try:
             parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
