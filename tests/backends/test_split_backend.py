@@ -457,7 +457,6 @@ def cupy_of_two_cards(monkeypatch):
     cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device, MemoryPool=MemoryPool, **parts)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy_device, "find_spec", lambda name: object())
-    monkeypatch.setattr(cupy_device.overlapped_launch, "driver", lambda: None)
 
 
 def test_each_card_counts_its_own_memory(monkeypatch):
