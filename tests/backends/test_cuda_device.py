@@ -94,7 +94,7 @@ def test_the_emulation_finds_a_graph_of_arrays_that_are_gone():
     graph.launch()  # the view keeps it
     assert target.tolist() == [2, 3, 0, -1]
     del view
-    with pytest.raises(DeviceError, match="touches an array which is no more"):
+    with pytest.raises(DeviceError, match="uses an array which was freed"):
         graph.launch()
 
 

@@ -70,12 +70,12 @@ def linear_of_row(
     """
     width, rows = w.in_features, w.out_features
     y = ws.empty((1, rows if gate == PLAIN else rows // 2), np.float32)
-    how = row_launch(ws.device, width, rows, norm is not None, gate != PLAIN)
+    launch = row_launch(ws.device, width, rows, norm is not None, gate != PLAIN)
     weight, eps = (None, 0.0) if norm is None else norm
     ws.launch(
-        *("ternary_row.cu", how.kernel, (how.grid,), how.block, x, width, 1.0 / width, weight, float(eps)),
-        *(w.tiles, rows, how.slots, w.w_scales, w.bias_on_device, residual, gate, y, ws.trouble),
-        shared=how.shared,
+        *("ternary_row.cu", launch.kernel, (launch.grid,), launch.block, x, width, 1.0 / width, weight, float(eps)),
+        *(w.tiles, rows, launch.slots, w.w_scales, w.bias_on_device, residual, gate, y, ws.trouble),
+        shared=launch.shared,
     )
     return y
 

@@ -1,11 +1,11 @@
-"""A CUDA device that is the host: its kernels are the same `.cu` files, built by the host's C++ compiler.
+"""A CUDA device that is the host: it runs the same `.cu` files, built by the host's C++ compiler.
 
-For tests and for reading kernels where there is no GPU (`BITNET_REF_CUDA=emulated`): some thousand times slower than
-a GPU, and stricter. See `kernels/cuda/emulated.h` for what it finds out, `emulated_build.py` for how they are compiled.
+For tests and for reading kernels where there is no GPU (`BITNET_REF_CUDA=emulated`): some thousand times slower than a
+GPU, and stricter. `kernels/cuda/emulated.h` says which errors it finds, `build.py` how the files are compiled.
 
-A GPU may do its work at any time between being asked and being waited for. The device that `open_device` gives is as
-late as that allows: nothing runs before somebody waits, so a wait that is missing, or host memory that is used again
-too early, shows. `CUDA_LAUNCH_BLOCKING=1` has every call run at once, as with a GPU: errors are raised where they are.
+A GPU may do its work at any time between the call and the wait. The device that `open_device` returns is as late as
+possible: nothing runs before a wait, so a missing wait shows. With `CUDA_LAUNCH_BLOCKING=1` every call runs at once, as
+with a GPU: errors are raised where they happen.
 
 `BITNET_REF_CUDA_SANITIZE=1` builds with AddressSanitizer, which must be loaded before Python is:
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0.
@@ -44,9 +44,9 @@ from ..device import (
 )
 from .build import compiled, kernel_names, why_unavailable
 
-UNWRITTEN = 0xFF  # what new memory holds: NaN as a float, -1 as an integer
+UNWRITTEN = 0xFF  # the bytes of new memory: NaN as a float, -1 as an integer
 
-# An H200's figures where launch configurations ask for them, so that what is tested is what will run there.
+# An H200's figures, so that tests run the launch sizes of a real GPU.
 MULTIPROCESSORS = 132
 L2_BYTES = 60 << 20
 SHARED_BYTES = 227 << 10
@@ -108,8 +108,8 @@ def _kind(value: Any) -> str:
 
 
 class EmulatedGraph(Graph):
-    """Recorded calls, each with the allocations that it touches. As a GPU's graph it knows addresses and keeps nothing
-    alive; unlike one it says so when what lay there has gone."""
+    """Recorded calls, each with the allocations that it touches. Like a GPU's graph it refers to addresses and keeps
+    nothing alive; unlike one it raises an error when an array there was freed."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.calls: list[tuple[Callable[[], object], frozenset[int]]] = []
@@ -119,7 +119,7 @@ class EmulatedGraph(Graph):
         device = self._device
         for call, allocations in self.calls:
             if not allocations <= device._alive.keys():
-                raise DeviceError("a graph was launched that touches an array which is no more")
+                raise DeviceError("a graph was launched that uses an array which was freed")
             device._do(call)
 
 
@@ -155,7 +155,7 @@ class EmulatedDevice(Device):
     emulated = True
     compute_capability = (9, 0)
     multiprocessors = MULTIPROCESSORS
-    row_blocks = 2  # few: one runs at a time here, and so each takes several units
+    row_blocks = 2  # few: blocks run one at a time here, and each takes several units
     l2_bytes = L2_BYTES
     shared_bytes = SHARED_BYTES
     can_matmul_16 = True
@@ -178,7 +178,7 @@ class EmulatedDevice(Device):
         self._alive: dict[int, tuple[int, int]] = {}  # array's number -> first address, and the one after
         self._recording: EmulatedGraph | None = None
         self._queue: deque[Callable[[], object]] = deque()
-        self._dropped: deque[int] = deque()  # addresses of arrays that nobody has any more
+        self._dropped: deque[int] = deque()  # addresses of freed arrays that queued work may still use
         self._working = threading.Lock()
         weakref.finalize(self, _free, self._dropped)
         self.number = next(_numbers)
@@ -190,13 +190,13 @@ class EmulatedDevice(Device):
 
     @property
     def launches(self) -> int:
-        """Kernels that have run, eagerly or in a graph, when all work is done."""
+        """The number of kernels that have run, eagerly or in a graph. Waits for all work."""
         self._work()
         return self._launches
 
     def _do(self, call: Callable[[], object], *touched: Any) -> None:
-        """Now, or when it is waited for, or when the graph that is being captured is launched. touched: the arrays
-        whose addresses the call has, among other values."""
+        """Run the call now, at the next wait, or when the graph that is being captured is launched. touched: its
+        arguments; those that are arrays must then still exist."""
         if self._recording is not None:
             allocations = (self._allocation(each) for each in touched if isinstance(each, np.ndarray) and each.size)
             self._recording.calls.append((call, frozenset(number for number in allocations if number is not None)))
@@ -206,7 +206,7 @@ class EmulatedDevice(Device):
             call()
 
     def _work(self, done: Callable[[], bool] = lambda: False) -> None:
-        """Do what was asked for, in order, until that is so or nothing is left. What comes after an error is lost."""
+        """Run queued calls in order, until `done` or none is left. The calls after an error are dropped."""
         with self._working:
             try:
                 while self._queue and not done():
@@ -215,7 +215,7 @@ class EmulatedDevice(Device):
                 self._queue.clear()
                 raise
             finally:
-                dropped = len(self._dropped)  # so far: all that touches them is in the queue, or done
+                dropped = len(self._dropped)  # so far: the calls that use them are in the queue, or done
                 if not self._queue:
                     _free(self._dropped, dropped)
 
@@ -225,7 +225,7 @@ class EmulatedDevice(Device):
         return sum(_rounded(end - start) for start, end in self._alive.copy().values())
 
     def _allocation(self, array: DeviceArray) -> int | None:
-        """The number of the allocation that the array lies in; None for the host's."""
+        """The number of the allocation that holds the array; None for a host array."""
         address = array.ctypes.data
         found = (number for number, (start, end) in self._alive.copy().items() if start <= address < end)
         return next(found, None)
@@ -233,15 +233,15 @@ class EmulatedDevice(Device):
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def _check_own(self, what: str, *values: Any) -> None:
-        """DeviceError for an array of another emulated device: what a card cannot reach, or only slowly."""
+        """Raises DeviceError for an array of another emulated device, which a GPU cannot reach, or only slowly."""
         for value in values:
             while isinstance(value, np.ndarray):
                 value = value.base
             if (number := getattr(value, "device_number", self.number)) != self.number:
-                raise DeviceError(f"{what}: an array of emulated device {number}, asked for on device {self.number}")
+                raise DeviceError(f"{what}: an array of emulated device {number}, used on device {self.number}")
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
-        self._not_in_a_capture("an array was asked for")
+        self._not_in_a_capture("an array was allocated")
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
@@ -279,7 +279,7 @@ class EmulatedDevice(Device):
         from_host = self._allocation(source) is None
         check_copy(target, source, from_host)
         if from_host:
-            self._not_in_a_capture("a copy from the host was asked for")
+            self._not_in_a_capture("an array was copied from the host")
             source = source.copy()
         to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
         kept = source if from_host else None
@@ -302,7 +302,7 @@ class EmulatedDevice(Device):
         return self._kernels[file, name]
 
     def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
-        self._not_in_a_capture("cuBLAS was asked for")
+        self._not_in_a_capture("cuBLAS was called")
         dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
 
         def multiply() -> None:
@@ -326,11 +326,11 @@ class EmulatedDevice(Device):
         return EmulatedEvent(self)
 
     def synchronize(self) -> None:
-        self._not_in_a_capture("the device was waited for")
+        self._not_in_a_capture("synchronize was called")
         self._work()
 
     def use(self) -> AbstractContextManager[Any]:
-        self._work()  # NumPy does its own at once
+        self._work()  # NumPy does not queue
         return nullcontext()
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class EmulatedDevice(Device):
         return MemoryInfo(total, total - used, used, used, self._peak, self._limit)
 
     def trim(self) -> None:
-        self._not_in_a_capture("memory was to be given back")
+        self._not_in_a_capture("trim was called")
         self._work()
 
     def close(self) -> None:
@@ -355,7 +355,7 @@ def _rounded(size: int) -> int:
 
 
 def _free(addresses: deque[int], count: int | None = None) -> None:
-    """The first of them, or all."""
+    """Free the first `count` of them, or all."""
     for _ in range(len(addresses) if count is None else count):
         _libc().free(ctypes.c_void_p(addresses.popleft()))
 
