@@ -98,7 +98,7 @@ def assign_layers(
     """
     if backends[0].name != "cupy":
         return backends[0]
-    from .split_backend import Part, SplitBackend
+    from .split import LayerRun, SplitBackend
 
     cards = cast("Sequence[CupyBackend]", backends)
     total, tokens = config.num_hidden_layers, placement.tokens(config)
@@ -123,7 +123,7 @@ def assign_layers(
     if len(runs) == 1:
         return runs[0][0]
     stops = [sum(count for _, count in runs[: i + 1]) for i in range(len(runs))]
-    return SplitBackend([Part(be, stop - count, stop) for (be, count), stop in zip(runs, stops, strict=True)])
+    return SplitBackend([LayerRun(be, stop - count, stop) for (be, count), stop in zip(runs, stops, strict=True)])
 
 
 def _choices(asked: int | str | None, total: int) -> Iterator[tuple[int, bool]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import FormatError
 from .checkpoint import Checkpoint, ReadOptions
+
+if TYPE_CHECKING:
+    from ..tokenizers import Tokenizer
 
 READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -73,3 +77,10 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
             return tokenizer_files_from_gguf(file.metadata, path) if "tokenizer.ggml.tokens" in file.metadata else {}
     with open_checkpoint(path) as checkpoint:
         return checkpoint.tokenizer_files()
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a model's folder or file. Raises TokenizerError."""
+    from ..tokenizers import load_tokenizer, load_tokenizer_files
+
+    return load_tokenizer(path) if path.is_dir() else load_tokenizer_files(read_tokenizer_files(path), path=path)

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .files import parse_json_object
-from .gguf_keys import CONTROL, NORMAL, PREFIX, UNUSED, USER_DEFINED, Vocabulary
+from .gguf_keys import CONTROL, NORMAL, PREFIX, UNUSED, USER_DEFINED, GgufVocabulary
 from .hf_tokenizer import HfTokenizer
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
 _LLAMA3_SIZE = 128256  # of Llama 3's vocabulary, which BitNet 2B-4T uses; its published GGUF has no `pre`
 
 
-def adds_bos(vocabulary: Vocabulary) -> bool:
+def adds_bos(vocabulary: GgufVocabulary) -> bool:
     """Whether llama.cpp puts BOS before a text when the file does not say."""
     return vocabulary.model == "llama" or _PRE[_pre(vocabulary)][2]
 
 
-def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int], bos: int | None, eos: int | None) -> bytes:
+def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | None, eos: int | None) -> bytes:
     """tokenizer.json. named: ids of special tokens, which are control tokens when the file has no token types.
     bos, eos: what is put around a text."""
     patterns, ignore_merges, _ = _PRE[_pre(vocabulary)]
@@ -88,7 +88,7 @@ def json_from_bpe(vocabulary: Vocabulary, named: Iterable[int], bos: int | None,
     return json.dumps(table, ensure_ascii=False).encode("utf-8")
 
 
-def _pre(vocabulary: Vocabulary) -> str:
+def _pre(vocabulary: GgufVocabulary) -> str:
     name = vocabulary.text("pre")
     if name is None and len(vocabulary.tokens) == _LLAMA3_SIZE:
         log.warning("%spre is missing; taking llama-bpe, whose vocabulary has these %d tokens", PREFIX, _LLAMA3_SIZE)
@@ -99,7 +99,7 @@ def _pre(vocabulary: Vocabulary) -> str:
     return name
 
 
-def _merges(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[list[str]]:
+def _merges(vocabulary: GgufVocabulary, vocab: dict[str, int]) -> list[list[str]]:
     lines = vocabulary.strings("merges")
     if lines is None:
         raise TokenizerError("is missing, and a gpt2 vocabulary needs it", field=PREFIX + "merges")

@@ -13,13 +13,13 @@ from .files import MAX_TOKEN_ID, check_unicode
 from .hf_decoders import BYTE_TOKEN
 from .sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
-__all__ = ["BYTE", "CONTROL", "NORMAL", "PREFIX", "UNKNOWN", "UNUSED", "USER_DEFINED", "Vocabulary"]
+__all__ = ["BYTE", "CONTROL", "NORMAL", "PREFIX", "UNKNOWN", "UNUSED", "USER_DEFINED", "GgufVocabulary"]
 
 PREFIX = "tokenizer.ggml."
 MODELS = ("llama", "gpt2")
 
 
-class Vocabulary:
+class GgufVocabulary:
     """model ("llama" or "gpt2"), tokens, types (one for each token); further keys by method.
 
     A GGUF's token types are those of SentencePiece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.

@@ -13,14 +13,14 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .gguf_keys import BYTE, CONTROL, PREFIX, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+from .gguf_keys import BYTE, CONTROL, PREFIX, UNKNOWN, UNUSED, USER_DEFINED, GgufVocabulary
 from .sentencepiece_model import BPE, SentencePieceModel, read_model, write_model
 from .sentencepiece_tokenizer import SentencePieceTokenizer
 
 ADDED_SCORE = -1000.0  # what llama.cpp's converter gives to added tokens, and to the padding behind them
 
 
-def model_from_vocabulary(vocabulary: Vocabulary, specials: Mapping[str, int]) -> tuple[bytes, list[int]]:
+def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int]) -> tuple[bytes, list[int]]:
     """(ModelProto, ids of the added tokens). Added tokens at the end are left out of the model."""
     tokens, types = vocabulary.tokens, list(vocabulary.types)
     scores = vocabulary.numbers("scores", float, len(tokens))

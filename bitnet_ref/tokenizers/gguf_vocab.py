@@ -20,7 +20,7 @@ from ..errors import TokenizerError
 from . import load_tokenizer_files
 from .base import Tokenizer
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
-from .gguf_keys import CONTROL, PREFIX, UNKNOWN, Vocabulary
+from .gguf_keys import CONTROL, PREFIX, UNKNOWN, GgufVocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
 from .settings import TokenizerSettings
 
@@ -52,7 +52,7 @@ def tokenizer_files_from_gguf(
 
 
 def _files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    vocabulary = Vocabulary(metadata)
+    vocabulary = GgufVocabulary(metadata)
     ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
     stops = [vocabulary.token_id(f"{name}_token_id") for name in _STOPS]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError, TokenizerError
-from bitnet_ref.generation.banned import BannedWords
+from bitnet_ref.generation.processors import BannedWords
 from bitnet_ref.generation.streaming import TextStream
-from bitnet_ref.generation.vocabulary import SortedTokens
+from bitnet_ref.tokenizers.vocabulary import SortedTokens
 
 SCHEMA = {
     "type": "object",
@@ -198,5 +198,5 @@ def test_a_model_without_a_tokenizer_refuses_rules_about_text():
 )
 def test_tokens_are_found_by_their_bytes(tokens, part):
     found = SortedTokens(tokens)
-    assert sorted(found.beginning_with(part)) == [i for i, data in enumerate(tokens) if data.startswith(part)]
-    assert found.holding(part) == [i for i, data in enumerate(tokens) if part in data]
+    assert sorted(found.with_prefix(part)) == [i for i, data in enumerate(tokens) if data.startswith(part)]
+    assert found.containing(part) == [i for i, data in enumerate(tokens) if part in data]
