@@ -54,7 +54,7 @@ def add_local(source: str, name: str, file: str | None) -> Entry:
 
 def fetch(source: str, name: str | None, file: str | None) -> Entry:
     from ..formats.open import shipped_models
-    from ..formats.registry.hub import pull as pull_from_hub
+    from ..formats.registry.add import pull as pull_from_hub
 
     if name in shipped_models():
         raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")
