@@ -26,7 +26,7 @@ from ..generation.sequence import Request
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .step import StepRecord
-from .tickets import RequestHandle, RequestState, Ticket, check_process
+from .tickets import RequestHandle, RequestProgress, Ticket, check_process
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Engine:
     # -- what it does --------------------------------------------------------------------------------------------------
 
     @property
-    def requests(self) -> list[RequestState]:
+    def requests(self) -> list[RequestProgress]:
         """The unfinished requests, and how far each of them is."""
         return self._worker.requests()
 
@@ -200,11 +200,11 @@ class Engine:
         await self.aclose(drain=error is None)
 
 
-def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestState], bool]]:
+def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestProgress], bool]]:
     """A function that returns (metrics, requests, whether the engine has ended); the last metrics once it is gone."""
     last: dict[str, Any] = {}
 
-    def look() -> tuple[dict[str, Any], list[RequestState], bool]:
+    def look() -> tuple[dict[str, Any], list[RequestProgress], bool]:
         if (alive := engine()) is None:
             return last, [], True
         last.update(alive.metrics.snapshot())
