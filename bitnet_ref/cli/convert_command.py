@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .shell import LoadingBar, common_options, print_json, show, size_in_words, wants_json
+from .shell import LoadingBar, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..formats.convert import Proof
 
-# Of conversion.TARGETS, which --help should not import; a test holds the two equal.
+# The names in conversion.TARGETS, which --help should not import; a test compares them.
 TARGET_NAMES = (
     *("hf-packed", "hf-bf16", "native", "native-base3", "onnx"),
     *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2", "gguf-f16"),
@@ -52,36 +53,27 @@ def convert(
     from ..formats.checkpoint import Progress, ReadOptions
     from ..formats.convert import convert as convert_model
 
-    bars: list[LoadingBar] = []
+    with ExitStack() as bars:
 
-    def phase(what: str) -> Progress:
-        close()
-        bars.append(LoadingBar(what))
-        return bars[-1]
+        def phase(name: str) -> Progress:
+            bars.close()
+            return bars.enter_context(LoadingBar(name))
 
-    def close() -> None:
-        if bars:
-            bars.pop().__exit__()
-
-    options = ReadOptions(i2_s_layout=i2s_layout, tl_tiles=tl_tiles)
-    try:
         proof = convert_model(
             source,
             destination,
             target,
-            options=options,
+            options=ReadOptions(i2_s_layout=i2s_layout, tl_tiles=tl_tiles),
             tl_tiles=to_tl_tiles,
             verify=not no_verify,
             overwrite=force,
             phase=phase,
         )
-    finally:
-        close()
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)
     if wants_json():
-        found = None if proof is None else proof.to_dict()
-        print_json({"path": str(destination), "to": target, "bytes": nbytes, "proof": found})
+        facts = None if proof is None else proof.to_dict()
+        print_json({"path": str(destination), "to": target, "bytes": nbytes, "proof": facts})
         return
     click.echo(f"{destination}: {target}, {size_in_words(nbytes)}")
     if proof is None:
@@ -92,15 +84,16 @@ def convert(
 
 def draw(proof: Proof, out: Console) -> None:
     """The proof as a table and a line."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    tallies = {"ternary planes": proof.planes, "scales": proof.scales, "other tensors": proof.tensors}
-    for name, tally in tallies.items():
-        rounded = f", the others rounded by {tally.largest:.1e} at most" if tally.equal < tally.total else ""
-        table.add_row(name, f"{tally.equal} of {tally.total} equal{rounded}")
-    table.add_row("tokenizer", proof.tokenizer)
+    rows = []
+    for name, tally in (
+        ("ternary planes", proof.planes),
+        ("scales", proof.scales),
+        ("other tensors", proof.tensors),
+    ):
+        rounded = f", the others rounded by at most {tally.largest:.1e}" if tally.equal < tally.total else ""
+        rows.append((name, f"{tally.equal} of {tally.total} equal{rounded}"))
+    rows.append(("tokenizer", proof.tokenizer))
     logits = "equal bit for bit" if proof.logits_equal else f"differ by at most {proof.logits_difference:.1e}"
-    table.add_row(f"logits of {proof.tokens} tokens", logits)
-    out.print(table)
+    rows.append((f"logits of {proof.tokens} tokens", logits))
+    out.print(make_table(("", ""), rows))
     out.print(f"proven: {proof.verdict}")
