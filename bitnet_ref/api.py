@@ -22,7 +22,7 @@ from .formats.prepared import PreparedFile
 from .reference.cache import KVCache, TokenBatch
 from .reference.config import ModelConfig
 from .reference.weights import ModelWeights
-from .system.sharing import identity, shared
+from .system.sharing import file_identity, share_by_key
 
 if TYPE_CHECKING:
     from .generation import ChatSession, Generation, TokenStream
@@ -110,7 +110,7 @@ def load(
         return read()
     plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
     how = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), where, memory_limit
-    return shared((str(path), identity(path), how, options, cache_dtype, prepared), read)
+    return share_by_key((str(path), file_identity(path), how, options, cache_dtype, prepared), read)
 
 
 def load_engine(

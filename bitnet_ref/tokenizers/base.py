@@ -17,7 +17,7 @@ from ..errors import TokenizerError
 from .files import check_unicode
 from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
-from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
+from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, copy_messages
 
 END_OF_TURN = "<|eot_id|>"  # of Llama 3 and BitNet 2B-4T: ends a turn in a chat, where eos_token does not
 
@@ -167,7 +167,7 @@ class Tokenizer(ABC):
         writes BOS itself if the model needs one, so the ids get no other. (`encode(text)` would not add it twice.)
         Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
         """
-        check_messages(messages)
+        messages = copy_messages(messages)
         if self._compiled_template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template, which says how the model expects a conversation: "

@@ -49,9 +49,7 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
         message = "a llama vocabulary needs a token of type 2 (unknown), and this one has none"
         raise TokenizerError(message, field=PREFIX + "token_type")
     unknown = specials["unk"] if specials.get("unk") in candidates else candidates[0]
-    for (
-        n
-    ) in unknowns:  # SentencePiece has one unknown token; llama.cpp treats all (padding, in phi-3) as control tokens
+    for n in unknowns:  # SentencePiece allows one; llama.cpp treats them (padding, in phi-3) as control tokens
         types[n] = CONTROL
     types[unknown] = UNKNOWN
     n_bytes = sum(kind == BYTE for kind in types[:size])
