@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from .generation_options import INI_FILE, layout_options
 from .shell import LoadingBar, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ TARGET_NAMES = (
     *("hf-packed", "hf-bf16", "native", "native-base3", "onnx"),
     *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2", "gguf-f16"),
 )
-INI = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
 @click.command(short_help="Write a model in another format, and prove that it is the same.")
@@ -29,11 +29,8 @@ INI = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--to", "target", required=True, type=click.Choice(TARGET_NAMES), help="The format to write.")
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
-@click.option(
-    "--i2s-layout", type=click.Choice(["x86", "arm", "interleaved"]), help="How the I2_S tensors of SOURCE lie."
-)
-@click.option("--tl-tiles", type=INI, help="The kernel_config.ini of SOURCE's TL1 or TL2 tensors.")
-@click.option("--to-tl-tiles", type=INI, help="The kernel_config.ini to write TL1 or TL2 for.")
+@layout_options
+@click.option("--to-tl-tiles", type=INI_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
 @common_options
 def convert(
     source: str,
@@ -41,14 +38,13 @@ def convert(
     target: str,
     no_verify: bool,
     force: bool,
-    i2s_layout: str | None,
-    tl_tiles: Path | None,
     to_tl_tiles: Path | None,
+    **layout: Any,
 ) -> None:
     """Write the model SOURCE (a path, or the name of a shipped model) to DESTINATION in another format.
 
-    What was written is read again and compared with the source: every ternary plane bit for bit, every scale, every
-    other tensor, the tokenizer, and the logits of a few tokens. Nothing is at DESTINATION before that.
+    The new file is read again and compared with the source: every ternary plane bit for bit, every scale, every other
+    tensor, the tokenizer, and the logits of a few tokens. DESTINATION does not exist before that.
     """
     from ..formats.checkpoint import Progress, ReadOptions
     from ..formats.convert import convert as convert_model
@@ -63,7 +59,7 @@ def convert(
             source,
             destination,
             target,
-            options=ReadOptions(i2_s_layout=i2s_layout, tl_tiles=tl_tiles),
+            options=ReadOptions(**layout),
             tl_tiles=to_tl_tiles,
             verify=not no_verify,
             overwrite=force,

@@ -1,4 +1,4 @@
-"""The options of `generate` and `chat`: which model, and the parameters of `SamplingParams`, which checks them."""
+"""Options that several commands have: the model, how to read it, and the parameters of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ LOAD_OPTIONS = (
     *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
     *("devices", "gpu_layers", "memory_limit"),
 )
+INI_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), default="float32", help=DTYPE_HELP)
 
@@ -58,6 +59,16 @@ def model_options(function: AnyFunction) -> AnyFunction:
         option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
         option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
         option("--allow-unquantized", is_flag=True, help="Accept a bitnet model without quantization_config."),
+    ]
+    return apply_options(function, options)
+
+
+def layout_options(function: AnyFunction) -> AnyFunction:
+    """What a GGUF may not say about itself: parameters of `ReadOptions`."""
+    layouts = click.Choice(("x86", "arm", "interleaved"))
+    options = [
+        click.option("--i2s-layout", "i2_s_layout", type=layouts, help="The layout of a GGUF's I2_S tensors."),
+        click.option("--tl-tiles", type=INI_FILE, help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors."),
     ]
     return apply_options(function, options)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .generation_options import layout_options
 from .shell import (
     BAD_FILE,
     LoadingBar,
@@ -32,14 +33,9 @@ SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold 
 @click.command(short_help="Say what a model folder or file is, and what is odd about it.")
 @click.argument("path")
 @click.option("--tensor", metavar="NAME", help="Show one tensor: by our name (blocks.0.attn.q_proj) or the file's.")
-@click.option("--i2s-layout", type=click.Choice(["x86", "arm", "interleaved"]), help="Layout of a GGUF's I2_S tensors.")
-@click.option(
-    "--tl-tiles",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors.",
-)
+@layout_options
 @common_options
-def inspect(path: str, tensor: str | None, i2s_layout: str | None, tl_tiles: Path | None) -> None:
+def inspect(path: str, tensor: str | None, **layout: Any) -> None:
     """Say what PATH is and what is odd about it: a folder, or a .gguf, .safetensors, .bitnet.safetensors or .onnx file.
     (Also the name of a shipped model.)
 
@@ -48,7 +44,7 @@ def inspect(path: str, tensor: str | None, i2s_layout: str | None, tl_tiles: Pat
     from ..formats.checkpoint import ReadOptions
     from ..inspection import inspect_model, show_tensor
 
-    options = ReadOptions(i2_s_layout=i2s_layout, tl_tiles=tl_tiles)
+    options = ReadOptions(**layout)
     if tensor is not None:
         view = show_tensor(path, tensor, options)
         if wants_json():
