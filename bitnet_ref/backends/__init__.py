@@ -1,27 +1,19 @@
-"""Which backends there are, which can run here and why not, and the choice among them."""
+"""The seam, and what stands behind it: backends, `run`, caches, the head, layers divided over devices.
+
+May import `tokenizers`, `reference`, `system` and `kernels`. No backend but numpy's is loaded before it is chosen.
+"""
 
 from __future__ import annotations
 
 import warnings
 
-from ..errors import BackendError, BackendUnavailable
-from .backend import HEADS, Backend, choose_cache_dtype
-from .candidates import HeadCandidates, HeadNeed
-from .screened_head import ScreenedHead
+from ..errors import BackendError, BackendUnavailable, ConfigError
+from .backend import HEADS, Backend
 
-__all__ = [
-    "HEADS",
-    "NAMES",
-    "Backend",
-    "HeadCandidates",
-    "HeadNeed",
-    "ScreenedHead",
-    "available_backends",
-    "choose_backend",
-    "choose_cache_dtype",
-]
+__all__ = ["HEADS", "NAMES", "Backend", "available_backends", "choose_backend", "choose_cpu"]
 
 NAMES = ("numpy", "cython", "cupy")
+DTYPES = {"float32": NAMES, "float64": ("numpy",), "float16": ("cupy",), "bfloat16": ("cupy",)}  # and who has them
 
 
 def available_backends() -> dict[str, str | None]:
@@ -31,9 +23,9 @@ def available_backends() -> dict[str, str | None]:
 
 def _why_not(name: str) -> str | None:
     if name == "cython":
-        from .cpu import backend as cython_backend
+        from .cpu import extension
 
-        return cython_backend.why_unavailable()
+        return extension.why_unavailable()
     if name == "cupy":
         from . import cuda
 
@@ -56,16 +48,22 @@ def choose_backend(
     warns and goes on without it.
 
     head: "exact", "screened" (cython) or "auto"; see `CythonBackend.prepare_model`.
-    memory_limit: the most memory of the card (cupy), in bytes or as "8GiB".  device: the card's number.
+    memory_limit: the maximum memory of the card (cupy), in bytes or as "8GiB".  device: the card's number.
 
-    Raises BackendUnavailable when a named backend cannot run here.
+    Raises BackendUnavailable when a named backend cannot run here, ConfigError for a dtype that it does not have.
     """
-    if name == "auto":
-        if (card := _card(dtype, threads, head, memory_limit, device)) is not None:
-            return card
-        name = choose_cpu(dtype)
-    if name not in NAMES:
+    is_auto = name == "auto"
+    if not is_auto and name not in NAMES:
         raise BackendUnavailable(f"no backend is called {name!r}; there are: auto, {', '.join(NAMES)}")
+    if dtype not in DTYPES or not (is_auto or name in DTYPES[dtype]):
+        choices = [f"{each} ({', '.join(names)})" for each, names in DTYPES.items() if is_auto or name in names]
+        raise ConfigError(f"backend {name!r} computes in {' or '.join(choices)}, got {dtype!r}", field="dtype")
+    if is_auto:
+        if (card := _open_card(dtype, threads, head, memory_limit, device)) is not None:
+            return card
+        name = "cupy" if dtype in ("float16", "bfloat16") else choose_cpu(dtype)
+    if not is_auto and name != "cupy" and memory_limit is not None:
+        raise BackendUnavailable(f"memory_limit bounds a card's memory; the backend {name!r} computes on the CPU")
     if reason := _why_not(name):
         raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
     if name == "cython":
@@ -84,7 +82,9 @@ def choose_cpu(dtype: str = "float32") -> str:
     return "cython" if dtype == "float32" and _why_not("cython") is None else "numpy"
 
 
-def _card(dtype: str, threads: int | None, head: str, memory_limit: int | str | None, device: int) -> Backend | None:
+def _open_card(
+    dtype: str, threads: int | None, head: str, memory_limit: int | str | None, device: int
+) -> Backend | None:
     """The CuPy backend if "auto" should take it: there is a GPU, it has the dtype and the head, and it answers."""
     from . import cuda
 

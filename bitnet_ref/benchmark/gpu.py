@@ -27,7 +27,7 @@ from ..api import Model
 from ..backends import choose_backend
 from ..backends.cuda import open_device
 from ..errors import BitNetRefError, ConfigError, DeviceError
-from ..generation.generate import run as generation_loop
+from ..generation.generate import generate_chunks
 from ..generation.params import SamplingParams
 from ..generation.results import GenerationStats
 from ..generation.sequence import Continuation, Request
@@ -305,7 +305,7 @@ def _generate(
     stats = GenerationStats(model.backend.name)
     steps_s: list[float] = []
     so_far_s = 0.0
-    for _ in generation_loop(model, [[row] for row in rows], stats):
+    for _ in generate_chunks(model, [[row] for row in rows], stats):
         if stats.decode_s > so_far_s:
             steps_s.append(stats.decode_s - so_far_s)
             so_far_s = stats.decode_s

@@ -12,7 +12,7 @@ from .shell import common_options, make_table, print_json, show, size_in_words, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..formats.registry import Entry
+    from ..formats.registry.store import Entry
 
 
 @click.command("list", short_help="The models here: shipped and pulled.")
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def list_models() -> None:
     """The models that can be loaded by name: those shipped, and every version that was pulled."""
     from ..formats.open import shipped_models
-    from ..formats.registry import Store
+    from ..formats.registry.store import Store
 
     store = Store()
     entries = store.entries()
@@ -49,7 +49,7 @@ def draw(entries: list[Entry], shipped: list[str], out: Console) -> None:
 @common_options
 def rm(name: str) -> None:
     """Forget a pulled model, or one version of it. Its files are deleted unless another name refers to them."""
-    from ..formats.registry import remove
+    from ..formats.registry.store import remove
 
     gone = remove(name)
     if wants_json():

@@ -14,7 +14,7 @@ import click
 from .shell import common_options, print_json, size_in_words, wants_json
 
 if TYPE_CHECKING:
-    from ..formats.registry import Entry
+    from ..formats.registry.store import Entry
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub, or from a folder, and keep it by its name.")
@@ -29,7 +29,7 @@ def pull(source: str, name: str | None, file: str | None) -> None:
     A source that begins with "." or "/", or is an existing file, is copied from this machine.
     """
     from ..formats.open import shipped_models
-    from ..formats.registry import add
+    from ..formats.registry.add import add
 
     if name in shipped_models():
         raise click.UsageError(f"--name {name} is the name of a shipped model, which takes precedence; choose another")

@@ -5,21 +5,25 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import FormatError
 from .checkpoint import Checkpoint, ReadOptions
+
+if TYPE_CHECKING:
+    from ..tokenizers import Tokenizer
 
 READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
 def shipped_models() -> list[str]:
-    """Names of the models inside the package, which `load` takes like a path."""
+    """Names of the models inside the package, which `load` accepts like a path."""
     return sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder or file that `model` stands for: a path, a shipped model, or one that was pulled. No network."""
+    """The folder or file of `model`: a path, a shipped model, or one in the store. Never uses the network."""
     path = Path(model)
     try:
         if path.exists():
@@ -28,14 +32,14 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
-    from .registry import entries, find
     from .registry.names import is_reference
+    from .registry.store import entries, find
 
-    pulled = find(os.fspath(model))
-    if pulled is not None:
-        return pulled
-    pulled_names = [entry.name for entry in entries()] if is_reference(os.fspath(model)) else []
-    near = difflib.get_close_matches(os.fspath(model), [*shipped_models(), *pulled_names], n=1)
+    stored = find(os.fspath(model))
+    if stored is not None:
+        return stored
+    stored_names = [entry.name for entry in entries()] if is_reference(os.fspath(model)) else []
+    near = difflib.get_close_matches(os.fspath(model), [*shipped_models(), *stored_names], n=1)
     hint = f"did you mean {near[0]}? To" if near else "to"
     raise FormatError(
         f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
@@ -45,7 +49,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
-    """A folder or a file -> its reader, by its suffix. Raises FormatError or ConfigError."""
+    """Open a folder or a file with the reader of its format, by its suffix. Raises FormatError or ConfigError."""
     options = options or ReadOptions()
     if path.name.endswith(".bitnet.safetensors") and not path.is_dir():
         from .native.model import NativeCheckpoint
@@ -69,7 +73,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """`Checkpoint.tokenizer_files` of a folder or a file, without looking at its tensors."""
+    """`Checkpoint.tokenizer_files` of a folder or a file, without reading its tensors."""
     if path.suffix == ".gguf":
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
         from .gguf.file import GgufFile
@@ -78,3 +82,10 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
             return tokenizer_files_from_gguf(file.metadata, path) if "tokenizer.ggml.tokens" in file.metadata else {}
     with open_checkpoint(path) as checkpoint:
         return checkpoint.tokenizer_files()
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a model's folder or file. Raises TokenizerError."""
+    from ..tokenizers import load_tokenizer, load_tokenizer_files
+
+    return load_tokenizer(path) if path.is_dir() else load_tokenizer_files(read_tokenizer_files(path), path=path)

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BackendError, BitNetRefError
-from ..reference.config import ModelConfig
-from ..reference.layers import GATES
+from ..reference.config import ACTIVATIONS, ModelConfig
 
 # How each kind of file stores its linears, and where it keeps their scales.
 _FLOAT_KINDS = ("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0")
@@ -37,10 +36,7 @@ _SCALE_CONVENTIONS = {
     "divide": "weight_scale = 1 / mean|W|: divide by it",
     "absmean": "no scale stored: mean|W| of each matrix, computed at load",
 }
-_ACTIVATIONS = {
-    "relu2": "relu2: relu(gate)^2 * up, as in BitNet 2B-4T",
-    "silu": "silu: silu(gate) * up, as in LLaMA",
-}
+_USED_BY = {"relu2": ", as in BitNet 2B-4T", "silu": ", as in LLaMA"}
 _GROUP_SIZE = 4  # so many tensors with the same fault are reported together
 
 
@@ -214,11 +210,13 @@ class Inspection:
         if self.config is None:
             return "unknown"
         name = self.config.activation
-        if name not in GATES:
+        if name not in ACTIVATIONS:
             return f"unknown: {name!r}"
-        words = _ACTIVATIONS.get(name, f"{name}: {name}(gate) * up")
-        if self.is_gguf and f"{self.architecture}.hidden_activation" not in self.metadata:
-            words += f"; no field says it, the architecture {self.architecture} means it"
+        words = f"{name}: {ACTIVATIONS[name]}{_USED_BY.get(name, '')}"
+        if self.is_gguf:
+            key = f"{self.architecture}.hidden_activation"
+            by_architecture = f"no field says it, the architecture {self.architecture} means it"
+            words += f"; {key} says it" if key in self.metadata else f"; {by_architecture}"
         return words
 
     def ternary_shares(self, by: str) -> dict[str | int, tuple[float, float, float]]:
@@ -265,9 +263,8 @@ class Inspection:
 def family_in_words(config: ModelConfig) -> str:
     """The model family that the configuration belongs to."""
     if config.sub_norms:
-        if config.activation == "relu2":
-            return "BitNet b1.58, the block of 2B-4T: squared ReLU and sub-norms"
-        return "BitNet b1.58, the block of 1bitLLM: SiLU and sub-norms"
+        blocks = {"relu2": "the block of 2B-4T: squared ReLU", "silu": "the block of 1bitLLM: SiLU"}
+        return f"BitNet b1.58, {blocks.get(config.activation, config.activation)} and sub-norms"
     name = {"llama": "LLaMA", "mistral": "Mistral"}.get(config.model_type, config.model_type)
     if config.quantization is not None:
         return f"{name} with ternary linears, as HF1BitLLM and Falcon3-1.58bit: no sub-norms"

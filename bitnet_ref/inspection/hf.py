@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, hf_module, linear_name
+from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
 from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
+from ..formats.names import hf_module, linear_of_hf
 from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
 from ..reference import quantization
 from ..reference.config import ModelConfig
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
 
 _BLOCK_BYTES = 1 << 24
-_LINEAR = re.compile(r"model\.layers\.([0-9]{1,18})\.(?:self_attn|mlp)\.([a-z]+_proj)\.weight")
 # When absent, transformers takes defaults that are wrong for many checkpoints.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
 
@@ -114,8 +113,8 @@ class HfInspector(Inspector):
         elif config is not None:
             return HfCheckpoint(self.path, config=config)
         for name in packed:
-            if match := _LINEAR.fullmatch(name):
-                self.count_raw_plane(linear_name(int(match[1]), match[2]))
+            if (linear := linear_of_hf(name)) is not None:
+                self.count_raw_plane(linear)
         return None
 
     def list_readable_files(self, error: FormatError) -> None:
@@ -165,7 +164,7 @@ class HfInspector(Inspector):
 
     def check_masters(self, tensors: CheckpointTensors, dense: bool) -> None:
         """Report float matrices that hold only -s, 0, +s: saved after quantisation. One block of rows shows it."""
-        names = [name for name in tensors.names if _LINEAR.fullmatch(name) and tensors.info(name).dtype != "U8"]
+        names = [name for name in tensors.names if linear_of_hf(name) is not None and tensors.info(name).dtype != "U8"]
         convention = getattr(self.out.config and self.out.config.quantization, "scale_convention", None)
         if not names or convention in ("multiply", "divide"):
             return

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, FormatError
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, is_ternary, linear_name, norms_of_layer
-from ..formats.gguf.evidence import TERNARY_TYPES
-from ..formats.gguf.names import GGUF_LINEARS
+from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, is_ternary, norms_of_layer
+from ..formats.gguf.ggml_types import TERNARY_TYPES
+from ..formats.names import GGUF_LINEARS
 from ..formats.native.model import TOKENIZER_PREFIX
 from ..reference.config import ModelConfig
-from ..reference.weights import LinearWeight, TernaryWeight
+from ..reference.weights import LinearWeight, TernaryWeight, linear_name
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import judge_model
 from .tokenizer import compare_with_config, describe_tokenizer

@@ -48,9 +48,14 @@ def _judge_activation(out: Inspection, config: ModelConfig, config_source: str) 
     else:
         return
     message += "the wrong one of the two gives text that looks plausible and is wrong"
+    field = "hidden_act"
     if out.is_gguf:
-        message += f" (the architecture {out.architecture} means {config.activation})"
-    out.report("warning", "config", message, field="general.architecture" if out.is_gguf else "hidden_act")
+        key = f"{out.architecture}.hidden_activation"
+        field, source = "general.architecture", f"the architecture {out.architecture} means"
+        if key in out.metadata:
+            field, source = key, f"{key} says"
+        message += f" ({source} {config.activation})"
+    out.report("warning", "config", message, field=field)
 
 
 def _judge_scales(out: Inspection) -> None:

@@ -6,13 +6,12 @@ import math
 
 from ..errors import FormatError
 from ..formats.checkpoint import Checkpoint
-from ..formats.onnx.file import OnnxFile
+from ..formats.onnx.file import SMALL_TYPES, OnnxFile
 from ..formats.onnx.library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
 from ..formats.onnx.model import OnnxCheckpoint
 from .facts import StoredTensor
 from .inspector import Inspector, tensor_kind
 
-_SMALL_TYPES = {21: ("UINT4", 4), 22: ("INT4", 4), 25: ("UINT2", 2), 26: ("INT2", 2)}  # code -> (name, bits)
 _SHOWN = 200
 
 
@@ -41,7 +40,8 @@ class OnnxInspector(Inspector):
         if tensor.data_type in DTYPES:
             dtype, bits = DTYPES[tensor.data_type].name, 8 * DTYPES[tensor.data_type].itemsize
         else:
-            dtype, bits = _SMALL_TYPES.get(tensor.data_type, (f"type {tensor.data_type}", 8))
+            dtype = SMALL_TYPES.get(tensor.data_type, f"type {tensor.data_type}")
+            bits = int(dtype[-1]) if tensor.data_type in SMALL_TYPES else 8
         nbytes = -(-math.prod(shape) * bits // 8)
         kind = "other" if name.startswith("constant_") else tensor_kind(name, dtype)
         if name.endswith((PACKED_SUFFIX, SCALE_SUFFIX)):

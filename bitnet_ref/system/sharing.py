@@ -24,13 +24,13 @@ _loading: WeakValueDictionary[Hashable, _Lock] = WeakValueDictionary()  # key ->
 _loaded: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
-def share_by_key(key: Hashable, make: Callable[[], Shared]) -> Shared:
-    """The object that `make` returned for this key, while it is in use; `make` is called once for all threads."""
+def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[[Shared], bool]) -> Shared:
+    """The object that `make` returned for this key, while it is in use and usable; else a new one, for all threads."""
     with _guard:
         lock = _loading.setdefault(key, _Lock())
     with lock.lock:
         value = _loaded.get(key)
-        if value is None:
+        if value is None or not is_usable(value):
             value = _loaded[key] = make()
         return value
 

@@ -37,21 +37,24 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
     scores = vocabulary.required("scores", vocabulary.numbers("scores", float, len(tokens)))
     if len(tokens) > MAX_PIECES:
         raise TokenizerError(f"a llama vocabulary has at most {MAX_PIECES} tokens", field=PREFIX + "tokens")
+    unknown = [n for n, kind in enumerate(types) if kind == UNKNOWN]
+    if len(unknown) > 1:  # SentencePiece allows one; llama.cpp treats the others (padding, in phi-3) as control tokens
+        real = specials["unk"] if specials.get("unk") in unknown else unknown[0]
+        for n in unknown:
+            types[n] = UNKNOWN if n == real else CONTROL
     added = [n for n, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED) and scores[n] == ADDED_SCORE]
     size, is_added = len(tokens), set(added)
     while size and (size - 1 in is_added or (types[size - 1] == UNUSED and scores[size - 1] == ADDED_SCORE)):
         size -= 1
     if size in (0, len(tokens)) or max(added, default=-1) < size:
         size = len(tokens)  # without added tokens the padding stays, so that every id has its token
-    unknowns = [n for n in range(size) if types[n] == UNKNOWN]
-    candidates = unknowns or [n for n in [specials.get("unk", size)] if n < size]
-    if not candidates:
-        message = "a llama vocabulary needs a token of type 2 (unknown), and this one has none"
+    unknown = [n for n in range(size) if types[n] == UNKNOWN]  # one, or none
+    if not unknown and "unk" in specials and specials["unk"] < size:
+        unknown = [specials["unk"]]
+        types[unknown[0]] = UNKNOWN
+    if not unknown:
+        message = "a llama vocabulary has a token of type 2 (unknown), this one has none"
         raise TokenizerError(message, field=PREFIX + "token_type")
-    unknown = specials["unk"] if specials.get("unk") in candidates else candidates[0]
-    for n in unknowns:  # SentencePiece allows one; llama.cpp treats them (padding, in phi-3) as control tokens
-        types[n] = CONTROL
-    types[unknown] = UNKNOWN
     n_bytes = sum(kind == BYTE for kind in types[:size])
     if n_bytes not in (0, 256):
         raise TokenizerError(f"expected 256 byte tokens or none, got {n_bytes}", field=PREFIX + "token_type")
@@ -69,7 +72,7 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
         charsmap=bytes(charsmap),
     )
     named = {name: n for name, n in specials.items() if name != "unk" and n < size and types[n] == CONTROL}
-    return write_model(model, {**named, "unk": unknown}), added
+    return write_model(model, {**named, "unk": unknown[0]}), added
 
 
 def vocabulary_from_model(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .files import AnyPath, errors_at
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
 from .gguf_keys import PREFIX, GgufVocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
-from .sentencepiece_model import CONTROL
+from .sentencepiece_model import CONTROL, UNKNOWN
 from .settings import TokenizerSettings
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def _write_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
         if added:
             config["added_tokens_decoder"] = {
-                str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] == CONTROL} for n in added
+                str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] in (CONTROL, UNKNOWN)}
+                for n in added
             }
     else:
         around = ids["bos"] if add_bos else None, ids["eos"] if add_eos else None

@@ -1,11 +1,10 @@
-"""Memory for the large results of a prompt's steps, and for all of a recorded one (`recorded_step.py`), used again when
-nobody holds what was in it.
+"""Memory for the results of kernels: `Pool` reuses buffers that no array refers to; `Buffers` has a pool per thread.
 
-A new array of megabytes is a new map: the system clears its pages at the first touch, and takes them back when the
-array goes. Each step of each layer then pays for memory that the step before has just given up.
+A new array of megabytes is a new mapping: the system clears its pages at the first touch and takes them back when the
+array is freed, so each step of each layer would pay for memory that the step before has just given up.
 
-Measured, 2B-4T's shape, 12 layers, 2 threads, in turns with NumPy's arrays, median of the ratios: a prompt of 64 tokens
-the same, of 192 1.04 and of 512 1.065 times as fast; 20,000 pages of 4 KB a pass are no longer cleared.
+Measured, 2B-4T's shape, 12 layers, 2 threads, against NumPy's arrays, median of paired ratios: a prompt of 64 tokens
+1.0, of 192 1.04, of 512 1.065 times as fast; 20,000 pages of 4 KB per pass are no longer cleared.
 """
 
 from __future__ import annotations
@@ -17,59 +16,58 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-FEW = 16  # tokens, whose results are small: a step of decoding does not stop to reckon how small
-SMALLEST = 1 << 20  # bytes; the C library keeps smaller ones by itself
-MOST = 128 << 20  # bytes kept that nobody holds
+FEW_TOKENS = 16  # whose results are small: a decoding step does not compute how small
+MIN_BYTES = 1 << 20  # the C library reuses smaller blocks by itself
+MAX_FREE_BYTES = 128 << 20
 
 
 class Pool:
-    """Memory for float32 arrays. `kept`: all of it that is not let go of, in use or not, the last used last."""
+    """Float32 arrays over reused buffers. `buffers`: all that are held, in use or not, the last used last."""
 
-    def __init__(self, most: float) -> None:
-        """most: bytes kept that nobody holds"""
-        self.kept: list[NDArray[np.uint8]] = []
-        self._most = most
+    def __init__(self, max_free_bytes: float) -> None:
+        """max_free_bytes: of buffers that no array refers to."""
+        self.buffers: list[NDArray[np.uint8]] = []
+        self._max_free_bytes = max_free_bytes
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """An array of that shape whose content is not set."""
-        nbytes, kept = 4 * math.prod(shape), self.kept
-        for i in range(len(kept)):
-            if nbytes <= kept[i].size <= 2 * nbytes and _free(kept, i):
-                kept.append(kept.pop(i))
+        """An uninitialised array."""
+        nbytes, buffers = 4 * math.prod(shape), self.buffers
+        for i in range(len(buffers)):
+            if nbytes <= buffers[i].size <= 2 * nbytes and _is_free(buffers, i):
+                buffers.append(buffers.pop(i))
                 break
         else:
-            kept.append(np.empty(nbytes, dtype=np.uint8))
-            _drop(kept, self._most)
-        return kept[-1][:nbytes].view(np.float32).reshape(shape)
+            buffers.append(np.empty(nbytes, dtype=np.uint8))
+            self._drop_free()
+        return buffers[-1][:nbytes].view(np.float32).reshape(shape)
+
+    def _drop_free(self) -> None:
+        """Drop free buffers, the longest unused first, down to the maximum; the last buffer is the caller's."""
+        free = [i for i in range(len(self.buffers) - 1) if _is_free(self.buffers, i)]
+        excess = sum(self.buffers[i].size for i in free) - self._max_free_bytes
+        for dropped, i in enumerate(free):
+            if excess <= 0:
+                break
+            excess -= self.buffers.pop(i - dropped).size
 
 
 class Buffers(threading.local):
-    """Hands out float32 arrays. Each thread of Python has its own, so that no two find the same one free."""
+    """A pool for each Python thread, so that no two threads find the same buffer free."""
 
-    def __init__(self) -> None:  # called anew in each thread
-        self._pool = Pool(MOST)
+    def __init__(self) -> None:  # runs once in each thread
+        self._pool = Pool(MAX_FREE_BYTES)
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """An array of that shape whose content is not set."""
-        if shape[0] < FEW or 4 * math.prod(shape) < SMALLEST:
+        """An uninitialised array."""
+        if shape[0] < FEW_TOKENS or 4 * math.prod(shape) < MIN_BYTES:
             return np.empty(shape, dtype=np.float32)
         return self._pool.empty(shape)
 
 
-def _free(kept: list[NDArray[np.uint8]], i: int) -> bool:
-    """Whether only the list holds it: every array made of it does, and so does whatever is made of those."""
-    return sys.getrefcount(kept[i]) == _ALONE
+def _is_free(buffers: list[NDArray[np.uint8]], i: int) -> bool:
+    """Whether only the list refers to the buffer: every array over it holds a reference."""
+    return sys.getrefcount(buffers[i]) == _FREE_COUNT
 
 
 _HELD = [np.empty(0)]
-_ALONE = sys.getrefcount(_HELD[0])
-
-
-def _drop(kept: list[NDArray[np.uint8]], most: float) -> None:
-    """Lets go of free ones, the longest unused first, down to `most` bytes of them; the last is the caller's."""
-    free = [i for i in range(len(kept) - 1) if _free(kept, i)]
-    too_much = sum(kept[i].size for i in free) - most
-    for count, i in enumerate(free):
-        if too_much <= 0:
-            break
-        too_much -= kept.pop(i - count).size
+_FREE_COUNT = sys.getrefcount(_HELD[0])

@@ -87,13 +87,13 @@ panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 # tok/s, 8 sequences of 12 layers of 2B-4T 29.1 and 27.4 to 28.9 ms; beside two programs that never sleep 11,000 and 8,200.
 # Of panels and dense rows a half or a quarter of this: storyteller's decoding 5 to 10% slower.
 cdef enum:
-    PANEL_BYTES_A_THREAD = 65536
-    DENSE_BYTES_A_THREAD = 262144
-    ATTENTION_FLOATS_A_THREAD = 65536
+    PANEL_BYTES_PER_THREAD = 65536
+    DENSE_BYTES_PER_THREAD = 262144
+    ATTENTION_FLOATS_PER_THREAD = 65536
     ATTEND_SCORES = 1 << 20  # of tokens that go through the keys together: 12 MB of each thread
-    FLOATS_A_THREAD = 16384  # of the steps that go through a token once
+    FLOATS_PER_THREAD = 16384  # of the steps that go through a token once
 
-floats_a_thread = FLOATS_A_THREAD
+floats_per_thread = FLOATS_PER_THREAD
 
 
 def kernel_sets():
@@ -139,10 +139,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-cdef inline int threads_for(Py_ssize_t work, Py_ssize_t work_a_thread, int threads) noexcept nogil:
+cdef inline int threads_for(Py_ssize_t work, Py_ssize_t work_per_thread, int threads) noexcept nogil:
     if forked:
         return 1
-    cdef Py_ssize_t useful = work // work_a_thread
+    cdef Py_ssize_t useful = work // work_per_thread
     return threads if useful >= threads else (1 if useful < 1 else <int> useful)
 
 
@@ -175,7 +175,7 @@ cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
 #
 # A kernel that a decoding step runs is a C function of one struct, its call. The Python function of its name fills the
 # struct and makes the call; given a tape, it also leaves a copy there. To play a tape is to make all of its calls again
-# without a line of Python between them: see `backends/recorded_step.py`.
+# without a line of Python between them: see `backends/cpu/replay.py`.
 
 ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # WELL, NO_MEMORY, or the row that was not well
 

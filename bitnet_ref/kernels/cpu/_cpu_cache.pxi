@@ -114,7 +114,7 @@ cdef inline void keep_row(int kind, const float *x, size_t d, const kv_pool *poo
 cdef Py_ssize_t run_append(const void *call) noexcept nogil:
     cdef const append_call *c = <const append_call *> call
     cdef Py_ssize_t m, M = c.to.M, row = c.to.G * c.to.d, bad = WELL
-    cdef int kind = c.to.view.kind, team = threads_for(2 * M * row, FLOATS_A_THREAD, c.threads)
+    cdef int kind = c.to.view.kind, team = threads_for(2 * M * row, FLOATS_PER_THREAD, c.threads)
     cdef float *scratch = <float *> aligned_scratch(row * sizeof(float))
     for m in range(M):
         if not (has_pages(&c.to, m, c.to.positions[m]) and (kind == KV_FLOAT32 or (
@@ -146,7 +146,7 @@ cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
            const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, int threads,
            Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None, const float[:, ::1] sin=None):
-    """k and v (M, G, d) to a layer, at their slots and positions, as kv_dtypes.narrow keeps them. cos, sin: k is turned
+    """k and v (M, G, d) to a layer, at their slots and positions, as backends/cache_dtypes.narrow keeps them. cos, sin: k is turned
     by these angles (M, d/2) on its way.
 
     Returns -1, or the first token for whose position the table has no page, or that cannot be kept so: then nothing is
@@ -200,7 +200,7 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     if M == 0:
         return WELL
     cdef double scale = (<double> d) ** -0.5
-    cdef int team = threads_for(work, ATTENTION_FLOATS_A_THREAD, c.threads)
+    cdef int team = threads_for(work, ATTENTION_FLOATS_PER_THREAD, c.threads)
     cdef double *workspace = NULL
     cdef float *scratch = NULL
     together = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // longest) // max(<Py_ssize_t> 1, R))

@@ -27,7 +27,7 @@ cdef struct dense_call:
 cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
     cdef Py_ssize_t block, K = c.K, N = c.N, size = 4 if c.kind == 0 else 2
-    cdef int team = threads_for(N * K * size * c.M, DENSE_BYTES_A_THREAD, c.threads)
+    cdef int team = threads_for(N * K * size * c.M, DENSE_BYTES_PER_THREAD, c.threads)
     cdef float *tokens = aligned_copy(c.x, c.M * K)
     if tokens == NULL:
         return NO_MEMORY
@@ -68,7 +68,7 @@ def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_
     if q.shape[0] != N or facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or K >= 1 << 22:
         raise ValueError(f"screen_pack: w {N, K}, q {q.shape[0], wide}, facts {facts.shape[0], facts.shape[1]}")
     cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
-    cdef int team = threads_for(N * size, DENSE_BYTES_A_THREAD, threads)
+    cdef int team = threads_for(N * size, DENSE_BYTES_PER_THREAD, threads)
     for n in prange(N, nogil=True, num_threads=team, schedule="static"):
         KERNEL_SETS[kernels].screen_pack(kind, rows + n * size, K, wide, &q[n, 0], &facts[n, 0])
 
@@ -100,7 +100,7 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
         free(arranged)
         free(token_facts)
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
-    cdef int team = threads_for(N * wide * M, DENSE_BYTES_A_THREAD, threads)
+    cdef int team = threads_for(N * wide * M, DENSE_BYTES_PER_THREAD, threads)
     with nogil:
         for m in range(M):
             if bad < 0 and not chosen.screen_token(&x[m, 0], K, wide, tokens + m * wide, token_facts + 3 * m):
@@ -131,6 +131,6 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
     if n == 0:
         return
     cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
-    cdef int team = threads_for(n * size, DENSE_BYTES_A_THREAD, threads)
+    cdef int team = threads_for(n * size, DENSE_BYTES_PER_THREAD, threads)
     for i in prange(n, nogil=True, num_threads=team, schedule="static"):
         KERNEL_SETS[kernels].dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1)

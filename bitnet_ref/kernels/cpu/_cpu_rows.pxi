@@ -14,7 +14,7 @@ cdef struct norm_call:
 cdef Py_ssize_t run_norm(const void *call) noexcept nogil:
     cdef const norm_call *c = <const norm_call *> call
     cdef Py_ssize_t m, D = c.D
-    for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_A_THREAD, c.threads), schedule="static"):
+    for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_PER_THREAD, c.threads), schedule="static"):
         if not c.chosen.rms_norm(c.x + m * D, c.weight, D, c.eps, c.y + m * D):
             c.y[m * D] = NAN  # the mark of a bad row: no good one has it
     for m in range(c.M if D else 0):
@@ -52,7 +52,7 @@ cdef struct gated_call:
 cdef Py_ssize_t run_gated(const void *call) noexcept nogil:
     cdef const gated_call *c = <const gated_call *> call
     cdef Py_ssize_t m, F = c.F
-    for m in prange(c.M if F else 0, num_threads=threads_for(c.M * F, FLOATS_A_THREAD, c.threads), schedule="static"):
+    for m in prange(c.M if F else 0, num_threads=threads_for(c.M * F, FLOATS_PER_THREAD, c.threads), schedule="static"):
         c.chosen.gated(c.gate + m * F, c.up + m * F, F, c.is_silu, c.y + m * F)
     return WELL
 
@@ -88,7 +88,7 @@ cdef inline void add_row(const float *x, const float *y, Py_ssize_t D, float *z)
 cdef Py_ssize_t run_add(const void *call) noexcept nogil:
     cdef const add_call *c = <const add_call *> call
     cdef Py_ssize_t m, D = c.D
-    for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_A_THREAD, c.threads), schedule="static"):
+    for m in prange(c.M, num_threads=threads_for(c.M * D, FLOATS_PER_THREAD, c.threads), schedule="static"):
         add_row(c.x + m * D, c.y + m * c.y_stride, D, c.z + m * D)
     return WELL
 
@@ -120,7 +120,7 @@ cdef struct rope_call:
 cdef Py_ssize_t run_rope(const void *call) noexcept nogil:
     cdef const rope_call *c = <const rope_call *> call
     cdef Py_ssize_t m, half = c.half, row = c.heads * 2 * half
-    for m in prange(c.M if row else 0, num_threads=threads_for(c.M * row // 2, FLOATS_A_THREAD, c.threads),
+    for m in prange(c.M if row else 0, num_threads=threads_for(c.M * row // 2, FLOATS_PER_THREAD, c.threads),
                     schedule="static"):
         c.chosen.rope(c.x + m * row, c.heads, half, c.cos + m * half, c.sin + m * half, c.y + m * row)
     return WELL

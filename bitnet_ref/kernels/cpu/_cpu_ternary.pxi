@@ -8,7 +8,7 @@ def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int thread
     if (panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES
             or N == 0 or row_bytes == 0):
         raise ValueError(f"pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
-    cdef int team = threads_for(n_panels * panels.shape[1], PANEL_BYTES_A_THREAD, threads)
+    cdef int team = threads_for(n_panels * panels.shape[1], PANEL_BYTES_PER_THREAD, threads)
     for p in prange(n_panels, nogil=True, num_threads=team, schedule="static"):
         count = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
         METHODS[method].pack(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
@@ -51,7 +51,7 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
         raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
     if M == 0:
         return
-    cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_A_THREAD, threads)
+    cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_PER_THREAD, threads)
     cdef void *scratch = NULL
     cdef int8_t *expanded = NULL
     cdef const int8_t *x = &x_q[0, 0]
@@ -96,57 +96,33 @@ cdef class Panels:
 
 cdef enum:
     MAX_LINEARS = 8  # of one call
-    TOKENS_A_STEP = 96  # whole tiles of every set: 6 and 32 tokens
+    TOKENS_PER_STEP = 96  # whole tiles of every set: 6 and 32 tokens
 
 
 cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
     """How many tokens go through all panels before the next ones do: their activations stay in L2, most of it theirs."""
-    return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_A_STEP)) * TOKENS_A_STEP
+    return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_PER_STEP)) * TOKENS_PER_STEP
 
 
-cdef enum:  # what a product's activations are made of, as in backends/deferred.py
-    PLAIN
-    SUM
+cdef enum:  # `gate` of a call, by the number of its activation in backends/cpu/kernels.py
+    NO_GATE
     RELU2
     SILU
 
 
-cdef struct rows_made:  # x, or x + other, or act(x) * other; then its norm
-    int source
-    const float *x
-    const float *other
-    float *made  # where sum or gate is to be kept, or NULL
-    const float *norm_weight  # NULL: no norm
-    double eps
-
-
 cdef inline Py_ssize_t row_floats(Py_ssize_t K) noexcept nogil:
-    return (K + 15) // 16 * 16  # whole lines of the cache
-
-
-cdef inline const float *row_of(const rows_made *r, const kernel_set *chosen, Py_ssize_t m, Py_ssize_t K,
-                                float *scratch) noexcept nogil:
-    """Row m, in x, `made` or the scratch (2 rows), where it stays in L1. NULL: its norm is not finite."""
-    cdef const float *row = r.x + m * K
-    cdef float *to = scratch if r.made == NULL else r.made + m * K
-    cdef float *normed = scratch + row_floats(K)
-    if r.source == SUM:
-        add_row(row, r.other + m * K, K, to)
-    elif r.source != PLAIN:
-        chosen.gated(row, r.other + m * K, K, r.source == SILU, to)
-    if r.source != PLAIN:
-        row = to
-    if r.norm_weight == NULL:
-        return row
-    return normed if chosen.rms_norm(row, r.norm_weight, K, r.eps, normed) else NULL
+    return (K + 15) // 16 * 16  # whole cache lines
 
 
 cdef struct linears_call:
-    rows_made rows
-    Py_ssize_t M, K, method, n_panels, n_bytes  # of all matrices together
+    const float *x
+    const float *norm_weight  # NULL: x is not normed
+    const float *residual  # NULL, or added to the result of the only matrix
+    double eps
+    Py_ssize_t M, K, method, n_panels, n_bytes  # panels and bytes of all matrices together
     const ternary_kernel *ternary
     const kernel_set *chosen
-    int threads, gate  # RELU2 or SILU: of the first two matrices' results, ys[0] = act(first) * second; else PLAIN
+    int threads, gate  # RELU2 or SILU: ys[0] = act(x ws[0]^T) * (x ws[1]^T); else NO_GATE
     const uint8_t *panels[MAX_LINEARS]
     const float *biases[MAX_LINEARS]
     float *ys[MAX_LINEARS]
@@ -160,7 +136,7 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
                                 int32_t *acc, void *scratch) noexcept nogil:
     """Panel p of all, or of both gate and up, times the tokens from `block` on, at most `most`."""
     cdef Py_ssize_t tokens = min(most, c.M - block), n_blocks = x_stride // <Py_ssize_t> METHODS[c.method].x_bytes
-    cdef Py_ssize_t i = 0, m, n, rows, both = 1 if c.gate == PLAIN else 2
+    cdef Py_ssize_t i = 0, m, n, rows, both = 1 if c.gate == NO_GATE else 2
     cdef float y[2][64]  # PANEL_ROWS
     cdef float *out
     while p >= c.first[i + 1]:
@@ -178,6 +154,8 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
                                 out if both == 1 else y[n])
         if both == 2:
             c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
+        if c.residual != NULL:
+            add_row(c.residual + (out - c.ys[i]), out, rows, out)
 
 
 cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
@@ -193,17 +171,19 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef void *scratch = NULL
     cdef const float *row = NULL
     cdef int32_t *acc = NULL
-    cdef int steps = 1 + (c.rows.source != PLAIN) + (c.rows.norm_weight != NULL)
-    cdef int team = threads_for(M * K * steps, FLOATS_A_THREAD, c.threads)
+    cdef int steps = 1 + (c.norm_weight != NULL)
+    cdef int team = threads_for(M * K * steps, FLOATS_PER_THREAD, c.threads)
     if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
         bad = NO_MEMORY
     else:
         with parallel(num_threads=team):
-            scratch = aligned_scratch(2 * row_floats(K) * sizeof(float))
+            scratch = aligned_scratch(row_floats(K) * sizeof(float))
             for m in prange(M, schedule="static"):
                 if wide > K:
                     memset(x_q + m * wide + K, 0, wide - K)
-                row = row_of(&c.rows, c.chosen, m, K, <float *> scratch)
+                row = c.x + m * K
+                if c.norm_weight != NULL:
+                    row = <float *> scratch if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, <float *> scratch) else NULL
                 if row == NULL or not c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
                     x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
                 elif how.expand != NULL:
@@ -214,8 +194,8 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                 bad = m
                 break
     if bad == WELL:
-        team = threads_for(c.n_bytes * M, PANEL_BYTES_A_THREAD, c.threads)
-        both = 1 if c.gate == PLAIN else 2
+        team = threads_for(c.n_bytes * M, PANEL_BYTES_PER_THREAD, c.threads)
+        both = 1 if c.gate == NO_GATE else 2
         n_items = c.n_panels // both
         with parallel(num_threads=team):
             scratch = aligned_scratch(SCRATCH_BYTES)
@@ -233,18 +213,17 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     return bad
 
 
-def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *, int source=PLAIN,
-                const float[:, ::1] other=None, float[:, ::1] made=None, const float[::1] norm_weight=None,
-                double eps=0, int gate=PLAIN):
-    """Several BitLinears of the same x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
+def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *,
+                const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None):
+    """Several BitLinears of one x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
 
-    source, other: x is x + other (SUM), relu(x)^2 * other (RELU2) or silu(x) * other (SILU), kept in `made` where there is
-    one.  norm_weight, eps: and then RMSNorm's result.  gate: of two weights (N, K), the one result is
-    act(x ws[0]^T) * (x ws[1]^T), act being RELU2 or SILU; what is gated never leaves L1.
+    norm_weight, eps: x is RMSNorm's result for these.  gate: two weights (N, K) give one result,
+    act(x ws[0]^T) * (x ws[1]^T), act being RELU2 or SILU; the two factors never leave L1.  residual (M, N): added to the
+    result of the only weight.
 
     Returns -1, or the first row that holds NaN or Inf. One parallel region instead of one for each step and matrix:
-    for one token of a 2560-wide block the steps between the products took a tenth of the time. And a row that is made,
-    normed and quantised at once stays in L1.
+    for one token of a 2560-wide block the steps between the products took a tenth of the time. A row that is normed and
+    quantised at once stays in L1.
     """
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
     cdef linears_call c
@@ -253,8 +232,8 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     c.M, c.K, c.threads, c.n_panels, c.n_bytes = M, K, threads, 0, 0
     c.method = (<Panels> ws[0]).method if count else 0
     c.gate = gate
-    gates = gate != PLAIN and count == 2 and gate in (RELU2, SILU) and (<Panels> ws[0]).n_out == (<Panels> ws[1]).n_out
-    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or threads < 1 or gates != (gate != PLAIN):
+    gates = gate != NO_GATE and count == 2 and gate in (RELU2, SILU) and (<Panels> ws[0]).n_out == (<Panels> ws[1]).n_out
+    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or threads < 1 or gates != (gate != NO_GATE):
         raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
     for i in range(count):
         w, y = ws[i], ys[0 if gates else i]
@@ -266,27 +245,24 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         c.panels[i], c.biases[i], c.scales[i], c.n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
         c.ys[i] = &y[0, 0] if M else NULL
     c.first[count] = c.n_panels
-    if ((source != PLAIN and (other is None or other.shape[0] != M or other.shape[1] != K))
-            or (made is not None and (made.shape[0] != M or made.shape[1] != K))
-            or (norm_weight is not None and norm_weight.shape[0] != K) or not PLAIN <= source <= SILU):
-        raise ValueError(f"bit_linears: x {M, K}, made of other sizes ({source})")
+    if norm_weight is not None and norm_weight.shape[0] != K:
+        raise ValueError(f"bit_linears: x {M, K}, norm {norm_weight.shape[0]}")
+    if residual is not None and (len(ys) != 1 or residual.shape[0] != M or residual.shape[1] != c.n_out[0]):
+        raise ValueError(f"bit_linears: {len(ys)} results {M, c.n_out[0]}, residual {residual.shape[0], residual.shape[1]}")
     if M == 0 or count == 0:
         return WELL
-    c.rows.x, c.rows.source, c.rows.eps = &x[0, 0], source, eps
-    c.rows.other, c.rows.made, c.rows.norm_weight = NULL, NULL, NULL
-    if source != PLAIN:
-        c.rows.other = &other[0, 0]
-    if made is not None:
-        c.rows.made = &made[0, 0]
+    c.x, c.norm_weight, c.residual, c.eps = &x[0, 0], NULL, NULL, eps
     if norm_weight is not None:
-        c.rows.norm_weight = &norm_weight[0]
+        c.norm_weight = &norm_weight[0]
+    if residual is not None:
+        c.residual = &residual[0, 0]
     c.chosen, c.ternary = &KERNEL_SETS[kernels], kernel_for(kernels, c.method, K)
     with nogil:
         bad = run_linears(&c)
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     if tape is not None:
-        places = [<size_t> at for at in (<size_t> c.rows.x, <size_t> c.rows.other, <size_t> c.rows.made) if at]
+        places = [<size_t> at for at in (<size_t> c.x, <size_t> c.residual) if at]
         places += [<size_t> c.ys[i] for i in range(count)]
         tape.keep(run_linears, &c, sizeof(c), places, (*ws, norm_weight))
     return bad

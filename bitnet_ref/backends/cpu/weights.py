@@ -1,0 +1,105 @@
+"""Weights as the CPU kernels take them: ternary matrices in panels, and a head with a coarse int8 copy of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ...reference import quantization
+from ...reference.weights import DenseWeight, InputNorm, TernaryLinear
+from ..head import Ids
+from .extension import DEFAULT_LAYOUT, _cpu, layout_number
+
+# A smaller head is read from the processor's cache, or nearly: the screen costs what it saves.
+MIN_SCREENED_BYTES = 16 << 20
+# Beyond this share of the rows all of them are computed: single rows come from memory more slowly than rows in order.
+MAX_CANDIDATES = 1 / 8
+
+
+@dataclass(frozen=True, eq=False)
+class PanelWeight(TernaryLinear):
+    """A ternary matrix in panels of 64 rows. In 2-bit (`kernels/cpu/panel.h`) and table (`table_avx2.h`) layouts it is
+    as large as its packed form; at 1.6 bits (`dense_avx512.h`) it is 4/5 of that."""
+
+    panels: NDArray[np.uint8]  # (ceil(N/64), 256 ceil(K/block_k)); block_k: 16, or 20 at 1.6 bits
+    out_features: int
+    in_features: int
+    w_dequant_scale: np.float32
+    bias: NDArray[np.float32] | None = None
+    input_norm: InputNorm | None = None
+    layout: str = DEFAULT_LAYOUT
+    kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
+
+    def __post_init__(self) -> None:
+        sizes = self.out_features, self.in_features
+        view = _cpu.Panels(self.panels, *sizes, self.w_dequant_scale, self.bias, layout_number(self.layout))
+        object.__setattr__(self, "kernel_view", view)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def ternary(self) -> NDArray[np.int8]:
+        columns = -(-self.in_features // quantization.CODES_PER_BYTE)
+        packed = np.empty((self.out_features, columns), dtype=np.uint8)
+        _cpu.unpack_panels(self.panels, packed, layout_number(self.layout))
+        return quantization.unpack_ternary(packed, self.in_features)
+
+
+@dataclass(frozen=True, eq=False)
+class ScreenedHead(DenseWeight):
+    """A head with a second, coarser copy of itself in int8, whose bounds prove which rows need a closer look.
+
+    `kernels/cpu/head_screen.h` says what the copy holds and why its bounds are certain. With them:
+
+        the k-th largest lower bound is a floor under the k-th largest logit;
+        a row whose upper bound is below that floor is neither among the k largest nor equal to the k-th;
+        the other rows, some tens of 128,256, are computed from the weights exactly as `lm_head` computes all of them.
+    """
+
+    rows_q: NDArray[np.int8] | None = None  # (V, D, padded to a multiple of 64)
+    facts: NDArray[np.float32] | None = None  # (V, 3): scale and norms, see head_screen.h
+
+    @property
+    def screen_nbytes(self) -> int:
+        """Bytes read to screen one token."""
+        assert self.rows_q is not None
+        assert self.facts is not None
+        return self.rows_q.nbytes + self.facts.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.screen_nbytes
+
+
+def surviving_rows(lower: NDArray[np.float32], upper: NDArray[np.float32], k: int, also: Ids = ()) -> NDArray[np.int64]:
+    """The ids that may be among the k largest logits, or equal to the k-th, and those of `also`, ascending.
+
+    lower, upper (V,): bounds of each logit.
+
+    >>> lower, upper = np.array([1, 2, 5, 0], np.float32), np.array([3, 4, 6, 5], np.float32)
+    >>> surviving_rows(lower, upper, 1).tolist(), surviving_rows(lower, upper, 2, also=[0]).tolist()
+    ([2, 3], [0, 1, 2, 3])
+    """
+    floor = lower.max() if k == 1 else np.partition(lower, -k)[-k]
+    survives = upper >= floor
+    survives[list(also)] = True
+    return np.flatnonzero(survives)
+
+
+def kernels_take(w: NDArray) -> bool:
+    """Whether the dense kernels compute from this matrix as it is: contiguous float32 or bfloat16."""
+    return w.dtype in (np.float32, ml_dtypes.bfloat16) and w.flags.c_contiguous
+
+
+def view_bits(w: NDArray) -> NDArray:
+    """float32 as it is, bfloat16 as the uint16 that Cython takes."""
+    return w if w.dtype == np.float32 else w.view(np.uint16)

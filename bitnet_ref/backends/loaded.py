@@ -1,0 +1,205 @@
+"""`LoadedModel`: config, weights and backend together. What generation, serving and comparisons need of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BackendError, GenerationError, TokenizerError
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig
+from ..reference.weights import ModelWeights, plain_weights
+from .backend import Backend
+from .head import Ids
+from .observe import observe
+from .paged_cache import CacheSpec
+from .record import NamesFilter, Recorder
+from .run import Logits, run
+
+if TYPE_CHECKING:
+    from ..tokenizers.base import Tokenizer
+    from ..tokenizers.vocabulary import Vocabulary
+
+
+_CLOSED = "this model was closed and its weights were freed; load it again"
+
+
+class LoadedModel:
+    """A model that computes. It holds no state between calls; any number of threads may use it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        backend: Backend,
+        path: Path | None = None,
+        *,
+        cache_dtype: str | None = None,
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
+    ) -> None:
+        """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use."""
+        self.config, self.backend, self.path = config, backend, path
+        self.cache_dtype = cache_dtype
+        self._weights: ModelWeights | None = weights
+        self._load_tokenizer = load_tokenizer
+
+    def __repr__(self) -> str:
+        cfg, name = self.config, self.path.name if self.path is not None else "in memory"
+        state = "closed" if self._weights is None else f"backend {self.backend.summary}"
+        return (
+            f"<bitnet_ref.Model {name}: {cfg.model_type}, {cfg.num_hidden_layers} layers of {cfg.hidden_size}, "
+            f"vocab {cfg.vocab_size}, {state}{', screened head' * (self.head == 'screened')}>"
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._weights is None
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Raises BackendError after `close`."""
+        if self._weights is None:
+            raise BackendError(_CLOSED)
+        return self._weights
+
+    @property
+    def head(self) -> str:
+        """How greedy and top-k tokens are computed: "screened" (proven bounds on most logits) or "exact" (all)."""
+        screened = self._weights is not None and hasattr(self._weights.lm_head, "screen_nbytes")
+        return "screened" if screened else "exact"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the model's folder or file. Raises TokenizerError when there is none."""
+        if self._load_tokenizer is None:
+            raise TokenizerError("this model was not loaded from a file, so it has no tokenizer")
+        return self._load_tokenizer()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of the tokenizer's tokens. Raises TokenizerError when there is no tokenizer."""
+        from ..tokenizers.vocabulary import Vocabulary
+
+        return Vocabulary(self.tokenizer, self.config.vocab_size)
+
+    def new_cache(
+        self,
+        slots: int,
+        capacity: int,
+        *,
+        dtype: str | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> KVCache:
+        """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
+        if self.is_closed:
+            raise BackendError(_CLOSED)
+        spec = CacheSpec(slots, capacity, dtype or self.cache_dtype, page_size, pages)
+        return self.backend.new_cache(self.config, spec)
+
+    def run(
+        self,
+        batch: TokenBatch,
+        cache: KVCache,
+        top: Sequence[tuple[int | None, Ids]] | None = None,
+        path: str | None = None,
+    ) -> Logits:
+        """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""
+        return run(self.backend, self.weights, self.config, batch, cache, top, path)
+
+    def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> NDArray | list[NDArray]:
+        """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
+
+        A list of token lists gives a list of arrays, each equal to that of its tokens alone.
+
+        Raises GenerationError for an empty list, an id outside the vocabulary, or more tokens than the model's context.
+        """
+        if not _is_batch(token_ids):
+            tokens = self.check_tokens(token_ids)
+            return self.run(TokenBatch.of([(0, 0, tokens)]), self.new_cache(1, len(tokens))).all()
+        rows = [self.check_tokens(row) for row in token_ids]
+        batch = TokenBatch.of([(slot, 0, row) for slot, row in enumerate(rows)])
+        logits = self.run(batch, self.new_cache(len(rows), max(map(len, rows)))).all()
+        return np.split(logits, np.cumsum([len(row) for row in rows])[:-1])
+
+    def run_with_cache(
+        self, token_ids: Sequence[int] | str, names_filter: NamesFilter = None
+    ) -> tuple[NDArray, dict[str, NDArray]]:
+        """The logits and every named intermediate of a pass, computed op by op (names: `backends/record.py`).
+
+        token_ids: ids, or a text for the model's tokenizer.
+        names_filter: None for all, a glob ("blocks.*.attn.hook_pattern"), a list of globs, or a callable.
+
+        Raises GenerationError for a filter that matches none of the model's tensors.
+        """
+        tokens = self.check_tokens(self.tokenizer.encode(token_ids) if isinstance(token_ids, str) else token_ids)
+        recorder = Recorder(self.backend, self.weights, self.config, names_filter)
+        observed = observe(self.backend, recorder)
+        cache = self.new_cache(1, len(tokens))
+        logits = run(observed, self.weights, self.config, TokenBatch.of([(0, 0, tokens)]), cache).all()
+        if not recorder.seen and names_filter is not None and names_filter != []:
+            raise GenerationError(
+                f"names_filter matches none of this model's tensors: {_describe(names_filter)}; names are like "
+                "'blocks.0.attn.hook_pattern' or 'blocks.0.mlp.down_proj.hook_acc_int32', and * matches any text"
+            )
+        return logits, recorder.seen
+
+    def on(self, backend: Backend) -> Self:
+        """The same model on another backend, from the weights in memory."""
+        w = plain_weights(self.weights)
+        layers = []
+        for index, layer in enumerate(w.layers):
+            prepare = backend.prepare_for(index)
+            linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
+            layers.append(replace(layer, **linears))
+        head = w.embedding if w.tied else backend.prepare_for(None)(w.lm_head)
+        prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head))
+        settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
+        return type(self)(self.config, prepared, backend, self.path, **settings)
+
+    def check_tokens(self, token_ids: Any, *, any_length: bool = False) -> NDArray[np.int64]:
+        """token_ids as an int64 array: non-empty, within the vocabulary and (unless `any_length`) the context."""
+        try:
+            tokens = np.asarray(token_ids)
+        except (ValueError, TypeError, OverflowError):  # lists of different lengths, and what is not a number
+            tokens = np.empty(0)
+        if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
+            raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
+        if tokens.size > self.config.context_length and not any_length:
+            raise GenerationError(
+                f"{tokens.size} tokens do not fit the model's context of {self.config.context_length}; shorten them"
+            )
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.config.vocab_size))
+        if bad.size:
+            raise GenerationError(
+                f"token id {tokens[bad[0]]} at index {bad[0]} is not in the vocabulary of {self.config.vocab_size}"
+            )
+        return tokens.astype(np.int64)
+
+    def close(self) -> None:
+        """Free the weights and everything the backend holds. Any later use raises BackendError."""
+        self._weights = None
+        self.backend.close()
+
+
+def _is_batch(token_ids: Any) -> bool:
+    """Whether these are rows of token ids: a list of lists or arrays, or a two-dimensional array."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.ndim == 2 and len(token_ids) > 0
+    return (
+        isinstance(token_ids, list | tuple)
+        and len(token_ids) > 0
+        and isinstance(token_ids[0], list | tuple | np.ndarray)
+    )
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,192 @@
+"""A KV cache in pages (PagedAttention, Kwon et al. 2023), in float32, float64, float16 or int8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OutOfMemory, ShapeError
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig
+from .cache_dtypes import narrow, widen
+
+NO_PAGE = -1
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The cache to make: `slots` sequences of `capacity` tokens.
+
+    dtype: float32, float16 or int8 (numpy also float64); None: the backend's own.
+    page_size, pages: with both, a pool whose page table the caller fills; with page_size alone, every slot owns as many
+        pages as its capacity takes; with neither, one page per slot.
+    """
+
+    slots: int
+    capacity: int
+    dtype: str | None = None
+    page_size: int | None = None
+    pages: int | None = None
+
+
+class PagedKVCache(KVCache):
+    """A pool of pages, and a table that says which page holds which positions of a slot.
+
+    keys, values: (L, pages, page_size, G, d), the pool.
+    key_scales, value_scales: (L, pages, page_size, G) float32, the dequantisation scales of int8; None for other
+    dtypes. page_table: (slots, pages_per_slot) int32. page_table[s, i] is the page with positions i * page_size to
+        (i + 1) * page_size - 1 of slot s, or NO_PAGE (-1). In a pool it starts as NO_PAGE, and its owner writes it
+        between two passes; slots may share pages that none of them writes to. Otherwise it is fixed and read-only.
+
+    The order of the pages does not change results: the same keys in the same order give the same bits.
+    """
+
+    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype) -> None:
+        """dtype: of the stored numbers, which the backend derived from spec.dtype. Raises ShapeError, OutOfMemory."""
+        if (spec.page_size is None and spec.pages is not None) or (spec.page_size is not None and spec.page_size < 1):
+            got = f"page_size {spec.page_size}, pages {spec.pages}"
+            raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
+        self.slots, self.capacity = spec.slots, spec.capacity
+        self.page_size = spec.page_size or max(1, spec.capacity)
+        pages_per_slot = max(1, -(-spec.capacity // self.page_size))
+        self.is_fixed = spec.pages is None  # each page belongs to one slot, permanently
+        self.pages = spec.slots * pages_per_slot if spec.pages is None else spec.pages
+        shape = (config.num_hidden_layers, self.pages, self.page_size, config.num_key_value_heads, config.head_dim)
+        try:
+            self.keys, self.values = self._empty(shape, dtype), self._empty(shape, dtype)
+            self.key_scales: NDArray[np.float32] | None = None
+            self.value_scales: NDArray[np.float32] | None = None
+            if dtype == np.int8:
+                self.key_scales, self.value_scales = (self._empty(shape[:-1], np.dtype(np.float32)) for _ in range(2))
+            self.page_table: NDArray[np.int32] = np.full((spec.slots, pages_per_slot), NO_PAGE, dtype=np.int32)
+        except (MemoryError, ValueError) as error:
+            size = f"{spec.slots} sequences of {spec.capacity} tokens"
+            if not self.is_fixed:
+                size = f"{self.pages} pages of {self.page_size} tokens"
+            raise OutOfMemory(
+                f"the KV cache of {size} does not fit in memory; ask for fewer tokens or fewer prompts at a time"
+            ) from error
+        if self.is_fixed:
+            self.page_table[:] = np.arange(self.pages, dtype=np.int32).reshape(self.page_table.shape)
+            self.page_table.flags.writeable = False
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+        """An uninitialised array of the pool. A device's cache reserves it there."""
+        return np.empty(shape, dtype=dtype)
+
+    @property
+    def pools(self) -> list[NDArray]:
+        """Every array with a page axis, each (L, pages, page_size, ...)."""
+        return [a for a in (self.keys, self.values, self.key_scales, self.value_scales) if a is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.nbytes // max(1, self.pages * self.page_size)
+
+    # -- pages ---------------------------------------------------------------------------------------------------------
+
+    def pages_of(self, slots: Any, first: int, stop: int) -> NDArray[np.int32]:
+        """The pages of positions `first` to `stop` - 1 of a slot, or of several.   -> (..., pages)
+
+        Raises ShapeError where the table has no page.
+        """
+        pages = self.page_table[slots, first // self.page_size : -(-stop // self.page_size)]
+        if stop > self.capacity or (not self.is_fixed and ((pages < 0) | (pages >= self.pages)).any()):
+            for slot in np.atleast_1d(slots):
+                self._check_pages(int(slot), first, stop)
+        return pages
+
+    def _check_pages(self, slot: int, first: int, stop: int) -> None:
+        """Raises the ShapeError that names the first position without a page, if there is one."""
+        for position in range(first, stop):
+            index = position // self.page_size
+            if position >= self.capacity:
+                got = f"a capacity of {self.capacity} tokens"
+            elif not 0 <= (page := self.page_table[slot, index]) < self.pages:
+                got = f"page_table[{slot}, {index}] = {page}"
+            else:
+                continue
+            expected = f"a page for position {position} of slot {slot}, one of {self.pages}"
+            raise ShapeError("KVCache", expected=expected, got=got)
+
+    def places_of(self, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
+        """(page, offset in it) of the tokens at those slots and positions (N,). Raises ShapeError."""
+        indices = positions // self.page_size
+        pages = self.page_table[slots, indices]
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self.pages:
+            i = int(np.flatnonzero((pages < 0) | (pages >= self.pages))[0])
+            self._check_pages(int(slots[i]), int(positions[i]), int(positions[i]) + 1)
+        return pages, positions - indices * self.page_size
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        self.check_append(batch, k, v)
+        index = (layer, *self.places_of(batch.slots, batch.positions))
+        self.keys[index], key_scales = narrow(k, self.dtype)
+        self.values[index], value_scales = narrow(v, self.dtype)
+        if self.key_scales is not None and self.value_scales is not None:
+            self.key_scales[index], self.value_scales[index] = key_scales, value_scales
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
+        if moves and length > 0:
+            old, new = (self.pages_of(list(slots), 0, length) for slots in zip(*moves, strict=True))
+            for i in range(old.shape[1]):
+                inside = slice(0, min(self.page_size, length - i * self.page_size))
+                for pool in self.pools:
+                    pool[:, new[:, i], inside] = pool[:, old[:, i], inside]
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each source page to its target page, in order."""
+        for source, target in zip(sources, targets, strict=True):
+            for pool in self.pools:
+                pool[:, target] = pool[:, source]
+
+    def take_over(self, other: KVCache, length: int) -> None:
+        assert isinstance(other, PagedKVCache)
+        slots, positions = np.divmod(np.arange(self.slots * length), max(1, length))
+        to, source = self.places_of(slots, positions), other.places_of(slots, positions)
+        for mine, theirs in zip(self.pools, other.pools, strict=True):
+            for layer in range(len(mine)):
+                mine[layer, *to] = theirs[layer, *source]
+
+    def fill_with_zeros(self) -> None:
+        """Write zeros everywhere, for benchmarks that attend to positions which were never written."""
+        for pool in self.pools:
+            pool.fill(0)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+        index = (layer, *self.places_of(batch.slots, batch.positions))
+        return self._read(index, slice(None))
+
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+        start = 0 if window is None else max(0, position - window + 1)
+        pages = self.pages_of(slot, start, position + 1)
+        first = start // self.page_size * self.page_size
+        inside = slice(start - first, position + 1 - first)
+        if len(pages) == 1:
+            return self._read((layer, pages[0], inside), slice(None))
+        return self._read((layer, pages), inside)
+
+    def _read(self, index: tuple[Any, ...], inside: slice) -> tuple[NDArray, NDArray]:
+        """Keys and values at the index as floats. inside: rows of several pages laid end to end."""
+
+        def rows(pool: NDArray) -> NDArray:
+            part = pool[index]
+            if inside == slice(None):
+                return part
+            return part.reshape(-1, *part.shape[2:])[inside]  # cut before widening: other rows may be uninitialised
+
+        key_scales, value_scales = (None if a is None else rows(a) for a in (self.key_scales, self.value_scales))
+        return widen(rows(self.keys), key_scales), widen(rows(self.values), value_scales)

@@ -1,0 +1,95 @@
+"""`run`: the only door to a pass. Logits, text, profiles, benchmarks, checks and comparisons all come through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BackendUnavailable, NumericsError
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig
+from ..reference.weights import ModelWeights
+from .backend import Backend
+from .head import HeadNeed, Ids, TokenLogits, all_finite
+from .observe import observe
+from .record import FiniteCheck
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """The logits of one pass, one `TokenLogits` for each wanted token."""
+
+    tokens: list[TokenLogits]
+    vocab_size: int
+
+    def all(self) -> NDArray:
+        """Every logit of every wanted token.   -> (wanted, V)"""
+        if not self.tokens:
+            return np.empty((0, self.vocab_size), dtype=np.float32)
+        whole = self.tokens[0].values.base  # the tokens of a pass that computed all logits are the rows of one matrix
+        if whole is not None and whole.shape == (len(self.tokens), self.vocab_size):
+            return whole
+        return np.stack([token.all() for token in self.tokens])
+
+
+def run(
+    be: Backend,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    batch: TokenBatch,
+    cache: KVCache,
+    top: Sequence[tuple[int | None, Ids]] | None = None,
+    path: str | None = None,
+) -> Logits:
+    """One pass over the batch; the cache gains its keys and values.
+
+    top: for each wanted token (k, also): only its k largest logits (None: all) and those of the ids `also` matter. The
+        backend may then compute fewer rows of the head. None: all logits of all wanted tokens.
+    path: one of `be.paths`. None takes the fastest that applies.
+
+    Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError,
+    BackendUnavailable for a path that the backend does not have.
+    """
+    if path is not None and path not in be.paths:
+        raise BackendUnavailable(f"backend {be.name!r} has no path {path!r}; there are: {', '.join(be.paths)}")
+    # NumPy's warnings about overflow would only repeat what the logits show, and the error then names the tensor.
+    with np.errstate(all="ignore"), be.running():
+        try:
+            x = be.hidden(w, cfg, batch, cache, path)
+            if top is None:
+                hidden, rows = None, Backend.head_rows(be, x, w.lm_head, [HeadNeed()] * x.shape[0])
+            else:
+                rows = be.head_rows(x, w.lm_head, [HeadNeed(*need) for need in top])
+                hidden = be.to_host(x)
+            sound = all_finite([row.values for row in rows] + ([] if hidden is None else [hidden]))
+        except NumericsError:
+            sound = False
+        if not sound:
+            raise first_non_finite(be, w, cfg, batch, cache)
+
+    def head(x: NDArray) -> NDArray:
+        with be.running():
+            return be.to_host(be.lm_head(be.from_host(x), w.lm_head))
+
+    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
+    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
+    return Logits(tokens, vocab_size)
+
+
+def first_non_finite(
+    be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
+) -> NumericsError:
+    """Run the batch again op by op and return the error that names the first tensor with NaN or Inf."""
+    check = FiniteCheck(be, w, cfg)
+    try:
+        observed = observe(be, check)
+        logits = observed.lm_head(observed.hidden(w, cfg, batch, cache), w.lm_head)
+        check.keep("logits", logits)
+    except NumericsError as error:
+        if error.tensor is not None:
+            return error
+        return NumericsError(f"{check.current} is the first bad tensor: {error}", tensor=check.current)
+    return NumericsError("the logits hold NaN or Inf, but a second run of these tokens does not: is the memory sound?")

@@ -1,0 +1,339 @@
+"""Every execution path of a backend against the reference: one row for each way in which logits or text are computed.
+
+`Model.run` is the only door to a pass, and a backend names the ways through it (`Backend.paths`). Here each of them is
+taken with whole prompts, prompts in chunks, decoding, several sequences at once, pages, narrow caches, a screened head,
+divided layers, and as text. What is compared, and how strictly:
+
+    ops      the plainest path: its logits against the reference's, by the contract's rule for float32
+    others   the logits of every other path against those of "ops": equal, bit for bit
+    caches   attention over a narrow cache against the reference's attention over the same stored numbers
+    heads    the candidates of a screened head against the whole head: equal, and complete
+    text     every greedy token against the largest logit of a pass over the whole text by "ops": equal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..api import Model
+from ..backends import Backend
+from ..backends.split import LayerRun, SplitBackend
+from ..reference import layers
+from ..reference.cache import TokenBatch
+from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
+
+PAGE_SIZE = 8
+NEW_TOKENS = 10
+CHUNKS = (1, 5, 16, 3)  # tokens, over and over
+MAX_PREFILL = 9  # tokens before decoding begins
+
+
+@dataclass(frozen=True)
+class PathCheck:
+    """One execution path in one way of use."""
+
+    path: str  # "replayed, 3 sequences"
+    passed: bool
+    compared: int  # numbers or tokens
+    detail: str  # what is equal, how far apart, or the first difference
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+MakeBackend = Callable[..., Backend]  # make(**settings) -> a new backend, settings as of its constructor
+
+
+def check_paths(
+    make: MakeBackend, reference: Model, token_ids: Sequence[int], *, quick: bool = False
+) -> list[PathCheck]:
+    """Run every execution path of the backend that `make()` gives, on these tokens.
+
+    reference: the model, on the numpy backend.
+    quick: fewer tokens and checks, for the emulated GPU.
+    """
+    longest = min(24 if quick else 64, reference.config.context_length * 3 // 4)
+    return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
+
+
+Outcome = tuple[int, str | None, str]  # numbers compared, the problem if there is one, what to say otherwise
+
+
+def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> list[PathCheck]:
+    """Each named check's result. A check that raises has failed, and the others still run."""
+    results = []
+    for name, compute in checks:
+        try:
+            compared, problem, detail = compute()
+            results.append(PathCheck(name, problem is None, compared, problem or detail))
+        except Exception as error:
+            results.append(PathCheck(name, False, 0, f"{type(error).__name__}: {error}"))
+    return results
+
+
+def _checks(
+    make: MakeBackend, reference: Model, tokens: list[int], quick: bool
+) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    """(name, check) of every path, in the order in which they are shown."""
+    model = reference.on(make())
+    be = model.backend
+    plain = _whole(model, tokens, "ops")
+    yield "ops", lambda: _judge_logits(plain, reference, tokens)
+    for path in be.paths:
+        if path != "ops":
+            yield path, lambda path=path: _equal(_whole(model, tokens, path), plain)
+        yield f"{path}, in chunks", lambda path=path: _equal(_in_chunks(model, tokens, path), plain)
+        yield f"{path}, decoding", lambda path=path: _equal(_decoding(model, tokens, path), plain)
+        yield f"{path}, 3 sequences", lambda path=path: _several(model, tokens, path)
+        yield f"{path}, pages", lambda path=path: _equal(_over_pages(model, tokens, path), plain)
+    for dtype in ("float16", "int8"):
+        if dtype in be.cache_dtypes:
+            yield f"cache {dtype}", lambda dtype=dtype: _narrow_cache(model, tokens, dtype)
+    yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
+    yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
+    if be.screens_head:
+        yield "screened head", lambda: _screened(reference.on(make(head="screened")), tokens)
+        yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
+    yield "text", lambda: _text(model, tokens)
+    yield "text, streamed", lambda: _streamed(model, tokens)
+    yield (
+        "text, 3 prompts",
+        lambda: _text_batch(model, tokens, lambda prompts: model.generate(prompts, **_greedy(model, prompts[-1]))),
+    )
+    if not quick:
+        yield "text, engine", lambda: _text_batch(model, tokens, lambda prompts: _engine(model, prompts))
+        if be.screens_head:
+            yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
+
+
+# -- ways through a pass: logits (T, V) of one sequence ----------------------------------------------------------------
+
+
+def _whole(model: Model, tokens: list[int], path: str | None) -> NDArray:
+    return model.run(TokenBatch.of([(0, 0, tokens)]), model.new_cache(1, len(tokens)), path=path).all()
+
+
+def _in_chunks(model: Model, tokens: list[int], path: str | None) -> NDArray:
+    cache, logits, start = model.new_cache(1, len(tokens)), [], 0
+    while start < len(tokens):
+        chunk = tokens[start : start + CHUNKS[len(logits) % len(CHUNKS)]]
+        logits.append(model.run(TokenBatch.of([(0, start, chunk)]), cache, path=path).all())
+        start += len(chunk)
+    return np.concatenate(logits)
+
+
+def _decoding(model: Model, tokens: list[int], path: str | None) -> NDArray:
+    """A short prompt, then one token at a time: from the third step on a replayed step is a replayed one."""
+    cache, prefill = model.new_cache(1, len(tokens)), _prefill(tokens)
+    logits = [model.run(TokenBatch.of([(0, 0, tokens[:prefill])]), cache, path=path).all()]
+    for i in range(prefill, len(tokens)):
+        logits.append(model.run(TokenBatch.of([(0, i, tokens[i : i + 1])]), cache, path=path).all())
+    return np.concatenate(logits)
+
+
+def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
+    """A pool of small pages in reverse order, which the sequence gets as it grows."""
+    needed = -(-len(tokens) // PAGE_SIZE)
+    cache = model.new_cache(2, len(tokens), page_size=PAGE_SIZE, pages=needed + 1)
+    cache.page_table[1, :needed] = np.arange(needed, 0, -1)  # type: ignore[attr-defined]
+    logits, start = [], 0
+    while start < len(tokens):
+        stop = _prefill(tokens) if start == 0 else start + 1
+        logits.append(model.run(TokenBatch.of([(1, start, tokens[start:stop])]), cache, path=path).all())
+        start = stop
+    return np.concatenate(logits)
+
+
+def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
+    """Three sequences decoded together, the third joining late, each against itself alone."""
+    rows, prefill = _three(tokens), _prefill(tokens)
+    steps = len(rows[0]) - prefill
+    cache, start = model.new_cache(3, len(tokens)), [prefill, prefill + 1, 0]
+    logits: list[list[NDArray]] = [[], [], []]
+
+    def run(parts: list[tuple[int, int, list[int]]]) -> None:
+        result = model.run(TokenBatch.of(parts), cache, path=path).all()
+        ends = np.cumsum([len(ids) for _, _, ids in parts])[:-1]
+        for (slot, _, _), part in zip(parts, np.split(result, ends), strict=True):
+            logits[slot].append(part)
+
+    run([(slot, 0, rows[slot][: start[slot]]) for slot in (0, 1)])
+    for step in range(steps):
+        parts = [(slot, start[slot] + step, rows[slot][start[slot] + step :][:1]) for slot in (0, 1)]
+        third = rows[2][2 * step : 2 * step + 2]  # a prompt in pieces beside the others' tokens
+        parts += [(2, 2 * step, third)] if third else []
+        run([part for part in parts if part[2]])
+    pairs = zip(rows, logits, strict=True)
+    alone = np.concatenate([_whole(model, row[: sum(map(len, each))], "ops") for row, each in pairs])
+    return _equal(np.concatenate([np.concatenate(each) for each in logits]), alone)
+
+
+def _prefill(tokens: list[int]) -> int:
+    return max(1, min(MAX_PREFILL, len(tokens) // 3))
+
+
+def _three(tokens: list[int]) -> list[list[int]]:
+    """Three sequences of different lengths and contents."""
+    third = len(tokens) // 3
+    return [tokens[: 2 * third], tokens[third:], tokens[third // 2 : 2 * third]]
+
+
+def _divide(make: MakeBackend, reference: Model) -> Model:
+    """The model with its layers divided over two backends of the same kind."""
+    count = reference.config.num_hidden_layers
+    if count < 2:
+        return reference.on(make())
+    return reference.on(SplitBackend([LayerRun(make(), 0, count // 2), LayerRun(make(), count // 2, count)]))
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def _equal(found: NDArray, expected: NDArray) -> Outcome:
+    if found.shape != expected.shape:
+        return 0, f"expected logits {expected.shape}, got {found.shape}", ""
+    if np.array_equal(found, expected):
+        return found.size, None, "equal to the bit"
+    token, column = (int(i) for i in np.argwhere(found != expected)[0])
+    distance = float(np.abs(found - expected).max())
+    return found.size, f"differs from ops by {distance:.1e}, first at token {token}, logit {column}", ""
+
+
+def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outcome:
+    """The contract's rule: at most twice the error of the float32 reference against float64, plus a floor.
+
+    Up to the first int8 that rounds to the other side; `crossval.compare` finds and shows those.
+    """
+    plain = _whole(reference, tokens, "ops")
+    truth = _whole(reference.on(Backend("float64", reference.backend.threads)), tokens, "ops")
+    errors, allowed = (np.abs(each - truth).max(axis=1) for each in (logits, plain))
+    beyond = np.flatnonzero(errors > 2 * allowed + LOGITS_FLOOR)
+    if len(beyond) and (np.abs(logits - plain).max(axis=1)[beyond] > LOGITS_FLOOR).any():
+        token = int(beyond[0])
+        limit = 2 * allowed[token] + LOGITS_FLOOR
+        return logits.size, f"token {token} is {errors[token]:.1e} from float64, allowed {limit:.1e}", ""
+    return logits.size, None, f"within {errors.max():.1e} of float64 (numpy: {allowed.max():.1e})"
+
+
+def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
+    """The paths with a narrow cache: equal among themselves; what is stored, and attention over it, as the
+    reference's."""
+    be, cfg, w = model.backend, model.config, model.weights
+    narrow = Model(cfg, w, be, cache_dtype=dtype)
+    expected = _decoding(narrow, tokens, "ops")
+    for path in be.paths:
+        count, problem, _ = _equal(_decoding(narrow, tokens, path), expected)
+        if problem is not None:
+            return count, f"{path}: {problem}", ""
+    cache, batch = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)])
+    dice = np.random.default_rng(0)
+    sizes = len(tokens), cfg.num_key_value_heads, cfg.head_dim
+    k, v = (dice.standard_normal(sizes, dtype=np.float32) for _ in range(2))
+    q = dice.standard_normal((len(tokens), cfg.num_attention_heads, cfg.head_dim), dtype=np.float32)
+    with be.running():
+        placed = be.place(batch)
+        be.append(cache, 0, placed, be.from_host(k), be.from_host(v))
+        z = be.to_host(be.attention(be.from_host(q), cache, placed, 0, None))
+    plain = Model(cfg, w, Backend("float32", 1), cache_dtype=dtype)
+    right = plain.new_cache(1, len(tokens))
+    right.append(0, batch, k, v)
+    for mine, theirs, name in zip(right.stored(0, batch), cache.stored(0, batch), ("keys", "values"), strict=True):
+        if not np.array_equal(mine, theirs):
+            return mine.size, f"the {name} at rest differ by up to {np.abs(mine - theirs).max():.1e}", ""
+    for i in range(len(tokens)):
+        keys, values = right.visible(0, 0, i, None)
+        pattern = layers.softmax(layers.attention_scores(q[i], keys))
+        expected_z = layers.attention_values(pattern, values)
+        if np.abs(z[i] - expected_z).max() > 2 * TABLE["attention values"].alone * EPSILON * np.abs(values).max():
+            return z.size, f"attention over the stored numbers differs at token {i}", ""
+    return expected.size + z.size, None, "equal to ops; stored numbers equal to the reference's"
+
+
+def _screened(model: Model, tokens: list[int]) -> Outcome:
+    """Candidates for several k, and of single ids, against the whole head."""
+    vocab = model.config.vocab_size
+    batch = TokenBatch.of([(0, 0, tokens)])
+    logits = model.run(batch, model.new_cache(1, len(tokens))).all()
+    compared = 0
+    for k in (1, 7, 40):
+        also = [[(11 * i) % vocab, vocab - 1] for i in range(len(tokens))]
+        result = model.run(batch, model.new_cache(1, len(tokens)), top=[(k, ids) for ids in also])
+        for i, token in enumerate(result.tokens):
+            compared += len(token.ids)
+            largest = np.flatnonzero(logits[i] >= np.sort(logits[i])[-min(k, vocab)])
+            if not np.array_equal(token.values, logits[i][token.ids]):
+                return compared, f"k={k}: logits of token {i} differ from those of the whole head", ""
+            if not set(largest) | set(also[i]) <= set(token.ids.tolist()):
+                return compared, f"k={k}: a logit among the largest of token {i} is missing", ""
+            if not token.complete:
+                low, high = token.rest()
+                rest = np.delete(logits[i], token.ids)
+                if not ((low <= rest) & (rest <= high)).all():
+                    return compared, f"k={k}: a bound of token {i} does not hold", ""
+            if i == 0 and not np.array_equal(token.all(), logits[i]):
+                return compared, f"k={k}: all logits of token {i}, computed later, differ", ""
+    share = compared / (3 * len(tokens) * vocab)
+    return compared, None, f"equal to the whole head, of which it computed {share:.1%}"
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _greedy(model: Model, prompt: list[int]) -> dict[str, Any]:
+    max_tokens = min(NEW_TOKENS, model.config.context_length - len(prompt))
+    return {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+
+
+def _judge_text(model: Model, prompt: list[int], found: Sequence[int]) -> str | None:
+    """The problem with greedy tokens, or None: each is the largest logit of a pass by ops over all before it."""
+    logits = _whole(model, [*prompt, *found[:-1]], "ops")[len(prompt) - 1 :]
+    expected = logits.argmax(axis=1).tolist()
+    if list(found) == expected:
+        return None
+    at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
+    return f"new token {at} is {found[at]}, and the largest logit is that of {expected[at]}"
+
+
+def _text(model: Model, tokens: list[int]) -> Outcome:
+    prompt = tokens[: 2 * _prefill(tokens)]
+    out: Any = model.generate(prompt, **_greedy(model, prompt))
+    return len(out.token_ids), _judge_text(model, prompt, out.token_ids), "every token has the largest logit"
+
+
+def _streamed(model: Model, tokens: list[int]) -> Outcome:
+    prompt = tokens[: _prefill(tokens)]
+    whole: Any = model.generate(prompt, **_greedy(model, prompt))
+    chunks = list(model.stream(prompt, **_greedy(model, prompt)))
+    if [chunk.token_id for chunk in chunks] != list(whole.token_ids) or "".join(c.text for c in chunks) != whole.text:
+        return len(chunks), "the stream differs from the text that generate gives", ""
+    return len(chunks), None, "equal to generate"
+
+
+def _text_batch(model: Model, tokens: list[int], generate: Callable[[list[list[int]]], Any]) -> Outcome:
+    prompts = [row[: _prefill(tokens) + i] for i, row in enumerate(_three(tokens))]
+    outs = generate(prompts)
+    for i, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
+        if (problem := _judge_text(model, prompt, out.token_ids)) is not None:
+            return i + 1, f"prompt {i}: {problem}", ""
+    return sum(len(out.token_ids) for out in outs), None, "every token has the largest logit"
+
+
+def _engine(model: Model, prompts: list[list[int]]) -> Any:
+    with model.engine(max_batch=2, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
+        return engine.generate(prompts, **_greedy(model, prompts[-1]))
+
+
+def _sampled(make: MakeBackend, reference: Model, tokens: list[int]) -> Outcome:
+    """Sampling with a seed: the same tokens from a screened head as from the whole one."""
+    texts = []
+    settings = {"max_tokens": 5, "temperature": 0.8, "top_k": 20, "seed": 1, "repetition_penalty": 1.1}
+    for head in ("screened", "exact"):
+        out: Any = reference.on(make(head=head)).generate(tokens[: _prefill(tokens)], ignore_eos=True, **settings)
+        texts.append(out.token_ids)
+    problem = None if texts[0] == texts[1] else "a screened head gives other tokens than the whole one"
+    return len(texts[0]), problem, "equal to the whole head's"
