@@ -206,16 +206,17 @@ class Model(LoadedModel):
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
         return ChatSession(self, system, **params)
 
-    def profile(self, prompt: Any = None, **params: Any) -> Profile:
+    def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
         With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
-        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. path: "ops" times
+        each operation, "blocks" the fused blocks, "replayed" whole steps as `generate` computes them. See
         `profiling.Profile`: print it, `plot()`, `save(path)`.
         """
         from .notebook.profiling import Profile
 
-        profile = Profile(self)
+        profile = Profile(self, path)
         if prompt is None and params:
             raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
         if prompt is not None:
