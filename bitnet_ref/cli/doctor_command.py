@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from ..crossval.doctor import BackendCheck, BackendState, Diagnosis
+    from ..crossval.doctor import BackendCheck, BackendState, DoctorReport
+    from ..crossval.paths import PathCheck
 
 
 @click.command(short_help="Check this machine and installation, and compute a self-check.")
@@ -33,7 +34,7 @@ def doctor() -> None:
         raise click.exceptions.Exit(DIFFERS)
 
 
-def draw(found: Diagnosis, out: Console) -> None:
+def draw(found: DoctorReport, out: Console) -> None:
     versions = {name: version for name, version in found.versions.items() if name != "bitnet_ref"}
     present = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     absent = ", ".join(name for name, version in versions.items() if version is None)
@@ -60,19 +61,20 @@ def draw(found: Diagnosis, out: Console) -> None:
         ("Backends", [backend_row(backend) for backend in found.backends]),
         ("Methods of the ternary product (cython)", methods),
         ("Self-check: the shipped model, computed on each backend", [check_row(check) for check in found.checks]),
+        *((f"{check.backend}: execution paths and known answers", path_rows(check.paths)) for check in found.checks),
     ):
         if rows:
             out.print(styled(f"\n{title}", "bold"))
             out.print(make_table(("|", "|", ""), rows))
 
 
-def extension_in_words(found: Diagnosis) -> str:
+def extension_in_words(found: DoctorReport) -> str:
     if not found.extension["built"]:
         return f"not built: {found.extension['why']}"
     return "built, with OpenMP" if found.extension["openmp"] else "built, without OpenMP: one thread"
 
 
-def memory_in_words(found: Diagnosis) -> str:
+def memory_in_words(found: DoctorReport) -> str:
     parts = [size_in_words(found.memory_total)] if found.memory_total else []
     parts += [f"{size_in_words(found.memory_available)} available"] if found.memory_available else []
     return ", ".join(parts) or "unknown"
@@ -92,9 +94,18 @@ def backend_row(backend: BackendState) -> tuple[str, Text, str]:
 
 
 def check_row(check: BackendCheck) -> tuple[str, Text, str]:
-    state = styled("passed", "green") if check.passed else styled("FAILED", "bold red")
     if check.error is not None:
-        return check.backend, state, check.error
+        return check.backend, state_in_words(check.passed), check.error
     wrong = "exact" if check.unequal == 0 else f"compared, {check.unequal:,} WRONG"
-    logits = f"logits off by {check.logits_error:.0e} ({check.logits_allowed:.0e} allowed)"
-    return check.backend, state, f"{check.accumulators:,} accumulators {wrong}; {logits}"
+    failed = sum(not path.passed for path in check.paths)
+    paths = f"{len(check.paths)} paths and answers agree" if failed == 0 else f"{failed} of {len(check.paths)} DIFFER"
+    return check.backend, state_in_words(check.passed), f"{check.accumulators:,} accumulators {wrong}; {paths}"
+
+
+def path_rows(paths: list[PathCheck]) -> list[tuple[str, Text, str]]:
+    """(path, state, result) of each check of an execution path."""
+    return [(path.path, state_in_words(path.passed), f"{path.compared:,} compared: {path.detail}") for path in paths]
+
+
+def state_in_words(passed: bool) -> Text:
+    return styled("passed", "green") if passed else styled("FAILED", "bold red")
