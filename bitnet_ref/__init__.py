@@ -1,21 +1,50 @@
 """bitnet_ref: the readable reference for BitNet b1.58 models, and the fast kernels that must agree with it."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import Model, load, load_engine
+from .api import DeviceOptions, LoadOptions, Model, load, load_engine
 from .backends import available_backends
 
 if TYPE_CHECKING:
-    from .serving import Engine, EngineConfig
+    from . import errors
+    from .generation import ChatSession, Generation, SamplingParams, StreamChunk, TokenStream
+    from .serving import Engine, EngineConfig, RequestHandle
 
-__version__ = "0.1.0"
-__all__ = ["Engine", "EngineConfig", "Model", "__version__", "available_backends", "load", "load_engine"]
+__version__ = "0.2.0"
+
+# Names that are imported when they are first used: `load` does without them.
+_LAZY = {
+    **dict.fromkeys(("ChatSession", "Generation", "SamplingParams", "StreamChunk", "TokenStream"), "generation"),
+    **dict.fromkeys(("Engine", "EngineConfig", "RequestHandle"), "serving"),
+}
+__all__ = [
+    "ChatSession",
+    "DeviceOptions",
+    "Engine",
+    "EngineConfig",
+    "Generation",
+    "LoadOptions",
+    "Model",
+    "RequestHandle",
+    "SamplingParams",
+    "StreamChunk",
+    "TokenStream",
+    "__version__",
+    "available_backends",
+    "errors",
+    "load",
+    "load_engine",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The engine's names bring the generation package with them, which `load` does without."""
-    if name in ("Engine", "EngineConfig"):
-        from . import serving
-
-        return getattr(serving, name)
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    if name == "errors":
+        return import_module(".errors", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

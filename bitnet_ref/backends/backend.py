@@ -76,6 +76,9 @@ class Backend(PlainBackend):
         """Names the layout that `prepare` and `prepare_model` make; None when it is not worth keeping on disk."""
         return None
 
+    def check_prepared(self, w: ModelWeights) -> None:
+        """Raises ShapeError unless `weight_kinds` in weights from disk have the shapes that the kernels trust."""
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def hidden(
@@ -135,7 +138,7 @@ class Backend(PlainBackend):
     def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
         """An empty KV cache that this backend's ops append to and read. Raises ShapeError, OutOfMemory."""
         dtype = np.dtype(self.choose_cache_dtype(spec.dtype))
-        if spec.page_size is None and dtype.itemsize > 2:
+        if spec.page_size is None and spec.pages is None and dtype.itemsize > 2:
             return KVCache(config, spec.slots, spec.capacity, dtype)
         return PagedKVCache(config, spec, dtype)
 

@@ -34,11 +34,12 @@ class HeadRows(NamedTuple):
 class TokenLogits:
     """One token's logits: those that were asked for, and on demand all of them."""
 
-    def __init__(self, rows: HeadRows, vocab_size: int, compute_all: Callable[[int], NDArray], number: int) -> None:
-        """compute_all: the whole head for the token of that number in its pass."""
+    def __init__(
+        self, rows: HeadRows, vocab_size: int, head: Callable[[NDArray], NDArray], hidden: NDArray | None = None
+    ) -> None:
+        """head: the whole head, hidden states (n, D) -> logits (n, V).  hidden (D,): needed unless rows are all."""
         self.ids, self.values, self._bounds = rows  # (n,) ascending, (n,)
-        self.vocab_size = vocab_size
-        self._compute_all, self._number = compute_all, number
+        self.vocab_size, self.head, self.hidden = vocab_size, head, hidden
 
     def __repr__(self) -> str:
         return f"<TokenLogits: {len(self.ids)} of {self.vocab_size}>"
@@ -50,7 +51,10 @@ class TokenLogits:
 
     def all(self) -> NDArray:
         """Every logit, computed now if it was not asked for.   -> (V,)"""
-        return self.values if self.complete else self._compute_all(self._number)
+        if self.complete:
+            return self.values
+        assert self.hidden is not None
+        return self.head(self.hidden[None])[0]
 
     def rest(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Lower and upper bounds of the logits that are not in `values`.   -> (V - n,) both"""

@@ -32,11 +32,6 @@ class CacheSpec:
     page_size: int | None = None
     pages: int | None = None
 
-    def __post_init__(self) -> None:
-        if (self.page_size is None and self.pages is not None) or (self.page_size is not None and self.page_size < 1):
-            got = f"page_size {self.page_size}, pages {self.pages}"
-            raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
-
 
 class PagedKVCache(KVCache):
     """A pool of pages, and a table that says which page holds which positions of a slot.
@@ -51,7 +46,10 @@ class PagedKVCache(KVCache):
     """
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype) -> None:
-        """dtype: of the stored numbers, which the backend derived from spec.dtype. Raises OutOfMemory."""
+        """dtype: of the stored numbers, which the backend derived from spec.dtype. Raises ShapeError, OutOfMemory."""
+        if (spec.page_size is None and spec.pages is not None) or (spec.page_size is not None and spec.page_size < 1):
+            got = f"page_size {spec.page_size}, pages {spec.pages}"
+            raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
         self.slots, self.capacity = spec.slots, spec.capacity
         self.page_size = spec.page_size or max(1, spec.capacity)
         pages_per_slot = max(1, -(-spec.capacity // self.page_size))

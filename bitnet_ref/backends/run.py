@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import NumericsError
+from ..errors import BackendUnavailable, NumericsError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights
@@ -50,8 +50,11 @@ def run(
         backend may then compute fewer rows of the head. None: all logits of all wanted tokens.
     path: one of `be.paths`. None takes the fastest that applies.
 
-    Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError.
+    Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError,
+    BackendUnavailable for a path that the backend does not have.
     """
+    if path is not None and path not in be.paths:
+        raise BackendUnavailable(f"backend {be.name!r} has no path {path!r}; there are: {', '.join(be.paths)}")
     # NumPy's warnings about overflow would only repeat what the logits show, and the error then names the tensor.
     with np.errstate(all="ignore"), be.running():
         try:
@@ -67,13 +70,13 @@ def run(
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
 
-    def compute_all(i: int) -> NDArray:
-        assert hidden is not None
+    def head(x: NDArray) -> NDArray:
         with be.running():
-            return be.to_host(be.lm_head(be.from_host(hidden[i : i + 1]), w.lm_head))[0]
+            return be.to_host(be.lm_head(be.from_host(x), w.lm_head))
 
-    vocab_size = w.lm_head.shape[0]
-    return Logits([TokenLogits(row, vocab_size, compute_all, i) for i, row in enumerate(rows)], vocab_size)
+    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
+    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
+    return Logits(tokens, vocab_size)
 
 
 def first_non_finite(

@@ -1,39 +1,37 @@
-"""A conversation that keeps its cache: what the last turns had in common with the next one is not computed again."""
+"""A conversation that keeps its KV cache: only the tokens that are new in a turn are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..reference.cache import KVCache
-from .generate import TokenStream, check_streamable, run
+from .generate import TokenStream, check_streamable, generate_chunks
 from .overflow import ContextWindow
-from .params import SamplingParams
+from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .sequence import Continuation, Request
-
-if TYPE_CHECKING:
-    from ..api import Model
 
 DEFAULT_REPLY_TOKENS = 512
 
 
 class PrefixCache:
-    """The keys and values of one token sequence, of which a later one uses as much as it begins with."""
+    """The keys and values of one token sequence; a later sequence reuses those of the prefix that it shares."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._cache: KVCache | None = None
         self._ids: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def take(self, prompt: NDArray[np.int64], capacity: int) -> tuple[KVCache, int]:
-        """A cache for so many tokens, and how many tokens of the prompt it holds. At least the last one is not counted:
-        it has to be computed, for its logits. Until `keep` the rest is as good as gone."""
+        """A cache for `capacity` tokens, and how many tokens of the prompt it holds: never the last one, whose logits
+        must be computed. The cache is forgotten beyond those until `keep`."""
         shorter = min(len(self._ids), len(prompt) - 1)
         same = int(np.argmin(np.append(self._ids[:shorter] == prompt[:shorter], False)))
         if self._cache is None or self._cache.capacity < capacity:
@@ -46,7 +44,7 @@ class PrefixCache:
         return self._cache, same
 
     def keep(self, ids: NDArray[np.int64]) -> None:
-        """The cache holds these now."""
+        """Note that the cache now holds these tokens."""
         self._ids = ids.copy()
 
     def clear(self) -> None:
@@ -60,19 +58,19 @@ class ChatSession:
         print(session.send("Hello").text)
         for chunk in session.stream("Tell me more"): ...
 
-    params: of `SamplingParams`, for all replies; `send` and `stream` take others for one. `max_tokens` is 512 or what
-    fits, unless given. The replies are those that the whole conversation as one prompt gives, token for token.
-    `messages` is the history, which may be changed. Raises GenerationError.
+    params: of `SamplingParams`, for all replies; `send` and `stream` take others for one reply. `max_tokens` is 512 or
+    what fits, by default. Each reply equals what the whole conversation gives as one prompt, token for token.
+    `messages` is the history, which may be edited. Raises GenerationError.
 
-    A conversation that is full is an error, unless `overflow` says otherwise: with "truncate" the oldest turns are
-    dropped, whole messages, until max_tokens (512 or a quarter of the context, unless given) fit behind the rest; the
-    system text stays. `dropped` counts them, and `stats.dropped_messages` those of a reply. "sliding" and "sinks" drop
-    tokens, as they do for any prompt.
+    When the conversation is full, `overflow="error"` refuses. "truncate" drops whole messages, the oldest turns, until
+    max_tokens (by default 512 or a quarter of the context) fit; the system text stays. `dropped` counts the dropped
+    messages, `stats.dropped_messages` those of one reply. "sliding" and "sinks" drop tokens, as for any prompt.
     """
 
     how_to_reset = "reset() starts a new one"  # for messages
 
-    def __init__(self, model: Model, system: str | None = None, **params: Any) -> None:
+    @expand_params
+    def __init__(self, model: LoadedModel, system: str | None = None, **params: Unpack[SamplingOptions]) -> None:
         self.model, self.params = model, params
         check_streamable(SamplingParams.of(**params))
         if model.tokenizer.chat_template is None:
@@ -86,40 +84,43 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation, and free its cache. The system text stays."""
+        """Forget the conversation except the system text, and free its cache."""
         if self._stream is not None:
             self._stream.close()
         self.messages = list(self.opening)
-        self.dropped = 0  # messages that had to go
+        self.dropped = 0
         self._prefix.clear()
 
     def prompt(self, content: str) -> list[int]:
         """Token ids of the conversation with this message, ready for the reply."""
-        return self._ids(self._fitting(content, SamplingParams.of(**self.params)))
+        return self._ids(self._fit(content, SamplingParams.of(**self.params)))
 
     def _ids(self, messages: list[dict[str, str]]) -> list[int]:
         return self.model.tokenizer.apply_chat_template(messages, tokenize=True)
 
-    def send(self, content: str, **params: Any) -> Generation:
-        """Say this and wait for the reply. An error leaves the history as it was."""
+    @expand_params
+    def send(self, content: str, **params: Unpack[SamplingOptions]) -> Generation:
+        """Send a message and wait for the reply. params override those of the session. An error leaves the history
+        unchanged."""
         row, stream = self._reply(content, params)
         for _ in stream:
             pass
         return row.result(stream.stats)
 
-    def stream(self, content: str, **params: Any) -> TokenStream:
-        """The reply as it comes. Closing the stream ends it, and what was said stays in the history; an error, or an
-        end before the first word, leaves the history as it was. The next `send`, `stream` or `reset` closes it too."""
+    @expand_params
+    def stream(self, content: str, **params: Unpack[SamplingOptions]) -> TokenStream:
+        """The reply as it comes. Closing the stream ends the reply; its text so far stays in the history. An error, or
+        an end before the first text, leaves the history unchanged. The next `send`, `stream` or `reset` closes it."""
         return self._reply(content, params)[1]
 
     @property
     def full(self) -> bool:
-        """Whether no further message can be answered."""
+        """Whether the context has no room for another message."""
         params = SamplingParams.of(**self.params)
         used = len(self._ids(self.messages)) if self.messages else 0
         return params.overflow == "error" and used >= ContextWindow.of(self.model, params).size
 
-    def _fitting(self, content: str, params: SamplingParams) -> list[dict[str, str]]:
+    def _fit(self, content: str, params: SamplingParams) -> list[dict[str, str]]:
         """The conversation with this message; under "truncate" without the oldest turns that do not fit."""
         messages = [*self.messages, {"role": "user", "content": content}]
         if params.overflow != "truncate":
@@ -134,21 +135,21 @@ class ChatSession:
             messages = messages[:oldest] + messages[turns[0] :]
         return messages
 
-    def _reply(self, content: str, params: dict[str, Any]) -> tuple[Continuation, TokenStream]:
+    def _reply(self, content: str, params: SamplingOptions) -> tuple[Continuation, TokenStream]:
         if self._stream is not None:
             self._stream.close()
-        sampling = SamplingParams.of(**{**self.params, **params})
+        sampling = SamplingParams.of(**(self.params | params))
         check_streamable(sampling)
-        messages = self._fitting(content, sampling)
+        messages = self._fit(content, sampling)
         ids, window = self._ids(messages), ContextWindow.of(self.model, sampling)
         wanted = DEFAULT_REPLY_TOKENS if sampling.max_tokens is None else sampling.max_tokens
         wanted = max(wanted, sampling.min_tokens)
         if not window.moves:
             if (room := window.size - len(ids)) < 1:
-                began = len(messages) > len(self.opening) + 1
+                has_turns = len(messages) > len(self.opening) + 1
                 raise GenerationError(
                     f"the conversation has {len(ids)} tokens and the model's context is {window.size}; "
-                    + (self.how_to_reset if began else "shorten the message")
+                    + (self.how_to_reset if has_turns else "shorten the message")
                 )
             wanted = min(room, wanted)
         row = Continuation(Request(self.model, ids, replace(sampling, max_tokens=wanted)), slot=0)
@@ -162,16 +163,16 @@ class ChatSession:
     ) -> Generator[StreamChunk, None, None]:
         cache, same = self._prefix.take(row.context, row.request.capacity)
         row.cached = row.computed = same
-        said = False
+        replied = False
         try:
-            yield from run(self.model, [[row]], stats, cache)
-            said = True
+            yield from generate_chunks(self.model, [[row]], stats, cache)
+            replied = True
         except (GeneratorExit, KeyboardInterrupt):
-            said = any(chunk.text for chunk in row.chunks)
+            replied = any(chunk.text for chunk in row.chunks)
             raise
         finally:
             self._prefix.keep(row.context[: row.computed])
-            if said:
+            if replied:
                 self.dropped += stats.dropped_messages
                 text = "".join(chunk.text for chunk in row.chunks)
                 self.messages = [*messages, {"role": "assistant", "content": text}]

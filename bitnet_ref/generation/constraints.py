@@ -1,6 +1,6 @@
-"""Text that must match a JSON schema, a regular expression, one of some strings, or a grammar.
+"""Text that must match a JSON schema, a regular expression, one of several strings, or a grammar.
 
-llguidance follows the text byte by byte and says which tokens may come next; the rest become impossible. It is an
+llguidance follows the text byte by byte and tells which tokens may come next; all others become impossible. It is an
 optional package: pip install 'bitnet-ref[constrained]'.
 """
 
@@ -9,46 +9,45 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
-
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
-    from ..tokenizers.vocabulary import Vocabulary
+from ..tokenizers.base import Tokenizer
+from ..tokenizers.vocabulary import Vocabulary
 
 
 class Constraint:
-    """A processor (see `processors`) that lets only such tokens through as keep the text within the grammar.
+    """A processor (see `processors`) that allows only tokens with which the text can still match.
 
-    It remembers where in the grammar the last ids that it was asked about stand, to go on from there; other ids are
-    followed from the start, so the answer depends on the ids alone. Not for several threads at a time.
+    It continues from the ids of the previous call; other ids are followed from the start, so the result depends on the
+    ids alone. Not thread-safe.
     """
 
     def __init__(self, guide: str, value: Any, vocabulary: Vocabulary, prompt_tokens: int) -> None:
-        """guide, value: one of `params.GUIDES` and what was given for it."""
-        self.guide, self.prompt_tokens = guide, prompt_tokens
-        grammar_vocabulary = _llguidance_vocabulary(vocabulary)
-        self.end_tokens = grammar_vocabulary.end_tokens
-        self._matcher = grammar_vocabulary.matcher(guide, value)
+        """guide, value: one of `params.GUIDES` and its value."""
+        if vocabulary not in _LL_VOCABULARIES:
+            _LL_VOCABULARIES[vocabulary] = LLVocabulary(vocabulary.tokenizer, vocabulary.tokens, vocabulary.vocab_size)
+        ll_vocabulary = _LL_VOCABULARIES[vocabulary]
+        self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, ll_vocabulary.end_tokens
+        self._matcher = ll_vocabulary.matcher(guide, value)
         self._seen: list[int] = []
 
-    def fresh(self) -> Constraint:
-        """Another one for the same grammar, which is not compiled again. Of one that was not asked yet."""
+    def copy(self) -> Constraint:
+        """A copy of an unused constraint; the grammar is not compiled again."""
         other = copy.copy(self)
         other._matcher, other._seen = self._matcher.deep_copy(), []
         return other
 
     def complete(self, token_ids: NDArray[np.int64]) -> bool:
         """Whether the text matches and nothing can be added to it."""
-        return bool(self._at(token_ids).is_stopped())
+        return bool(self._advance(token_ids).is_stopped())
 
     def __call__(self, token_ids: NDArray[np.int64], logits: NDArray) -> NDArray:
-        matcher = self._at(token_ids)
+        matcher = self._advance(token_ids)
         allowed = np.zeros(len(logits), dtype=np.bool_)
         if matcher.is_stopped():  # only an end token is left
             allowed[[token for token in self.end_tokens if token < len(logits)]] = True
@@ -56,61 +55,51 @@ class Constraint:
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             bits = np.unpackbits(mask, bitorder="little")[: len(logits)].astype(np.bool_)
             allowed[: len(bits)] = bits
-            self._check(matcher)
+            _check(matcher, self.guide)
         if not allowed.any():
-            raise GenerationError(f"{self.guide}: no token of the vocabulary can go on from here, nor end the text")
+            raise GenerationError(f"{self.guide}: no token of the vocabulary can continue or end the text here")
         return np.where(allowed, logits, np.asarray(-np.inf, dtype=logits.dtype))
 
-    def _at(self, token_ids: NDArray[np.int64]) -> Any:
+    def _advance(self, token_ids: NDArray[np.int64]) -> Any:
         """The matcher after these ids."""
         new = token_ids[self.prompt_tokens :].tolist()
-        common = next((i for i, (a, b) in enumerate(zip(new, self._seen, strict=False)) if a != b), None)
-        if common is None:
-            common = min(len(new), len(self._seen))
-        if common < len(self._seen):
+        if new[: len(self._seen)] != self._seen:
             self._matcher.reset()
-            common, self._seen = 0, []
-        for token in new[common:]:
-            if not self._matcher.is_stopped():  # after the end of the text there is nothing to follow
+            self._seen = []
+        for token in new[len(self._seen) :]:
+            if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
-                self._check(self._matcher)
-            self._seen.append(token)
+                _check(self._matcher, self.guide)
+        self._seen = new
         return self._matcher
-
-    def _check(self, matcher: Any) -> None:
-        if matcher.is_error():
-            raise GenerationError(f"{self.guide}: {_first_line(matcher.get_error())}")
 
 
 class LLVocabulary:
-    """A tokenizer's tokens as llguidance wants them. Holds no request's state: one serves them all."""
+    """A tokenizer's tokens in llguidance's form, shared by all requests."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], vocab_size: int) -> None:
         """tokens: their bytes, b"" for a special one. vocab_size: the model's, which may be larger."""
-        library = _library()
+        self._library = _import_llguidance()
         self.end_tokens = list(tokenizer.eos_ids)
-        # llguidance marks special tokens with a byte that no text has; their names keep them apart in messages.
-        specials = [token for token, data in enumerate(tokens) if not data]
-        named = [data or b"\xff<%d>" % token for token, data in enumerate(tokens)]
-        named += [b"\xff<%d>" % token for token in range(len(tokens), vocab_size)]
-        specials += range(len(tokens), vocab_size)
+        padded = [*tokens, *[b""] * (vocab_size - len(tokens))]
+        specials = [token for token, data in enumerate(padded) if not data]
 
         class Wrapped:
             eos_token_id = self.end_tokens[0] if self.end_tokens else (specials[0] if specials else 0)
             bos_token_id = tokenizer.bos_id
             special_token_ids = specials
+            # llguidance marks special tokens with a byte that no text has; distinct names keep its messages readable.
+            tokens: ClassVar[list[bytes]] = [data or b"\xff<%d>" % token for token, data in enumerate(padded)]
 
             def __call__(self, text: str | bytes) -> list[int]:
-                return spelled(tokenizer, tokens, text.decode(errors="replace") if isinstance(text, bytes) else text)
+                return tokenize(tokenizer, tokens, text.decode(errors="replace") if isinstance(text, bytes) else text)
 
-        Wrapped.tokens = named  # type: ignore[attr-defined]
-        self._library = library
-        self._tokenizer = library.LLTokenizer(
-            library.TokenizerWrapper(Wrapped()), eos_token=self.end_tokens or None, slices=None
+        self._tokenizer = self._library.LLTokenizer(
+            self._library.TokenizerWrapper(Wrapped()), eos_token=self.end_tokens or None, slices=None
         )
 
     def matcher(self, guide: str, value: Any) -> Any:
-        """At the start of the text. Raises GenerationError for a schema, expression or grammar that is none."""
+        """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar."""
         maker = self._library.LLMatcher
         try:
             if guide == "guided_json":
@@ -124,38 +113,29 @@ class LLVocabulary:
         except (ValueError, TypeError) as problem:
             raise GenerationError(f"{guide}: {_first_line(str(problem))}") from problem
         matcher = maker(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise GenerationError(f"{guide}: {_first_line(matcher.get_error())}")
+        _check(matcher, guide)
         return matcher
 
 
-_llguidance_vocabularies: WeakKeyDictionary[Vocabulary, LLVocabulary] = WeakKeyDictionary()
+_LL_VOCABULARIES: WeakKeyDictionary[Vocabulary, LLVocabulary] = WeakKeyDictionary()  # one per model
 
 
-def _llguidance_vocabulary(vocabulary: Vocabulary) -> LLVocabulary:
-    """The vocabulary for llguidance, built once per model."""
-    if vocabulary not in _llguidance_vocabularies:
-        built = LLVocabulary(vocabulary.tokenizer, vocabulary.tokens, vocabulary.vocab_size)
-        _llguidance_vocabularies[vocabulary] = built
-    return _llguidance_vocabularies[vocabulary]
-
-
-def spelled(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[int]:
-    """Token ids of a text in the middle of another, whose bytes are exactly its own: llguidance takes the tokens of
-    text that must come from here. SentencePiece puts a space before a text, so a mark goes there first."""
-    for before in ("", "\x02"):
-        ids = tokenizer.encode(before + text, add_special_tokens=False)
+def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[int]:
+    """Token ids whose bytes are exactly those of a text in the middle of another one. SentencePiece adds a space at the
+    start of a text, so a marker is tried there; the last resort is the longest token that fits at each place."""
+    for marker in ("", "\x02"):
+        ids = tokenizer.encode(marker + text, add_special_tokens=False)
         for start in range(min(len(ids), 3)):
             if b"".join(tokens[token] for token in ids[start:]) == text.encode():
                 return ids[start:]
     ids, rest = [], text.encode()
     while fitting := [token for token, data in enumerate(tokens) if data and rest.startswith(data)]:
-        ids.append(max(fitting, key=lambda token: len(tokens[token])))  # a tokenizer that changes texts: the longest
+        ids.append(max(fitting, key=lambda token: len(tokens[token])))
         rest = rest[len(tokens[ids[-1]]) :]
     return ids
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError as problem:
@@ -166,5 +146,10 @@ def _library() -> Any:
     return llguidance
 
 
+def _check(matcher: Any, guide: str) -> None:
+    if matcher.is_error():
+        raise GenerationError(f"{guide}: {_first_line(matcher.get_error())}")
+
+
 def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "refused without a reason")
+    return next(iter(text.strip().splitlines()), "llguidance gives no reason")

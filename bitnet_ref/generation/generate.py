@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenBatch, TokenIds
-from .params import SamplingParams
+from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
-from .sequence import Continuation, Request, prefill_steps
+from .sequence import Continuation, Request, split_into_steps
 
-if TYPE_CHECKING:
-    from ..api import Model
+Prompt = str | TokenIds
+Prompts = Prompt | Sequence[str] | Sequence[TokenIds]
+Generations = Generation | list[Generation] | list[list[Generation]]
 
 
-def generate(model: Model, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
-    """Continue one prompt (text or token ids), or each of a list. See `SamplingParams` for the parameters.
-
-    With n > 1 there is a list of n for each prompt.
-    """
+@expand_params
+def generate(model: LoadedModel, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:
+    """Continue one prompt (text or token ids), or each of a list. With n > 1, returns a list of n for each prompt."""
     sampling = SamplingParams.of(**params)
-    single = _is_single(prompt)
-    prompts = [prompt] if single else list(prompt)
-    if not prompts:
-        raise GenerationError("expected a prompt or a list of prompts, got an empty list")
+    prompts, single = split_prompts(prompt)
     requests = [Request(model, each, sampling, f"prompt {index}") for index, each in enumerate(prompts)]
     stats = GenerationStats(model.backend.name)
     if sampling.num_beams > 1:
@@ -42,7 +37,7 @@ def generate(model: Model, prompt: Any, **params: Any) -> Generation | list[Gene
     else:
         n = sampling.n
         rows = [[Continuation(request, i * n + j, j) for j in range(n)] for i, request in enumerate(requests)]
-        for _ in run(model, rows, stats):
+        for _ in generate_chunks(model, rows, stats):
             pass
         groups = [[row.result(stats) for row in group] for group in rows]
     if sampling.n > 1:
@@ -70,25 +65,27 @@ class TokenStream(Iterator[StreamChunk]):
         self.close()
 
 
-def stream(model: Model, prompt: str | Sequence[int], **params: Any) -> TokenStream:
+@expand_params
+def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]) -> TokenStream:
     """Continue one prompt, token by token. Bad arguments raise here, not at the first `next`."""
     sampling = SamplingParams.of(**params)
     check_streamable(sampling)
-    if not _is_single(prompt):
+    if not is_single(prompt):
         raise GenerationError("stream takes one prompt: a text or a list of token ids")
     row = Continuation(Request(model, prompt, sampling), slot=0)
     stats = GenerationStats(model.backend.name)
-    return TokenStream(run(model, [[row]], stats), stats)
+    return TokenStream(generate_chunks(model, [[row]], stats), stats)
 
 
 def check_streamable(params: SamplingParams) -> None:
-    """A stream is one continuation whose beginning is certain before its end. Raises GenerationError."""
+    """Raise GenerationError for parameters that give several texts, or none before the end."""
     for name in ("n", "num_beams"):
         if getattr(params, name) > 1:
             raise GenerationError(f"{name}: a stream is one continuation, got {getattr(params, name)}; use generate")
 
 
-def _is_single(prompt: Any) -> bool:
+def is_single(prompt: Any) -> bool:
+    """Whether it is one prompt (a text or token ids), not a list of prompts."""
     if isinstance(prompt, str):
         return True
     if not isinstance(prompt, list | tuple | np.ndarray):
@@ -96,10 +93,18 @@ def _is_single(prompt: Any) -> bool:
     return len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 
 
-def run(
-    model: Model, groups: list[list[Continuation]], stats: GenerationStats, cache: KVCache | None = None
+def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
+    """The prompts of an argument that is one prompt or a list, and whether it is one."""
+    single = is_single(prompt)
+    if not single and not len(prompt):
+        raise GenerationError("expected a prompt or a list of prompts, got an empty list")
+    return [prompt] if single else list(prompt), single
+
+
+def generate_chunks(
+    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: KVCache | None = None
 ) -> Generator[StreamChunk, None, None]:
-    """Prefill, then one step for each new token of all rows that are not finished.
+    """Prefill, then one step for each new token of all unfinished rows.
 
     groups: the continuations of each prompt, which is computed once. cache: one that holds the first `cached` tokens of
     each group's first row.
@@ -111,45 +116,32 @@ def run(
     stats.prompt_tokens = sum(row.context_tokens for row in leaders)
     stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
     stats.cached_tokens = sum(row.cached for row in leaders)
-    by_slot = {group[0].slot: group for group in groups}
-    at_once = model.backend.prompt_tokens(model.config)
-    for parts, complete in prefill_steps([row.next_input for row in leaders], at_once):
-        started = time.perf_counter()
-        ending = [leaders[number] for _, number in complete]
-        hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
-        for slot, start, piece in parts:
-            by_slot[slot][0].computed = start + len(piece)
-        for leader, x, candidates in zip(ending, hidden, found, strict=True):
-            group = by_slot[leader.slot]
-            cache.copy([leader.slot] * (len(group) - 1), [row.slot for row in group[1:]], leader.computed)
-            stats.prefill_s += time.perf_counter() - started
-            for row in group:
-                row.computed = leader.computed
-                yield row.accept(x, candidates, stats)
-            started = time.perf_counter()
-        stats.prefill_s += time.perf_counter() - started
-    while active := [row for row in rows if not row.finished]:
-        started = time.perf_counter()
-        chunks = []
-        inputs = [row.next_input for row in active]  # one token each, or what was kept when others were dropped
-        for parts, complete in prefill_steps(inputs, max(at_once, len(active))):
+    step_tokens = model.backend.prompt_tokens(model.config)
+    followers = {group[0].slot: group[1:] for group in groups}  # of a prompt's first row, until they have its cache
+    active = leaders
+    while active:
+        # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
+        inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
+        for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
+            started, prefill = time.perf_counter(), bool(followers)
             ending = [active[number] for _, number in complete]
-            hidden, found = _step(model, parts, [part for part, _ in complete], ending, cache)
-            for row, x, candidates in zip(ending, hidden, found, strict=True):
-                row.computed = row.context_tokens
-                chunks.append(row.accept(x, candidates, stats))
-        stats.decode_s += time.perf_counter() - started
-        stats.decode_tokens += len(chunks)
-        yield from chunks
-
-
-def _step(
-    model: Model,
-    parts: Sequence[tuple[int, int, TokenIds]],
-    ending: Sequence[int],
-    rows: Sequence[Continuation],
-    cache: KVCache,
-) -> tuple[NDArray, list[HeadCandidates]]:
-    """The parts through the model; at the last tokens of the parts `ending`, what their `rows` need to go on."""
-    needs = [row.needs() for row in rows]
-    return model.candidates(TokenBatch.of(parts, logits_of_last=ending), cache, needs)
+            batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete])
+            logits = model.run(batch, cache, [row.needs() for row in ending])
+            for slot, start, ids in parts:
+                by_slot[slot].computed = start + len(ids)
+            chunks = []
+            for row, token_logits in zip(ending, logits.tokens, strict=True):
+                group, computed = followers.pop(row.slot, []), row.computed
+                if group:
+                    cache.copy([row.slot] * len(group), [each.slot for each in group], computed)
+                for each in (row, *group):
+                    each.computed = computed
+                    chunks.append(each.accept(token_logits, stats))
+            elapsed = time.perf_counter() - started
+            if prefill:
+                stats.prefill_s += elapsed
+            else:
+                stats.decode_s += elapsed
+                stats.decode_tokens += len(chunks)
+            yield from chunks
+        active = [row for row in rows if not row.finished]

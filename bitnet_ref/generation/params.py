@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar, Unpack, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
-from .overflow import POLICIES
 
 DEFAULT_MAX_TOKENS = 64
 ALIASES = {
@@ -21,57 +21,67 @@ ALIASES = {
     "num_return_sequences": "n",  # transformers
     "top_logprobs": "logprobs",  # OpenAI
 }
+POLICIES = ("error", "truncate", "sliding", "sinks")  # of `overflow`; see `overflow.py`
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
-Processor = Callable[[NDArray[np.int64], NDArray], NDArray]  # (token ids so far (T,), logits (V,)) -> logits (V,)
-Strategy = Callable[[NDArray[np.int64], NDArray, np.random.Generator], int]  # the same, and random numbers -> token id
+
+class Processor(Protocol):
+    """(token ids so far (T,), logits (V,)) -> logits (V,)"""
+
+    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray, /) -> NDArray: ...
+
+
+class Strategy(Protocol):
+    """(token ids so far (T,), logits (V,), random generator) -> token id"""
+
+    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray, rng: np.random.Generator, /) -> int: ...
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. "So far" means the prompt and what has been generated of it.
+    """How to choose tokens and when to stop. "So far" means the prompt and the generated text. Raises GenerationError.
 
-    How long:
-    max_tokens: new tokens at most; by default 64, or what the context has room for.
-    min_tokens: no end token before so many, and stop strings are looked for only after them (vLLM).
-    stop: strings that end the text; they are not part of it.
+    Length and end:
+    max_tokens: maximum number of new tokens; by default 64, or as many as fit into the context.
+    min_tokens: no end token before this many new tokens; stop strings count only after them (vLLM).
+    stop: strings that end the text and are not part of it.
     stop_token_ids: tokens that end the text, besides the model's own end tokens.
-    ignore_eos: go on after the model's own end tokens.
-    overflow: what to do where prompt and text outgrow the context (see `overflow.py`). "error" refuses; "truncate" cuts
-        the prompt's oldest tokens until max_tokens fit behind it; "sliding" goes on, and drops the oldest tokens as
-        often as the window is full; "sinks" does so too, but keeps the first sink_tokens.
+    ignore_eos: continue after the model's own end tokens.
+    overflow: what to do when prompt and text exceed the context (see `overflow.py`). "error" refuses; "truncate" cuts
+        the oldest tokens of the prompt until max_tokens fit behind it; "sliding" drops the oldest tokens whenever the
+        window is full; "sinks" does too, but keeps the first sink_tokens.
     window: tokens that the model sees at a time; by default its context. sink_tokens: 4, as in StreamingLLM.
 
-    Which distribution (in the order of transformers: the logits' own rules, then temperature, then the limits):
-    temperature: 0 takes the most likely token (greedy); else logits are divided by it before sampling.
-    top_k: sample among the k most likely tokens only; 0 is no limit.
+    Distribution (in the order of transformers: rules on logits, then temperature, then the limits):
+    temperature: 0 takes the most likely token (greedy); otherwise logits are divided by it before sampling.
+    top_k: sample among the k most likely tokens; 0 is no limit.
     top_p: sample among the fewest most likely tokens whose probabilities reach p, after temperature and top_k.
-    min_p: leave out tokens less likely than min_p times the most likely one, after top_p (vLLM does so before top_k).
-    typical_p: locally typical sampling (transformers): the tokens whose surprise is nearest the average, up to mass p.
+    min_p: leave out tokens less likely than min_p times the most likely one, after top_p (vLLM: before top_k).
+    typical_p: locally typical sampling (transformers): the tokens whose surprise is nearest the mean, up to mass p.
     repetition_penalty: positive logits of tokens so far are divided by it, negative ones multiplied; 1 is none.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, or for each time they
-        appear; the prompt does not count (OpenAI, vLLM).
+    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or for each occurrence;
+        the prompt does not count (OpenAI, vLLM).
     logit_bias: {token id: what to add to its logit}, -100 to 100.
-    seed: of this prompt's own random numbers; every row of a batch starts from it, so rows equal their single runs.
+    seed: of the random numbers of each prompt; all rows of a batch start from it, so they equal their single runs.
 
-    What may be said:
+    Allowed text:
     bad_words: strings that the text must not contain; tokens that would complete one are never chosen.
-    filter: strings, or a function of the text so far (without the prompt): text that holds one of them, or of which
-        the function says True, is not shown, and the generation ends there with finish_reason "filtered".
+    filter: strings, or a function of the generated text: generation ends with finish_reason "filtered" before a text
+        that contains one of the strings, or for which the function returns True.
     guided_json (a JSON schema), guided_regex, guided_choice (strings), guided_grammar (Lark): the text must match.
 
-    How many, and what of them:
-    n: continuations of each prompt. The first is that of n = 1; with beams, the n best, which cannot exceed num_beams.
-    logprobs: besides the chosen token's, give those of the k most likely ones (`top_logprobs`); see vLLM's `logprobs`.
+    Number of texts, and what is reported:
+    n: continuations of each prompt. The first equals that of n = 1; with beams, the n best, at most num_beams.
+    logprobs: also report log probabilities of the k most likely tokens (`top_logprobs`); as vLLM's `logprobs`.
     echo: let `text` begin with the prompt, as the tokenizer decodes it.
 
-    How to choose:
+    Search:
     num_beams: beams of beam search; 1 is none.
     length_penalty: a finished beam's score is its log probability divided by its new tokens to this power.
-    early_stopping: with num_beams finished, True stops, False stops when no beam looks likely to do better,
+    early_stopping: with num_beams finished, True stops, False stops when no beam is likely to do better,
         "never" only when none can.
-    strategy: a function (token ids so far, logits (V,), numpy Generator) -> token id, which chooses in place of
-        temperature and the limits.
+    strategy: a function (token ids so far, logits (V,), numpy Generator) -> token id that replaces temperature and the
+        limits.
     processors: functions (token ids so far, logits (V,)) -> logits (V,), after the rules above; -inf forbids a token.
     """
 
@@ -109,66 +119,37 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words", "guided_choice", *(() if callable(self.filter) else ("filter",))):
-            self._take_strings(name)
-        for name in ("stop_token_ids", "processors"):
+        for name, number in _NUMBERS.items():
+            _check(number.accepts(getattr(self, name)), name, str(number), getattr(self, name))
+        for name, (accepts, expected) in _CHOICES.items():
+            _check(accepts(getattr(self, name)), name, expected, getattr(self, name))
+        for name, (accepts, expected) in _LISTS.items():
+            if name == "filter" and callable(self.filter):
+                continue
             value = getattr(self, name)
-            _check(isinstance(value, list | tuple), name, "a list", value)
+            if isinstance(value, str) and expected == _STRINGS:
+                value = (value,)  # one string may stand for a list of one
+            _check(isinstance(value, list | tuple), name, f"a list of {expected}", value)
+            for each in value:
+                _check(accepts(each), name, f"a list of {expected}", each)
             object.__setattr__(self, name, tuple(value))
-        object.__setattr__(self, "logit_bias", _token_biases(self.logit_bias))
-        for name, (low, what) in _WHOLE.items():
-            value = getattr(self, name)
-            optional = name in ("max_tokens", "seed", "logprobs", "window")
-            _check((optional and value is None) or is_int(value, low), name, what, value)
-        for name, (good, what) in _REAL.items():
-            value = getattr(self, name)
-            _check(is_real(value) and good(value), name, what, value)
-        for name in ("ignore_eos", "echo"):
-            _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
-        early = self.early_stopping
-        _check(isinstance(early, bool) or early == "never", "early_stopping", 'True, False or "never"', early)
-        _check(self.overflow in POLICIES, "overflow", f"one of {', '.join(POLICIES)}", self.overflow)
-        for token in self.stop_token_ids:
-            _check(is_int(token, 0), "stop_token_ids", "token ids", token)
-        for processor in self.processors:
-            _check(callable(processor), "processors", "functions (token_ids, logits) -> logits", processor)
-        _check(
-            self.strategy is None or callable(self.strategy),
-            "strategy",
-            "a function (token_ids, logits, rng) -> token id",
-            self.strategy,
-        )
-        for name in ("guided_regex", "guided_grammar"):
-            value = getattr(self, name)
-            _check(value is None or (isinstance(value, str) and value != ""), name, "a non-empty text", value)
-        schema = self.guided_json
-        _check(schema is None or isinstance(schema, str | Mapping | bool), "guided_json", "a JSON schema", schema)
-        self._check_together()
+        object.__setattr__(self, "logit_bias", _parse_biases(self.logit_bias))
+        self._check_combinations()
 
-    def _take_strings(self, name: str) -> None:
-        """One string may stand for a list of one."""
-        value = getattr(self, name)
-        value = (value,) if isinstance(value, str) else value
-        _check(isinstance(value, list | tuple), name, "a list", value)
-        for text in value:
-            _check(isinstance(text, str) and text != "", name, "non-empty strings", text)
-        object.__setattr__(self, name, tuple(value))
-
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise GenerationError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}")
         if len(self.guides) > 1:
-            raise GenerationError(f"{' and '.join(self.guides)}: expected one of them at most")
+            raise GenerationError(f"{' and '.join(self.guides)}: the text can be guided by one of them only")
         if self.num_beams == 1:
             return
         if self.n > self.num_beams:
             raise GenerationError(f"n: expected at most num_beams, {self.num_beams}, got {self.n}")
-        beside: dict[str, tuple[Any, ...]] = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),)}
-        beside |= {"overflow": ("error", "truncate")}
-        for name, allowed in beside.items():
-            if (value := getattr(self, name)) not in allowed:
+        allowed = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),)}
+        for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
+            if (value := getattr(self, name)) not in values:
                 raise GenerationError(
-                    f"{name}: beam search compares whole sequences of tokens and takes no {name}, got {value!r}; "
+                    f"{name}: beam search compares whole token sequences and takes no {name}, got {value!r}; "
                     "leave it out, or set num_beams=1"
                 )
 
@@ -178,64 +159,167 @@ class SamplingParams:
         return {name: value for name in GUIDES if (value := getattr(self, name)) not in (None, ())}
 
     @classmethod
-    def of(cls, **params: Any) -> SamplingParams:
+    def of(cls, **params: Unpack[SamplingOptions]) -> SamplingParams:
         """From keyword arguments. An unknown name is refused with the nearest right one (GenerationError)."""
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         given: dict[str, Any] = {}
-        for name, value in params.items():
-            right = ALIASES.get(name, name)
-            if right not in known:
-                near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
-                raise GenerationError(f"unknown generation parameter {name!r}{hint}")
-            if right in given:
-                also = " and ".join(alias for alias, meaning in ALIASES.items() if meaning == right)
-                raise GenerationError(f"generation parameter {right!r} is given twice ({also} mean {right})")
-            given[right] = value
+        for alias, value in params.items():
+            name = ALIASES.get(alias, alias)
+            if name not in known:
+                raise GenerationError(f"unknown generation parameter {alias!r}; {suggest(alias, known, ALIASES)}")
+            if name in given:
+                aliases = " and ".join(alias for alias, meaning in ALIASES.items() if meaning == name)
+                raise GenerationError(f"generation parameter {name!r} is given twice ({aliases} mean {name})")
+            given[name] = value
         return cls(**given)
 
 
-_WHOLE: dict[str, tuple[int, str]] = {
-    "max_tokens": (1, "a whole number"),
-    "min_tokens": (0, "a whole number >= 0"),
-    "window": (2, "a whole number >= 2"),
-    "sink_tokens": (0, "a whole number >= 0"),
-    "top_k": (0, "a whole number >= 0 (0: no limit)"),
-    "seed": (0, "a whole number >= 0"),
-    "n": (1, "a whole number >= 1"),
-    "logprobs": (0, "a whole number >= 0"),
-    "num_beams": (1, "a whole number >= 1"),
-}
-_REAL: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda v: v >= 0, "a number >= 0"),
-    "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
-    "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
-    "typical_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
-    "repetition_penalty": (lambda v: v > 0, "a number > 0"),
-    "presence_penalty": (lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
-    "frequency_penalty": (lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
-    "length_penalty": (lambda v: True, "a number"),
+class SamplingOptions(TypedDict, total=False):
+    """What a caller may give for `SamplingParams`, for type checkers and editors; a test compares the two."""
+
+    max_tokens: int | None
+    max_new_tokens: int | None
+    max_completion_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    min_tokens: int
+    overflow: str
+    window: int | None
+    sink_tokens: int
+    n: int
+    num_return_sequences: int
+    logprobs: int | None
+    top_logprobs: int | None
+    echo: bool
+    bad_words: str | Sequence[str]
+    filter: str | Sequence[str] | Callable[[str], bool]
+    guided_json: str | Mapping[str, Any] | bool | None
+    guided_regex: str | None
+    guided_choice: str | Sequence[str]
+    guided_grammar: str | None
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | str
+    strategy: Strategy | None
+    processors: Sequence[Processor]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def expand_params(function: F) -> F:
+    """A decorator: help(), signatures and completion show the fields of SamplingParams in place of `**params`."""
+    types = get_type_hints(SamplingOptions)
+    signature = inspect.signature(function, eval_str=True)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in vars(SamplingParams()).items()
+    ]
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    _, _, explanation = (inspect.getdoc(SamplingParams) or "").partition("\n\n")
+    function.__dict__["__signature__"] = signature.replace(parameters=[*named, *options])
+    function.__doc__ = f"{inspect.getdoc(function)}\n\n{explanation}"
+    return function
+
+
+def suggest(name: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str:
+    """The hint for an unknown name: the nearest known one, or all of them."""
+    near = difflib.get_close_matches(name, [*known, *aliases], n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+
+
+# -- what each parameter may be ----------------------------------------------------------------------------------------
+
+
+class Number(NamedTuple):
+    """The numbers that a parameter may be. `above`: `low` itself is excluded."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    above: bool = False
+    optional: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        if self.low == -math.inf:
+            return kind
+        if self.above:
+            return f"{kind} above {self.low}" + (f", at most {self.high}" if self.high < math.inf else "")
+        return f"{kind} of at least {self.low}" if self.high == math.inf else f"{kind} from {self.low} to {self.high}"
+
+
+_NUMBERS = {
+    "max_tokens": Number(1, whole=True, optional=True),
+    "min_tokens": Number(0, whole=True),
+    "window": Number(2, whole=True, optional=True),
+    "sink_tokens": Number(0, whole=True),
+    "top_k": Number(0, whole=True),
+    "seed": Number(0, whole=True, optional=True),
+    "n": Number(1, whole=True),
+    "logprobs": Number(0, whole=True, optional=True),
+    "num_beams": Number(1, whole=True),
+    "temperature": Number(0),
+    "top_p": Number(0, 1, above=True),
+    "min_p": Number(0, 1),
+    "typical_p": Number(0, 1, above=True),
+    "repetition_penalty": Number(0, above=True),
+    "presence_penalty": Number(-2, 2),
+    "frequency_penalty": Number(-2, 2),
+    "length_penalty": Number(),
 }
 
 
-def _token_biases(given: Any) -> dict[int, float]:
-    """Keys may be written as text, as JSON must write them."""
-    expected = "{token id: number in [-100, 100]}"
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+_STRINGS = "non-empty strings"
+_LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("stop", "bad_words", "guided_choice", "filter"), (_is_text, _STRINGS)),
+    "stop_token_ids": (Number(0, whole=True).accepts, "token ids"),
+    "processors": (callable, "functions (token_ids, logits) -> logits"),
+}
+_CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("ignore_eos", "echo"), (lambda v: isinstance(v, bool), "True or False")),
+    **dict.fromkeys(("guided_regex", "guided_grammar"), (lambda v: v is None or _is_text(v), "a non-empty text")),
+    "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),
+    "early_stopping": (lambda v: isinstance(v, bool) or v == "never", 'True, False or "never"'),
+    "overflow": (lambda v: v in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "strategy": (lambda v: v is None or callable(v), "a function (token_ids, logits, rng) -> token id"),
+}
+
+
+def _parse_biases(given: Any) -> dict[int, float]:
+    """Keys may be strings, as JSON writes them."""
+    expected, token_id, bias = "{token id: number from -100 to 100}", Number(0, whole=True), Number(-100, 100)
     _check(isinstance(given, Mapping), "logit_bias", expected, given)
     biases = {}
-    for token, bias in given.items():
-        number = int(token) if isinstance(token, str) and token.isascii() and token.isdecimal() else token
-        _check(is_int(number, 0) and is_real(bias) and -100 <= bias <= 100, "logit_bias", expected, {token: bias})
-        biases[int(number)] = float(bias)
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+        _check(token_id.accepts(token) and bias.accepts(value), "logit_bias", expected, {key: value})
+        biases[int(token)] = float(value)
     return biases
-
-
-def is_int(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(good: bool, name: str, expected: str, got: Any) -> None:

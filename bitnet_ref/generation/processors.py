@@ -1,9 +1,9 @@
-"""Rules that move logits before a token is chosen: penalties, biases, bans. A rule is a function.
+"""Rules that change logits before a token is chosen: penalties, biases, bans. A rule is a function.
 
-    processor(token_ids (T,), logits (V,)) -> logits (V,)          token_ids: the prompt and what was generated of it
+    processor(token_ids (T,), logits (V,)) -> logits (V,)          token_ids: the prompt and the generated tokens
 
-It holds nothing of the request's progress, so any order, batch or beam may call it. One that can name the ids that it
-may move, `moves(token_ids)`, leaves the other logits as they are: then the head need not compute them (`Rules`).
+It keeps no state of the request, so any order, batch or beam may call it. A rule with a method `moves(token_ids)` names
+all ids whose logits it may change; then the head need not compute the other logits (see `Rules`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends.head import TokenLogits
 from ..errors import GenerationError
+from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams
 
 Ids = NDArray[np.int64]
@@ -24,7 +25,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """What was there already becomes less likely (CTRL, arXiv 1909.05858): l / penalty if l > 0, else l * penalty."""
+    """Makes earlier tokens less likely (CTRL, arXiv 1909.05858): l / penalty if l > 0, else l * penalty."""
 
     penalty: float
 
@@ -71,7 +72,19 @@ class LogitBias:
         return out
 
 
-class MinTokens:
+class ForbiddingRule:
+    """Base of rules that make the ids of `moves` impossible."""
+
+    def moves(self, token_ids: Ids) -> Ids:
+        raise NotImplementedError
+
+    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
+        out = logits.copy()
+        out[self.moves(token_ids)] = -np.inf
+        return out
+
+
+class MinTokens(ForbiddingRule):
     """No end token before `min_tokens` new ones."""
 
     def __init__(self, min_tokens: int, end_tokens: Iterable[int], prompt_tokens: int) -> None:
@@ -81,31 +94,53 @@ class MinTokens:
     def moves(self, token_ids: Ids) -> Ids:
         return self.end_tokens if len(token_ids) < self.length else self.end_tokens[:0]
 
-    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
-        return without(logits, self.moves(token_ids))
 
+class BannedWords(ForbiddingRule):
+    """No token that would complete one of `words` after the prompt, however the text is split into tokens.
 
-def without(logits: NDArray, ids: Ids) -> NDArray:
-    """A copy in which those ids are impossible."""
-    out = logits.copy()
-    out[ids] = -np.inf
-    return out
+    Words and tokens are compared as bytes. A word is completed by a token that contains it, or by one that begins with
+    the rest of it when the text ends with its beginning. (transformers and vLLM compare token ids, so another
+    tokenization of the same string passes them.)
+    """
 
+    def __init__(self, words: Sequence[str], vocabulary: SortedTokens, prompt_tokens: int) -> None:
+        self.vocabulary, self.prompt_tokens = vocabulary, prompt_tokens
+        self.words = [word.encode() for word in words]
+        containing = {token for word in self.words for token in vocabulary.containing(word)}
+        self.containing = np.array(sorted(containing), dtype=np.int64)
+        self.max_length = max(map(len, self.words))
 
-# -- a request's rules -------------------------------------------------------------------------------------------------
+    def moves(self, token_ids: Ids) -> Ids:
+        tail = self._tail(token_ids)
+        completing = [
+            self.vocabulary.with_prefix(word[length:])
+            for word in self.words
+            for length in range(1, min(len(word) - 1, len(tail)) + 1)
+            if tail.endswith(word[:length])
+        ]
+        return np.unique(np.concatenate([self.containing, *completing]))
+
+    def _tail(self, token_ids: Ids) -> bytes:
+        """The last bytes of the text, as many as can begin a word."""
+        tail, tokens = b"", self.vocabulary.tokens
+        for token in token_ids[: self.prompt_tokens - 1 if self.prompt_tokens else None : -1].tolist():
+            tail = (tokens[token] if token < len(tokens) else b"") + tail
+            if len(tail) >= self.max_length:
+                break
+        return tail
 
 
 class Rules:
-    """The processors of one request, in order, applied to all logits or to the candidates of a screened head."""
+    """The processors of one request, in order, applied to all logits or to those that were computed."""
 
     def __init__(self, processors: Sequence[Processor]) -> None:
         self.processors = tuple(processors)
 
     @classmethod
     def of(
-        cls, params: SamplingParams, prompt_tokens: int, end_tokens: Iterable[int], more: Sequence[Processor]
+        cls, params: SamplingParams, prompt_tokens: int, end_tokens: Iterable[int], text_rules: Sequence[Processor]
     ) -> Rules:
-        """What the parameters ask for, in transformers' order; `more`: rules that need the tokenizer."""
+        """The rules of the parameters, in transformers' order; `text_rules`: those that need the tokenizer."""
         rules: list[Processor] = []
         if params.logit_bias:
             rules.append(LogitBias(params.logit_bias))
@@ -115,17 +150,16 @@ class Rules:
             rules.append(CountPenalties(params.presence_penalty, params.frequency_penalty, prompt_tokens))
         if params.min_tokens:
             rules.append(MinTokens(params.min_tokens, end_tokens, prompt_tokens))
-        return cls([*rules, *more, *params.processors])
+        return cls([*rules, *text_rules, *params.processors])
 
-    def moved(self, token_ids: Ids) -> Ids | None:
-        """The ids whose logits the rules may move; None when that may be any."""
+    def moved(self, token_ids: Ids) -> Ids | tuple[()] | None:
+        """The ids whose logits the rules may change; None when that may be any."""
         moved = []
         for processor in self.processors:
-            moves = getattr(processor, "moves", None)
-            if moves is None:
+            if (moves := getattr(processor, "moves", None)) is None:
                 return None
             moved.append(moves(token_ids))
-        return np.unique(np.concatenate(moved)) if moved else np.empty(0, dtype=np.int64)
+        return np.unique(np.concatenate(moved)) if moved else ()
 
     def apply(self, token_ids: Ids, logits: NDArray) -> NDArray:
         """All rules on all logits.   (V,) -> (V,).  Raises GenerationError for a rule that returns something else."""
@@ -142,16 +176,13 @@ class Rules:
             logits = moved
         return logits
 
-    def apply_among(self, token_ids: Ids, found: HeadCandidates) -> HeadCandidates:
-        """The same on candidates that hold the k + (ids moved) largest logits, and all moved ones: what comes out holds
-        the k largest. The logits that are not here keep their bounds."""
-        if not self.processors:
-            return found
-        if found.complete:
-            return HeadCandidates(found.ids, self.apply(token_ids, found.logits), found.vocab_size)
-        whole = np.full(found.vocab_size, -np.inf, dtype=found.logits.dtype)
-        whole[found.ids] = found.logits
-        return HeadCandidates(found.ids, self.apply(token_ids, whole)[found.ids], found.vocab_size, found.bounds)
+    def apply_among(self, token_ids: Ids, logits: TokenLogits) -> NDArray:
+        """All rules on the k + (ids moved) largest logits and all moved ones.   -> `values` (n,), with the k largest"""
+        if logits.complete or not self.processors:
+            return self.apply(token_ids, logits.values)
+        whole = np.full(logits.vocab_size, -np.inf, dtype=logits.values.dtype)
+        whole[logits.ids] = logits.values
+        return self.apply(token_ids, whole)[logits.ids]
 
 
 def _name(processor: Any) -> str:

@@ -1,40 +1,80 @@
-"""What generation gives: a chunk for each token, the whole for each prompt, and the figures of the call."""
+"""The results of generation: a chunk for each token, a `Generation` for each prompt, and the statistics of the call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from typing import Any, TypeVar
 
 from ..reference.cache import KVCache
-from .logprobs import lazy_fields
 from .overflow import Spans
+
+SHOWN_CHARACTERS = 60  # of a text in a repr
+SHOWN_HTML_CHARACTERS = 2000
+
+
+T = TypeVar("T")
+
+
+class _LazyField:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        values = vars(instance)
+        if callable(values[self._name]):
+            values[self._name] = values[self._name]()
+        return values[self._name]
+
+    def __set__(self, instance: object, value: Any) -> None:
+        vars(instance)[self._name] = value
+
+
+def lazy_fields(*names: str) -> Callable[[type[T]], type[T]]:
+    """A decorator of dataclasses: these fields may be set to functions of no arguments, which the first read calls.
+
+    Comparing, printing, copying and pickling read them.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        for name in names:
+            setattr(cls, name, _LazyField(name))
+        cls.__getstate__ = lambda self: {name: getattr(self, name) for name in vars(self)}  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 @lazy_fields("logprob", "top_logprobs")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StreamChunk:
-    """One new token. `text` is what became certain with it: often a word, sometimes nothing.
+    """One new token. `text` is the text that became certain with it: often a word, sometimes nothing.
 
     `logprob` is the natural logarithm of the token's probability in the model's own distribution. `top_logprobs` is
-    {token id: ln p} of the likeliest (as many as `logprobs` asks for, most likely first) and the chosen one. Both are
-    computed when they are first read, for all tokens so far, unless they were asked for and all logits were at hand.
+    {token id: ln p} of the k most likely tokens (`logprobs=k`), most likely first, and the chosen one. Where the head
+    did not compute all logits, the first read computes them.
     """
 
     text: str
     token_id: int
     logprob: float
     finish_reason: str | None = None  # "stop", "length" or "filtered" on the last chunk
-    stop_reason: str | int | None = None  # the stop string, the end token or the banned string, where there was one
+    stop_reason: str | int | None = None  # the stop string, end token or filtered string that ended the text
     top_logprobs: dict[int, float] | None = None
-    dropped_tokens: int = 0  # of the prompt and the text before it, which the model did not see any more
-    kept: Spans | None = None  # where some were dropped just before it: what it saw, as (start, stop) of tokens
+    dropped_tokens: int = 0  # earlier tokens that the model no longer sees
+    kept: Spans | None = None  # set where tokens were dropped just before this one: those that the model still saw
+
+    def __repr__(self) -> str:
+        finish = "" if self.finish_reason is None else f", finish_reason={self.finish_reason!r}"
+        return f"StreamChunk({_shorten(self.text)!r}, token_id={self.token_id}, logprob={self.logprob:.4g}{finish})"
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """From new token `at` on the model saw only `kept` of what had been there before, and what came after it.
+    """From new token `at` on the model saw only `kept` of the earlier tokens, and all later ones.
 
-    kept: (start, stop) of tokens, counted from the beginning of the prompt and on into the text.
+    kept: (start, stop) of tokens, counted from the beginning of the prompt.
     """
 
     at: int
@@ -45,27 +85,27 @@ class Overflow:
         return [cls(at, chunk.kept) for at, chunk in enumerate(chunks) if chunk.kept is not None]
 
 
-@dataclass
+@dataclass(repr=False)
 class GenerationStats:
-    """Times of one call, all rows together."""
+    """Counts and times of one call, all rows together."""
 
     backend: str
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, whose keys and values were there already
+    cached_tokens: int = 0  # prompt tokens whose keys and values were in the cache already
     generated_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0  # from the first new token to the last
-    decode_tokens: int = 0  # new tokens that took a step of their own: all but each row's first
-    screened_tokens: int = 0  # new tokens that were chosen among a few logits, by certain bounds on all others
+    decode_tokens: int = 0  # new tokens that took a step of their own: all but the first of each row
+    screened_tokens: int = 0  # new tokens chosen without computing all logits
     dropped_tokens: int = 0  # by `overflow`
-    recomputed_tokens: int = 0  # that stayed, and had been in the cache already
+    recomputed_tokens: int = 0  # kept by `overflow`, but computed again
     dropped_messages: int = 0  # of a chat
-    cache_dtype: str = "float32"  # how keys and values were kept
+    cache_dtype: str = "float32"  # of keys and values
     cache_bytes_per_token: int = 0
-    head_rows: int = 0  # logits computed to choose all tokens; the whole vocabulary for each that is not screened
+    head_rows: int = 0  # logits computed to choose all tokens
 
     def describe(self, cache: KVCache) -> None:
-        """What the keys and values of this call are kept in."""
+        """Note the dtype and size of the keys and values."""
         self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 
     @property
@@ -76,15 +116,21 @@ class GenerationStats:
     def generated_tokens_per_s(self) -> float:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
+    def __repr__(self) -> str:
+        return (
+            f"<GenerationStats {self.backend}: {self.prompt_tokens} prompt tokens at {self.prompt_tokens_per_s:.1f}"
+            f" tok/s, {self.generated_tokens} new at {self.generated_tokens_per_s:.1f} tok/s>"
+        )
+
 
 @lazy_fields("logprobs", "top_logprobs")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
-    """What became of one prompt. `text` and `token_ids` are the continuation, without the prompt (but see `echo`).
+    """The continuation of one prompt: `text` and `token_ids`, without the prompt (but see `echo`).
 
-    `token_ids` holds the end token if there was one; `text` holds no end token, no stop string and nothing that was
-    filtered. `logprobs` are the natural logarithms of the chosen tokens' probabilities in the model's own distribution
-    (see `StreamChunk`), and `top_logprobs` those of the likeliest tokens at each place, where they were asked for.
+    `token_ids` includes an end token; `text` has no end token, no stop string and nothing that was filtered.
+    `logprobs` are the natural logarithms of the chosen tokens' probabilities in the model's own distribution, and
+    `top_logprobs` those of the most likely tokens at each position, with `logprobs=k`; see `StreamChunk`.
     """
 
     text: str
@@ -92,11 +138,11 @@ class Generation:
     finish_reason: str
     logprobs: list[float]
     prompt_token_ids: list[int]
-    stats: GenerationStats = field(repr=False)
+    stats: GenerationStats
     stop_reason: str | int | None = None
     top_logprobs: list[dict[int, float]] | None = None
-    score: float | None = None  # of beam search: what the beams were compared by
-    overflows: list[Overflow] = field(default_factory=list)  # what was dropped by `overflow`, and where
+    score: float | None = None  # of a beam: its log probability with the length penalty
+    overflows: list[Overflow] = field(default_factory=list)  # where `overflow` dropped tokens
 
     @property
     def dropped_tokens(self) -> int:
@@ -105,3 +151,17 @@ class Generation:
             return 0
         kept = self.overflows[-1].kept
         return kept[-1][1] - sum(stop - start for start, stop in kept)
+
+    def _summary(self) -> str:
+        return f"{len(self.token_ids)} tokens, finish_reason {self.finish_reason!r}"
+
+    def __repr__(self) -> str:
+        return f"<Generation {_shorten(self.text)!r}: {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        text = escape(_shorten(self.text, SHOWN_HTML_CHARACTERS))
+        return f'<div style="white-space: pre-wrap">{text}</div><small>{escape(self._summary())}</small>'
+
+
+def _shorten(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

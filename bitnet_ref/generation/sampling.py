@@ -1,57 +1,51 @@
-"""One token out of one row of logits: of all of them, or of those that can matter."""
+"""Choose a token from one row of logits: from all of them, or from the candidates of a screened head."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates
+from ..backends.head import TokenLogits
 from .params import SamplingParams
 
-MOST_TOP_K = 1024  # a larger limit takes the whole head
-# top_p without top_k has no k: so many of the likeliest are looked at; bounds on the rest tell whether they suffice.
+MAX_TOP_K = 1024  # a larger limit computes the whole head
+# top_p and min_p without top_k look at the most likely tokens; bounds on the others tell whether these suffice.
 NUCLEUS_CANDIDATES = 1024
 # Dividing float32 logits by a temperature in this range keeps different ones different in float64.
 _TEMPERATURES = (1e-100, 1e100)
-# The rounding of sums of some hundred thousand float64 probabilities is far below this.
-_SURELY = 1e-9
+_ROUNDING = 1e-9  # far above the rounding of sums of some hundred thousand float64 probabilities
 
-
-def choose_token(logits: NDArray, params: SamplingParams, rng: np.random.Generator) -> int:
-    """The next token.   logits (V,) float -> id.  Ties go to the smaller id. Draws once from rng, unless greedy."""
-    return choose(logits, params, rng.random() if params.temperature > 0 else 0.0)
+Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
 def choose(logits: NDArray, params: SamplingParams, uniform: float) -> int:
-    """The same for a number drawn from [0, 1)."""
+    """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id."""
     if params.temperature == 0:
         return int(logits.argmax())
     ids, probabilities = distribution(logits, params)
-    return int(ids[_place(np.cumsum(probabilities), uniform)])
+    return int(ids[_invert(np.cumsum(probabilities), uniform)])
 
 
-def distribution(logits: NDArray, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What is sampled from, for temperature > 0.   logits (V,) -> ids (n,), probabilities (n,), which sum to 1
+def distribution(logits: NDArray, params: SamplingParams) -> Distribution:
+    """The distribution to sample from, in float64, for temperature > 0.   logits (V,) -> ids (n,), probabilities (n,)
 
-    In the order of transformers: temperature, then top_k, top_p, min_p, typical_p. Where logits are equal, top_k keeps
-    the smaller ids, so that there are k; transformers keeps all equals. In float64, most likely first when a limit
-    applies, else in the order of ids.
+    In the order of transformers: temperature, then top_k, top_p, min_p, typical_p. Among equal logits top_k keeps the
+    smaller ids, so that there are k; transformers keeps all equals. Most likely first when a limit applies, else in the
+    order of ids.
     """
     scaled = logits.astype(np.float64) / params.temperature
     limit_k = 0 < params.top_k < scaled.size
     if not (limit_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
         return np.arange(scaled.size), _softmax(scaled)
     ids = likeliest(scaled, params.top_k) if limit_k else np.argsort(-scaled, kind="stable")
-    return _limited(ids, scaled[ids], params)
+    return _limit(ids, scaled[ids], params)
 
 
-def _limited(
-    ids: NDArray[np.int64], scaled: NDArray[np.float64], params: SamplingParams
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """top_p, min_p and typical_p on tokens that are sorted, likeliest first, and all there are."""
+def _limit(ids: NDArray[np.int64], scaled: NDArray[np.float64], params: SamplingParams) -> Distribution:
+    """Apply top_p, min_p and typical_p to tokens sorted by their logits, largest first."""
     ids, probabilities = _nucleus(ids, _softmax(scaled), params.top_p)
     if params.min_p > 0:
-        keep = _at_least(scaled[: len(ids)], params.min_p)
+        keep = _count_min_p(scaled[: len(ids)], params.min_p)
         ids, probabilities = ids[:keep], probabilities[:keep] / probabilities[:keep].sum()
     return _typical(ids, probabilities, params.typical_p)
 
@@ -62,10 +56,8 @@ def likeliest(scaled: NDArray[np.float64], k: int) -> NDArray[np.int64]:
     return ids[np.argsort(-scaled[ids], kind="stable")][:k]
 
 
-def _nucleus(
-    ids: NDArray[np.int64], probabilities: NDArray[np.float64], top_p: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The first of them that reach top_p, likeliest first, made to sum to 1 again; all of them for top_p = 1."""
+def _nucleus(ids: NDArray[np.int64], probabilities: NDArray[np.float64], top_p: float) -> Distribution:
+    """The first tokens, most likely first, whose probabilities reach top_p, normalised again."""
     if top_p == 1:
         return ids, probabilities
     before = np.cumsum(probabilities) - probabilities  # the mass of everything more likely
@@ -73,15 +65,13 @@ def _nucleus(
     return ids[:keep], probabilities[:keep] / probabilities[:keep].sum()
 
 
-def _at_least(scaled: NDArray[np.float64], min_p: float) -> int:
-    """How many of these, likeliest first, are at least min_p times as likely as the first (arXiv 2407.01082)."""
+def _count_min_p(scaled: NDArray[np.float64], min_p: float) -> int:
+    """How many of these, largest first, are at least min_p times as likely as the first (arXiv 2407.01082)."""
     return int(np.count_nonzero(np.exp(scaled - scaled[0]) >= min_p))
 
 
-def _typical(
-    ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical_p: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Those whose surprise, -ln p, is nearest its average, and whose mass reaches typical_p (arXiv 2202.00666)."""
+def _typical(ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical_p: float) -> Distribution:
+    """The tokens whose surprise, -ln p, is nearest its mean, up to the mass typical_p (arXiv 2202.00666)."""
     if typical_p == 1:
         return ids, probabilities
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float64).tiny))
@@ -96,59 +86,63 @@ def _typical(
 
 
 def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
-    """The k of a `HeadNeed`; None where only all logits will do."""
+    """How many of the largest logits the choice needs; None: all logits."""
     if params.temperature == 0:
         return 1
     if not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
         return None
     if 0 < params.top_k < vocab_size:
-        return params.top_k if params.top_k <= MOST_TOP_K else None
-    if params.typical_p < 1:  # the average surprise is that of all tokens
+        return params.top_k if params.top_k <= MAX_TOP_K else None
+    if params.typical_p < 1:  # the mean surprise is that of all tokens
         return None
     return min(NUCLEUS_CANDIDATES, vocab_size) if params.top_p < 1 or params.min_p > 0 else None
 
 
-def choose_among(found: HeadCandidates, params: SamplingParams, uniform: float) -> int | None:
-    """What `choose` takes from all logits, from the candidates for `candidates_needed`. None: they leave it open, as
-    top_p and min_p without top_k may."""
+def choose_among(
+    logits: TokenLogits, params: SamplingParams, uniform: float, values: NDArray | None = None
+) -> int | None:
+    """`choose` from the logits for `candidates_needed`. None: they do not determine the token, which only top_p and
+    min_p without top_k can cause.   values (n,): `logits.values` as changed by rules"""
+    ids, values = logits.ids, logits.values if values is None else values
+    if logits.complete:
+        return choose(values, params, uniform)
     if params.temperature == 0:
-        return int(found.ids[found.logits.argmax() if len(found.ids) > 1 else 0])
-    scaled = found.logits.astype(np.float64) / params.temperature
-    if 0 < params.top_k < found.vocab_size:
+        return int(ids[values.argmax()])
+    scaled = values.astype(np.float64) / params.temperature
+    if 0 < params.top_k < logits.vocab_size:
         first = likeliest(scaled, params.top_k)
-        ids, probabilities = _limited(first, scaled[first], params)
-        return int(found.ids[ids[_place(np.cumsum(probabilities), uniform)]])
-    return _choose_in_nucleus(found, scaled, params, uniform)
+        indices, probabilities = _limit(first, scaled[first], params)
+        return int(ids[indices[_invert(np.cumsum(probabilities), uniform)]])
+    index = _choose_in_nucleus(scaled, logits.rest(), params, uniform)
+    return None if index is None else int(ids[index])
 
 
 def _choose_in_nucleus(
-    found: HeadCandidates, scaled: NDArray[np.float64], params: SamplingParams, uniform: float
+    scaled: NDArray[np.float64], rest: tuple[NDArray, NDArray], params: SamplingParams, uniform: float
 ) -> int | None:
-    """top_p and min_p alone. The likeliest are known; the mass of the rest lies between two bounds, and so does every
-    share. Which tokens are likely enough for min_p depends on the likeliest one only."""
+    """top_p and min_p without top_k.   -> an index of `scaled`
+
+    rest: bounds of the other logits. They bound the probability of each candidate, and so the number of tokens in the
+    nucleus; min_p depends on the most likely token only.
+    """
     first = likeliest(scaled, NUCLEUS_CANDIDATES)
     largest = scaled[first[0]]
     e = np.exp(scaled[first] - largest)
     others = np.exp(np.delete(scaled, first) - largest).sum()
-    with np.errstate(over="ignore"):  # a bound beyond float64 is one that decides nothing
-        low, high = (
-            np.exp(ends.astype(np.float64) / params.temperature - largest).sum() + others for ends in found.rest()
-        )
-    before = np.cumsum(e) - e
-    likely = _at_least(scaled[first], params.min_p)
-    keeps = [
-        min(likely, int(np.searchsorted(before / (e.sum() + rest), params.top_p + margin, side="left")))
-        if params.top_p < 1
-        else likely
-        for rest, margin in ((low, -_SURELY), (high, _SURELY))
-    ]
-    if keeps[0] != keeps[1] or keeps[0] == len(e):
+    with np.errstate(over="ignore"):  # an infinite bound decides nothing
+        masses = [others + np.exp(each.astype(np.float64) / params.temperature - largest).sum() for each in rest]
+    before, likely = np.cumsum(e) - e, _count_min_p(scaled[first], params.min_p)
+    counts = {likely}
+    if params.top_p < 1:
+        limits = zip(masses, (params.top_p - _ROUNDING, params.top_p + _ROUNDING), strict=True)
+        counts = {min(likely, int(np.searchsorted(before / (e.sum() + mass), limit))) for mass, limit in limits}
+    if len(counts) > 1 or len(e) in counts:
         return None
-    keep = max(1, keeps[0])
-    ends = np.cumsum(e[:keep] / e[:keep].sum())
-    if np.abs(ends[:-1] - uniform).min(initial=1.0) < _SURELY:
+    count = max(1, *counts)
+    ends = np.cumsum(e[:count] / e[:count].sum())
+    if np.abs(ends[:-1] - uniform).min(initial=1.0) < _ROUNDING:
         return None
-    return int(found.ids[first[_place(ends, uniform)]])
+    return int(first[_invert(ends, uniform)])
 
 
 def log_probability(logits: NDArray, token: int) -> float:
@@ -163,16 +157,16 @@ def log_probabilities(logits: NDArray) -> NDArray[np.float64]:
     return below - np.log(np.exp(below).sum())
 
 
-def likeliest_logprobs(logits: NDArray, k: int) -> tuple[list[int], list[float]]:
-    """The k most likely tokens and their ln p, most likely first."""
+def likeliest_logprobs(logits: NDArray, k: int) -> dict[int, float]:
+    """{id: ln p} of the k most likely tokens, most likely first."""
     logprobs = log_probabilities(logits)
     ids = likeliest(logits.astype(np.float64), min(k, len(logits)))
-    return ids.tolist(), logprobs[ids].tolist()
+    return dict(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
 
 
-def _place(cumulative: NDArray[np.float64], uniform: float) -> int:
-    """The inverse of a cumulative distribution, whose end may miss 1 by rounding; what is impossible is never taken."""
-    last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
+    """The index of `uniform` in a cumulative distribution, whose end may miss 1 by rounding; never one of p = 0."""
+    last = int(np.searchsorted(cumulative, cumulative[-1]))
     return min(int(np.searchsorted(cumulative, uniform, side="right")), last)
 
 

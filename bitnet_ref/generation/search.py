@@ -1,56 +1,51 @@
-"""Beam search: keep the `num_beams` likeliest continuations at every step, instead of one.
+"""Beam search: keep the `num_beams` most likely continuations at every step, instead of one.
 
-The rules are those of transformers' `generate(num_beams=...)`, and so are the results. A beam's score is the sum of its
-tokens' log probabilities; one that ends is set aside with its score divided by (new tokens) ** length_penalty. What the
-processors see are log probabilities, as there, not logits.
+The rules, and so the results, are those of transformers' `generate(num_beams=...)`. A beam's score is the sum of its
+tokens' log probabilities; the final score of a beam that ends is divided by (new tokens) ** length_penalty. Processors
+see log probabilities instead of logits, as there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadNeed
-from ..reference.cache import KVCache, TokenBatch
+from ..backends.loaded import LoadedModel
+from ..reference.cache import TokenBatch, TokenIds
 from .logprobs import Entry
 from .results import Generation, GenerationStats
 from .sampling import likeliest, likeliest_logprobs, log_probabilities
-from .sequence import Request, prefill_steps
-
-if TYPE_CHECKING:
-    from ..api import Model
+from .sequence import Request, split_into_steps
 
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation and what it is worth. `parent`: the beam of the step before that it continues."""
+    """A continuation and its score. `parent`: the beam of the previous step that it continues."""
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
     parent: int = 0
-    entries: tuple[Entry, ...] = ()  # ln p of each token, and of the likeliest in its place
+    entries: tuple[Entry, ...] = ()  # ln p of each token and of its most likely alternatives
 
 
 @dataclass(frozen=True)
 class BeamStep:
-    """What one step weighed, best first: continuations of the running beams, and what became of each."""
+    """The candidates of one step, best first: continuations of the running beams, and the fate of each."""
 
     candidates: tuple[Beam, ...]
     fates: tuple[str, ...]  # "running", "ended" or "cut"
-    worth: tuple[float | None, ...]  # the final score of those that ended
+    final_scores: tuple[float | None, ...]  # of those that ended
 
 
 Watcher = Callable[[int, BeamStep], None]  # (number of the prompt, its step)
 
 
 class BeamSearch:
-    """One prompt's beams. `advance` takes the logits after each running beam and makes the next ones, and returns what
-    it weighed."""
+    """The beams of one prompt."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.params = request, request.params
@@ -64,33 +59,39 @@ class BeamSearch:
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
     def advance(self, logits: NDArray) -> BeamStep:
-        """One more token for the beams.   logits (running beams, V), the model's own"""
+        """Extend the beams by one token.   logits (running beams, V), the model's own"""
         width, length = self.params.num_beams, len(self.running[0].tokens) + 1
         own = np.stack([log_probabilities(row) for row in logits])
         scores = np.stack([self.rules.apply(self.ids(beam), row) for beam, row in zip(self.running, own, strict=True)])
         scores += np.array([beam.score for beam in self.running])[:, None]
-        # So many that `width` of them go on even if each beam's likeliest continuations are its end tokens.
-        keep = max(2, 1 + len(self.request.end_tokens)) * width
+        # Enough that `width` of them continue even if the most likely tokens of each beam are its end tokens.
+        count = max(2, 1 + len(self.request.end_tokens)) * width
         best = [
-            self._child(int(at) // own.shape[1], int(at) % own.shape[1], float(scores.flat[at]), own)
-            for at in likeliest(scores.ravel(), min(keep, scores.size))
-            if scores.flat[at] > -np.inf
+            self._extend(int(index), float(scores.flat[index]), own)
+            for index in likeliest(scores.ravel(), min(count, scores.size))
+            if scores.flat[index] > -np.inf
         ]
         ends = [self._ends(beam, length) for beam in best]
-        ended = [beam for beam, ends_here in zip(best[:width], ends, strict=False) if ends_here]
-        self._set_aside(ended, length)
-        self.running = [beam for beam, ends_here in zip(best, ends, strict=True) if not ends_here][:width]
+        ended = {
+            index: replace(beam, score=self._final_score(beam, length))
+            for index, beam in enumerate(best[:width])
+            if ends[index]
+        }
+        running = [index for index in range(len(best)) if not ends[index]][:width]
+        # With early stopping, beams that end later do not compete with the first `width`.
+        if not (self.params.early_stopping is True and len(self.ended) == width):
+            self.ended = sorted([*self.ended, *ended.values()], key=lambda beam: -beam.score)[:width]
+        self.running = [best[index] for index in running]
         self.done = self._is_done(length)
-        fates = dict.fromkeys(map(id, ended), "ended") | dict.fromkeys(map(id, self.running), "running")
-        worth = {id(beam): self._worth(beam, length) for beam in ended}
-        return BeamStep(
-            tuple(best), tuple(fates.get(id(b), "cut") for b in best), tuple(worth.get(id(b)) for b in best)
-        )
+        fates = ["ended" if i in ended else "running" if i in running else "cut" for i in range(len(best))]
+        final_scores = [ended[index].score if index in ended else None for index in range(len(best))]
+        return BeamStep(tuple(best), tuple(fates), tuple(final_scores))
 
-    def _child(self, parent: int, token: int, score: float, own: NDArray) -> Beam:
-        beam = self.running[parent]
-        chosen, top = float(own[parent, token]), self.params.logprobs or 0
-        likely = dict(zip(*likeliest_logprobs(own[parent], top), strict=True)) if top else {}
+    def _extend(self, index: int, score: float, own: NDArray) -> Beam:
+        """The continuation at a flat index of `own` (running beams, V)."""
+        parent, token = divmod(index, own.shape[1])
+        beam, chosen, top = self.running[parent], float(own[parent, token]), self.params.logprobs
+        likely = likeliest_logprobs(own[parent], top) if top else {}
         return Beam((*beam.tokens, token), score, parent, (*beam.entries, (chosen, likely | {token: chosen})))
 
     def _ends(self, beam: Beam, length: int) -> bool:
@@ -100,15 +101,7 @@ class BeamSearch:
             or (self.constraint is not None and self.constraint.complete(self.ids(beam)))
         )
 
-    def _set_aside(self, beams: list[Beam], length: int) -> None:
-        """The ended beams compete with those that ended before, unless it is settled that there are enough."""
-        if self.params.early_stopping is True and len(self.ended) == self.params.num_beams:
-            return
-        worth = [Beam(b.tokens, self._worth(b, length), b.parent, b.entries) for b in beams]
-        self.ended = sorted([*self.ended, *worth], key=lambda beam: -beam.score)[: self.params.num_beams]
-
-    def _worth(self, beam: Beam, length: int) -> float:
-        """The final score of a beam that ends with so many tokens."""
+    def _final_score(self, beam: Beam, length: int) -> float:
         return beam.score / length**self.params.length_penalty
 
     def _is_done(self, length: int) -> bool:
@@ -118,18 +111,18 @@ class BeamSearch:
             return False
         if self.params.early_stopping is True:
             return True
-        # The most that the best running beam may come to: False looks at its length now, "never" at the longest.
+        # The best score that the running beams may reach: at their present length, or with "never" at any.
         longest = self.params.early_stopping == "never" and self.params.length_penalty > 0
-        reach = self.running[0].score / (self.request.max_tokens if longest else length) ** self.params.length_penalty
-        return reach <= self.ended[-1].score
+        reachable = self._final_score(self.running[0], self.request.max_tokens if longest else length)
+        return reachable <= self.ended[-1].score
 
     def results(self, stats: GenerationStats) -> list[Generation]:
         """The `n` best, best first. Fewer where a grammar allows fewer."""
         return [self._result(beam, stats) for beam in self.ended[: self.params.n]]
 
     def _result(self, beam: Beam, stats: GenerationStats) -> Generation:
-        text = self.request.text()
-        whole = self.request.opening(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
+        text = self.request.text_stream()
+        whole = self.request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
         last = beam.tokens[-1]
         by_token = last in self.request.end_tokens
         matched = self.constraint is not None and self.constraint.complete(self.ids(beam))
@@ -148,49 +141,52 @@ class BeamSearch:
 
 
 def beam_search(
-    model: Model, requests: list[Request], stats: GenerationStats, watch: Watcher | None = None
+    model: LoadedModel, requests: list[Request], stats: GenerationStats, watch: Watcher | None = None
 ) -> list[list[Generation]]:
     """The `n` best continuations of each prompt. All beams of all prompts go through the model together.
 
     watch: called with each step of each prompt.
     """
-    watch = watch or (lambda number, step: None)
     width = requests[0].params.num_beams
     searches = [BeamSearch(request) for request in requests]
     cache = model.new_cache(width * len(requests), capacity=max(request.capacity for request in requests))
     stats.describe(cache)
-    started = time.perf_counter()
     stats.prompt_tokens = sum(len(request.prompt) for request in requests)
-    stats.dropped_tokens = sum(len(request.given) - len(request.prompt) for request in requests)
+    stats.dropped_tokens = sum(len(request.given) for request in requests) - stats.prompt_tokens
+
+    def compute(parts: Sequence[tuple[int, int, TokenIds]], wanted: Sequence[int]) -> NDArray:
+        logits = model.run(TokenBatch.of(parts, logits_of_last=wanted), cache).all()
+        stats.head_rows += logits.size
+        return logits
+
+    def advance(number: int, logits: NDArray) -> None:
+        step = searches[number].advance(logits)
+        if watch is not None:
+            watch(number, step)
+
+    started = time.perf_counter()
     prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]
-    for parts, complete in prefill_steps(prompts, model.backend.prompt_tokens(model.config)):
-        logits = _logits(model, TokenBatch.of(parts, [part for part, _ in complete]), cache, stats)
-        for (_, number), row in zip(complete, logits, strict=True):
-            watch(number, searches[number].advance(row[None]))
+    for parts, complete in split_into_steps(prompts, model.backend.prompt_tokens(model.config)):
+        logits = compute(parts, [part for part, _ in complete])
+        for index, (_, number) in enumerate(complete):
+            advance(number, logits[index : index + 1])
     stats.prefill_s = time.perf_counter() - started
     started = time.perf_counter()
     while active := [number for number, search in enumerate(searches) if not search.done]:
         parts = []
         for number in active:
-            beams, length = (
-                searches[number].running,
-                len(requests[number].prompt) + len(searches[number].running[0].tokens),
-            )
-            slots = [number * width + place for place in range(len(beams))]
-            cache.copy([number * width + beam.parent for beam in beams], slots, length - 1)
-            parts += [(slot, length - 1, [beam.tokens[-1]]) for slot, beam in zip(slots, beams, strict=True)]
-        rows = iter(_logits(model, TokenBatch.of(parts, range(len(parts))), cache, stats))
+            beams, first = searches[number].running, number * width
+            position = len(requests[number].prompt) + len(beams[0].tokens) - 1
+            slots = range(first, first + len(beams))
+            cache.copy([first + beam.parent for beam in beams], slots, position)
+            parts += [(slot, position, [beam.tokens[-1]]) for slot, beam in zip(slots, beams, strict=True)]
+        logits, done = compute(parts, range(len(parts))), 0
         for number in active:
-            watch(number, searches[number].advance(np.stack([next(rows) for _ in searches[number].running])))
+            beams = searches[number].running
+            advance(number, logits[done : done + len(beams)])
+            done += len(beams)
     stats.decode_s = time.perf_counter() - started
     results = [search.results(stats) for search in searches]
     stats.generated_tokens = sum(len(out.token_ids) for group in results for out in group)
     stats.decode_tokens = stats.generated_tokens - sum(map(len, results))
     return results
-
-
-def _logits(model: Model, batch: TokenBatch, cache: KVCache, stats: GenerationStats) -> list[NDArray]:
-    wanted = len(batch) if batch.wanted is None else len(batch.wanted)
-    _, found = model.candidates(batch, cache, [HeadNeed()] * wanted)
-    stats.head_rows += sum(len(candidates.ids) for candidates in found)
-    return [candidates.logits for candidates in found]

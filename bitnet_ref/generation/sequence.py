@@ -1,72 +1,68 @@
-"""One continuation on its way: which logits it needs, which token it takes of them, and whether that was the last.
+"""One continuation: which logits it needs, which token it chooses, and whether that was the last one.
 
-A `Request` is a prompt with its parameters, and never changes. A `Continuation` is what grows from it. Neither knows of
-the others in a batch: what comes of it depends on its own logits only.
+A `Request` is a prompt with its parameters and never changes. A `Continuation` is the text that grows from it. Its
+tokens depend on its own logits only, not on the rest of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import HeadCandidates, HeadNeed
+from ..backends.head import Ids, TokenLogits
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, TokenizerError
 from ..reference.cache import TokenIds
-from .banned import BannedWords
+from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
 from .logprobs import Logprobs
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
-from .processors import Rules
+from .processors import BannedWords, Rules
 from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .sampling import candidates_needed, choose, choose_among
 from .streaming import TextStream
 
-if TYPE_CHECKING:
-    from ..api import Model
-    from ..tokenizers import Tokenizer
-
-IDS_AT_FIRST = 4096  # tokens of a text that there is room for before its array grows
-NEEDS_TEXT = ("stop", "bad_words", "filter", "guides", "echo")
+INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
+NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
+Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
 
 
 class Request:
     """A prompt and its parameters, checked against the model. Raises GenerationError, TokenizerError."""
 
-    def __init__(self, model: Model, prompt: str | TokenIds, params: SamplingParams, name: str = "the prompt") -> None:
+    def __init__(
+        self, model: LoadedModel, prompt: str | TokenIds, params: SamplingParams, name: str = "the prompt"
+    ) -> None:
         self.model, self.params = model, params
-        self.tokenizer = _tokenizer(
-            model, required=isinstance(prompt, str) or any(getattr(params, x) for x in NEEDS_TEXT)
-        )
+        required = isinstance(prompt, str) or any(getattr(params, each) for each in NEEDS_TOKENIZER)
+        self.tokenizer = _tokenizer(model, required=required)
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
         self.window = ContextWindow.of(model, params)
         self.given: NDArray[np.int64] = model.check_tokens(
             cast("Sequence[int]", ids), any_length=self.window.policy != "error"
         )
-        self.max_tokens = self._length(name)
+        self.max_tokens = self._max_tokens(name)
         bos = self.tokenizer.bos_id if self.tokenizer is not None else None
         front = int(bos is not None and self.given[0] == bos)
         self.kept = self.window.cut(len(self.given), self.max_tokens, front)  # by "truncate"
         self.prompt = take(self.given, self.kept)
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens(model))
+        vocab_size = model.config.vocab_size
         for token in params.logit_bias:
-            if token >= model.config.vocab_size:
-                raise GenerationError(
-                    f"logit_bias: token id {token} is not in the vocabulary of {model.config.vocab_size}"
-                )
-        everything = params.strategy is not None
-        self.candidates_needed = None if everything else candidates_needed(params, model.config.vocab_size)
+            if token >= vocab_size:
+                raise GenerationError(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
+        self.candidates_needed = None if params.strategy is not None else candidates_needed(params, vocab_size)
         self._banned = (
             BannedWords(params.bad_words, model.vocabulary.sorted, len(self.prompt)) if params.bad_words else None
         )
         guide = next(iter(params.guides.items()), None)
         self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
 
-    def _length(self, name: str) -> int:
-        """New tokens at most."""
+    def _max_tokens(self, name: str) -> int:
         asked, context = self.params.max_tokens, self.window.size
         if self.window.moves:
             return DEFAULT_MAX_TOKENS if asked is None else asked
@@ -76,7 +72,7 @@ class Request:
         wanted = min(DEFAULT_MAX_TOKENS, room) if asked is None else asked
         if room < 1 or wanted > room:
             raise GenerationError(
-                f"{name} has {len(self.given)} tokens and {wanted} more are asked for, but the "
+                f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
                 f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
                 f'{max(room, 0)}, shorten the prompt, or see overflow="truncate"'
             )
@@ -84,24 +80,24 @@ class Request:
 
     @property
     def overflows(self) -> list[Overflow]:
-        """What "truncate" cut of the prompt."""
+        """What "truncate" cut off the prompt."""
         return [Overflow(0, self.kept)] if len(self.prompt) < len(self.given) else []
 
     @property
     def capacity(self) -> int:
         """Tokens that the cache has to hold."""
-        whole = len(self.prompt) + self.max_tokens
-        return min(whole, self.window.size) if self.window.moves else whole
+        total = len(self.prompt) + self.max_tokens
+        return min(total, self.window.size) if self.window.moves else total
 
     def rules(self) -> tuple[Rules, Constraint | None]:
-        """The processors for one continuation; and of them the one, if any, that knows when the text is complete."""
-        constraint = None if self._constraint is None else self._constraint.fresh()
-        more: list[Processor] = [rule for rule in (self._banned, constraint) if rule is not None]
+        """The processors for one continuation; and the constraint among them, which knows when the text is complete."""
+        constraint = None if self._constraint is None else self._constraint.copy()
+        text_rules: list[Processor] = [rule for rule in (self._banned, constraint) if rule is not None]
         ends = [token for token in self.end_tokens if token < self.model.config.vocab_size]
-        return Rules.of(self.params, len(self.prompt), ends, more), constraint
+        return Rules.of(self.params, len(self.prompt), ends, text_rules), constraint
 
-    def text(self) -> TextStream:
-        """The way of this request's tokens to text."""
+    def text_stream(self) -> TextStream:
+        """A new converter of this request's tokens to text."""
         params, words = self.params, self.params.filter
         return TextStream(
             self.tokenizer,
@@ -111,185 +107,174 @@ class Request:
             stops_after=params.min_tokens,
         )
 
-    def opening(self, text: TextStream) -> str:
-        """What the text begins with: the prompt, with `echo`."""
+    def echo(self, text: TextStream) -> str:
+        """The prompt's text with the parameter `echo`, else nothing."""
         return text.prime(self.given.tolist()) if self.params.echo else ""
 
 
 class Continuation:
     """`slot`: its place in the cache. `choice`: which of the `n` of its request. `cached`: how many tokens of the
-    prompt are in the cache to begin with; `computed`: how many tokens of its `context` are there now.
+    prompt are in the cache at the start; `computed`: how many tokens of its `context` are there now.
 
-    The context is what the model is to see: all of `ids`, until tokens are dropped because the window is full. Then
-    `accept` leaves `computed` at 0, and the context has to be computed from its beginning, as a prompt, before the next
-    token can be chosen. Whoever runs the model feeds `next_input`, whole or in pieces, and counts it in `computed`.
+    The context is what the model sees: all of `ids` until tokens are dropped because the window is full. Then `accept`
+    sets `computed` to 0, and the context has to be computed again, as a prompt, before the next token can be chosen.
+    The caller passes `next_input` through the model, whole or in pieces, and updates `computed`.
     """
 
     def __init__(self, request: Request, slot: int, choice: int = 0, cached: int = 0) -> None:
         self.request, self.slot, self.cached, self.computed = request, slot, cached, cached
         self.rules, self.constraint = request.rules()
-        self.text = request.text()
-        self.opening = request.opening(self.text)
-        self.logprobs = Logprobs(request.model.head_logits, request.params.logprobs or 0)
+        self.text = request.text_stream()
+        self.echo = request.echo(self.text)
+        self.logprobs = Logprobs(request.params.logprobs or 0)
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
         self.chunks: list[StreamChunk] = []
-        self.known = len(request.prompt)  # tokens of `ids`
-        self._ids = np.empty(len(request.prompt) + min(request.max_tokens, IDS_AT_FIRST), dtype=np.int64)
-        self._ids[: len(request.prompt)] = request.prompt
-        self._keep(len(request.prompt))
-        self._moved = self._missing > 0 or len(request.prompt) < len(request.given)
+        self.length = len(request.prompt)  # of `ids`
+        self._ids = np.empty(self.length + min(request.max_tokens, INITIAL_CAPACITY), dtype=np.int64)
+        self._ids[: self.length] = request.prompt
+        self._spans = request.window.keep(self.length)  # that the model sees; the last one grows with the text
+        self._missing = self.length - _count(self._spans)  # tokens of `ids` that the model no longer sees
+        self._dropped_some = self._missing > 0 or self.length < len(request.given)  # since the last chunk
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The prompt and what came of it so far."""
-        ids = self._ids[: self.known]
-        ids.flags.writeable = False  # users' functions see it
+        """The prompt and the generated tokens."""
+        ids = self._ids[: self.length]
+        ids.flags.writeable = False  # users' functions get this array
         return ids
 
     @property
     def context(self) -> NDArray[np.int64]:
-        """The tokens that the model is to see: positions 0, 1, ... of its slot."""
-        ids = self._ids[: self.known]
-        return take(ids, (*self._kept[:-1], (self._kept[-1][0], len(ids)))) if self._missing else ids
+        """The tokens that the model sees, at positions 0, 1, ... of its slot."""
+        return take(self.ids, self._visible_spans()) if self._missing else self.ids
+
+    def _visible_spans(self) -> Spans:
+        return (*self._spans[:-1], (self._spans[-1][0], self.length))
 
     @property
     def context_tokens(self) -> int:
-        """How many those are."""
-        return self.known - self._missing
+        return self.length - self._missing
 
     @property
     def finished(self) -> bool:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property
-    def next_input(self) -> tuple[int, int, NDArray[np.int64]]:
-        """(slot, position, tokens) of what the model has not seen yet: the newest token; or the prompt, or after some
-        were dropped the context, from its first token on that is not in the cache."""
+    def next_input(self) -> Input:
+        """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
         return self.slot, self.computed, self.context[self.computed :]
 
-    def needs(self) -> HeadNeed:
-        """What the choice of the next token needs of its logits."""
-        k = self.request.candidates_needed
-        if k is None or not self.rules.processors:
-            return HeadNeed(k)
-        moved = self.rules.moved(self.ids)
-        return HeadNeed() if moved is None else HeadNeed(k + len(moved), moved)
+    def needs(self) -> tuple[int | None, Ids]:
+        """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change."""
+        k, moved = self.request.candidates_needed, self.rules.moved(self.ids)
+        return (None, ()) if k is None or moved is None else (k + len(moved), moved)
 
-    def accept(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> StreamChunk:
-        """Choose a token from the logits found for it and decide whether it is the last.   hidden (D,): the head's x"""
-        token, logits = self._choose(hidden, found, stats)
+    def accept(self, logits: TokenLogits, stats: GenerationStats) -> StreamChunk:
+        """Choose the next token from its logits and decide whether it is the last."""
+        token, whole = self._choose(logits, stats)
         stats.generated_tokens += 1
-        stats.screened_tokens += logits is None
+        stats.screened_tokens += whole is None
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
-        logprob, top = self.logprobs.add(token, hidden, logits if asked else None)
-        kept = self._news()
-        self._append(token)
-        finish, why = self._end(token)
+        logprob, top = self.logprobs.add(token, logits, whole if asked else None)
+        kept = None
+        if self._dropped_some:
+            kept = self.request.kept if len(self.request.prompt) < len(self.request.given) else self._visible_spans()
+            self._dropped_some = False
+        if self.length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._ids[self.length] = token
+        finish, cause = self._end(token)
         if finish is not None:
             text += self.text.flush()
-            if finish != "filtered" and not isinstance(why, int):  # the flush may have completed a string
-                finish, why = self._end(token)
-        if not self.chunks:
-            text = self.opening + text
+            if finish != "filtered" and not isinstance(cause, int):  # the flush may have completed a string
+                finish, cause = self._end(token)
         chunk = StreamChunk(
-            *(text, token, logprob, finish, why, top if asked else None),
+            text if self.chunks else self.echo + text,
+            *(token, logprob, finish, cause, top if asked else None),
             dropped_tokens=len(self.request.given) - len(self.request.prompt) + self._missing,
             kept=kept,
         )
         self.chunks.append(chunk)
-        self.known += 1
-        self._make_room(stats)
+        self.length += 1
+        self._drop_oldest(stats)
         return chunk
 
-    def _append(self, token: int) -> None:
-        if self.known == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-        self._ids[self.known] = token
-
-    def _keep(self, length: int) -> None:
-        """Of so many tokens the model goes on with those that the window keeps."""
-        self._kept = self.request.window.keep(length)  # the last span goes on to the newest token
-        self._missing = length - sum(stop - start for start, stop in self._kept)
-
-    def _news(self) -> Spans | None:
-        """What the model sees of the tokens given and new, once when that has changed."""
-        if not self._moved:
-            return None
-        self._moved = False
-        if len(self.request.prompt) < len(self.request.given):
-            return self.request.kept
-        return (*self._kept[:-1], (self._kept[-1][0], self.known))
-
-    def _make_room(self, stats: GenerationStats) -> None:
-        """Where the newest token does not fit the window any more, drop the oldest."""
+    def _drop_oldest(self, stats: GenerationStats) -> None:
+        """Drop the oldest tokens if the newest does not fit into the window."""
         window, before = self.request.window, self.context_tokens
         if before <= window.size or not window.moves or self.finished:
             return
-        self._keep(self.known)
-        self._moved, self.computed = True, 0
+        self._spans = window.keep(self.length)
+        self._missing = self.length - _count(self._spans)
+        self._dropped_some, self.computed = True, 0
         stats.dropped_tokens += before - self.context_tokens
         stats.recomputed_tokens += self.context_tokens - 1
 
-    def _choose(self, hidden: NDArray, found: HeadCandidates, stats: GenerationStats) -> tuple[int, NDArray | None]:
-        """-> the token, and the model's own logits if all of them were computed"""
-        params = self.request.params
-        logits = found.logits if found.complete else None
-        stats.head_rows += len(found.ids)
+    def _choose(self, logits: TokenLogits, stats: GenerationStats) -> tuple[int, NDArray | None]:
+        """-> the token, and all of the model's own logits if they were computed"""
+        params, whole = self.request.params, logits.values if logits.complete else None
+        stats.head_rows += len(logits.ids)
+        values = self.rules.apply_among(self.ids, logits)
         if params.strategy is not None:
-            assert logits is not None
-            token = params.strategy(self.ids, self.rules.apply(self.ids, logits), self.rng)
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(logits):
-                raise GenerationError(f"strategy: expected a token id below {len(logits)}, got {token!r:.80}")
-            return int(token), logits
+            token = params.strategy(self.ids, values, self.rng)
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
+                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {token!r:.80}")
+            return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
-        among = self.rules.apply_among(self.ids, found) if self.rules.processors else found
-        chosen = choose_among(among, params, uniform) if logits is None else choose(among.logits, params, uniform)
-        if chosen is None:  # the bounds leave it open
-            logits = self.request.model.head_logits(hidden[None])[0]
-            stats.head_rows += len(logits)
-            chosen = choose(self.rules.apply(self.ids, logits), params, uniform)
-        return chosen, logits
+        chosen = choose_among(logits, params, uniform, values)
+        if chosen is None:  # the bounds do not determine it
+            whole = logits.all()
+            stats.head_rows += len(whole)
+            chosen = choose(self.rules.apply(self.ids, whole), params, uniform)
+        return chosen, whole
 
     def _end(self, token: int) -> tuple[str | None, str | int | None]:
-        """The finish reason and its cause, with `token` the newest and not yet among the chunks."""
+        """The finish reason and its cause, after `token` was written to `_ids` but before its chunk is added."""
         if self.text.filtered:
             return "filtered", self.text.banned_by
         if token in self.request.end_tokens:
             return "stop", token
         if self.text.stopped_by is not None:
             return "stop", self.text.stopped_by
-        count = len(self.chunks) + 1
-        if self.constraint is not None and self.constraint.complete(self._ids[: self.known + 1]):
+        if self.constraint is not None and self.constraint.complete(self._ids[: self.length + 1]):
             return "stop", None
-        return ("length", None) if count == self.request.max_tokens else (None, None)
+        return ("length", None) if len(self.chunks) + 1 == self.request.max_tokens else (None, None)
+
+    def _logprobs(self) -> list[float]:
+        return [chunk.logprob for chunk in self.chunks]
+
+    def _tops(self) -> list[dict[int, float] | None]:
+        return [chunk.top_logprobs for chunk in self.chunks]
 
     def result(self, stats: GenerationStats) -> Generation:
-        """What has become of it; not before it is finished."""
+        """The generation, once it is finished."""
         last = self.chunks[-1]
         assert last.finish_reason is not None
-        tops = lambda: [chunk.top_logprobs for chunk in self.chunks]  # noqa: E731
         return Generation(
             text="".join(chunk.text for chunk in self.chunks),
             token_ids=[chunk.token_id for chunk in self.chunks],
             finish_reason=last.finish_reason,
-            logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),
+            logprobs=cast("list[float]", self._logprobs),  # computed when they are read
             prompt_token_ids=self.request.given.tolist(),
             stats=stats,
             stop_reason=last.stop_reason,
-            top_logprobs=cast("list[dict[int, float]]", tops) if self.request.params.logprobs is not None else None,
+            top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", self._tops),
             overflows=Overflow.of(self.chunks),
         )
 
 
-def prefill_steps(
-    inputs: Sequence[tuple[int, int, NDArray[np.int64]]], tokens: int
-) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
-    """What the model is to see in steps of some tokens at most, which bounds the memory of a long prompt.
+def _count(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans)
 
-    inputs: (slot, position of the first, token ids). Each step is (parts for TokenBatch.of, (part, input) of those that
-    end an input).
+
+def split_into_steps(
+    inputs: Sequence[Input], tokens: int
+) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
+    """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
+
+    Each step is (parts for TokenBatch.of, (index of the part, index of the input) of those that end an input).
     """
     parts: list[tuple[int, int, TokenIds]] = []
     complete: list[tuple[int, int]] = []
@@ -309,13 +294,13 @@ def prefill_steps(
         yield parts, complete
 
 
-def end_tokens(model: Model) -> frozenset[int]:
-    """Every token that ends a text, by the model's config or its tokenizer."""
+def end_tokens(model: LoadedModel) -> frozenset[int]:
+    """The end tokens of the model's config and its tokenizer."""
     tokenizer = _tokenizer(model, required=False)
     return frozenset(model.config.eos_token_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
 
 
-def _tokenizer(model: Model, *, required: bool) -> Tokenizer | None:
+def _tokenizer(model: LoadedModel, *, required: bool) -> Tokenizer | None:
     try:
         return model.tokenizer
     except TokenizerError:

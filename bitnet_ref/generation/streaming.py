@@ -1,4 +1,4 @@
-"""From tokens to text that is certain: whole characters only, and nothing that may yet turn out to be a stop string."""
+"""From tokens to text: only whole characters, and nothing that may still turn out to be part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Passes text on, except for an end that may be the beginning of a stop string.
+    """Passes text on, but holds back an end that may begin a stop string.
 
     >>> stops = StopStrings(["END"])
     >>> [stops.push(text) for text in ("one E", "N", "d. E", "ND, no")]
@@ -25,23 +25,23 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """More text -> what of it is certain. Once a stop string is found, nothing more comes."""
+        """Add text. -> the part that is certain; nothing after a stop string."""
         if not self._stops:
             return text
         if self.found is not None:
             return ""
         self._held += text
-        hits = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        hits = [(start, -len(stop), stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if hits:
-            at, _, self.found = min(hits)  # the first to begin; of those, the longest
-            certain, self._held = self._held[:at], ""
+            end, _, self.found = min(hits)  # the first to begin; of those, the longest
+            certain, self._held = self._held[:end], ""
             return certain
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        end = len(self._held) - max(_overlap(self._held, stop) for stop in self._stops)
+        certain, self._held = self._held[:end], self._held[end:]
         return certain
 
     def flush(self) -> str:
-        """The text is over: what was held back is no stop string."""
+        """The held text, at the end of the generation."""
         held, self._held = self._held, ""
         return held
 
@@ -54,7 +54,7 @@ def _overlap(text: str, stop: str) -> int:
 class TextStream:
     """Tokens in, certain text out: a tokenizer's incremental decoder, then banned strings, stop strings and the filter.
 
-    An id past the tokenizer's vocabulary (embeddings are often padded to a round number) stands for no text.
+    An id past the tokenizer's vocabulary (embeddings are often padded to a round number) gives no text.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class TextStream:
         refuses: Callable[[str], bool] | None = None,
         stops_after: int = 0,
     ) -> None:
-        """banned: strings that end the text before them; refuses: a function of the text that ends it before the piece
-        that made it true. stops_after: so many tokens pass before stop strings count."""
+        """banned: strings that end the text before them. refuses: a function of the text; the text ends before the
+        piece for which it returns True. stops_after: stop strings count after this many tokens."""
         self._decoder = tokenizer.stream_decoder() if tokenizer is not None else None
         self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 0
         self._banned, self._stops = StopStrings(banned), StopStrings(stops)
@@ -80,7 +80,7 @@ class TextStream:
 
     @property
     def filtered(self) -> bool:
-        """Whether the text ended before something that must not be said. A stop string before that ends it first."""
+        """Whether a banned string or the filter ended the text, not a stop string before it."""
         return self._stops.found is None and (self._refused or self._banned.found is not None)
 
     @property
@@ -88,7 +88,7 @@ class TextStream:
         return self._banned.found
 
     def prime(self, tokens: Sequence[int]) -> str:
-        """The text of the prompt, which what comes continues. It is neither searched nor filtered."""
+        """The text of the prompt, which is neither searched nor filtered."""
         if self._decoder is None:
             return ""
         return "".join(self._decoder.push(token) for token in tokens if token < self._vocab_size)
@@ -97,7 +97,7 @@ class TextStream:
         self._tokens += 1
         if self._decoder is None or token >= self._vocab_size:
             return ""
-        return self._allowed(self._searched(self._banned.push(self._decoder.push(token))))
+        return self._filter(self._search(self._banned.push(self._decoder.push(token))))
 
     def flush(self) -> str:
         if self._decoder is None or self.filtered:
@@ -105,13 +105,12 @@ class TextStream:
         text = self._banned.push(self._decoder.flush())
         if self._banned.found is None:
             text += self._banned.flush()
-        return self._allowed(self._searched(text) + self._stops.flush())
+        return self._filter(self._search(text) + self._stops.flush())
 
-    def _searched(self, text: str) -> str:
+    def _search(self, text: str) -> str:
         return text if self._tokens <= self._stops_after else self._stops.push(text)
 
-    def _allowed(self, text: str) -> str:
-        """The text, if the filter has nothing against it."""
+    def _filter(self, text: str) -> str:
         if self._refused or (text and self._refuses is not None and self._refuses(self._text + text)):
             self._refused = True
             return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..generation.params import SamplingParams
 from ..generation.results import Generation, GenerationStats
@@ -15,8 +16,6 @@ from .next_token import token_texts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from ..api import Model
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class BeamTree:
         return draw(self.prompt, shown)
 
 
-def beam_tree(model: Model, prompt: str | TokenIds, **params: Any) -> BeamTree:
+def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> BeamTree:
     """Beam search on one prompt, and all that it weighed. params: as for `generate`, with num_beams of 2 or more.
 
     Raises GenerationError.
@@ -76,13 +75,13 @@ def beam_tree(model: Model, prompt: str | TokenIds, **params: Any) -> BeamTree:
     return BeamTree(text, _nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
 
 
-def _nodes(model: Model, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
+def _nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues
     for number, step in enumerate(steps, start=1):
         texts = token_texts(model, [beam.tokens[-1] for beam in step.candidates])
         parents, running = running, []
-        for beam, fate, worth, text in zip(step.candidates, step.fates, step.worth, texts, strict=True):
+        for beam, fate, worth, text in zip(step.candidates, step.fates, step.final_scores, texts, strict=True):
             if fate == "running":
                 running.append(len(nodes))
             parent = parents[beam.parent] if parents else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, TokenizerError
 from ..generation.params import SamplingParams
 from ..generation.sampling import distribution, likeliest
@@ -21,7 +22,6 @@ from ..reference.cache import TokenBatch, TokenIds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..api import Model
     from ..tokenizers import Tokenizer
     from .widgets import Explorer
 
@@ -49,11 +49,11 @@ class NextToken:
     `logits` (V,) are the model's own. Raises GenerationError, TokenizerError.
     """
 
-    def __init__(self, model: Model, prompt: str | TokenIds) -> None:
+    def __init__(self, model: LoadedModel, prompt: str | TokenIds) -> None:
         self.model = model
         self.ids = Request(model, prompt, SamplingParams(max_tokens=1)).prompt
         cache = model.new_cache(slots=1, capacity=len(self.ids))
-        self.logits: NDArray = model.forward(TokenBatch.of([(0, 0, self.ids)], logits_of_last=[0]), cache)[0]
+        self.logits: NDArray = model.run(TokenBatch.of([(0, 0, self.ids)], logits_of_last=[0]), cache).all()[0]
 
     def stages(self, **params: Any) -> list[Stage]:
         """From the model's own distribution to the one that a token is taken of, by those parameters of
@@ -110,7 +110,7 @@ class NextToken:
         return Explorer(lambda **values: self.plot(count, **begin, **values), sliders)
 
 
-def token_texts(model: Model, ids: list[int]) -> list[str]:
+def token_texts(model: LoadedModel, ids: list[int]) -> list[str]:
     """Single tokens in a form that shows their spaces: " the" is "▁the". An id without text is "<id>"."""
     return [_shown(model.tokenizer, token) for token in ids]
 

@@ -1,4 +1,4 @@
-"""How many bytes one sequence holds of a KV cache, by how the cache is kept."""
+"""Bytes of KV cache that one sequence holds, by cache dtype and overflow policy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.cache_dtypes import CACHE_DTYPES
+from ..backends.paged_cache import CacheSpec, PagedKVCache
 from ..generation.overflow import keep_after_overflow
 from ..generation.params import SamplingParams
 from ..reference.cache import KVCache
@@ -17,18 +18,17 @@ DEFAULT_SINKS = SamplingParams().sink_tokens
 
 
 def tokens_held(length: int, window: int, policy: str, sinks: int) -> NDArray[np.int64]:
-    """How many tokens the model sees, and so the cache holds, when a text has 0, 1, ... `length` tokens, by `overflow`.
-    -> (length + 1,)
+    """How many tokens the cache holds when a text has 0, 1, ... `length` tokens.   -> (length + 1,)
 
     >>> tokens_held(9, 6, "sinks", 2).tolist()
     [0, 1, 2, 3, 4, 5, 6, 4, 5, 6]
     """
     held = np.zeros(length + 1, dtype=np.int64)
     for count in range(1, length + 1):
-        kept = held[count - 1] + 1
-        if kept > window:
-            kept = sum(stop - start for start, stop in keep_after_overflow(count, window, policy, sinks))
-        held[count] = kept
+        held[count] = held[count - 1] + 1
+        if held[count] > window:
+            spans = keep_after_overflow(count, window, policy, sinks)
+            held[count] = sum(stop - start for start, stop in spans)
     return held
 
 
@@ -40,22 +40,17 @@ def cache_memory(
     window: int | None = None,
     sinks: int = DEFAULT_SINKS,
 ) -> dict[str, NDArray[np.int64]]:
-    """Bytes after so many tokens, for each policy:
+    """Bytes after each of these numbers of tokens:
 
-    "reserved": float32 for the whole context from the beginning, as a batch without pages must.
-    "float32", "float16", "int8": pages as they are needed, in that dtype.
-    "sliding", "sinks": with `window`, pages of the tokens that `overflow` keeps in it, in float32.
-
-    The bytes of a page are those of a real `KVCache`, scales included.
+    "reserved": float32 for the whole context from the start, as a batch without pages needs.
+    "float32", "float16", "int8": pages taken when they are needed, in that dtype, scales included.
+    "sliding", "sinks": with `window`, float32 pages of the tokens that this `overflow` keeps.
     """
-    counts = np.asarray(tokens, dtype=np.int64)
-    page = {
-        name: KVCache(config, 1, page_size, np.dtype(name).type, page_size=page_size, pages=1).nbytes
-        for name in CACHE_DTYPES
-    }
-    whole = KVCache(config, 1, config.context_length, np.float32).nbytes
+    counts, spec = np.asarray(tokens, dtype=np.int64), CacheSpec(1, page_size, page_size=page_size, pages=1)
+    page = {name: PagedKVCache(config, spec, np.dtype(name)).nbytes for name in CACHE_DTYPES}
     pages = -(-counts // page_size)
-    policies = {"reserved": np.full_like(counts, whole), **{name: pages * nbytes for name, nbytes in page.items()}}
+    reserved = np.full_like(counts, KVCache(config, 1, config.context_length).nbytes)
+    policies = {"reserved": reserved, **{name: pages * nbytes for name, nbytes in page.items()}}
     if window is not None:
         for policy in ("sliding", "sinks"):
             held = tokens_held(int(counts.max(initial=0)), window, policy, sinks)[counts]

@@ -2,11 +2,10 @@
 
 Requests join and leave the running batch at any step, and prefill and decode share a step (Orca, OSDI 2022). The cache
 is paged and shared (PagedAttention, arXiv 2309.06180). By the model's batch invariance every request gets the tokens,
-texts and log probabilities that it gets alone, whatever else runs.
+texts and log probabilities that it gets alone.
 
-Who does what: `scheduler.py` decides who takes part in a step, `pages.py` which page holds what, `step.py` computes it,
-`worker.py` is the thread that does one after the other, `tickets.py` what a request's user holds of it. Here is the
-face.
+`scheduler.py` decides which requests take part in a step, `pages.py` which page holds which tokens, `step.py` computes
+a step, `worker.py` is the thread that repeats this, `tickets.py` has the user's side of a request.
 """
 
 from __future__ import annotations
@@ -14,49 +13,53 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Unpack
 
+from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, GenerationError, QueueFull
-from ..generation.generate import _is_single, check_streamable
-from ..generation.params import SamplingParams
-from ..generation.results import Generation
+from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
+from ..generation.params import Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
-from ..reference.cache import KVCache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .step import StepRecord
-from .tickets import RequestHandle, RequestState, Ticket
+from .tickets import RequestHandle, RequestState, Ticket, check_process
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from ..api import Model
     from ..notebook.widgets import LiveView
 
-CACHE_SHARE = 4  # the default cache takes at most one part in so many of the memory that is free
+CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
+PRIORITY, TIMEOUT = Number(whole=True), Number(0, above=True, optional=True)
 
 
 class Engine:
     """Serves any number of callers from one model.
 
         with model.engine(max_batch=32) as engine:
-            for chunk in engine.stream("Once upon a time", max_tokens=64): ...  # any number of threads may
+            for chunk in engine.stream("Once upon a time", max_tokens=64): ...  # from any number of threads
             outs = engine.generate(prompts, temperature=0.7)
 
         async with model.engine() as engine:
             async for chunk in engine.stream("Once upon a time"): ...
             outs = await engine.agenerate(prompts)
 
-    config: an `EngineConfig`, or its settings as keyword arguments. Its thread starts with the first request. Raises
-    ConfigError, OutOfMemory.
+    config: an `EngineConfig`, or its settings as keyword arguments. The engine's thread starts with the first request.
+    Raises ConfigError, OutOfMemory.
     """
 
-    def __init__(self, model: Model, config: EngineConfig | None = None, **settings: Any) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
         self.model = model
         self.config = config if config is not None else EngineConfig.of(**settings)
-        self._worker = Worker(model, self.config, new_cache(model, self.config))
+        self.cache = new_cache(model, self.config)  # the pages of all sequences
+        self._worker = Worker(model, self.config, self.cache)
+        self.metrics: EngineMetrics = self._worker.metrics  # .snapshot(), or .register() for Prometheus
+        self.timeline: deque[StepRecord] = self._worker.timeline  # the last steps; the engine appends: copy it to read
         self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, self._worker.close, False)
 
@@ -67,46 +70,72 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    @expand_params
     def submit(
-        self, prompt: str | Sequence[int], *, priority: int = 0, timeout_s: float | None = None, **params: Any
+        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> RequestHandle:
         """Queue one prompt (text or token ids). Bad arguments raise here.
 
-        priority: higher goes first; see `EngineConfig.priority_wait_s`. timeout_s: to be finished by then. params: of
-        `SamplingParams`. Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
+        priority: higher goes first; see `EngineConfig.priority_wait_s`. timeout_s: the request fails if it is not
+        finished by then. Parameters that are not given are those of `EngineConfig.sampling`, else the defaults shown.
+        Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
         """
-        return self._submit(prompt, self._sampling(params), priority, timeout_s)
+        return self._submit(prompt, self._sampling_params(params), priority, timeout_s)
 
+    @expand_params
     def stream(
-        self, prompt: str | Sequence[int], *, priority: int = 0, timeout_s: float | None = None, **params: Any
+        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> RequestHandle:
-        """`submit` for one continuation, to read chunk by chunk: `for` and `async for` both work."""
-        sampling = self._sampling(params)
+        """`submit` for one continuation, to read chunk by chunk with `for` or `async for`."""
+        sampling = self._sampling_params(params)
         check_streamable(sampling)
         return self._submit(prompt, sampling, priority, timeout_s)
 
-    def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
-        """What `Model.generate` gives, for one prompt or a list, beside everything else that runs. An error or an
-        interrupt ends all of the call's requests. `priority` and `timeout_s` as in `submit`."""
-        requests = _Requests(self, prompt, params)
-        try:
-            while requests.fill():
-                requests.oldest.result()
-            return requests.results()
-        finally:
-            requests.close()
+    @expand_params
+    def generate(
+        self, prompt: Prompts, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
+    ) -> Generations:
+        """The same results as `Model.generate`, for one prompt or a list, beside other requests. An error or an
+        interrupt ends all requests of the call. priority, timeout_s: as in `submit`, for each request."""
+        prompts, single = split_prompts(prompt)
+        with closing(self._submit_all(prompts, priority, timeout_s, params)) as handles:
+            results = [handle.result() for handle in handles]
+        return results[0] if single else results
 
-    async def agenerate(self, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
+    @expand_params
+    async def agenerate(
+        self, prompt: Prompts, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
+    ) -> Generations:
         """`generate`, for asyncio. Cancelling it cancels its requests."""
-        requests = _Requests(self, prompt, params)
-        try:
-            while requests.fill():
-                await requests.oldest.aresult()
-            return requests.results()
-        finally:
-            requests.close()
+        prompts, single = split_prompts(prompt)
+        with closing(self._submit_all(prompts, priority, timeout_s, params)) as handles:
+            results = [await handle.aresult() for handle in handles]
+        return results[0] if single else results
 
-    def _sampling(self, params: dict[str, Any]) -> SamplingParams:
+    def _submit_all(
+        self, prompts: Sequence[Prompt], priority: int, timeout_s: float | None, params: SamplingOptions
+    ) -> Generator[RequestHandle, None, None]:
+        """Submit the prompts, at most max_batch at a time. Yields each request in order for the caller to wait for."""
+        handles: list[RequestHandle] = []
+        try:
+            for current in range(len(prompts)):
+                unfinished = sum(not handle.done for handle in handles[current:])
+                while len(handles) < len(prompts) and unfinished < self.config.max_batch:
+                    try:
+                        handles.append(
+                            self.submit(prompts[len(handles)], priority=priority, timeout_s=timeout_s, **params)
+                        )
+                    except QueueFull:
+                        if not unfinished:  # none of these requests will make room
+                            raise
+                        break
+                    unfinished += 1
+                yield handles[current]
+        finally:
+            for handle in handles:
+                handle.close()
+
+    def _sampling_params(self, params: SamplingOptions) -> SamplingParams:
         sampling = self.config.params(params)
         if sampling.num_beams > 1:
             raise GenerationError(
@@ -114,27 +143,25 @@ class Engine:
             )
         return sampling
 
-    def _submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, priority: int, timeout_s: float | None
-    ) -> RequestHandle:
-        self._worker.check_process()
-        if not _is_single(prompt):
+    def _submit(self, prompt: Prompt, params: SamplingParams, priority: int, timeout_s: float | None) -> RequestHandle:
+        check_process(self._worker.process)
+        if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise GenerationError(f"priority: expected a whole number, got {priority!r}")
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
-            raise GenerationError(f"timeout_s: expected a number > 0, got {timeout_s!r}")
+        for name, value, number in (("priority", priority, PRIORITY), ("timeout_s", timeout_s, TIMEOUT)):
+            if not number.accepts(value):
+                raise GenerationError(f"{name}: expected {number}, got {value!r}")
         request = Request(self.model, prompt, params)
         pool = self._worker.pool
         if pool.pages_for(request.capacity) > pool.pages:
             raise GenerationError(
-                f"the prompt has {len(request.prompt)} tokens and {request.max_tokens} more are asked for, but the "
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
                 f"engine's cache holds {pool.pages * pool.page_size}; lower max_tokens, or raise cache_tokens"
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
         ticket.stats.describe(self.cache)
-        handle = RequestHandle(self, ticket)  # first: an interrupt from here on drops it, which cancels
+        # Before `submit`, because an interrupt then drops the handle, which cancels. It keeps the engine alive.
+        handle = RequestHandle(ticket, self._cancel)
         self._worker.submit(ticket)
         return handle
 
@@ -144,18 +171,8 @@ class Engine:
     # -- what it does --------------------------------------------------------------------------------------------------
 
     @property
-    def metrics(self) -> EngineMetrics:
-        """Counters and latencies: `metrics.snapshot()`, `metrics.register()` for Prometheus."""
-        return self._worker.metrics
-
-    @property
-    def timeline(self) -> deque[StepRecord]:
-        """The last `timeline_steps` steps, oldest first: who did what, and when. Copy it to look at it: it goes on."""
-        return self._worker.timeline
-
-    @property
     def requests(self) -> list[RequestState]:
-        """What is not finished: who waits, who runs, and how far each is."""
+        """The unfinished requests, and how far each of them is."""
         return self._worker.requests()
 
     @property
@@ -163,26 +180,21 @@ class Engine:
         return self._worker.closed
 
     def live(self, interval_s: float = 0.5) -> LiveView:
-        """A view of all this that keeps itself up to date, in JupyterLab or by rich; see `widgets.LiveView`. It keeps
-        neither the engine nor the model alive."""
+        """A view of all this that updates itself, in JupyterLab or by rich; see `widgets.LiveView`. It keeps neither
+        the engine nor the model alive."""
         from ..notebook.widgets import LiveView
 
-        return LiveView(_looking_at(weakref.ref(self)), interval_s)
-
-    @property
-    def cache(self) -> KVCache:
-        """The pages of all sequences."""
-        return self._worker.cache
+        return LiveView(_watch(weakref.ref(self)), interval_s)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self, drain: bool = False) -> None:
-        """Take no more requests, and return when the engine's thread is gone. What runs ends with EngineClosed, or
-        with `drain` as it should. The model stays usable."""
+        """Refuse new requests, and return when the engine's thread has ended. Running requests end with EngineClosed,
+        or with `drain` normally. The model stays usable."""
         self._worker.close(drain)
 
     async def aclose(self, drain: bool = False) -> None:
-        """`close`, without holding up the event loop."""
+        """`close`, without blocking the event loop."""
         import asyncio
 
         await asyncio.to_thread(self._worker.close, drain)
@@ -191,7 +203,6 @@ class Engine:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Without an error, what was asked for is finished first."""
         self.close(drain=error is None)
 
     async def __aenter__(self) -> Engine:
@@ -201,83 +212,42 @@ class Engine:
         await self.aclose(drain=error is None)
 
 
-def _looking_at(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestState], bool]]:
-    """-> metrics, requests and whether it has ended, of an engine that may be gone: then what was seen last."""
+def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestState], bool]]:
+    """A function that returns (metrics, requests, whether the engine has ended); the last metrics once it is gone."""
     last: dict[str, Any] = {}
 
     def look() -> tuple[dict[str, Any], list[RequestState], bool]:
-        here = engine()
-        if here is None:
+        if (alive := engine()) is None:
             return last, [], True
-        last.update(here.metrics.snapshot())
-        return last, here.requests, here.closed
+        last.update(alive.metrics.snapshot())
+        return last, alive.requests, alive.closed
 
     return look
 
 
-class _Requests:
-    """The prompts of one call of `generate`. As many are in the engine as can run: the others do not fill its queue."""
-
-    def __init__(self, engine: Engine, prompt: Any, params: dict[str, Any]) -> None:
-        self.single = _is_single(prompt)
-        self.prompts = [prompt] if self.single else list(prompt)
-        if not self.prompts:
-            raise GenerationError("expected a prompt or a list of prompts, got an empty list")
-        self._engine, self._params = engine, params
-        self._handles: list[RequestHandle] = []
-        self._waited_for = 0
-
-    def fill(self) -> bool:
-        """Submit what may be. False: all are finished."""
-        in_flight = sum(not handle.done for handle in self._handles[self._waited_for :])
-        while len(self._handles) < len(self.prompts) and in_flight < self._engine.config.max_batch:
-            try:
-                self._handles.append(self._engine.submit(self.prompts[len(self._handles)], **self._params))
-            except QueueFull:
-                if not in_flight:  # nothing of ours to wait for
-                    raise
-                break
-            in_flight += 1
-        while self._waited_for < len(self._handles) and self._handles[self._waited_for].done:
-            self.oldest.result()  # raises where it failed
-            self._waited_for += 1
-        return self._waited_for < len(self.prompts)
-
-    @property
-    def oldest(self) -> RequestHandle:
-        """The first that is not finished."""
-        return self._handles[self._waited_for]
-
-    def results(self) -> Any:
-        results = [handle.result() for handle in self._handles]
-        return results[0] if self.single else results
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.close()
-
-
-def new_cache(model: Model, config: EngineConfig) -> KVCache:
-    """The pool of pages that the config asks for, or that there is room for. Raises ConfigError, OutOfMemory."""
+def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
+    """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
     size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
     page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size, pages=1).nbytes
-    wanted = config.max_batch * -(-context // size)
     held, free = model.backend.memory()
-    most = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
-    if most is not None and held is None and free is not None:  # of several memories: what is free is within the limit
-        most = free
+    limit = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
+    if limit is not None and held is None and free is not None:  # several memories: `free` respects the limit already
+        limit = free
     if config.cache_tokens is not None:
         pages = -(-config.cache_tokens // size)
     elif config.cache_bytes is not None:
         pages = config.cache_bytes // page_bytes
     else:
         share = None if free is None else free // CACHE_SHARE // page_bytes
-        pages = max(1, min(each for each in (wanted, share, most and most // page_bytes) if each is not None))
-    if pages < 1 or (most is not None and pages * page_bytes > most):
-        limit = "" if most is None else f", and memory_limit leaves {most:,} for the cache"
+        wanted = config.max_batch * -(-context // size)
+        pages = max(1, min(each for each in (wanted, share, limit and limit // page_bytes) if each is not None))
+    if pages < 1 or (limit is not None and pages * page_bytes > limit):
+        room = "" if limit is None else f", and memory_limit leaves {limit:,} for the cache"
         raise ConfigError(
-            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{limit}; "
+            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{room}; "
             "give it fewer tokens, or more memory",
             field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
         )
-    return model.new_cache(config.max_batch, context, dtype=dtype, page_size=size, pages=pages)
+    cache = model.new_cache(config.max_batch, context, dtype=dtype, page_size=size, pages=pages)
+    assert isinstance(cache, PagedKVCache)
+    return cache

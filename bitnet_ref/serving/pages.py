@@ -1,73 +1,66 @@
-"""`PagePool`: which page of a fixed pool holds which tokens. Bookkeeping only; the keys and values are elsewhere.
+"""`PagePool`: which page of a fixed pool holds which tokens. Bookkeeping only; the cache holds the keys and values.
 
 The cache of all sequences is one pool of pages of `page_size` tokens, as in vLLM (arXiv 2309.06180). A sequence holds a
-`Lease`: its pages, in order. Pages are counted, so several leases may hold one:
+`Lease`: its pages, in order. Several leases may hold one page, which counts them:
 
-* A *full* page whose tokens are computed is put in an index under its own tokens and those before it. Whoever begins
-  with the same tokens takes the page instead of computing it again. The index compares the tokens themselves.
-* A page that nobody holds keeps its place in the index until its room is needed: the one unused for longest goes first.
-* Whoever writes to a page that is shared gets a copy of its own first.
+* A *full* page of computed tokens is indexed by its tokens and those before it. A sequence that begins with the same
+  tokens takes the page instead of computing it. The index compares the tokens themselves, not hashes.
+* A page without holders stays in the index until its space is needed; the one unused for longest goes first.
+* A sequence that writes to a shared page gets its own copy first.
 
-That two sequences may share what was computed for one of them, to the bit, is the model's batch invariance.
+By the model's batch invariance a shared page holds, to the bit, what each of its sequences would have computed.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-Key = tuple[int, bytes]  # (the content before this page, by its number; this page's tokens)
+Key = tuple[int, bytes]  # (number of the content before this page, this page's tokens)
 NOTHING_BEFORE = 0
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens. share: whether sequences may take each other's full pages."""
+    """`pages` pages of `page_size` tokens. share: whether sequences may share full pages."""
 
     def __init__(self, pages: int, page_size: int, share: bool = True) -> None:
         self.pages, self.page_size, self.share = pages, page_size, share
         self._holders = [0] * pages
-        self._blank = list(range(pages - 1, -1, -1))  # hold nothing
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in the index, held by nobody; longest unused first
+        self._blank = list(range(pages - 1, -1, -1))  # not indexed, no holders
+        self._idle: OrderedDict[int, None] = OrderedDict()  # indexed, no holders; longest unused first
         self._index: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * pages
-        self._contents = [NOTHING_BEFORE] * pages  # the number of an indexed page's content, never given twice
+        self._contents = [NOTHING_BEFORE] * pages  # the unique number of an indexed page's content
         self._last_content = NOTHING_BEFORE
 
     @property
     def available(self) -> int:
-        """Pages that can be had now: blank ones, and those kept only because their tokens may come again."""
+        """Pages without holders."""
         return len(self._blank) + len(self._idle)
 
     @property
     def in_use(self) -> int:
         return self.pages - self.available
 
-    @property
-    def kept(self) -> int:
-        """Pages that nobody holds but that still know their tokens."""
-        return len(self._idle)
-
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def open(self, ids: NDArray[np.int64]) -> Lease:
-        """A lease for a sequence that begins with these tokens. It already holds the pages that are known."""
+        """A lease for a sequence that begins with these tokens. It already holds the indexed pages."""
         lease = Lease(self)
         lease.adopt(ids)
         return lease
 
-    def find(self, before: int, tokens: bytes) -> int | None:
-        """The page that holds these tokens after that content."""
-        return self._index.get((before, tokens))
+    def find(self, key: Key) -> int | None:
+        return self._index.get(key)
 
     def content(self, page: int) -> int:
         return self._contents[page]
 
     def is_shared(self, page: int) -> bool:
-        """Whether writing to it could be seen by anybody but its one holder."""
+        """Whether more than one sequence holds the page or may come to hold it."""
         return self._holders[page] > 1 or self._keys[page] is not None
 
     def hold(self, page: int) -> None:
@@ -76,12 +69,8 @@ class PagePool:
         self._holders[page] += 1
 
     def take(self) -> int:
-        """A page to write to. There must be one `available`."""
-        if self._blank:
-            page = self._blank.pop()
-        else:
-            page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+        """A page to write to. At least one must be `available`."""
+        page = self._blank.pop() if self._blank else self._forget_idle(last=False)
         self._holders[page] = 1
         return page
 
@@ -93,77 +82,61 @@ class PagePool:
             else:
                 self._idle[page] = None
 
-    def publish(self, page: int, before: int, tokens: bytes) -> int:
-        """Put a full page in the index. -> that page, or the one that was there for the same tokens already."""
-        known = self._index.setdefault((before, tokens), page)
+    def publish(self, page: int, key: Key) -> int:
+        """Index a full page. -> that page, or the one that was indexed with this key before."""
+        known = self._index.setdefault(key, page)
         if known == page and self._keys[page] is None:
             self._last_content += 1
-            self._keys[page], self._contents[page] = (before, tokens), self._last_content
+            self._keys[page], self._contents[page] = key, self._last_content
         return known
 
-    def forget_kept(self) -> None:
-        """Empty the pages that nobody holds."""
+    def clear_idle(self) -> None:
+        """Remove all pages without holders from the index."""
         while self._idle:
-            page, _ = self._idle.popitem()
-            self._forget(page)
-            self._blank.append(page)
+            self._blank.append(self._forget_idle(last=True))
 
-    def _forget(self, page: int) -> None:
+    def _forget_idle(self, last: bool) -> int:
+        page, _ = self._idle.popitem(last=last)
         key = self._keys[page]
         assert key is not None
         del self._index[key]
         self._keys[page], self._contents[page] = None, NOTHING_BEFORE
-
-    def check(self, leases: Iterable[Lease]) -> None:
-        """Raise AssertionError unless the books balance. leases: all that are open."""
-        held = Counter(page for lease in leases for page in lease.pages)
-        for page, holders in enumerate(self._holders):
-            assert holders == held[page], f"page {page}: {holders} holders noted, {held[page]} leases hold it"
-        blank, idle = set(self._blank), set(self._idle)
-        assert len(blank) == len(self._blank), "a page is blank twice"
-        assert blank | idle | set(held) == set(range(self.pages)), "a page is lost"
-        for one, other in ((blank, idle), (blank, set(held)), (idle, set(held))):
-            assert not one & other, "a page is in two places"
-        indexed = {page: key for page, key in enumerate(self._keys) if key is not None}
-        assert {page: key for key, page in self._index.items()} == indexed, "the index and the pages disagree"
-        assert not blank & set(indexed), "a blank page is in the index"
-        assert idle <= set(indexed), "a page is kept for tokens that nobody can find"
+        return page
 
 
 class Lease:
-    """The pages of one sequence, in order. `changed` is set when they are others than before; its reader clears it."""
+    """The pages of one sequence, in order. `changed` is set when they change; the reader clears it."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.pages: list[int] = []
-        self.published = 0  # of the pages, how many from the first are in the index
+        self.published = 0  # the first pages, as many as are indexed
         self.changed = True
 
     def adopt(self, ids: NDArray[np.int64], computed: int | None = None) -> int:
-        """Hold the known pages of a sequence that begins with these tokens, in place of computing them.
+        """Take the indexed pages of a sequence that begins with these tokens.   -> tokens that are in the pages now
 
-        computed: how many tokens are in the lease's own pages; adopting goes on only from the end of a page. At least
-        the last token is left to compute, for its logits.   -> tokens that are there now
+        computed: tokens in the lease's own pages; pages are adopted only after a full page. At least the last token
+        is left to compute, for its logits.
         """
         size, computed = self.pool.page_size, self.published * self.pool.page_size if computed is None else computed
         if not self.pool.share or computed != self.published * size:
             return computed
         while (self.published + 1) * size < len(ids):
-            page = self.pool.find(*self._key(ids, self.published))
+            page = self.pool.find(self._key(ids, self.published))
             if page is None:
                 break
             self.pool.hold(page)
-            if self.published < len(self.pages):  # one that was reserved for it
-                self.pool.drop(self.pages[self.published])
-                self.pages[self.published] = page
-            else:
+            if self.published == len(self.pages):
                 self.pages.append(page)
+            else:  # replaces a page that was reserved
+                self._replace(self.published, page)
             self.published += 1
             self.changed = True
         return self.published * size
 
     def next_key(self, ids: NDArray[np.int64], computed: int) -> Key | None:
-        """What the page that is computed next will be found under; None for one that will not be found."""
+        """The key of the next page to compute; None if the page will not be indexed."""
         size = self.pool.page_size
         if not self.pool.share or computed != self.published * size or computed + size >= len(ids):
             return None
@@ -174,40 +147,35 @@ class Lease:
         return max(0, self.pool.pages_for(stop) - len(self.pages)) + len(self._shared(start, stop))
 
     def reserve(self, start: int, stop: int) -> list[tuple[int, int]] | None:
-        """Make room to write tokens start to stop - 1. -> (page, its copy) of each page that has to be copied first.
+        """Make room to write tokens start to stop - 1. -> (page, its copy) for each page to copy before that
 
-        None, and nothing is changed, when the pool has too few pages.
+        None, without any change, when the pool has too few pages.
         """
         shared = self._shared(start, stop)
-        if stop <= len(self.pages) * self.pool.page_size and not shared:  # as for most tokens that are decoded
+        if stop <= len(self.pages) * self.pool.page_size and not shared:  # the usual case in decoding
             return []
         if self.missing(start, stop) > self.pool.available:
             return None
-        copies = []
-        for place in shared:
-            page = self.pool.take()
-            copies.append((self.pages[place], page))
-            self.pool.drop(self.pages[place])
-            self.pages[place] = page
-            self.published = min(self.published, place)
-            self.changed = True
+        copies = [(self.pages[index], self.pool.take()) for index in shared]
+        for index, (_, page) in zip(shared, copies, strict=True):
+            self._replace(index, page)
+            self.published = min(self.published, index)
         while len(self.pages) < self.pool.pages_for(stop):
             self.pages.append(self.pool.take())
-            self.changed = True
+        self.changed = True
         return copies
 
     def commit(self, ids: NDArray[np.int64], computed: int) -> None:
-        """The first `computed` of these tokens are in the pages now. A page that another sequence has computed in the
-        meantime takes the place of this one's: they are equal."""
+        """Note that the first `computed` of these tokens are in the pages. A page that another sequence has computed
+        meanwhile replaces this lease's equal one."""
         if not self.pool.share:
             return
         while (self.published + 1) * self.pool.page_size <= computed:
             page = self.pages[self.published]
-            known = self.pool.publish(page, *self._key(ids, self.published))
+            known = self.pool.publish(page, self._key(ids, self.published))
             if known != page:
                 self.pool.hold(known)
-                self.pool.drop(page)
-                self.pages[self.published] = known
+                self._replace(self.published, known)
                 self.changed = True
             self.published += 1
 
@@ -220,17 +188,21 @@ class Lease:
         return other
 
     def close(self) -> None:
-        """Give the pages back; the last first, so that of a kept sequence the end goes before the beginning."""
+        """Return the pages; the last first, so that the beginning of a sequence stays indexed longest."""
         while self.pages:
             self.pool.drop(self.pages.pop())
         self.published, self.changed = 0, True
 
-    def _key(self, ids: NDArray[np.int64], place: int) -> Key:
+    def _replace(self, index: int, page: int) -> None:
+        self.pool.drop(self.pages[index])
+        self.pages[index] = page
+
+    def _key(self, ids: NDArray[np.int64], index: int) -> Key:
         size = self.pool.page_size
-        before = self.pool.content(self.pages[place - 1]) if place else NOTHING_BEFORE
-        return before, ids[place * size : (place + 1) * size].tobytes()
+        before = self.pool.content(self.pages[index - 1]) if index else NOTHING_BEFORE
+        return before, ids[index * size : (index + 1) * size].tobytes()
 
     def _shared(self, start: int, stop: int) -> list[int]:
-        """Places of the pages that hold tokens start to stop - 1 and that this lease may not write to."""
+        """Indices of the pages that hold tokens start to stop - 1 and that this lease must copy before it writes."""
         first, last = start // self.pool.page_size, min(len(self.pages), self.pool.pages_for(stop))
-        return [place for place in range(first, last) if self.pool.is_shared(self.pages[place])]
+        return [index for index in range(first, last) if self.pool.is_shared(self.pages[index])]

@@ -1,99 +1,84 @@
-"""A request in the engine, from both sides: the engine works on a `Ticket`, the user has a `RequestHandle`.
+"""A request in the engine, from both sides: the engine works on a `Ticket`, the user holds a `RequestHandle`.
 
-The handle points to the ticket and not the other way, so that a handle nobody has any more is noticed, and its request
-cancelled.
+The ticket has no reference to the handle, so dropping the handle destroys it, which cancels the request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import EngineClosed, GenerationError, RequestCancelled
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
 from .scheduler import Job
 
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Future
-
-    from .engine import Engine
+NEWEST_CHUNKS = 16
 
 
 class Outbox:
-    """What the engine has for the reader. The engine's thread puts, any thread or event loop takes.
+    """Chunks on their way to the reader. The engine's thread puts, any thread or event loop takes.
 
-    A reader may be as slow as it likes: there are never more chunks than the request's max_tokens.
+    It holds at most max_tokens chunks, so a slow reader does no harm.
     """
 
     def __init__(self) -> None:
-        self.chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()  # None: no more will come
+        self.chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()  # None: the end
         self.error: GenerationError | None = None
         self.done = Event()
-        self.loop: AbstractEventLoop | None = None  # of the asyncio reader
-        self._sleepers: list[Future[None]] = []  # only its thread touches these
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an asyncio reader
+        self.news = asyncio.Event()
 
-    def end(self, error: GenerationError | None) -> None:
-        self.error = error
+    def end(self) -> None:
         self.chunks.put(None)
         self.done.set()
 
-    async def something_new(self) -> None:
-        """Wait for `wake`. The loop must be noted before the reader looks whether there is anything."""
-        assert self.loop is not None
-        sleeper: Future[None] = self.loop.create_future()
-        self._sleepers.append(sleeper)
-        await sleeper
-
-    def wake(self) -> None:
-        """In the loop's thread."""
-        for sleeper in self._sleepers:
-            if not sleeper.done():
-                sleeper.set_result(None)
-        self._sleepers.clear()
+    def subscribe(self) -> asyncio.Event:
+        """The event of news for this event loop, cleared. Call it before looking for chunks, to miss none."""
+        loop = asyncio.get_running_loop()
+        if self.loop is not loop:
+            self.loop, self.news = loop, asyncio.Event()
+        self.news.clear()
+        return self.news
 
 
-def wake_all(outboxes: Sequence[Outbox]) -> None:
-    """Tell the asyncio readers of these that there is something new: one call for each event loop."""
-    by_loop: dict[AbstractEventLoop, list[Outbox]] = {}
+def wake_readers(outboxes: Sequence[Outbox]) -> None:
+    """Wake the asyncio readers of these, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Outbox]] = {}
     for outbox in outboxes:
         if outbox.loop is not None:
             by_loop.setdefault(outbox.loop, []).append(outbox)
-    for loop, theirs in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake, theirs)
-        except RuntimeError:  # the loop is closed, and with it the reader gone
-            continue
+    for loop, of_loop in by_loop.items():
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(_wake, of_loop)
 
 
 def _wake(outboxes: Sequence[Outbox]) -> None:
     for outbox in outboxes:
-        outbox.wake()
+        outbox.news.set()
 
 
 @dataclass(frozen=True)
 class RequestState:
-    """What a request is doing, for those who watch."""
+    """The progress of a request."""
 
     request_id: int
     state: str  # "waiting", "running"
     prompt_tokens: int
     generated_tokens: int  # of all its n continuations
     age_s: float
-    newest_text: str  # of the first of them
-
-
-NEWEST_CHUNKS = 16
+    newest_text: str  # of its first continuation
 
 
 class Ticket:
-    """One request in the engine: its rows (n of them), and what has become of it. Made by the user's thread, then only
-    the engine's touches it."""
+    """One request in the engine and its n rows. The user's thread creates it; then only the engine's thread uses it."""
 
     def __init__(self, number: int, request: Request, priority: int, timeout_s: float | None, backend: str) -> None:
         self.number, self.request, self.timeout_s = number, request, timeout_s
@@ -106,7 +91,7 @@ class Ticket:
             Job(row, self.arrival_s, (number, choice), priority, owner=self) for choice, row in enumerate(self.rows)
         ]
         self.outbox = Outbox()
-        self.began_s: float | None = None
+        self.start_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self.submitted = False
@@ -117,37 +102,39 @@ class Ticket:
         return len(self.rows) == 1
 
     def state(self, now_s: float) -> RequestState:
-        """As it is now; any thread may ask."""
-        newest = self.rows[0].chunks[-NEWEST_CHUNKS:]
+        """Its progress; any thread may ask."""
         return RequestState(
             request_id=self.number,
-            state="waiting" if self.began_s is None else "running",
+            state="waiting" if self.start_s is None else "running",
             prompt_tokens=self.stats.prompt_tokens,
             generated_tokens=self.stats.generated_tokens,
             age_s=now_s - self.arrival_s,
-            newest_text="".join(chunk.text for chunk in newest),
+            newest_text="".join(chunk.text for chunk in self.rows[0].chunks[-NEWEST_CHUNKS:]),
         )
 
     def result(self) -> Generation | list[Generation]:
         results = [row.result(self.stats) for row in self.rows]
         return results[0] if self.streams else results
 
+    def cancellation(self) -> RequestCancelled:
+        return RequestCancelled(f"request {self.number} was cancelled after {self.stats.generated_tokens} tokens")
+
 
 class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     """One request: its chunks as they come, by `for` or `async for`, or its whole result.
 
-    `close()`, leaving a `with`, or dropping the handle cancels it and frees its part of the cache within one step. So
-    does an interrupt (Ctrl-C) or a cancelled task that waits for it. `stats` is live. Any thread may use it, or any
-    task of one event loop; each chunk goes to whoever asks first.
+    `close()`, leaving a `with`, or dropping the handle cancels the request and frees its part of the cache within one
+    step. So does an interrupt (Ctrl-C) or the cancellation of a task that waits for it. `stats` is live. Several
+    threads, or several tasks of one event loop, may use it; each chunk goes to the first that asks.
     """
 
-    def __init__(self, engine: Engine, ticket: Ticket) -> None:
-        self._engine, self._ticket, self._outbox = engine, ticket, ticket.outbox
+    def __init__(self, ticket: Ticket, cancel: Callable[[Ticket], None]) -> None:
+        self._ticket, self._cancel, self._outbox = ticket, cancel, ticket.outbox
         self._closed = False
         self._process = os.getpid()
 
     def __repr__(self) -> str:
-        state = "ended" if self.done else "waiting" if self._ticket.began_s is None else "running"
+        state = "ended" if self.done else "waiting" if self._ticket.start_s is None else "running"
         return f"<request {self.request_id}: {state}, {self.stats.generated_tokens} tokens>"
 
     @property
@@ -161,16 +148,16 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     @property
     def done(self) -> bool:
-        """Whether the engine has finished with it, well or not."""
+        """Whether the request has ended, successfully or not."""
         return self._outbox.done.is_set()
 
     def cancel(self) -> None:
-        """End it. What was generated can still be read; then comes RequestCancelled. Harmless when it is done."""
+        """End it. The chunks generated so far can still be read, followed by RequestCancelled."""
         if self._ticket.submitted and not self.done:
-            self._engine._cancel(self._ticket)
+            self._cancel(self._ticket)
 
     def close(self) -> None:
-        """End it: no further chunk comes."""
+        """End it and give no further chunk."""
         self._closed = True
         self.cancel()
 
@@ -182,9 +169,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     # -- sync ----------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> RequestHandle:
-        return self
-
     def __next__(self) -> StreamChunk:
         self._check_readable()
         if self._closed:
@@ -195,24 +179,23 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
             self.close()
             raise
         if chunk is None:
-            self._no_more()
+            self._end()
             raise StopIteration
         return chunk
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for its end. -> `Generation`, or a list of them with n > 1
+        """Wait for the end. -> `Generation`, or a list of them with n > 1
 
-        Raises the error that ended it, or TimeoutError (the request goes on) after so many seconds.
+        Raises the error that ended the request, or TimeoutError after `timeout_s` (the request goes on).
         """
         self._check_process()
         try:
-            if not self._outbox.done.wait(timeout_s):
-                raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
-        except TimeoutError:
-            raise
+            ended = self._outbox.done.wait(timeout_s)
         except BaseException:  # Ctrl-C
             self.close()
             raise
+        if not ended:
+            raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
         return self._result()
 
     def __enter__(self) -> RequestHandle:
@@ -223,30 +206,28 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     # -- asyncio -------------------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> RequestHandle:
-        return self
-
     async def __anext__(self) -> StreamChunk:
         self._check_readable()
-        self._listen()
         while not self._closed:
+            news = self._outbox.subscribe()
             try:
                 chunk = self._outbox.chunks.get_nowait()
             except Empty:
-                await self._wait()
+                await self._wait(news)
                 continue
             if chunk is not None:
                 return chunk
-            self._no_more()
+            self._end()
         raise StopAsyncIteration
 
     async def aresult(self) -> Any:
         """`result`, for asyncio."""
         self._check_process()
-        self._listen()
-        while not self.done:
-            await self._wait()
-        return self._result()
+        while True:
+            news = self._outbox.subscribe()
+            if self.done:
+                return self._result()
+            await self._wait(news)
 
     async def __aenter__(self) -> RequestHandle:
         return self
@@ -254,23 +235,18 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def _listen(self) -> None:
-        import asyncio
-
-        self._outbox.loop = asyncio.get_running_loop()
-
-    async def _wait(self) -> None:
+    async def _wait(self, news: asyncio.Event) -> None:
         try:
-            await self._outbox.something_new()
+            await news.wait()
         except BaseException:  # the task was cancelled
             self.close()
             raise
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _no_more(self) -> None:
-        """The chunks are over: by an error, or well."""
-        self._outbox.chunks.put(None)  # for the next who asks
+    def _end(self) -> None:
+        """After the last chunk: raise the request's error, if it has one."""
+        self._outbox.chunks.put(None)  # for other readers
         if self._outbox.error is not None and not self._closed:
             raise self._outbox.error
         self._closed = True
@@ -286,12 +262,12 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
             raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
 
     def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise EngineClosed(
-                f"this request belongs to the engine of process {self._process}, and this is process {os.getpid()}; "
-                "make an engine after the fork"
-            )
+        check_process(self._process, "this request belongs to the engine")
 
 
-def cancelled(ticket: Ticket) -> RequestCancelled:
-    return RequestCancelled(f"request {ticket.number} was cancelled after {ticket.stats.generated_tokens} tokens")
+def check_process(process: int, subject: str = "this engine belongs") -> None:
+    """Raise EngineClosed in a child process: the engine's thread exists only in the process that started it."""
+    if process != os.getpid():
+        raise EngineClosed(
+            f"{subject} of process {process}, and this is process {os.getpid()}; make an engine after the fork"
+        )

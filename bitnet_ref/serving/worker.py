@@ -1,7 +1,7 @@
-"""The engine's thread: takes requests in, plans a step, computes it, hands out the tokens, again and again.
+"""The engine's thread: it repeatedly takes in requests, plans a step, computes it and delivers the tokens.
 
-It alone touches the cache, the scheduler and the rows. Other threads leave requests and wishes to cancel, and take
-chunks out. What a step computes is in `step.py`.
+Only this thread uses the cache, the scheduler and the rows. Other threads add requests and cancellations, and read
+chunks. `step.py` computes a step.
 """
 
 from __future__ import annotations
@@ -11,52 +11,50 @@ import os
 import time
 from collections import deque
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING
 
+from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import PagedKVCache
 from ..errors import EngineClosed, GenerationError, QueueFull, RequestTimeout
 from ..generation.results import StreamChunk
-from ..reference.cache import KVCache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Plan, Scheduler
 from .step import Stepper, StepRecord, part_of, ticket_of
-from .tickets import Outbox, RequestState, Ticket, cancelled, wake_all
-
-if TYPE_CHECKING:
-    from ..api import Model
+from .tickets import Outbox, RequestState, Ticket, check_process, wake_readers
 
 
 class Worker:
-    """The thread and what it works on. `Engine` is its face."""
+    """The thread and its state, behind `Engine`."""
 
-    def __init__(self, model: Model, config: EngineConfig, cache: KVCache) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, cache: PagedKVCache) -> None:
         self.model, self.config, self.cache = model, config, cache
         self.pool = PagePool(cache.pages, cache.page_size, config.prefix_sharing)
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
         self._scheduler = Scheduler(self.pool, config.max_batch, config.max_batch_tokens, config.priority_wait_s)
-        self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._tell)
-        self._process = os.getpid()
-        self._changed = Condition()  # guards what follows
+        self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._deliver_later)
+        self.process = os.getpid()
+        self._changed = Condition()  # guards the following
         self._arrived: list[Ticket] = []
-        self._in_queue = 0  # requests that have not begun
+        self._in_queue = 0  # requests that have not started
         self._alive: dict[int, Ticket] = {}
         self._thread: Thread | None = None
-        self._closing: str | None = None  # why
+        self._closing: str | None = None  # the reason
         self._draining = False
-        # The rest only its thread touches, but for the left end of the first.
+        # Used by the thread only, except that others append to the first.
         self._to_cancel: deque[Ticket] = deque()
-        self._deadlines: list[tuple[float, int]] = []  # (when, whose): a ticket that ended is not kept for its time
-        self._news: list[tuple[Outbox, StreamChunk | None]] = []
+        self._deadlines: list[tuple[float, int]] = []  # (time, number of the request)
+        self._deliveries: list[tuple[Outbox, StreamChunk | None]] = []
 
     # -- called by other threads ---------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket) -> None:
         """Queue it. Raises QueueFull, EngineClosed."""
-        self.check_process()
+        check_process(self.process)
         with self._changed:
-            self._check_open()
+            if self._closing is not None:
+                raise EngineClosed(f"{self._closing}; make another one")
             if self._in_queue >= self.config.max_queue:
                 self.metrics.add("requests_refused")
                 running = len(self._alive) - self._in_queue
@@ -74,16 +72,16 @@ class Worker:
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Takes no lock: it may be called while an object is being destroyed, wherever that is. The thread looks here
-        before each step; and while it sleeps there is nothing to cancel."""
+        """Takes no lock, because a destructor may call it anywhere. The thread reads the list before each step; while
+        it sleeps there is nothing to cancel."""
         self._to_cancel.append(ticket)
 
-    def close(self, drain: bool, why: str = "the engine was closed") -> None:
-        """Take no more requests; finish those there are, or end them. Returns when the thread is gone."""
-        if self._process != os.getpid():
-            return  # the thread is the other process's
+    def close(self, drain: bool) -> None:
+        """Refuse new requests; finish the present ones, or end them. Returns when the thread has ended."""
+        if self.process != os.getpid():
+            return  # the thread is in another process
         with self._changed:
-            self._closing, self._draining = self._closing or why, drain
+            self._closing, self._draining = self._closing or "the engine was closed", drain
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not current_thread():
@@ -94,22 +92,11 @@ class Worker:
         return self._closing is not None
 
     def requests(self) -> list[RequestState]:
-        """Those that are not finished, in the order of their arrival."""
+        """The unfinished requests, in the order of their arrival."""
         now_s = time.perf_counter()
         with self._changed:
             alive = list(self._alive.values())
         return [ticket.state(now_s) for ticket in alive]
-
-    def check_process(self) -> None:
-        if self._process != os.getpid():
-            raise EngineClosed(
-                f"this engine belongs to process {self._process}, and this is process {os.getpid()}; "
-                "make an engine after the fork"
-            )
-
-    def _check_open(self) -> None:
-        if self._closing is not None:
-            raise EngineClosed(f"{self._closing}; make another one")
 
     def _gauges(self) -> dict[str, float]:
         return {
@@ -122,8 +109,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._take_in():
-                self._turn()
+            while self._admit_arrivals():
+                self._run_step()
         except BaseException as error:
             self._closing = f"the engine stopped by a fault of its own: {type(error).__name__}: {error}"
             raise
@@ -133,68 +120,69 @@ class Worker:
                 alive = list(self._alive.values())
             for ticket in alive:
                 self._end(ticket, EngineClosed(f"{self._closing} before request {ticket.number} was finished"), "abort")
-            self._hand_out()
-            self.pool.forget_kept()
+            self._deliver()
+            self.pool.clear_idle()
 
-    def _take_in(self) -> bool:
-        """Wait for something to do and let new requests in. False: it is time to stop."""
+    def _admit_arrivals(self) -> bool:
+        """Wait for work and pass new requests to the scheduler. False: the thread should end."""
         with self._changed:
             if not (self._scheduler.running or self._scheduler.waiting):
                 while not self._alive and self._closing is None:
                     self._changed.wait()
-                self._wait_for_company()
+                self._wait_for_more()
             if self._closing is not None and not (self._draining and self._alive):
                 return False
             arrived, self._arrived = self._arrived, []
         for ticket in arrived:
-            if ticket.ended:  # cancelled in the moment before
+            if ticket.ended:  # cancelled already
                 continue
             self._scheduler.add(ticket.jobs[0])
             if ticket.deadline_s is not None:
                 heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
         return True
 
-    def _wait_for_company(self) -> None:
-        """Dynamic batching: the first request after a pause waits a little, so that more can begin with it."""
+    def _wait_for_more(self) -> None:
+        """Dynamic batching: the first request after a pause waits a little for others to start with it."""
         until = time.perf_counter() + self.config.max_wait_s
         while self._closing is None and len(self._arrived) < self.config.max_batch:
             if (left := until - time.perf_counter()) <= 0:
                 return
             self._changed.wait(left)
 
-    def _turn(self) -> None:
-        """One step: drop what is not wanted any more, plan, compute, hand out."""
+    def _run_step(self) -> None:
+        """One step: end cancelled and expired requests, plan, compute, deliver."""
         while self._to_cancel:
             ticket = self._to_cancel.popleft()
-            self._end(ticket, cancelled(ticket), "abort")
+            self._end(ticket, ticket.cancellation(), "abort")
         self._expire()
         plan = self._scheduler.plan()
-        if plan.stopped:
-            self.metrics.add("num_preemptions", len(plan.stopped))
+        self.metrics.add("num_preemptions", len(plan.stopped))
         if plan.pieces:
             start = time.perf_counter()
-            self._begin(plan, start)
+            self._note_starts(plan, start)
             self._stepper.run(plan)
             self._record(plan, start)
         elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
-            raise RuntimeError(f"there are {jobs} sequences to run, and none of them can")
-        self._hand_out()
+            raise RuntimeError(f"none of {jobs} sequences can run")
+        self._deliver()
 
     def _expire(self) -> None:
         now = time.perf_counter()
         while self._deadlines and (self._deadlines[0][0] < now or self._deadlines[0][1] not in self._alive):
             _, number = heapq.heappop(self._deadlines)
             if (ticket := self._alive.get(number)) is not None:
-                done = f"{ticket.stats.generated_tokens} tokens were generated"
-                error = RequestTimeout(f"request {number} was not finished within {ticket.timeout_s} s; {done}")
+                error = RequestTimeout(
+                    f"request {number} was not finished within {ticket.timeout_s} s; "
+                    f"{ticket.stats.generated_tokens} tokens were generated"
+                )
                 self._end(ticket, error, "timeout")
 
-    def _begin(self, plan: Plan, now: float) -> None:
-        """Note the first step of each request."""
+    def _note_starts(self, plan: Plan, now: float) -> None:
+        """Note the requests whose first step this is."""
         for piece in plan.pieces:
             ticket = ticket_of(piece.job)
-            if ticket.began_s is None:
-                ticket.began_s = now
+            if ticket.start_s is None:
+                ticket.start_s = now
                 with self._changed:
                     self._in_queue -= 1
                 self.metrics.add("prompt_tokens", ticket.stats.prompt_tokens)
@@ -204,7 +192,7 @@ class Worker:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _end(self, ticket: Ticket, error: GenerationError | None, reason: str) -> None:
-        """Free what the request holds, and tell its reader. Harmless when it has ended."""
+        """Free what the request holds and tell its reader. No effect on one that has ended."""
         if ticket.ended:
             return
         ticket.ended = True
@@ -212,26 +200,25 @@ class Worker:
             self._scheduler.remove(job)
         with self._changed:
             del self._alive[ticket.number]
-            self._in_queue -= ticket.began_s is None
+            self._in_queue -= ticket.start_s is None
         self.metrics.end(reason)
         self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
-        if error is not None:
-            ticket.outbox.error = error
-        self._tell(ticket.outbox, None)
+        ticket.outbox.error = error
+        self._deliver_later(ticket.outbox, None)
 
-    def _tell(self, outbox: Outbox, chunk: StreamChunk | None) -> None:
-        """Something for a reader, which gets it when the step is over; None: that is all."""
-        self._news.append((outbox, chunk))
+    def _deliver_later(self, outbox: Outbox, chunk: StreamChunk | None) -> None:
+        """Deliver a chunk, or the end (None), after the step."""
+        self._deliveries.append((outbox, chunk))
 
-    def _hand_out(self) -> None:
-        """Give the readers their chunks and ends, all at once: a reader that wakes takes the interpreter's lock."""
-        news, self._news = self._news, []
-        for outbox, chunk in news:
+    def _deliver(self) -> None:
+        """Give all readers their chunks at once, because each reader that wakes takes the interpreter's lock."""
+        deliveries, self._deliveries = self._deliveries, []
+        for outbox, chunk in deliveries:
             if chunk is None:
-                outbox.end(outbox.error)
+                outbox.end()
             else:
                 outbox.chunks.put(chunk)
-        wake_all([outbox for outbox, _ in news])
+        wake_readers([outbox for outbox, _ in deliveries])
 
     def _record(self, plan: Plan, start: float) -> None:
         seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler

@@ -10,6 +10,7 @@ import pytest
 from helpers import BITNET, GOLDEN, chat_folder, model, tiny_tensors, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from tracing_engines import TOKENS, NoisyBackend, load_random
 
 import bitnet_ref
@@ -28,7 +29,6 @@ from bitnet_ref.crossval import (
 from bitnet_ref.crossval.receipt import read_receipt, seal, write_receipt
 from bitnet_ref.crossval.trace import record_to_file, trace_metadata, write_trace
 from bitnet_ref.errors import DeviceError, FormatError
-from bitnet_ref.formats.safetensors import write_safetensors
 
 CASE = GOLDEN / "bitnet-packed-offline"
 needs_cython = pytest.mark.skipif(bitnet_ref.available_backends()["cython"] is not None, reason="no extension here")
@@ -180,7 +180,7 @@ def test_traces_of_any_contents_are_judged(tmp_path, data):
     for name in data.draw(st.lists(st.sampled_from(sorted(seen)), max_size=60, unique=True)):
         seen.pop(name)
     if seen:
-        write_safetensors(tmp_path / "t", seen, trace_metadata([1, 5], engine="another"))
+        save_file(seen, tmp_path / "t", trace_metadata([1, 5], engine="another"))
         crossing = cross_trace(m, tmp_path / "t", causes=False)
         json.dumps(crossing.to_dict(), allow_nan=False)
         write_html(tmp_path / "r.html", "t", [crossing], {})

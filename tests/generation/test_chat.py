@@ -26,13 +26,13 @@ def prompt_of(model, history, message):
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 2, "top_k": 30}])
 def test_replies_are_those_of_the_whole_conversation_and_shared_tokens_are_not_computed(talker, params, monkeypatch):
     computed = []
-    candidates = bitnet_ref.Model.candidates
+    run = bitnet_ref.Model.run
 
     def watched(self, batch, *rest):
         computed.append(len(batch))
-        return candidates(self, batch, *rest)
+        return run(self, batch, *rest)
 
-    monkeypatch.setattr(bitnet_ref.Model, "candidates", watched)
+    monkeypatch.setattr(bitnet_ref.Model, "run", watched)
     session, history = (
         talker.chat(system="Be kind.", max_tokens=8, **params),
         [{"role": "system", "content": "Be kind."}],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError, TokenizerError
-from bitnet_ref.generation.banned import BannedWords
+from bitnet_ref.generation.processors import BannedWords
 from bitnet_ref.generation.streaming import TextStream
 from bitnet_ref.tokenizers.vocabulary import SortedTokens
 

@@ -10,7 +10,8 @@ import pytest
 from helpers import rng
 
 import bitnet_ref
-from bitnet_ref.backends.cpu.backend import why_unavailable
+from bitnet_ref.backends.cpu.extension import why_unavailable
+from bitnet_ref.backends.head import HeadRows, TokenLogits
 from bitnet_ref.generation.logprobs import TOKENS_AT_A_TIME, Logprobs
 from bitnet_ref.generation.sampling import log_probability
 
@@ -30,12 +31,14 @@ class Head:
 
 def test_computed_together_when_first_read_and_once():
     head = Head()
-    logprobs, hidden = Logprobs(head), rng(2).standard_normal((TOKENS_AT_A_TIME + 3, 8)).astype(np.float32)
-    later = [logprobs.add(i, x, None)[0] for i, x in enumerate(hidden[:-1])]
+    logprobs, hidden = Logprobs(), rng(2).standard_normal((TOKENS_AT_A_TIME + 3, 8)).astype(np.float32)
+    few = HeadRows(np.array([1]), np.zeros(1, np.float32))
+    tokens = [TokenLogits(few, 50, head, x) for x in hidden]
+    later = [logprobs.add(i, logits, None)[0] for i, logits in enumerate(tokens[:-1])]
     assert head.tokens == []
     assert later[1]() == log_probability(head.w @ hidden[1], 1)
     assert head.tokens == [TOKENS_AT_A_TIME]
-    later.append(logprobs.add(len(later), hidden[-1], None)[0])
+    later.append(logprobs.add(len(later), tokens[-1], None)[0])
     expected = [log_probability(head.w @ x, i) for i, x in enumerate(hidden)]
     assert [each() for each in later] == expected
     assert [each() for each in reversed(later)] == expected[::-1]
@@ -45,7 +48,8 @@ def test_computed_together_when_first_read_and_once():
 def test_known_logits_are_used_at_once():
     head = Head()
     logits = rng(3).standard_normal(50).astype(np.float32)
-    assert Logprobs(head).add(7, np.zeros(8, np.float32), logits)[0] == log_probability(logits, 7)
+    known = TokenLogits(HeadRows(np.arange(50), logits), 50, head, np.zeros(8, np.float32))
+    assert Logprobs().add(7, known, logits)[0] == log_probability(logits, 7)
     assert head.tokens == []
 
 

@@ -7,8 +7,7 @@ import pytest
 from helpers import DATA, GOLDEN, model
 
 from bitnet_ref.generation import SamplingParams
-from bitnet_ref.generation.banned import BannedWords
-from bitnet_ref.generation.processors import MinTokens, Rules
+from bitnet_ref.generation.processors import BannedWords, MinTokens, Rules
 from bitnet_ref.generation.sampling import distribution
 from bitnet_ref.tokenizers.vocabulary import SortedTokens
 

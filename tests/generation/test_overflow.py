@@ -124,7 +124,7 @@ def test_a_stream_tells_of_it_as_it_happens():
 
 
 @pytest.mark.parametrize("piece", [1, 3, 100])
-def test_whoever_runs_the_model_can_feed_a_continuation_in_pieces(piece):
+def test_a_continuation_can_be_fed_in_pieces(piece):
     """As an engine does: pages of a pool, `next_input` a piece at a time, all pages given back where it begins anew."""
     m = model("storyteller", FAST)
     params = SamplingParams(max_tokens=30, overflow="sinks", window=20, ignore_eos=True)
@@ -138,10 +138,10 @@ def test_whoever_runs_the_model_can_feed_a_continuation_in_pieces(piece):
         slot, start, ids = row.next_input
         ids = ids[:piece]
         ends = start + len(ids) == len(row.context)
-        hidden, found = m.candidates(TokenBatch.of([(slot, start, ids)], [0]), cache, [row.needs()])
+        logits = m.run(TokenBatch.of([(slot, start, ids)], [0]), cache, [row.needs()]).tokens[0]
         row.computed += len(ids)
         if ends:
-            row.accept(hidden[0], found[0], stats)
+            row.accept(logits, stats)
     expected = m.generate(PROMPT, max_tokens=30, overflow="sinks", window=20, ignore_eos=True)
     assert [chunk.token_id for chunk in row.chunks] == expected.token_ids
     assert begun == len(expected.overflows) + 1
@@ -188,7 +188,7 @@ def test_what_is_refused():
     for params, message in (
         ({"overflow": "forget"}, "overflow: expected one of error, truncate, sliding, sinks, got 'forget'"),
         ({"window": 300, "overflow": "sliding"}, "window: the model's context is 256 tokens, got 300"),
-        ({"window": 1}, "window: expected a whole number >= 2"),
+        ({"window": 1}, "window: expected a whole number of at least 2"),
         ({"window": 8, "overflow": "sinks", "sink_tokens": 7}, "sink_tokens: 7 leave no room"),
         ({"sink_tokens": -1}, "sink_tokens: expected"),
         ({"overflow": "sinks", "num_beams": 2}, "overflow: beam search .* takes no overflow, got 'sinks'"),

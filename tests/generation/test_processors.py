@@ -5,8 +5,8 @@ import pytest
 from helpers import model, rng
 
 import bitnet_ref
-from bitnet_ref.backends import HeadCandidates
-from bitnet_ref.backends.cpu.backend import why_unavailable
+from bitnet_ref.backends.cpu.extension import why_unavailable
+from bitnet_ref.backends.head import HeadRows, TokenLogits
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.processors import CountPenalties, Rules
@@ -97,11 +97,11 @@ def test_candidates_keep_the_k_largest_through_any_move(k):
         rules = Rules.of(SamplingParams(logit_bias=bias), 1, [], [])
         moved = rules.moved(np.array([1]))
         ids = np.union1d(np.argsort(-logits)[: k + len(moved)], moved)
-        got = rules.apply_among(np.array([1]), HeadCandidates(ids, logits[ids], 40))
+        values = rules.apply_among(np.array([1]), TokenLogits(HeadRows(ids, logits[ids]), 40, None))
         expected = rules.apply(np.array([1]), logits)
         best = np.argsort(-expected)[:k]
-        assert got.ids[np.argsort(-got.logits)[:k]].tolist() == best.tolist()
-        np.testing.assert_array_equal(np.sort(got.logits)[::-1][:k], expected[best])
+        assert ids[np.argsort(-values)[:k]].tolist() == best.tolist()
+        np.testing.assert_array_equal(np.sort(values)[::-1][:k], expected[best])
 
 
 def test_a_forbidden_token_is_never_drawn():
@@ -153,7 +153,7 @@ def test_users_processors_and_strategies(story):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"processors": [lambda ids, x: x[:5]]}, r"expected logits \(4096,\)"),
         ({"processors": [lambda ids, x: x * np.nan]}, "got NaN"),
@@ -163,8 +163,8 @@ def test_users_processors_and_strategies(story):
         ({"logit_bias": {4096: 1}}, "token id 4096 is not in the vocabulary"),
     ],
 )
-def test_what_users_functions_get_wrong(wrong, says):
-    with pytest.raises(GenerationError, match=says):
+def test_what_users_functions_get_wrong(wrong, message):
+    with pytest.raises(GenerationError, match=message):
         model("storyteller").generate("Alice", max_tokens=2, **wrong)
 
 

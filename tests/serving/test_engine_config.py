@@ -48,9 +48,9 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
-        ({"max_batch": 0}, "max_batch: expected a whole number >= 1, got 0"),
+        ({"max_batch": 0}, "max_batch: expected a whole number of at least 1, got 0"),
         ({"max_batch": True}, "max_batch"),
         ({"max_batch": 8, "max_batch_tokens": 8}, "max_batch_tokens: expected more than max_batch, 8"),
         ({"max_wait_s": -1}, "max_wait_s"),
@@ -66,15 +66,15 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
         ({"max_bach": 3}, "max_bach: there is no such setting; did you mean 'max_batch'"),
     ],
 )
-def test_wrong_settings_are_named(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**settings)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("max_batch = ", "is no TOML"),
+        ("max_batch = ", "is not valid TOML"),
         ("max_batch = 'many'", "max_batch: expected a whole number"),
         ("[engine]\nmax_que = 3", "max_que: there is no such setting; did you mean 'max_queue'"),
         ("engine = 3", "engine: expected a table"),
@@ -83,10 +83,10 @@ def test_wrong_settings_are_named(settings, said):
         ("[sampling]\ntop = 3", "sampling: unknown generation parameter"),
     ],
 )
-def test_a_wrong_file_is_named_with_the_key(tmp_path, text, said):
+def test_a_wrong_file_is_named_with_the_key(tmp_path, text, message):
     path = tmp_path / "engine.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"engine.toml.*{said}"):
+    with pytest.raises(ConfigError, match=f"engine.toml.*{message}"):
         EngineConfig.load(path, env={})
 
 

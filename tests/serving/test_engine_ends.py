@@ -8,7 +8,6 @@ import pytest
 from engine_checks import PROMPTS, check, gist, until
 from helpers import model
 
-from bitnet_ref.backends.cpu import backend as cython_backend
 from bitnet_ref.errors import (
     EngineClosed,
     GenerationError,
@@ -52,7 +51,7 @@ def test_a_stream_that_ends_early_frees_its_pages_within_a_step(engine, how):
 def test_cancelled_in_the_moment_of_its_arrival(engine, monkeypatch):
     """After the thread has let requests in, and before it looks for those to cancel."""
     worker, handles = engine._worker, []
-    take_in = worker._take_in
+    take_in = worker._admit_arrivals
 
     def and_cancel():
         goes_on = take_in()
@@ -61,7 +60,7 @@ def test_cancelled_in_the_moment_of_its_arrival(engine, monkeypatch):
             handles[-1].cancel()
         return goes_on
 
-    monkeypatch.setattr(worker, "_take_in", and_cancel)
+    monkeypatch.setattr(worker, "_admit_arrivals", and_cancel)
     assert engine.generate("Alice", max_tokens=5).text
     for handle in handles:
         with pytest.raises(RequestCancelled, match="after 0 tokens"):
@@ -144,21 +143,17 @@ def test_company_is_waited_for():
         outs = [engine.submit(prompt, max_tokens=2) for prompt in PROMPTS]
         for out in outs:
             out.result()
-        assert time.perf_counter() - start < 4.0  # the batch was full, so nobody waited any longer
+        assert time.perf_counter() - start < 4.0  # the batch was full, so no request waited longer
         assert len(engine.timeline[0].parts) == 4
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_candidates", "append"]
-)
+@pytest.mark.parametrize("op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_rows", "append"])
 def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
-    # A step that is replayed asks for no operation, and a fused pass for few.
-    monkeypatch.setattr(cython_backend, "MOST_RECORDED", 0)
-    monkeypatch.setattr(cython_backend, "run_fused", lambda be, compute, *rest: compute(be, *rest))
-    owner = type(story.new_cache(1, 1) if op == "append" else story.backend)
+    monkeypatch.setattr(story, "backend", story.backend.op_by_op())  # replayed steps and fused blocks call few ops
+    owner = type(story.backend)
     right, fail = getattr(owner, op), threading.Event()
 
     def faulty(self, *args, **kwargs):
@@ -235,7 +230,7 @@ def test_one_of_n_rows_fails_its_request(engine):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "said"),
+    ("prompt", "params", "message"),
     [
         ("Alice", {"num_beams": 2}, "use model.generate"),
         ("Alice", {"tempature": 1}, "temperature"),
@@ -247,8 +242,8 @@ def test_one_of_n_rows_fails_its_request(engine):
         ([4096], {}, "vocabulary"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(engine, prompt, params, said):
-    with pytest.raises(GenerationError, match=said):
+def test_what_cannot_be_is_refused_at_once(engine, prompt, params, message):
+    with pytest.raises(GenerationError, match=message):
         engine.stream(prompt, **params)
 
 

@@ -13,6 +13,7 @@ import tracemalloc
 from functools import cache
 
 import pytest
+from engine_checks import check_pool
 from helpers import GOLDEN, model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +115,7 @@ def check_load(backend, arrivals, batch, more, pool, sharing):
                 assert gist(handle.result()) == expected
             else:
                 assert [gist(out) for out in handle.result()] == expected
-    engine._worker.pool.check([])
+    check_pool(engine._worker.pool, [])
     assert engine._worker.pool.in_use == 0
 
 
@@ -203,7 +204,7 @@ def soak(streams, count, max_tokens):
     now = engine.metrics.snapshot()
     assert now["engine_faults"] == now["request_success"]["error"] == 0
     assert sum(now["request_success"].values()) == count
-    engine._worker.pool.check([])
+    check_pool(engine._worker.pool, [])
     assert engine._worker.pool.in_use == 0
     assert (threading.active_count(), open_files()) == (threads_before, files_before)
     assert set(found) == {number for number, job in enumerate(jobs) if job[2] in ("read", "slow")}

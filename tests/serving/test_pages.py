@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engine_checks import check_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -35,7 +36,7 @@ def test_the_same_beginning_is_found_again_in_full_pages():
     assert third.pages == first.pages[:1]
     other = pool.open(ids(7, *range(1, 9)))  # the second page's tokens after others
     assert other.pages == []
-    pool.check([first, second, third, other])
+    check_pool(pool, [first, second, third, other])
 
 
 def test_pages_are_kept_until_their_room_is_needed_and_the_end_of_a_sequence_goes_first():
@@ -45,12 +46,12 @@ def test_pages_are_kept_until_their_room_is_needed_and_the_end_of_a_sequence_goe
     fill(lease, tokens)
     pages = list(lease.pages)
     lease.close()
-    assert (pool.in_use, pool.kept, pool.available) == (0, 3, 4)
+    assert (pool.in_use, len(pool._idle), pool.available) == (0, 3, 4)
     taken = pool.open(ids(50))
     assert taken.reserve(0, 2 * SIZE) == []  # the blank one, and one of the three kept
     again = pool.open(tokens)
     assert again.pages == pages[:2]
-    pool.check([taken, again])
+    check_pool(pool, [taken, again])
 
 
 def test_a_content_that_is_gone_is_not_mistaken_for_the_next_one_in_its_page():
@@ -64,7 +65,7 @@ def test_a_content_that_is_gone_is_not_mistaken_for_the_next_one_in_its_page():
     other.commit(ids(9, 9, 9, 9, 4, 5, 6, 0), 4)
     third = pool.open(ids(9, 9, 9, 9, 4, 5, 6, 7, 0))
     assert third.pages == other.pages[:1]  # and not the page that once held 4, 5, 6, 7 after 0, 1, 2, 3
-    pool.check([other, third])
+    check_pool(pool, [other, third])
 
 
 def test_equal_pages_become_one():
@@ -81,7 +82,7 @@ def test_equal_pages_become_one():
     assert one.pages[:2] == two.pages[:2]
     assert one.pages[2] != two.pages[2]
     assert pool.in_use == 4
-    pool.check([one, two])
+    check_pool(pool, [one, two])
 
 
 def forked(tokens):
@@ -100,7 +101,7 @@ def test_writing_to_a_shared_page_copies_it_first():
     assert (source, more) == (lease.pages[1], [])
     assert child.pages == [lease.pages[0], copy]
     assert lease.reserve(6, 7) == []  # the page is its own again
-    pool.check([lease, child])
+    check_pool(pool, [lease, child])
 
 
 def test_a_full_page_is_copied_too_and_found_equal_afterwards():
@@ -109,7 +110,7 @@ def test_a_full_page_is_copied_too_and_found_equal_afterwards():
     assert len(child.reserve(7, 8)) == 1
     child.commit(tokens, 8)
     assert child.pages == lease.pages
-    pool.check([lease, child])
+    check_pool(pool, [lease, child])
 
 
 def test_too_few_pages_change_nothing():
@@ -121,7 +122,7 @@ def test_too_few_pages_change_nothing():
     one.close()
     one.close()
     assert two.reserve(0, 8) == []
-    pool.check([one, two])
+    check_pool(pool, [one, two])
 
 
 def test_without_sharing_nothing_is_found():
@@ -138,7 +139,7 @@ def test_the_check_can_fail(page):
     lease.reserve(0, 8)
     pool.drop(lease.pages[page])
     with pytest.raises(AssertionError):
-        pool.check([lease])
+        check_pool(pool, [lease])
 
 
 class Sequences(RuleBasedStateMachine):
@@ -204,8 +205,8 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def forget(self):
-        self.pool.forget_kept()
-        assert self.pool.kept == 0
+        self.pool.clear_idle()
+        assert len(self.pool._idle) == 0
 
     @invariant()
     def every_sequence_finds_its_tokens(self):
@@ -216,7 +217,7 @@ class Sequences(RuleBasedStateMachine):
 
     @invariant()
     def the_books_balance(self):
-        self.pool.check(self.open)
+        check_pool(self.pool, self.open)
 
 
 TestSequences = Sequences.TestCase

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from engine_checks import check_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ class Cache:
                 if row.to_come == 0:
                     self.scheduler.remove(job)
         jobs = [*self.scheduler.running, *self.scheduler.waiting]
-        self.scheduler.pool.check([job.lease for job in jobs if job.lease is not None])
+        check_pool(self.scheduler.pool, [job.lease for job in jobs if job.lease is not None])
         return plan
 
 
@@ -75,7 +76,7 @@ def job(number, prompt, new=3, priority=0, arrival_s=None):
     return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority)
 
 
-def test_a_long_prompt_delays_nobody_who_decodes():
+def test_a_long_prompt_does_not_delay_decoding():
     scheduler, cache = engine(pages=40)
     short, long = job(0, [0, 1], new=20), job(1, list(range(60)), new=2)
     scheduler.add(short)

@@ -175,7 +175,7 @@ cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
 #
 # A kernel that a decoding step runs is a C function of one struct, its call. The Python function of its name fills the
 # struct and makes the call; given a tape, it also leaves a copy there. To play a tape is to make all of its calls again
-# without a line of Python between them: see `backends/recorded_step.py`.
+# without a line of Python between them: see `backends/cpu/replay.py`.
 
 ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # WELL, NO_MEMORY, or the row that was not well
 

@@ -146,7 +146,7 @@ cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
            const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, int threads,
            Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None, const float[:, ::1] sin=None):
-    """k and v (M, G, d) to a layer, at their slots and positions, as kv_dtypes.narrow keeps them. cos, sin: k is turned
+    """k and v (M, G, d) to a layer, at their slots and positions, as backends/cache_dtypes.narrow keeps them. cos, sin: k is turned
     by these angles (M, d/2) on its way.
 
     Returns -1, or the first token for whose position the table has no page, or that cannot be kept so: then nothing is

@@ -5,7 +5,7 @@
  *
  * STEP_MULADD(a, b, c) is a * b + c in double, fused where the target can: it serves sums only, whose last bit is lost.
  *
- * Plain version: bitnet_ref/layers.py and quantization.py, which these follow operation by operation: products and
+ * Plain version: reference/layers.py and reference/quantization.py, which these follow operation by operation: products and
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
  * So every copy gives NumPy's float32, bit for bit, but where a double sum lies within 1e-16 of a rounding boundary.
  * Dense rows (dense_rows.h) are summed in float32, in one fixed order on every machine.

@@ -3,7 +3,7 @@
  * The head of a 2B-4T is 0.66 GB a token in bfloat16, more than all ternary layers together, and greedy or top-k
  * sampling wants a handful of its 128,256 logits. Here every row is kept once more in int8 (half the bytes), with what a
  * rigorous bound needs. A row whose upper end lies below the k-th largest lower end cannot be among the k largest; the
- * others, some tens, are then computed from bfloat16 as ever (cython_backend.py). Nothing is guessed.
+ * others, some tens, are then computed from bfloat16 as ever (backends/cpu/backend.py). Nothing is guessed.
  *
  * A row:    w = s q + r,     q int8, s float;  |r| is taken from the residual itself, in double
  * A token:  x = t X + e,     X int16, t double; |e| likewise

@@ -1,6 +1,6 @@
 /* What a paged cache keeps of one row of a key or a value, d floats of one kv head.
  *
- * Plain version: kv_dtypes.narrow, which these follow bit by bit: floats as they are, the nearest halves (half to even),
+ * Plain version: backends/cache_dtypes.narrow, which these follow bit by bit: floats as they are, the nearest halves (half to even),
  * or int8 with a scale of the row's own. Few numbers a token: the compiler's own vectors are enough. */
 #ifndef BITNET_REF_KV_APPEND_H
 #define BITNET_REF_KV_APPEND_H
@@ -38,7 +38,7 @@ static inline void kv_halves(const float *x, size_t d, uint16_t *half) {
 }
 
 static inline void kv_int8(const float *x, size_t d, int8_t *x_q, float *scale) {
-    float largest = 1e-30f; /* kv_dtypes.SMALLEST_ABSMAX */
+    float largest = 1e-30f; /* backends/cache_dtypes.MIN_ABSMAX */
     for (size_t i = 0; i < d; i++) {
         const float size = fabsf(x[i]);
         largest = size > largest ? size : largest;

@@ -1,6 +1,6 @@
 /* What one token sees of one kv head in a paged cache: keys and values at positions first to first + n_keys - 1.
  *
- * Plain version: KVCache.visible and kv_dtypes.widen, which these follow bit by bit. */
+ * Plain version: KVCache.visible and backends/cache_dtypes.widen, which these follow bit by bit. */
 #ifndef BITNET_REF_KV_VIEW_H
 #define BITNET_REF_KV_VIEW_H
 
