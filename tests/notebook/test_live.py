@@ -138,10 +138,10 @@ def test_speed_is_of_the_last_minute():
 
 
 def test_text_of_requests_is_escaped_and_their_number_limited():
-    from bitnet_ref.serving.tickets import RequestState
+    from bitnet_ref.serving.tickets import RequestProgress
 
     hostile = "<script>alert(1)</script>\n\x1b[2J"
-    states = [RequestState(i, "running", 3, 1, 0.1, hostile) for i in range(MAX_ROWS + 3)]
+    states = [RequestProgress(i, "running", 3, 1, 0.1, hostile) for i in range(MAX_ROWS + 3)]
     frame = History().frame(0.0, {**SNAPSHOT, "generation_tokens": 0}, states, False)
     page = requests_html(frame)
     assert "<script>" not in page
