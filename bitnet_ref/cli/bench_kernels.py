@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..backends import NAMES
-from .bench_shared import draw_table, in_threads, in_time, machine_options, refuse_simd, report
+from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     Result = TypeVar("Result", KernelResult, CudaKernelResult)
 
-MAX_TOKENS = 1 << 20
 # The parts of `benchmark.gpu_goals`, which --help need not import
 PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
 # Facts of a row of `bench gpu`, by the name of the first one, in words
@@ -39,22 +38,6 @@ FACTS = {
     "gb_per_s": "{gb_per_s:,.0f} GB/s, {kernel}",
 }
 EMULATED = "Emulated on the host: the times say nothing about a GPU."
-
-
-class WholeNumbers(click.ParamType):
-    """Whole numbers with a separator: "6912x2560" -> (6912, 2560)."""
-
-    def __init__(self, name: str, separator: str, count: int | None = None) -> None:
-        self.name, self.separator, self.count = name, separator, count
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = value.lower().split(self.separator)
-        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MAX_TOKENS for word in words)
-        if not good or (self.count is not None and len(words) != self.count):
-            self.fail(f"expected {self.name}, whole numbers from 1 to {MAX_TOKENS}, got {value!r}", param, ctx)
-        return tuple(map(int, words))
 
 
 shape_option = click.option(
