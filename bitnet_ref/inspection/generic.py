@@ -17,31 +17,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendError, BitNetRefError, FormatError
+from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions, is_ternary, norms_of_layer
 from ..reference.config import ModelConfig
 from ..reference.weights import LinearWeight, TernaryWeight, linear_name
-from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
+from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import judge_model
+from .reporter import Reporter
 from .tokenizer import compare_with_config, describe_tokenizer
 
 if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
+    pass
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 _SEVERITIES = ("error", "warning", "note")
 
 
-class Inspector(ABC):
-    """One inspection on its way: each step adds what it can, and a finding for what it cannot."""
+class Inspector(Reporter, ABC):
+    """One inspection: each step adds the facts it can get, and a finding for those it cannot."""
 
-    config_source = "the configuration"  # what messages call it
     layers: str | None = None  # "model.layers": what the names of a layer's tensors begin with, before its number
 
     def __init__(self, path: Path, options: ReadOptions | None = None, progress: Progress | None = None) -> None:
-        self.path, self.progress = path, progress
-        self.options = options or ReadOptions()
-        self.out = Inspection(path=str(path))
+        super().__init__(path)
+        self.progress, self.options = progress, options or ReadOptions()
 
     def run(self) -> Inspection:
         out = self.out
@@ -61,19 +60,6 @@ class Inspector(ABC):
         out.findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
         return out
 
-    def note(self, severity: str, part: str, message: str, field: str | None = None) -> None:
-        self.out.findings.append(Finding(severity, part, message, field=field))
-
-    def fail(self, part: str, error: BitNetRefError) -> None:
-        """An error finding. A library that is missing is not the file's fault: such an error is raised."""
-        if isinstance(error, BackendError):
-            raise error
-        message = getattr(error, "message", str(error))
-        place = {key: getattr(error, key, None) for key in ("path", "offset", "field")}
-        finding = Finding("error", part, message, type(error).__name__, **place)
-        if finding not in self.out.findings:
-            self.out.findings.append(finding)
-
     # -- what a format says for itself ---------------------------------------------------------------------------------
 
     @abstractmethod
@@ -87,19 +73,6 @@ class Inspector(ABC):
     @abstractmethod
     def taken(self, checkpoint: Any) -> set[str]:
         """The reader's own set of the tensors that the model has used."""
-
-    def tokenizer_files(self) -> dict[str, bytes]:
-        """As `Checkpoint.tokenizer_files`, if possible whether or not the model could be opened."""
-        return {}
-
-    def load_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that `load` would take; None: there is none. TokenizerError."""
-        from ..tokenizers import load_tokenizer_files
-
-        files = self.tokenizer_files()
-        if "tokenizer.json" not in files and "tokenizer.model" not in files:
-            return None
-        return load_tokenizer_files(files, path=self.path)
 
     def layers_there(self, layers: int) -> list[int]:
         """The layers below `layers` that have a tensor. (No loop up to a number from the file: it may be billions.)"""

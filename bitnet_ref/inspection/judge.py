@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..formats.checkpoint import is_ternary
 from ..reference.config import ModelConfig
-
-if TYPE_CHECKING:
-    from .generic import Inspector
+from .reporter import Reporter
 
 LLAMA3_VOCAB = 128256
 _PLAUSIBLE = "the wrong one of the two gives text that looks plausible and is wrong"
@@ -24,7 +20,7 @@ KNOWN_SHAPES = {
 }
 
 
-def judge_model(inspector: Inspector, config: ModelConfig) -> None:
+def judge_model(inspector: Reporter, config: ModelConfig) -> None:
     """Add the findings."""
     _judge_activation(inspector, config)
     _judge_theta(inspector, config)
@@ -35,7 +31,7 @@ def judge_model(inspector: Inspector, config: ModelConfig) -> None:
         inspector.note("warning", "weights", message, field="lm_head")
 
 
-def _judge_activation(inspector: Inspector, config: ModelConfig) -> None:
+def _judge_activation(inspector: Reporter, config: ModelConfig) -> None:
     shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size)
     name, trained = KNOWN_SHAPES.get(shape, (None, None))
     hf_bitnet = inspector.config_source == "config.json" and config.model_type == "bitnet"
@@ -55,7 +51,7 @@ def _judge_activation(inspector: Inspector, config: ModelConfig) -> None:
         inspector.note("warning", "config", message + _PLAUSIBLE, field="hidden_act")
 
 
-def _judge_theta(inspector: Inspector, config: ModelConfig) -> None:
+def _judge_theta(inspector: Reporter, config: ModelConfig) -> None:
     if config.vocab_size == LLAMA3_VOCAB and config.rope.theta == 10000:
         message = (
             "the vocabulary is Llama 3's, whose models have theta 500000, and this one 10000, the default where "
@@ -64,7 +60,7 @@ def _judge_theta(inspector: Inspector, config: ModelConfig) -> None:
         inspector.note("warning", "config", message, field="rope_theta")
 
 
-def _judge_shares(inspector: Inspector) -> None:
+def _judge_shares(inspector: Reporter) -> None:
     """Ternary matrices that no training gives."""
     for matrix in inspector.out.ternary:
         for value, share in zip(("-1", "0", "+1"), matrix.shares, strict=True):
@@ -72,7 +68,7 @@ def _judge_shares(inspector: Inspector) -> None:
                 inspector.note("warning", "weights", f"{share:.1%} of the weights are {value}", field=matrix.name)
 
 
-def _judge_scales(inspector: Inspector) -> None:
+def _judge_scales(inspector: Reporter) -> None:
     """Scales that are far from all others; and scales that are large as a whole, as 1 / mean|W| is."""
     scales = {m.name: m.w_dequant_scale for m in inspector.out.ternary if m.w_dequant_scale is not None}
     if len(scales) < 3:

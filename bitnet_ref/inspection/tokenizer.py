@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ..errors import BitNetRefError
 from ..reference.config import ModelConfig
 from .facts import TokenizerFacts
+from .reporter import Reporter
 
 if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
-    from .generic import Inspector
 
 OLD_TEMPLATE = "BITNETAssistant"
 # What a known template has in it -> what it is, the first that fits
@@ -24,7 +24,7 @@ _TEMPLATES = (
 )
 
 
-def describe_tokenizer(inspector: Inspector) -> None:
+def describe_tokenizer(inspector: Reporter) -> None:
     """Fill in `Inspection.tokenizer`, or say why not."""
     try:
         tokenizer = inspector.load_tokenizer()
@@ -57,7 +57,7 @@ def describe_tokenizer(inspector: Inspector) -> None:
         inspector.note("warning", "tokenizer", message, field="chat_template")
 
 
-def _kind(inspector: Inspector, tokenizer: Tokenizer) -> str:
+def _kind(inspector: Reporter, tokenizer: Tokenizer) -> str:
     kind = "SentencePiece" if (tokenizer.path or "").endswith(".model") else "Hugging Face tokenizers"
     if (inspector.out.format or "").startswith("GGUF"):
         model = inspector.out.metadata.get("tokenizer.ggml.model", "")
@@ -77,7 +77,7 @@ def template_style(template: str | None) -> str | None:
     return "of its own"
 
 
-def compare_with_config(inspector: Inspector, config: ModelConfig) -> None:
+def compare_with_config(inspector: Reporter, config: ModelConfig) -> None:
     """The end tokens of both, and where they contradict each other."""
     facts, source = inspector.out.tokenizer, inspector.config_source
     stops = dict.fromkeys(config.eos_token_ids + (facts.eos_ids if facts else ()))
