@@ -29,7 +29,7 @@ from bitnet_ref.benchmark.timing import Timing, take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_shared
 from bitnet_ref.errors import BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
-from bitnet_ref.reference.quantization import first_invalid_code
+from bitnet_ref.formats.packing import first_invalid_code
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from ..errors import FormatError, TokenizerError
 from ..reference.config import ModelConfig
-from ..reference.quantization import first_invalid_code
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, linear_name
 from ..system.json_file import read_bounded
 from .binary_file import Closeable
 from .names import hf_module
+from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
