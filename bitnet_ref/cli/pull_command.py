@@ -51,7 +51,7 @@ def is_local(source: str) -> bool:
 
 
 def fetch(source: str, name: str | None, file: str | None) -> Entry:
-    from ..formats.registry.hub import pull as pull_from_hub
+    from ..formats.registry.add import pull as pull_from_hub
 
     quiet = wants_json() or not sys.stderr.isatty()
     if quiet:

@@ -33,12 +33,12 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
     from .registry.names import is_reference
-    from .registry.store import entries, find
+    from .registry.store import Store, find
 
     stored = find(os.fspath(model))
     if stored is not None:
         return stored
-    stored_names = [entry.name for entry in entries()] if is_reference(os.fspath(model)) else []
+    stored_names = [entry.name for entry in Store().entries()] if is_reference(os.fspath(model)) else []
     near = difflib.get_close_matches(os.fspath(model), [*shipped_models(), *stored_names], n=1)
     hint = f"did you mean {near[0]}? To" if near else "to"
     raise FormatError(
