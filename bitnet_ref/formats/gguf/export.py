@@ -105,7 +105,7 @@ class _Tensors:
         if quantized is None and self.kind not in DENSE_KINDS:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
             raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
-        if quantized is not None and quantized.use_rms_norm:
+        if self.checkpoint.input_norm_eps is not None:
             raise ConfigError("GGUF has no place for a norm inside a linear", field="use_rms_norm")
         for name in linear_names(self.config):
             n, k = linear_shape(self.config, name)
