@@ -12,7 +12,7 @@ import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options
-from .shell import DIFFERS, AnyFunction, LoadingBar, print_json, show, wants_json
+from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, print_json, show, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,8 +20,25 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..benchmark.record import Record
 
+MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
 SYNTHETIC = ("2b-4t", "700m", "1b", "7b", "tinyllama-1.1b")
+
+
+class WholeNumbers(click.ParamType):
+    """Whole numbers with a separator: "6912x2560" -> (6912, 2560)."""
+
+    def __init__(self, name: str, separator: str, count: int | None = None) -> None:
+        self.name, self.separator, self.count = name, separator, count
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = value.lower().split(self.separator)
+        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MAX_NUMBER for word in words)
+        if not good or (self.count is not None and len(words) != self.count):
+            self.fail(f"expected {self.name}, whole numbers from 1 to {MAX_NUMBER}, got {value!r}", param, ctx)
+        return tuple(map(int, words))
 
 
 def machine_options(function: AnyFunction) -> AnyFunction:
@@ -147,15 +164,8 @@ def draw_table(
     out: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, header: bool = True
 ) -> None:
     """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
-    from rich.table import Table
-
-    table = Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        is_number = index >= left
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
+    titles = columns if header else [""] * len(columns)
+    out.print(make_table([title if i < left else f">{title}|" for i, title in enumerate(titles)], rows))
 
 
 def in_threads(threads: int) -> str:
