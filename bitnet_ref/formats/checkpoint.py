@@ -67,6 +67,12 @@ class Checkpoint(Closeable, ABC):
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
         return FormatError(message, path=self.path, field=tensor)
 
+    @property
+    def input_norm_eps(self) -> float | None:
+        """The eps of the norm inside each ternary linear; None if there is none."""
+        quantized = self.config.quantization
+        return quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
+
     @abstractmethod
     def embedding(self) -> DenseWeight:
         """(V, D)"""
