@@ -21,7 +21,7 @@ from ...backends.run import Logits, run
 from ...backends.split import SplitBackend
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.weights import LinearWeight, ModelWeights
+from ...reference.weights import ATTENTION_LINEARS, LinearWeight, ModelWeights
 from .tree import BLOCKS, OpTime, Span, Step
 
 PATHS = ("ops", "blocks", "replayed")
@@ -142,8 +142,9 @@ class OpClock:
         if op == "hidden":
             return sum(self._nbytes(block, (None, layer), None) for layer in args[0].layers for block in BLOCKS)
         if op in BLOCKS:
-            prefix, cache_bytes = ("attn.", self.cache_bytes) if op == BLOCKS[0] else ("mlp.", 0)
-            return cache_bytes + sum(w.nbytes for name, w in args[1].linears() if name.startswith(prefix))
+            attends = op == BLOCKS[0]
+            weights = (w.nbytes for name, w in args[1].linears() if (name in ATTENTION_LINEARS) == attends)
+            return sum(weights) + self.cache_bytes * attends
         if op == "attention":
             return self.cache_bytes
         if op == "head_rows" and result is not None and hasattr(args[1], "screen_nbytes"):

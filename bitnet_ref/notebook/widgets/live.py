@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import BackendUnavailable
-from .frame import Frame, History, ShownRequest, as_table, figures_html, requests_html
+from .frame import Frame, History, as_table, figures_html, requests_html
 
 INTERVAL_S = 0.5
 
@@ -25,7 +25,7 @@ class LiveView:
 
     def __init__(
         self,
-        look: Callable[[], tuple[Mapping[str, Any], Sequence[ShownRequest], bool]],
+        look: Callable[[], tuple[Mapping[str, Any], Sequence[Any], bool]],
         interval_s: float = INTERVAL_S,
     ) -> None:
         self.interval_s = interval_s
