@@ -65,6 +65,7 @@ def crossing_figures(crossing: Crossing) -> dict[str, Any]:
         "unavailable": crossing.unavailable,
         "failed": crossing.failed,
         "comparisons": [figures(comparison) for comparison in crossing.comparisons],
+        "paths": {check.path: check.passed for check in crossing.paths},
         "rule": crossing.rule,
         "contract": None if crossing.contract is None else figures(crossing.contract),
         "greedy": None if crossing.greedy is None else crossing.greedy.to_dict(),
@@ -215,6 +216,9 @@ def _check_result(out: Verification, result: dict[str, Any], now: Crossing) -> N
         out.unchecked.append(f"{opponent}: not available {place}: {now.unavailable or result['unavailable']}")
         return
     out.check(f"{opponent}: agrees", result["agrees"], now.agrees)
+    for check in now.paths:
+        if check.path in result["paths"]:
+            out.check(f"{opponent}, path {check.path}", result["paths"][check.path], check.passed)
     for before, comparison in zip(result["comparisons"], now.comparisons, strict=False):
         after = figures(comparison)
         for key in ("tensors", "accumulators", "first_divergence", "problem"):

@@ -86,7 +86,7 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
         raise ConfigError("llama.cpp's architecture llama attends to all tokens", field="sliding_window")
 
 
-def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
+def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
     plain = model.on(Backend("float32", model.backend.threads))
     setting = Setting.of(plain, trace.token_ids)

@@ -89,5 +89,5 @@ def _run_attempts(
             crossing.failed = failed
             if failed is None:
                 with Trace(job["out"]) as trace:
-                    attempt.judge(crossing, model, trace, Path(job["out"]).parent)
+                    attempt.judge(crossing, model, trace)
     return crossings

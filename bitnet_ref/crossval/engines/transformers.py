@@ -33,8 +33,8 @@ def attempts(path: Path) -> list[Attempt]:
     return [Attempt(name, partial(_prepare, path, dtype, packed), _judge) for name, dtype, packed in variants]
 
 
-def _judge(crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
-    judge_by_contract(crossing, model, trace, folder)
+def _judge(crossing: Crossing, model: Model, trace: Trace) -> None:
+    judge_by_contract(crossing, model, trace)
     if trace.engine_dtype == "bfloat16":
         crossing.rule = _BFLOAT16
 
