@@ -96,8 +96,8 @@ class Crossing:
         sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
         return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+    def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
+        """As plain JSON values; `describe` gives those of a comparison."""
         return {
             "opponent": self.opponent,
             "agrees": self.agrees,
@@ -105,10 +105,10 @@ class Crossing:
             "unavailable": self.unavailable,
             "failed": self.failed,
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "comparisons": [describe(comparison) for comparison in self.comparisons],
             "paths": [check.to_dict() for check in self.paths],
             "rule": self.rule,
-            "contract": None if self.contract is None else self.contract.to_dict(),
+            "contract": None if self.contract is None else describe(self.contract),
             "greedy": None if self.greedy is None else self.greedy.to_dict(),
         }
 

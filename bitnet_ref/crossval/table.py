@@ -10,7 +10,7 @@ from typing import Any
 from ..api import load
 from .engines.outside import ENGINES, cross_engine_on
 from .opponents import Crossing, cross_backends, default_tokens
-from .receipt import crossing_figures
+from .receipt import figures
 
 Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, path, tokens
 Report = Callable[[str], None]
@@ -59,7 +59,7 @@ class Table:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values: the figures of a receipt."""
         rows = {
-            model: {name: crossing_figures(found) for name, found in row.items()} for model, row in self.rows.items()
+            model: {name: found.to_dict(figures) for name, found in row.items()} for model, row in self.rows.items()
         }
         return {"agrees": self.agrees, "missing": self.missing(), "models": rows}
 

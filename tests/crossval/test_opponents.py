@@ -307,7 +307,7 @@ def test_a_receipt_that_says_otherwise_is_refuted(receipt):
     result = next(result for result in kept["results"] if result["comparisons"])
     result["comparisons"][0]["accumulators"]["compared"] += 1
     kept["results"] = [result]
-    result["paths"]["ops, decoding"] = False
+    next(check for check in result["paths"] if check["path"] == "ops, decoding")["passed"] = False
     body = {key: kept[key] for key in ("kind", "bitnet_ref", "subject", "results", "agrees")}
     write_receipt(receipt, seal(body))
     found = verify_receipt(receipt)

@@ -30,7 +30,7 @@ Judge = Callable[[Crossing, Model, Trace], None]
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExternalEngine:
     """An engine: its name, the packages that its recorder imports, and what pip installs them."""
 
     name: str

@@ -38,9 +38,9 @@ from ..names import ACC, INT8, SCALE, linear_input
 from ..opponents import Crossing
 from ..report import evidence
 from ..trace import Trace
-from .engine import Attempt, Engine, Prepared
+from .engine import Attempt, ExternalEngine, Prepared
 
-ENGINE = Engine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
+ENGINE = ExternalEngine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
 BLOCK = 256
 _BLOCKS = "activations quantised in blocks of 256"
 _FLOATS = "matrices as floats, activations not quantised"
