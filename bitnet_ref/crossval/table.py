@@ -10,7 +10,7 @@ from typing import Any
 from ..api import load
 from .engines.outside import ENGINES, cross_engine_on
 from .opponents import Crossing, cross_backends, default_tokens
-from .receipt import crossing_figures
+from .receipt import figures
 
 Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, path, tokens
 Report = Callable[[str], None]
@@ -59,7 +59,7 @@ class Table:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values: the figures of a receipt."""
         rows = {
-            model: {name: crossing_figures(found) for name, found in row.items()} for model, row in self.rows.items()
+            model: {name: found.to_dict(figures) for name, found in row.items()} for model, row in self.rows.items()
         }
         return {"agrees": self.agrees, "missing": self.missing(), "models": rows}
 
@@ -94,15 +94,20 @@ def cell(crossing: Crossing) -> str:
     if bad is not None:
         first = bad.first_divergence
         return f"**DIFFERS**: {bad.problem if first is None else first.name}"
-    found = crossing.comparisons[-1]
-    if all(op.equal for op in found.ops):
+    if not crossing.agrees:
+        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
+    if not crossing.comparisons:
+        return "agrees"
+    free = crossing.comparisons[-1]
+    if all(op.equal for op in free.ops):
         return "equal"
-    kl = "" if found.logits is None else f", KL {max(found.logits.kl_max, 0.0):.0e}"
-    flips = f", {found.n_flips} flips" if found.n_flips else ""
+    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
+    flips = f", {free.n_flips} flips" if free.n_flips else ""
     if crossing.rule is None:
         return f"agrees{flips}{kl}"
-    apart = "" if crossing.contract is None or crossing.contract.logits is None else crossing.contract.logits.kl_max
-    return f"inexact*{kl}" if apart == "" else f"explained*{kl}; without the rule {apart:.0e}"
+    if crossing.contract is None or crossing.contract.logits is None:
+        return f"inexact*{kl}"
+    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
 def cross_all(
