@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from .backends.loaded import LoadedModel
-from .backends.placement import Placement, opened, placed
+from .backends.placement import Placement, assign_layers, open_backends
 from .errors import BackendUnavailable, ConfigError, GenerationError
-from .formats.checkpoint import Progress, ReadOptions, read_weights
+from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .generation import ChatSession, TokenStream, generate, stream
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
-from .system.sharing import identity, shared
+from .system.sharing import file_identity, share_by_key
 
 if TYPE_CHECKING:
     from .notebook.profiling import Profile
@@ -107,7 +107,7 @@ def load(
     device, options = _gather(device, options, flat)
     path = find_model(model)
     placement = Placement.of(device.devices, device.gpu_layers, device.cache_tokens)
-    chosen, *cards = opened(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
+    chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
     reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, verify=options.verify)
@@ -117,7 +117,7 @@ def load(
         if prepared is not None and (mapped := prepared.read()) is not None:
             return Model(*mapped, chosen, path, cache_dtype=cache_dtype)
         with open_checkpoint(path, reading) as checkpoint:
-            be = placed([chosen, *cards], checkpoint, placement, cache_dtype)
+            be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
@@ -127,8 +127,8 @@ def load(
         return read()
     plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
     computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
-    key = str(path), identity(path), computing, reading, cache_dtype, options.prepared
-    return shared(key, read, is_usable=lambda model: not model.is_closed)
+    key = str(path), file_identity(path), computing, reading, cache_dtype, options.prepared
+    return share_by_key(key, read, is_usable=lambda model: not model.is_closed)
 
 
 def _gather(
@@ -206,16 +206,17 @@ class Model(LoadedModel):
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
         return ChatSession(self, system, **params)
 
-    def profile(self, prompt: Any = None, **params: Any) -> Profile:
+    def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
         With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
-        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. path: "ops" times
+        each operation, "blocks" the fused blocks, "replayed" whole steps as `generate` computes them. See
         `profiling.Profile`: print it, `plot()`, `save(path)`.
         """
         from .notebook.profiling import Profile
 
-        profile = Profile(self)
+        profile = Profile(self, path)
         if prompt is None and params:
             raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
         if prompt is not None:

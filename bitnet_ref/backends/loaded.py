@@ -46,6 +46,7 @@ class LoadedModel:
         """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use."""
         self.config, self.backend, self.path = config, backend, path
         self.cache_dtype = cache_dtype
+        self.run_pass: Callable[..., Logits] = run  # a profile replaces it while it watches
         self._weights: ModelWeights | None = weights
         self._load_tokenizer = load_tokenizer
 
@@ -112,7 +113,7 @@ class LoadedModel:
         path: str | None = None,
     ) -> Logits:
         """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""
-        return run(self.backend, self.weights, self.config, batch, cache, top, path)
+        return self.run_pass(self.backend, self.weights, self.config, batch, cache, top, path)
 
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> NDArray | list[NDArray]:
         """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype

@@ -1,14 +1,15 @@
-"""`bitnet-ref bench serve`: draws what `bitnet_ref.benchmark.serve` measures."""
+"""`bitnet-ref bench serve`: the engine under load."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .bench_shared import Subject, in_words, new_table, plot_option, subject_options
-from .shell import DIFFERS, LoadingBar, common_options, print_json, show, wants_json
+from .bench_shared import Subject, WholeNumbers, draw_table, in_threads, plot_option, report, subject_options
+from .shell import AnyFunction, LoadingBar, common_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,29 +17,25 @@ if TYPE_CHECKING:
     from ..benchmark.serve import Quantiles, ServeBench
 
 
-class Range(click.ParamType):
-    """ "16-64" -> (16, 64), and "32" -> (32, 32)."""
+def token_range(ctx: click.Context, param: click.Parameter, numbers: tuple[int, ...]) -> tuple[int, int]:
+    """(16, 64) of "16-64", (32, 32) of "32" """
+    if len(numbers) > 2 or numbers[0] > numbers[-1]:
+        raise click.BadParameter(f"expected a number of tokens or a range like 16-64, got {numbers}", ctx, param)
+    return numbers[0], numbers[-1]
 
-    name = "FROM-TO"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        words = value.split("-")
-        good = len(words) <= 2 and all(word.isascii() and word.isdecimal() and len(word) < 8 for word in words)
-        low, high = (int(words[0]), int(words[-1])) if good else (0, 0)
-        if not 1 <= low <= high:
-            self.fail(f"expected a number of tokens or a range like 16-64, got {value!r}", param, ctx)
-        return low, high
+def range_option(name: str, default: str, help: str) -> Callable[[AnyFunction], AnyFunction]:
+    kind = WholeNumbers("FROM-TO", "-")
+    return click.option(name, type=kind, default=default, show_default=True, callback=token_range, help=help)
 
 
 @click.command(short_help="Throughput and waiting times of the engine, for each offered load.")
 @subject_options
 @click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, help="At each rate.")
-@click.option("--rate", "rates", type=float, multiple=True, help="Requests a second. May be given again.  "
+@click.option("--rate", "rates", type=float, multiple=True, help="Requests per second. May be repeated.  "
               "[default: shares of the capacity]")  # fmt: skip
-@click.option("--prompt", type=Range(), default="8-32", show_default=True, help="Prompt tokens, drawn evenly.")
-@click.option("--new", type=Range(), default="16-64", show_default=True, help="New tokens, drawn evenly.")
+@range_option("--prompt", "8-32", "Prompt tokens, drawn evenly.")
+@range_option("--new", "16-64", "New tokens, drawn evenly.")
 @click.option("--together", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts at once, against "
               "one after another.")  # fmt: skip
 @click.option("--max-batch", type=click.IntRange(min=1), default=64, show_default=True)
@@ -71,42 +68,39 @@ def serve(
     load = Load(requests, prompt, new, seed)
     loaded = subject.load()
     with LoadingBar("measuring") as bar:
-        found = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)
-    if plot is not None and found.points:
-        save_serve_plot(found, plot)
-    name = f"{subject.name}, {subject.shortness} layers" if subject.shortness else subject.name
-    if wants_json():
-        print_json({"model": name, **found.to_dict()})
-    else:
-        show(lambda out: draw_serve(found, name, out))
-    if not found.equal:
-        raise click.exceptions.Exit(DIFFERS)
+        bench = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)
+    if plot is not None and bench.points:
+        save_serve_plot(bench, plot)
+    name = f"{subject.name}, {subject.shortened} layers" if subject.shortened else subject.name
+    report(bench, lambda out: draw_serve(bench, name, out), model=name)
 
 
-def draw_serve(found: ServeBench, name: str, out: Console) -> None:
-    """Facts, then a line for each rate."""
-    out.print(f"{name}; {found.backend}, {in_words(found.threads)}; at most {found.config.max_batch} sequences a step")
-    if not found.equal or found.together is None:
+def draw_serve(bench: ServeBench, name: str, out: Console) -> None:
+    """Facts, then a row for each rate."""
+    threads = in_threads(bench.threads)
+    out.print(f"{name}; {bench.backend}, {threads}; at most {bench.config.max_batch} sequences per step")
+    if bench.together is None:
         out.print("DIFFERS: a request gave something else among others than alone", style="bold red")
         return
-    out.print(f"{found.checked} requests among others give what they give alone: tokens, text and log probabilities")
-    both = found.together
+    out.print(f"{bench.checked} requests among others give what they give alone: tokens, text and log probabilities")
+    both, rounds = bench.together, ", ".join(f"{ratio:.2f}" for ratio in bench.together.ratios)
     out.print(
         f"{both.prompts} prompts together {both.together_tokens_per_s:.1f} tok/s, one after another "
-        f"{both.alone_tokens_per_s:.1f}: {both.ratio:.2f} x (rounds: {', '.join(f'{r:.2f}' for r in both.ratios)})"
+        f"{both.alone_tokens_per_s:.1f}: {both.ratio:.2f} x (rounds: {rounds})"
     )
-    out.print(f"capacity {found.capacity_per_s:.2f} requests/s, all {found.load.requests} at once")
+    out.print(f"capacity {bench.capacity_per_s:.2f} requests/s, all {bench.load.requests} at once")
     out.print("waits in ms: p50 p95 p99", style="dim")
-    table = new_table("offered/s", "done/s", "tok/s", "batch", "first token", "between tokens", "refused")
-    for point in found.points:
-        table.add_row(
+    rows = [
+        (
             *(f"{point.offered_per_s:.2f}", f"{point.requests_per_s:.2f}", f"{point.tokens_per_s:.1f}"),
-            f"{point.mean_batch:.1f}",
-            *(waits(point.first_token), waits(point.between_tokens)),
+            *(f"{point.mean_batch:.1f}", in_ms(point.first_token), in_ms(point.between_tokens)),
             f"{point.refused / point.requests:.0%}",
         )
-    out.print(table)
+        for point in bench.points
+    ]
+    columns = ("offered/s", "done/s", "tok/s", "batch", "first token", "between tokens", "refused")
+    draw_table(out, columns, rows)
 
 
-def waits(found: Quantiles | None) -> str:
-    return "" if found is None else " ".join(f"{1e3 * value:.1f}" for value in (found.p50_s, found.p95_s, found.p99_s))
+def in_ms(waits: Quantiles | None) -> str:
+    return "" if waits is None else " ".join(f"{1e3 * wait:.1f}" for wait in vars(waits).values())

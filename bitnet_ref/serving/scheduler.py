@@ -43,7 +43,7 @@ NO_SLOT = -1
 class Job:
     """One sequence in the engine: its row, its rank in the order, and its pages and slot."""
 
-    __slots__ = ("arrival_s", "cached", "lease", "owner", "priority", "rank", "row", "running", "times_stopped")
+    __slots__ = ("arrival_s", "cached", "lease", "owner", "priority", "rank", "row", "running")
 
     def __init__(self, row: Row, arrival_s: float, number: tuple[int, int], priority: int = 0, owner: object = None):
         self.row, self.owner, self.priority, self.arrival_s = row, owner, priority, arrival_s
@@ -51,7 +51,6 @@ class Job:
         self.lease: Lease | None = None
         self.running = False
         self.cached = 0  # tokens that the cache held when it was admitted
-        self.times_stopped = 0
 
     def __lt__(self, other: Job) -> bool:
         return self.rank < other.rank
@@ -62,7 +61,7 @@ class Job:
         return self.row.context_tokens - self.row.computed
 
 
-class Piece(NamedTuple):
+class PlannedPiece(NamedTuple):
     """`tokens` tokens of a job from `start` on. `ends`: the next token can be chosen after them."""
 
     job: Job
@@ -73,10 +72,10 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step. copies: (source page, target page), to copy first. stopped: jobs that lost their slot and pages."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[PlannedPiece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     stopped: list[Job] = field(default_factory=list)
 
@@ -113,9 +112,9 @@ class Scheduler:
         job.lease.close()
         job.row.computed = job.lease.adopt(job.row.context)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The next step. It is empty only when there are no jobs."""
-        plan = Plan()
+        plan = StepPlan()
         self._free_slot()
         self._admit(plan)
         shares = self._shares()
@@ -135,7 +134,7 @@ class Scheduler:
             self._pause(lowest)
             insort(self.waiting, lowest)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Start waiting jobs in the order of rank, while there are slots, and pages for all their tokens."""
         while self.waiting and self._slots:
             job = self.waiting[0]
@@ -198,7 +197,7 @@ class Scheduler:
                 prompts.append(job)
         return prompts
 
-    def _add_piece(self, job: Job, count: int, plan: Plan) -> None:
+    def _add_piece(self, job: Job, count: int, plan: StepPlan) -> None:
         """Add the job's next tokens to the plan, if there are pages for them."""
         row, lease = job.row, job.lease
         assert lease is not None
@@ -210,7 +209,7 @@ class Scheduler:
             elif (count := _affordable(lease, start, count)) == 0:
                 return  # earlier jobs go on and will free pages
         plan.copies += copies
-        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == row.context_tokens))
+        plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
 
     # -- who has to stop -----------------------------------------------------------------------------------------------
 
@@ -225,10 +224,9 @@ class Scheduler:
         running = (other for other in reversed(self.running) if other.priority < job.priority and job < other)
         return next(waiting, None) or next(running, None)
 
-    def _stop(self, job: Job, plan: Plan) -> None:
+    def _stop(self, job: Job, plan: StepPlan) -> None:
         """Take its pages and slot; it will compute its tokens again."""
         self.stops += 1
-        job.times_stopped += 1
         if job.running:
             plan.stopped.append(job)
             self._pause(job)

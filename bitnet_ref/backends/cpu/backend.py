@@ -109,6 +109,15 @@ class CythonBackend(Backend):
     def prepared_layout(self) -> str:
         return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
 
+    def check_prepared(self, w: ModelWeights) -> None:
+        head = w.lm_head
+        if isinstance(head, ScreenedHead):
+            n, k = head.shape
+            expected = [(n, 3), (n, -(-k // 64) * 64)]
+            got = [() if array is None else array.shape for array in (head.facts, head.rows_q)]
+            if got != expected:
+                raise ShapeError("check_prepared", expected=f"facts and rows_q of shapes {expected}", got=str(got))
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
@@ -356,7 +365,7 @@ def _token_parts(tokens: int, layout: str) -> list[slice]:
 @memoize
 def _fingerprint(layout: str) -> int:
     """A checksum of how this version lays out panels and screens."""
-    be = CythonBackend(simd="scalar", layout=layout)
+    be = CythonBackend(threads=1, simd="scalar", layout=layout)
     values = np.arange(80 * 80, dtype=np.float32).reshape(80, 80) % 7 - 3
     panels = be.prepare(TernaryWeight.from_ternary(np.sign(values).astype(np.int8), 1.0))
     screened = be._add_screen(DenseWeight(values.astype(ml_dtypes.bfloat16)))

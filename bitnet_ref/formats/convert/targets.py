@@ -1,84 +1,64 @@
-"""The formats that a conversion can write."""
+"""The formats that `convert` can write: `TARGETS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..checkpoint import Checkpoint, Progress, ReadOptions
+from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
+from ..hf.writer import write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
+from ..native.writer import write_native
+from ..onnx.export import write_onnx_folder
 
-Write = Callable[[Checkpoint, Path, ReadOptions, Progress | None], None]
 
-
-@dataclass(frozen=True)
-class Target:
-    """One format.   suffix: of the file; None: it is a folder"""
+class Target(NamedTuple):
+    """A format to write."""
 
     name: str
-    suffix: str | None
-    says: str
-    write: Write
+    suffix: str | None  # of the file; None for a folder
+    write: Callable[[Checkpoint, Path, ReadOptions, Progress | None], object]
 
 
-def _hf(kind: str) -> Write:
-    def write(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-        from ..hf.writer import write_hf
-
-        write_hf(checkpoint, path, kind, progress)
-
-    return write
+def _hf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+    write_hf(checkpoint, path, kind, progress)
 
 
-def _gguf(kind: str) -> Write:
-    def write(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-        from ..gguf.export import write_gguf_model
-
-        tokenizer = gguf_tokenizer(checkpoint)
-        write_gguf_model(checkpoint, path, kind, tokenizer=tokenizer, tl_tiles=options.tl_tiles, progress=progress)
-
-    return write
-
-
-def _native(storage: str) -> Write:
-    def write(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-        from ..native.writer import write_native
-
-        write_native(checkpoint, path, storage=storage, progress=progress)
-
-    return write
+def _native(storage: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+    write_native(checkpoint, path, storage=storage, progress=progress)
 
 
 def _onnx(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-    from ..onnx.export import write_onnx_folder
-
     write_onnx_folder(checkpoint, path, progress)
 
 
+def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+    dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
+    tokenizer, tiles = gguf_tokenizer(checkpoint), options.tl_tiles
+    write_gguf_model(
+        checkpoint, path, kind, tokenizer=tokenizer, dense_type=dense_type, tl_tiles=tiles, progress=progress
+    )
+
+
 _TARGETS = (
-    Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
-    Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
-    Target("gguf-i2_s", ".gguf", "bitnet.cpp's 2 bits, x86 layout", _gguf("i2_s")),
-    Target("gguf-tq1_0", ".gguf", "llama.cpp's 1.69 bits; scales become float16", _gguf("tq1_0")),
-    Target("gguf-tq2_0", ".gguf", "llama.cpp's 2.06 bits; scales become float16", _gguf("tq2_0")),
-    Target("gguf-tl1", ".gguf", "bitnet.cpp's look-up tables for Arm", _gguf("tl1")),
-    Target("gguf-tl2", ".gguf", "bitnet.cpp's look-up tables for x86", _gguf("tl2")),
-    Target("gguf-f16", ".gguf", "matrices as float16 numbers", _gguf("f16")),
-    Target("onnx", None, "a folder: model.onnx for onnxruntime, its data, the tokenizer", _onnx),
-    Target("native", NATIVE_SUFFIX, "one file with everything, ternary planes of 2 bits", _native("2bit")),
-    Target("native-base3", NATIVE_SUFFIX, "the same, planes of 1.6 bits: smaller, slower to read", _native("base3")),
+    Target("hf-packed", None, partial(_hf, "hf-packed")),
+    Target("hf-bf16", None, partial(_hf, "hf-bf16")),
+    *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
+    Target("onnx", None, _onnx),
+    Target("native", NATIVE_SUFFIX, partial(_native, "2bit")),
+    Target("native-base3", NATIVE_SUFFIX, partial(_native, "base3")),
 )
 TARGETS = {target.name: target for target in _TARGETS}
 
 
 def gguf_tokenizer(checkpoint: Checkpoint) -> Mapping[str, Typed] | None:
-    """The tokenizer as GGUF metadata; None: the checkpoint has none. Stop tokens that only the configuration names
-    take the keys that are free."""
+    """The tokenizer as GGUF metadata, or None. Stop tokens that only the configuration names take the free keys."""
     from ...tokenizers.gguf_vocab import gguf_from_tokenizer_files
 
     files = checkpoint.tokenizer_files()
