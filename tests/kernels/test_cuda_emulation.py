@@ -366,6 +366,8 @@ def test_arguments_are_checked(file):
     assert kernel.kinds == "piilfd"
     kernel(1, 1, good)
     kernel(1, 1, (None, *good[1:]))
+    with pytest.raises(DeviceError, match=r"float32 \(4, 4\) is an array of the host"):
+        kernel(1, 1, (np.zeros((4, 4), dtype=np.float32), *good[1:]))
     for place, wrong in ((0, 1), (1, 1.0), (3, 1), (4, 1), (5, 1.0), (1, x)):
         with pytest.raises(ShapeError, match=f"argument {place + 1} of 6"):
             kernel(1, 1, (*good[:place], wrong, *good[place + 1 :]))
