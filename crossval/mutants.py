@@ -71,8 +71,9 @@ def judge(mutant: Mutant | None, models: dict[str, str], right: dict[str, Any], 
             name = "storyteller"
     except Exception as error:
         return ["error", first_line(error)]
-    model = models[name.split(",")[0]]
-    for command in (["doctor"], ["crossval", "backends", model]):
+    os.environ["BITNET_REF_NUM_THREADS"] = "1"  # as many mutants at a time as there are processors
+    commands = [["doctor"], ["crossval", "backends", models[name.split(",")[0]]]]
+    for command in commands[::-1] if mutant and mutant.file.startswith(("backends", "kernels")) else commands:
         if outcome := ask(command):
             return ["noticed", f"{name}; {command[0]}: {outcome}"]
     return ["survived", name]
@@ -145,23 +146,31 @@ def run_all(works: Sequence[Callable[[], Any]], jobs: int, done: Callable[[int, 
     """Run each work in a process of its own, `jobs` at a time. done(index, answer) gets {"result": ...}, {"failed": a
     traceback}, or None after a crash or time-out."""
     waiting, running = list(enumerate(works))[::-1], {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            index, work = waiting.pop()
-            pid, pipe = in_child(work)
-            running[pipe] = (index, pid, time.monotonic() + TIMEOUT_S, [])
-        ready, _, _ = select.select(list(running), [], [], 1.0)
-        for pipe, (index, pid, deadline, parts) in list(running.items()):
-            part = os.read(pipe, 1 << 20) if pipe in ready else None
-            if part:
-                parts.append(part)
-            elif part == b"" or time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                os.close(pipe)
-                del running[pipe]
-                done(index, json.loads(b"".join(parts)) if parts and part == b"" else None)
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, work = waiting.pop()
+                pid, pipe = in_child(work)
+                running[pipe] = (index, pid, time.monotonic() + TIMEOUT_S, [])
+            ready, _, _ = select.select(list(running), [], [], 1.0)
+            for pipe, (index, pid, deadline, parts) in list(running.items()):
+                part = os.read(pipe, 1 << 20) if pipe in ready else None
+                if part:
+                    parts.append(part)
+                elif part == b"" or time.monotonic() > deadline:
+                    del running[pipe]
+                    end_child(pid, pipe)
+                    done(index, json.loads(b"".join(parts)) if parts and part == b"" else None)
+    finally:
+        for pipe, (_, pid, _, _) in running.items():
+            end_child(pid, pipe)
+
+
+def end_child(pid: int, pipe: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(pipe)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -263,6 +272,7 @@ def main() -> int:
     arguments.add_argument("--list", action="store_true", help="name the mutants and stop")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there too")
     wish = arguments.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # ends the children too
     sys.path.insert(0, str(PACKAGE.parent))  # the package of this working tree, whatever is installed
     for name in PRELOADED:  # once, for all the processes that are forked from this one
         importlib.import_module(name)
