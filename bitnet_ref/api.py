@@ -8,20 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from .backends.loaded import LoadedModel
-from .backends.placement import Placement, opened, placed
+from .backends.placement import Placement, assign_layers, open_backends
 from .errors import BackendUnavailable, ConfigError, GenerationError
-from .formats.checkpoint import Progress, ReadOptions, read_weights
+from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
+from .generation import ChatSession, TokenStream, generate, stream
+from .generation.generate import Generations, Prompt, Prompts
+from .generation.params import SamplingOptions, expand_params
 from .system.sharing import identity, shared
 
 if TYPE_CHECKING:
-    from .generation import ChatSession, Generation, TokenStream
     from .notebook.profiling import Profile
     from .serving import Engine, EngineConfig
 
@@ -105,7 +107,7 @@ def load(
     device, options = _gather(device, options, flat)
     path = find_model(model)
     placement = Placement.of(device.devices, device.gpu_layers, device.cache_tokens)
-    chosen, *cards = opened(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
+    chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
     reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, verify=options.verify)
@@ -115,7 +117,7 @@ def load(
         if prepared is not None and (mapped := prepared.read()) is not None:
             return Model(*mapped, chosen, path, cache_dtype=cache_dtype)
         with open_checkpoint(path, reading) as checkpoint:
-            be = placed([chosen, *cards], checkpoint, placement, cache_dtype)
+            be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
@@ -125,7 +127,8 @@ def load(
         return read()
     plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
     computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
-    return shared((str(path), identity(path), computing, reading, cache_dtype, options.prepared), read)
+    key = str(path), identity(path), computing, reading, cache_dtype, options.prepared
+    return shared(key, read, is_usable=lambda model: not model.is_closed)
 
 
 def _gather(
@@ -163,7 +166,7 @@ def load_engine(
     for backend in (config.backend, *config.fallback):
         on_cards = cards if backend in ("auto", "cupy") else {}
         try:
-            loaded = load(model, **{**on_cards, **options, "backend": backend})
+            loaded = load(model, **{"dtype": config.dtype, **on_cards, **options, "backend": backend})
         except BackendUnavailable as error:
             missing = missing or error
             continue
@@ -184,39 +187,36 @@ class Model(LoadedModel):
             path = self.path
             self._load_tokenizer = lambda: read_tokenizer(path)
 
-    def generate(self, prompt: Any, **params: Any) -> Generation | list[Generation] | list[list[Generation]]:
+    @expand_params
+    def generate(self, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:
         """Continue a prompt (text or token ids), or each of a list of prompts.
 
-        Parameters are those of `generation.SamplingParams`: max_tokens, temperature, top_k, top_p, seed, stop, ...
-        With n > 1 there is a list of n for each prompt.
-        A batch gives, row by row, what each prompt gives alone. Raises GenerationError.
+        With n > 1, returns a list of n for each prompt. Each row of a batch equals the row generated alone. Raises
+        GenerationError.
         """
-        from .generation import generate
-
         return generate(self, prompt, **params)
 
-    def stream(self, prompt: str | Sequence[int], **params: Any) -> TokenStream:
+    @expand_params
+    def stream(self, prompt: Prompt, **params: Unpack[SamplingOptions]) -> TokenStream:
         """Continue one prompt and yield each piece of text as it comes. Closing the generator cancels."""
-        from .generation import stream
-
         return stream(self, prompt, **params)
 
-    def chat(self, system: str | None = None, **params: Any) -> ChatSession:
+    @expand_params
+    def chat(self, system: str | None = None, **params: Unpack[SamplingOptions]) -> ChatSession:
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
-        from .generation import ChatSession
-
         return ChatSession(self, system, **params)
 
-    def profile(self, prompt: Any = None, **params: Any) -> Profile:
+    def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
         With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
-        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. See
+        back with what was generated as `profile.outcome`. Every thread that uses this model is seen. path: "ops" times
+        each operation, "blocks" the fused blocks, "replayed" whole steps as `generate` computes them. See
         `profiling.Profile`: print it, `plot()`, `save(path)`.
         """
         from .notebook.profiling import Profile
 
-        profile = Profile(self)
+        profile = Profile(self, path)
         if prompt is None and params:
             raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
         if prompt is not None:
@@ -225,7 +225,7 @@ class Model(LoadedModel):
         return profile
 
     def engine(self, **settings: Any) -> Engine:
-        """Continuous batching: many requests at a time, from any threads or asyncio. See `generation.EngineConfig`."""
+        """Continuous batching: many requests at a time, from any threads or asyncio. See `serving.EngineConfig`."""
         from .serving import Engine
 
         return Engine(self, **settings)

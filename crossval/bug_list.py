@@ -1,12 +1,13 @@
-"""The bugs that are planted: for each an edit of the package's text, a model that springs it, and the right answer.
+"""The planted bugs: for each an edit of the package's source, a model on which it shows, and the right answer.
 
-The edits share no code with the hypotheses that must find them: those replace an operation from outside, these change
-the source inside. Weights and BitLinear have their bugs in `bug_list_linears`.
+The edits share no code with the hypotheses that must find them: a hypothesis replaces an op from outside, an edit
+changes the source. The bugs of weights and BitLinear are in `bug_list_linears`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from planted_models import TOKENS
 from planting import Edit
@@ -14,11 +15,11 @@ from planting import Edit
 
 @dataclass(frozen=True)
 class Bug:
-    """One mistake and what crossval must say about it.
+    """One mistake and what crossval must report.
 
     model: of `planted_models`.   ops: globs, one of which the first differing op must match.
-    causes: right names; one must be confirmed and no other may be.   twins: causes that give the same logits by
-    algebra, so that logits alone cannot tell them apart.   in_logits: False where the logits are right all the same.
+    causes: the right names; one must be confirmed and no other may be.   twins: causes that give the same logits by
+    algebra, so that logits alone cannot tell them apart.   in_logits: False where the logits are right nevertheless.
     level: where it shows: in the "forward" pass, the "prompt"'s ids, or the continuation ("generation").
     """
 
@@ -34,11 +35,11 @@ class Bug:
 
 
 def bug(
-    name: str, model: str, ops: str, *edits: tuple[str, str, str], cause: str = "", twin: str = "", **more: object
+    name: str, model: str, ops: str, *edits: tuple[str, str, str], cause: str = "", twin: str = "", **fields: Any
 ) -> Bug:
-    """A `Bug` from (file, old text, new text) edits; the cause is called like the bug unless it is given."""
-    made = tuple(Edit(*edit) for edit in edits)
-    return Bug(name, model, tuple(ops.split()), made, (cause or name,), tuple(twin.split()), **more)  # type: ignore[arg-type]
+    """A `Bug` from (file, old text, new text) edits. Its cause has the bug's name unless another is given."""
+    planted = tuple(Edit(*edit) for edit in edits)
+    return Bug(name, model, tuple(ops.split()), planted, (cause or name,), tuple(twin.split()), **fields)
 
 
 LAYERS, MODEL, CACHE, RECORD = "reference/layers.py", "reference/model.py", "reference/cache.py", "backends/record.py"
@@ -63,17 +64,15 @@ NEIGHBOURS = """    y = np.empty_like(x)
     y[..., 1::2] = second * cos + first * sin
     return y
 """
-HEAD_INT8 = """    from .weights import DenseWeight
-    import numpy as np
-    table = w.lm_head.array.astype(np.float32)
-    step = np.abs(table).max(axis=1)[:, None] / 127
-    eight_bits = np.round(table / step).clip(-127, 127).astype(np.int8)
-    return be.lm_head(final_hidden(be, w, cfg, batch, cache), DenseWeight(eight_bits * step))
+HEAD_LINE = "        logits = self.to_host(self.lm_head(x, w))\n"
+HEAD_INT8 = """        table = w.array.astype(np.float32)
+        step = np.abs(table).max(axis=1)[:, None] / 127
+        eight_bits = np.round(table / step).clip(-127, 127).astype(np.int8)
+        logits = self.lm_head(x, DenseWeight(eight_bits * step))
 """
-HEAD_LINE = "    return be.lm_head(final_hidden(be, w, cfg, batch, cache), w.lm_head)\n"
-HEAD_SHIFTED = """    x = final_hidden(be, w, cfg, batch, cache)
-    return be.lm_head(x[[i - 1 for i in range(len(x))]], w.lm_head)
-"""
+HIDDEN_LINE = "            x = be.hidden(w, cfg, batch, cache, path)\n"
+HIDDEN_SHIFTED = HIDDEN_LINE + "            x = x[[i - 1 for i in range(len(x))]]\n"
+VISIBLE = "self.keys[layer, slot, start : position + 1], self.values[layer, slot, start : position + 1]"
 
 BLOCK_BUGS = (
     # -- the gate
@@ -111,7 +110,7 @@ BLOCK_BUGS = (
         twin="qk_unpermuted_twice",
     ),
     bug("rope_theta_10000", "bitnet", ROTATED, (LAYERS, "inv_freq = rope.theta**", "inv_freq = 10000.0**")),
-    bug(  # scores depend on distances alone, so the outcome is right; the positions are not
+    bug(  # scores depend on distances only, so the logits are right although the positions are not
         "positions_from_one",
         "bitnet",
         ROTATED,
@@ -123,8 +122,8 @@ BLOCK_BUGS = (
         "cache_misses_the_newest",
         "bitnet",
         SCORES,
-        (CACHE, "here = slice(start, position + 1)", "here = slice(start, max(position, 1))"),
-        (RECORD, "seen = slice(position + 1 - len(keys), position + 1)", "seen = slice(0, len(keys))"),
+        (CACHE, VISIBLE, VISIBLE.replace("position + 1", "max(position, 1)")),
+        (RECORD, "columns = slice(position + 1 - len(keys), position + 1)", "columns = slice(0, len(keys))"),
     ),
     bug(
         "cache_misses_the_oldest",
@@ -144,13 +143,8 @@ BLOCK_BUGS = (
         (LAYERS, "return z.reshape(-1, head_dim)", "return z.swapaxes(0, 1).reshape(-1, head_dim)"),
     ),
     # -- the head
-    bug("head_int8_rows", "bitnet", HEAD, (MODEL, HEAD_LINE, HEAD_INT8)),
-    bug(
-        "logits_of_the_previous_position",
-        "bitnet",
-        HEAD,
-        (MODEL, HEAD_LINE, HEAD_SHIFTED),
-    ),
+    bug("head_int8_rows", "bitnet", HEAD, ("backends/backend.py", HEAD_LINE, HEAD_INT8)),
+    bug("logits_of_the_previous_position", "bitnet", HEAD, ("backends/run.py", HIDDEN_LINE, HIDDEN_SHIFTED)),
     # -- prompts, stopping, stepping
     bug(
         "bos_twice",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bug_list import HF_FOLDER, bug
 
-QUANT, NUMPY = "reference/quantization.py", "backends/backend.py"
+QUANT, OPS = "reference/quantization.py", "reference/ops.py"
 PACKING, CHECKPOINT = "formats/packing.py", "formats/checkpoint.py"
 
 OUT = "blocks.0.attn.q_proj.hook_out"
@@ -28,7 +28,7 @@ PERMUTE = """        if short in ("q_proj", "k_proj"):
             weight = type(weight).from_ternary(weight.ternary()[rows], weight.w_dequant_scale)
 """
 FROM_HF = "        return pack_from_hf(plane)\n"
-# The matrix written as I2_S (x86) and read back in another way; there is no mistake in the writing.
+# The matrix is written as I2_S (x86) rightly, and read back wrongly.
 I2S_WRITTEN = """        w = quantization.unpack_ternary(pack_from_hf(plane), in_features)
         codes = (w + 1).astype(np.uint8).reshape(-1, 4, 32)
         data = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
@@ -44,8 +44,8 @@ PRODUCT = "                y = self.dequantize(self.ternary_matmul(x_q, w), w, x
 Q8_K = """                y = np.zeros((len(x), w.shape[0]), dtype=np.float32)
                 for at in range(0, x.shape[1], 256):
                     part = x[:, at : at + 256]
-                    most = [row[np.argmax(np.abs(row))] for row in part]  # with its sign
-                    d = np.array([m / np.float32(-127) for m in most], dtype=np.float32)[:, None]
+                    largest = [row[np.argmax(np.abs(row))] for row in part]  # with its sign
+                    d = np.array([value / np.float32(-127) for value in largest], dtype=np.float32)[:, None]
                     sums = np.minimum(np.rint(part * (1 / d)), 127) @ w.ternary()[:, at : at + 256].T
                     y += d * sums.astype(np.float32)
                 y *= w.w_dequant_scale
@@ -112,8 +112,8 @@ LINEAR_BUGS = (
         (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"),
         tokens=(5, 1, 17, 23, 5, 9),
     ),
-    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (NUMPY, PRODUCT, Q8_K)),
-    bug("activations_not_quantised", "bitnet", OUT, (NUMPY, PRODUCT, DENSE)),
+    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (OPS, PRODUCT, Q8_K)),
+    bug("activations_not_quantised", "bitnet", OUT, (OPS, PRODUCT, DENSE)),
     # -- accumulators
     bug(
         "int16_accumulators_wrap",

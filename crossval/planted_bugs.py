@@ -1,9 +1,9 @@
-"""Every trap that other engines fell into, planted one at a time in a copy of the reference, must be found and named.
+"""Plants the known mistakes of other engines, one at a time, in a copy of the reference: crossval must name each.
 
     python crossval/planted_bugs.py [--json] [--logits-only] [NAME ...]
 
-For each bug: the copy runs, its trace is compared with the reference's, and the table says which op differs first,
-which cause was confirmed by a test, and whether both are right. Exit code 0 only if all are.
+For each bug the copy runs and its trace is compared with the reference's. The table says which op differs first, which
+cause was confirmed by a test, and whether both are right. Exit code 0 only if all are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planting import planted
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_generation, diagnose_prompt
-from bitnet_ref.crossval.parity import token_parity
+from bitnet_ref.crossval.token_ids import token_parity
 
 BUGS = (*BLOCK_BUGS, *LINEAR_BUGS)
 NEW_TOKENS = 12
@@ -35,7 +35,7 @@ NEW_TOKENS = 12
 
 @dataclass(frozen=True)
 class Outcome:
-    """What crossval said of one bug. `agreed`: it saw no difference, which is the worst that can happen."""
+    """What crossval reports about one bug. `agreed`: it saw no difference, which is the worst outcome."""
 
     bug: str
     level: str
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Hunt:
-    """Plants bugs and lets crossval find them. The models are written to a folder that goes away with the hunt."""
+    """Plants bugs and lets crossval find them. The models are written to a temporary folder."""
 
     def __init__(self) -> None:
         self._scratch = tempfile.TemporaryDirectory()
@@ -76,10 +76,8 @@ class Hunt:
     def find(self, bug: Bug, logits_only: bool = False) -> Outcome:
         model = self.reference(bug.model)
         with planted(bug.edits) as engine:
-            found = {"forward": self._forward, "prompt": self._prompt, "generation": self._generation}[bug.level](
-                bug, model, engine, logits_only
-            )
-        op, diagnoses = found
+            levels = {"forward": self._forward, "prompt": self._prompt, "generation": self._generation}
+            op, diagnoses = levels[bug.level](bug, model, engine, logits_only)
         confirmed = [d.name for d in diagnoses if d.confirmed]
         op_right = logits_only or (op is not None and any(fnmatchcase(op, glob) for glob in bug.ops))
         right = {*bug.causes, *(bug.twins if logits_only else ())}
@@ -90,7 +88,7 @@ class Hunt:
         self, bug: Bug, model: bitnet_ref.Model, engine: ModuleType, logits_only: bool
     ) -> tuple[str | None, list[Diagnosis]]:
         tokens = list(bug.tokens)
-        _, trace = _loaded(engine, model).run_with_cache(tokens, "lm_head.hook_out" if logits_only else None)
+        _, trace = _load_copy(engine, model).run_with_cache(tokens, "lm_head.hook_out" if logits_only else None)
         _, reference = model.run_with_cache(tokens)
         comparison = compare(reference, trace, model.config, tokens)
         op = None if comparison.first_divergence is None else comparison.first_divergence.name
@@ -99,7 +97,7 @@ class Hunt:
     def _prompt(
         self, bug: Bug, model: bitnet_ref.Model, engine: ModuleType, logits_only: bool
     ) -> tuple[str | None, list[Diagnosis]]:
-        prompt, copy = model.tokenizer.apply_chat_template(CHAT), _loaded(engine, model).tokenizer
+        prompt, copy = model.tokenizer.apply_chat_template(CHAT), _load_copy(engine, model).tokenizer
         ids, other = model.tokenizer.encode(prompt), copy.apply_chat_template(CHAT)
         theirs = copy.encode(other)
         problem = token_parity(ids, theirs, model.config, (prompt, other))
@@ -111,12 +109,12 @@ class Hunt:
         chat = bug.model == "chat"
         ids = model.tokenizer.apply_chat_template(CHAT, tokenize=True) if chat else model.tokenizer.encode("Once upon")
         ours: Any = model.generate(ids, max_tokens=NEW_TOKENS)
-        theirs = _loaded(engine, model).generate(ids, max_tokens=NEW_TOKENS)
+        theirs = _load_copy(engine, model).generate(ids, max_tokens=NEW_TOKENS)
         same = ours.token_ids == theirs.token_ids
         return None if same else "generated_ids", diagnose_generation(model, ids, theirs.token_ids, ours.token_ids)
 
 
-def _loaded(engine: ModuleType, model: bitnet_ref.Model) -> Any:
+def _load_copy(engine: ModuleType, model: bitnet_ref.Model) -> Any:
     return engine.load(model.path, backend="numpy", threads=1)
 
 
@@ -132,7 +130,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Plant every known trap in a copy of the reference and find it.")
+    parser = argparse.ArgumentParser(description="Plant every known mistake in a copy of the reference and find it.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these bugs")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--logits-only", action="store_true", help="show crossval nothing but the logits")
@@ -141,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"no such bug: {', '.join(unknown)}; there are: {', '.join(known)}")
     chosen = [known[name] for name in options.names] or list(BUGS)
-    if options.logits_only:  # a bug that leaves the logits right has nothing to be found there
+    if options.logits_only:
         chosen = [bug for bug in chosen if bug.in_logits]
     with Hunt() as hunt:
         outcomes = [hunt.find(bug, options.logits_only) for bug in chosen]

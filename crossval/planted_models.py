@@ -1,7 +1,7 @@
 """Small random models on which the planted bugs show, written as Hugging Face folders.
 
-Each trap needs an input that springs it: sums beyond int16 need aligned signs, a missing floor needs a token of
-almost nothing, a rounding rule needs exact ties.
+Some bugs need a special input: sums beyond int16 need aligned signs, a missing floor needs a token of tiny values, a
+rounding rule needs exact ties.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tensors_for(config: dict[str, Any], seed: int = 0, embedding_std: float = 0.
     d_model, d_ffn = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or d_model // config["num_attention_heads"]
     query, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    how = config.get("quantization_config")
+    quantization = config.get("quantization_config")
     tensors: Tensors = {}
 
     def normal(*shape: int, std: float) -> NDArray:
@@ -59,15 +59,15 @@ def tensors_for(config: dict[str, Any], seed: int = 0, embedding_std: float = 0.
 
     def linear(name: str, n_out: int, n_in: int) -> None:
         w = normal(n_out, n_in, std=n_in**-0.5 * rng.uniform(0.5, 2))
-        if how is None:
+        if quantization is None:
             tensors[f"{name}.weight"] = w
             return
         w_t, scale = quantize_weights(w)
-        if how == ONLINE:
-            tensors[f"{name}.weight"] = w_t * scale  # a master that was saved after quantisation
+        if quantization == ONLINE:
+            tensors[f"{name}.weight"] = w_t * scale  # master weights that were saved after quantisation
             return
         tensors[f"{name}.weight"] = hf_from_ternary(w_t)
-        tensors[f"{name}.weight_scale"] = np.array([1 / scale if how == DIVIDED else scale], dtype=np.float32)
+        tensors[f"{name}.weight_scale"] = np.array([1 / scale if quantization == DIVIDED else scale], dtype=np.float32)
 
     def norm(name: str, size: int) -> None:
         tensors[f"{name}.weight"] = 1 + normal(size, std=0.2)
@@ -99,7 +99,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors | None = None) 
     return folder
 
 
-# -- models that spring a trap -----------------------------------------------------------------------------------------
+# -- models for bugs that need a special input ------------------------------------------------------------------------
 
 
 def aligned_sums(folder: Path) -> Path:
@@ -136,7 +136,7 @@ def exact_ties(folder: Path) -> Path:
 
 
 def chat(folder: Path) -> Path:
-    """A byte-level tokenizer with <|eot_id|>, which the model says as its third token of a reply to CHAT."""
+    """A byte-level tokenizer with <|eot_id|>, which is the third token of the model's reply to CHAT."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = LibraryTokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -154,9 +154,9 @@ def chat(folder: Path) -> Path:
     settings = {"bos_token": specials[0], "eos_token": specials[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model = bitnet_ref.load(folder, backend="numpy")
-    said = model.generate(model.tokenizer.apply_chat_template(CHAT), max_tokens=3, ignore_eos=True)
-    assert isinstance(said, bitnet_ref.generation.Generation)
-    third, head = said.token_ids[-1], tensors["lm_head.weight"]
+    reply = model.generate(model.tokenizer.apply_chat_template(CHAT), max_tokens=3, ignore_eos=True)
+    assert isinstance(reply, bitnet_ref.generation.Generation)
+    third, head = reply.token_ids[-1], tensors["lm_head.weight"]
     head[[third, eot]] = head[[eot, third]]
     return write(folder, config, tensors)
 

@@ -1,7 +1,7 @@
-"""A second copy of the package in this process, under another name, with one mistake in its source text.
+"""A second copy of the package in this process, under another name, with one mistake in its source.
 
-The copy is imported from the same files. A module with an edit is compiled from the edited text; nothing is written.
-Every replaced text must occur exactly once, so that a bug cannot turn into no bug when the source changes.
+The copy is imported from the same files. A module with an edit is compiled from the edited text; no file is written.
+Every replaced text must occur exactly once, so that a change of the source cannot silently disable a bug.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.edits: dict[Path, list[Edit]] = {}
         for edit in edits:
             self.edits.setdefault(PACKAGE / edit.file, []).append(edit)
-        for path, those in self.edits.items():  # a wrong edit is an error now, not when its module is imported
-            self._edited(path, those)
+        for path, its_edits in self.edits.items():  # a wrong edit is an error now, not when its module is imported
+            self._edit(path, its_edits)
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         root, *rest = name.split(".")
@@ -76,12 +76,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__file__ is not None
         path = Path(module.__file__)
-        those = self.edits.get(path)
-        code = compile(self._edited(path, those), path, "exec") if those else _compiled(path)
+        edits = self.edits.get(path)
+        code = compile(self._edit(path, edits), path, "exec") if edits else _compile(path)
         exec(code, module.__dict__)
 
     @staticmethod
-    def _edited(path: Path, edits: Sequence[Edit]) -> str:
+    def _edit(path: Path, edits: Sequence[Edit]) -> str:
         text = path.read_text(encoding="utf-8")
         for edit in edits:
             text = edit.apply(text)
@@ -89,5 +89,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @cache
-def _compiled(path: Path) -> CodeType:
+def _compile(path: Path) -> CodeType:
     return compile(path.read_text(encoding="utf-8"), path, "exec")

@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, settings
 
 import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend, cuda
-from bitnet_ref.backends.cpu.backend import DEFAULT_LAYOUT, CythonBackend, layouts, simd_variants
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.extension import DEFAULT_LAYOUT, layouts, simd_variants
+from bitnet_ref.backends.loaded import LoadedModel
 
 settings.register_profile(
     "suite",
@@ -153,12 +155,12 @@ def engine(story):
 def caches(monkeypatch):
     """Weak references to every cache that models make from here on."""
     caches = []
-    new_cache = bitnet_ref.Model.new_cache
+    new_cache = LoadedModel.new_cache
 
     def watched(self, *args, **kwargs):
         cache = new_cache(self, *args, **kwargs)
         caches.append(weakref.ref(cache))
         return cache
 
-    monkeypatch.setattr(bitnet_ref.Model, "new_cache", watched)
+    monkeypatch.setattr(LoadedModel, "new_cache", watched)
     return caches

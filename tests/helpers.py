@@ -22,6 +22,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
+from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.reference.quantization import quantize_weights
 from bitnet_ref.reference.weights import LinearWeight
@@ -212,6 +213,24 @@ def with_one_byte_changed(path: Path, places: Iterable[int]) -> Iterator[int]:
 
 def random_ternary(generator: np.random.Generator, n_out: int, n_in: int) -> np.ndarray:
     return generator.integers(-1, 2, (n_out, n_in), dtype=np.int8)
+
+
+def call(be: Backend, op: str, *arguments: Any) -> Any:
+    """An op on NumPy arrays, with NumPy results. Arrays and batches are placed where the backend's ops take them.
+
+    Vectors of floats stay on the host: they are norm weights and biases, which a model has there on every backend.
+    """
+
+    def place(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and not (value.ndim == 1 and value.dtype.kind == "f"):
+            return be.from_host(value)
+        return be.place(value) if isinstance(value, TokenBatch) else value
+
+    with be.running():
+        result = getattr(be, op)(*map(place, arguments))
+        if isinstance(result, tuple):
+            return tuple(be.to_host(each) for each in result)
+        return None if result is None else be.to_host(result)
 
 
 def prepared(be: Backend, *ws: LinearWeight) -> tuple[LinearWeight, ...]:

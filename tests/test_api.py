@@ -1,6 +1,8 @@
 """bitnet_ref.api: what `load` and `Model` accept, and how they refuse the rest."""
 
+import gc
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from helpers import BITNET, GOLDEN, TINY, golden, model, tiny_tensors, write_che
 
 import bitnet_ref
 from bitnet_ref.errors import (
+    BackendError,
     BackendUnavailable,
     BitNetRefError,
     ConfigError,
@@ -18,14 +21,19 @@ from bitnet_ref.errors import (
     TokenizerError,
 )
 from bitnet_ref.formats.open import shipped_models
+from bitnet_ref.reference.cache import TokenBatch
 
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
 def test_public_names():
-    names = {"Engine", "EngineConfig", "Model", "__version__", "available_backends", "load", "load_engine"}
-    assert set(bitnet_ref.__all__) == names
+    names = {"Engine", "EngineConfig", "Model", "__version__", "available_backends", "errors", "load", "load_engine"}
+    names |= {"ChatSession", "DeviceOptions", "Generation", "LoadOptions", "RequestHandle", "SamplingParams"}
+    names |= {"StreamChunk", "TokenStream"}
+    assert set(bitnet_ref.__all__) == set(dir(bitnet_ref)) == names
     assert all(hasattr(bitnet_ref, name) for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        _ = bitnet_ref.lod
     assert set(bitnet_ref.available_backends()) >= {"numpy", "cython", "cupy"}
     assert bitnet_ref.available_backends()["numpy"] is None
 
@@ -92,13 +100,84 @@ def test_a_file_that_may_not_be_read(tmp_path):
         bitnet_ref.load(folder)
 
 
-def test_unknown_backends_and_dtypes():
+def test_unknown_backends():
     with pytest.raises(BackendUnavailable, match="auto, numpy, cython, cupy"):
         bitnet_ref.load(backend="cuda")
-    with pytest.raises(BitNetRefError, match="float32"):
-        bitnet_ref.load(dtype="int8")
-    with pytest.raises(BitNetRefError, match="float64"):
-        bitnet_ref.load(dtype="float64", backend="cython")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "choices"),
+    [
+        ("auto", "int8", r"float32 \(numpy, cython, cupy\) or float64 \(numpy\) or float16 \(cupy\)"),
+        ("numpy", "bfloat16", r"float32 .* or float64"),
+        ("cython", "float64", r"float32 "),
+        ("cupy", "float64", r"float32 .* or float16 .* or bfloat16"),
+    ],
+)
+def test_a_dtype_that_the_backend_does_not_have(backend, dtype, choices):
+    """The backend that was asked for is named, also "auto", and whether or not it can run here."""
+    with pytest.raises(ConfigError, match=f"backend '{backend}' computes in {choices}.*, got '{dtype}'") as caught:
+        bitnet_ref.load(backend=backend, dtype=dtype)
+    assert caught.value.field == "dtype"
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_come_in_groups_or_flat(tmp_path):
+    folder = write_checkpoint(tmp_path, {**BITNET})
+    calls = {"flat": [], "group": [], "both": []}
+
+    def into(name):
+        return lambda done, total: calls[name].append((done, total))
+
+    def options(name):
+        return bitnet_ref.LoadOptions(progress=into(name), verify=True)
+
+    models = [
+        bitnet_ref.load(folder, backend="numpy", progress=into("flat"), cache_tokens=64),
+        bitnet_ref.load(
+            folder, backend="numpy", options=options("group"), device=bitnet_ref.DeviceOptions(cache_tokens=64)
+        ),
+        bitnet_ref.load(folder, backend="numpy", options=options("group"), progress=into("both")),
+    ]
+    assert calls["flat"] == calls["group"] == calls["both"]
+    assert calls["flat"][-1][0] == calls["flat"][-1][1] > 0
+    for m in models:
+        np.testing.assert_array_equal(m.logits([1, 2]), models[0].logits([1, 2]))
+
+
+def test_groups_reach_where_flat_keywords_do(tmp_path):
+    folder = write_checkpoint(tmp_path, BITNET)
+    for wrong in ({"device": bitnet_ref.DeviceOptions(gpu_layers=2)}, {"gpu_layers": 2}):
+        with pytest.raises(BackendUnavailable, match="devices and gpu_layers"):
+            bitnet_ref.load(folder, backend="numpy", **wrong)
+    shared = [
+        bitnet_ref.load(folder, backend="numpy", **options)
+        for options in ({"share": True}, {"options": bitnet_ref.LoadOptions(share=True)})
+    ]
+    assert shared[0] is shared[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("memory_limits", "did you mean 'memory_limit'"),
+        ("preparde", "did you mean 'prepared'"),
+        ("thread", "did you mean 'threads'"),
+        ("xyz", "there are: .*cache_tokens.*verify"),
+    ],
+)
+def test_an_unknown_option_has_a_hint(name, hint):
+    with pytest.raises(ConfigError, match=f"load has no such parameter; {hint}") as caught:
+        bitnet_ref.load(**{name: 1})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("backend", ["numpy", "cython"])
+def test_a_memory_limit_is_kept_or_refused(backend):
+    with pytest.raises(BackendUnavailable, match=f"memory_limit .* backend '{backend}' computes on the CPU"):
+        bitnet_ref.load(backend=backend, memory_limit="8GiB")
 
 
 def test_an_unquantised_bitnet_must_be_asked_for(tmp_path):
@@ -126,8 +205,14 @@ def test_token_ids_of_any_integer_type(tokens):
 BAD_TOKENS = [
     *(
         [],
-        [[1, 2]],
-        [[1], [2, 3]],
+        [[]],
+        [[1], []],
+        [[1], 2],
+        [1, [2]],
+        [[1], [2.5]],
+        [[[1]]],
+        [[1], [320]],
+        ((1, 2), "12"),
         [1.0, 2.0],
         ["1"],
         "12",
@@ -139,21 +224,37 @@ BAD_TOKENS = [
         [320],
         [1, 10**30],
     ),
-    *(np.zeros((2, 2), np.int64), np.array([], np.int64), [2**63], {1, 2}, {1: 2}),
+    *(np.zeros((2, 2, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros((2, 0), np.int64), np.array(3)),
+    *(np.array([], np.int64), [2**63], {1, 2}, {1: 2}, b"12"),
 ]
 
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS, ids=lambda value: repr(value)[:16])
 def test_token_ids_that_are_none(tokens):
     m = model(GOLDEN / "llama-dense")
-    for run in (m.logits, m.run_with_cache):
-        with pytest.raises(GenerationError):
-            run(tokens)
+    with pytest.raises(GenerationError):
+        m.logits(tokens)
+    with pytest.raises(TokenizerError if isinstance(tokens, str) else GenerationError):  # a text needs a tokenizer
+        m.run_with_cache(tokens)
 
 
 def test_the_bad_token_is_named():
     with pytest.raises(GenerationError, match=r"token id 320 at index 2 .* vocabulary of 320"):
         model(GOLDEN / "llama-dense").logits([1, 2, 320])
+
+
+def test_logits_of_a_batch(backend_name):
+    """Each row's logits are those of its tokens alone; rows may have different lengths."""
+    m = model(GOLDEN / "llama-dense", backend_name)
+    rows = [[1, 5, 9], [7], [3, 3, 3, 8, 2]]
+    batches = [rows, tuple(map(tuple, rows)), [np.array(row) for row in rows]]
+    for batch in batches:
+        for found, row in zip(m.logits(batch), rows, strict=True):
+            np.testing.assert_array_equal(found, m.logits(row))
+    matrix = m.logits(np.array([[1, 2], [3, 4]]))
+    assert isinstance(matrix, list)
+    np.testing.assert_array_equal(matrix[1], m.logits([3, 4]))
+    assert [each.shape for each in m.logits([[1, 2]])] == [(2, 320)]
 
 
 def test_the_context_is_the_limit(tmp_path):
@@ -188,3 +289,89 @@ def test_a_model_without_a_folder_or_a_tokenizer(tmp_path):
     with pytest.raises(TokenizerError):
         _ = m.tokenizer
     assert "in memory" in repr(bitnet_ref.Model(m.config, m.weights, m.backend))
+
+
+# -- intermediates -----------------------------------------------------------------------------------------------------
+
+
+def test_intermediates_of_a_text(backend_name):
+    m = model("storyteller", backend_name)
+    ids = m.tokenizer.encode("Once upon")
+    logits, seen = m.run_with_cache("Once upon", names_filter="blocks.0.hook_resid_pre")
+    np.testing.assert_array_equal(logits, m.logits(ids))
+    assert seen["blocks.0.hook_resid_pre"].shape == (len(ids), 256)
+    with pytest.raises(GenerationError, match="non-empty"):
+        m.run_with_cache([])
+
+
+@pytest.mark.parametrize(
+    "names_filter", ["blocks.9.*", "block.0.hook_resid_pre", ["x", "y"], lambda name: name == "hook"]
+)
+def test_a_names_filter_that_matches_nothing_says_what_names_are_like(names_filter):
+    m = model(GOLDEN / "llama-dense")
+    with pytest.raises(GenerationError, match=r"matches none of .*blocks\.0\.attn\.hook_pattern"):
+        m.run_with_cache([1, 2], names_filter=names_filter)
+
+
+def test_filters_of_every_kind():
+    m = model(GOLDEN / "llama-dense")
+    everything = set(m.run_with_cache([1, 2])[1])
+    assert m.run_with_cache([1, 2], names_filter=[])[1] == {}
+    for names_filter in ("*.hook_z", ["*.hook_z"], lambda name: name.endswith("hook_z")):
+        names = set(m.run_with_cache([1, 2], names_filter=names_filter)[1])
+        assert names == {name for name in everything if name.endswith("hook_z")} != set()
+
+
+# -- closing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_model_is_one_error(backend_name):
+    m = bitnet_ref.load(GOLDEN / "bitnet-packed-offline", backend=backend_name)
+    cache = m.new_cache(1, 4)
+    batch = TokenBatch.of([(0, 0, [1, 2])])
+    m.run(batch, cache)
+    m.close()
+    m.close()  # again is nothing
+    uses = [
+        lambda: m.logits([1, 2]),
+        lambda: m.logits([[1, 2], [3]]),
+        lambda: m.run_with_cache([1, 2]),
+        lambda: m.run(batch, cache),
+        lambda: m.new_cache(1, 4),
+        lambda: m.weights,
+        lambda: m.generate([1, 2], max_tokens=1),
+        lambda: next(iter(m.stream([1, 2], max_tokens=1))),
+        lambda: m.engine(),
+        lambda: m.on(m.backend),
+    ]
+    for use in uses:
+        with pytest.raises(BackendError, match=r"this model was closed .* load it again") as caught:
+            use()
+        assert type(caught.value) is BackendError
+    assert m.is_closed
+    assert "closed" in repr(m)
+
+
+@pytest.mark.parametrize("head", ["exact", "screened"])
+def test_closing_frees_the_weights(head, backend_name):
+    if head == "screened" and backend_name != "cython":
+        pytest.skip("only cython screens")
+    m = bitnet_ref.load("storyteller", backend=backend_name, head=head)
+    m.logits([1, 2])
+    weights = [m.weights, *(linear for _, linear in m.weights.linears()), m.weights.embedding]
+    held = [weakref.ref(weight) for weight in weights]
+    if head == "screened":  # what lies in a mapping of its own, of which the backend keeps the rest
+        held.append(weakref.ref(m.weights.lm_head.rows_q.base))
+    del weights
+    m.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_a_shared_model_that_was_closed_is_loaded_anew(tmp_path):
+    folder = write_checkpoint(tmp_path, BITNET)
+    first = bitnet_ref.load(folder, backend="numpy", share=True)
+    first.close()
+    second = bitnet_ref.load(folder, backend="numpy", share=True)
+    assert second is not first
+    assert second.logits([1, 2]).shape == (2, 40)

@@ -12,8 +12,8 @@ from bitnet_ref.tokenizers import load_tokenizer
 @pytest.fixture
 def small_reader(monkeypatch):
     """Reads and caches of 64 KB, so that the shell's own paths take no time."""
-    monkeypatch.setattr(benchmark.bandwidth, "LEAST_READ_BYTES", SMALL)
-    monkeypatch.setattr(benchmark.bandwidth, "MOST_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.ceiling, "MIN_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.ceiling, "MAX_READ_BYTES", SMALL)
     monkeypatch.setattr(benchmark.kernels, "last_level_cache_bytes", lambda: SMALL)
 
 

@@ -9,7 +9,8 @@ from helpers import BITNET, write_checkpoint
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cpu import backend as cython_backend
+from bitnet_ref.backends.cpu import extension
+from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.benchmark.ceiling import INSTRUCTIONS, peak_of
 
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense
@@ -17,8 +18,8 @@ MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k
 
 @pytest.fixture(autouse=True)
 def small_reader(monkeypatch):
-    monkeypatch.setattr(benchmark.bandwidth, "LEAST_READ_BYTES", SMALL)
-    monkeypatch.setattr(benchmark.bandwidth, "MOST_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.ceiling, "MIN_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.ceiling, "MAX_READ_BYTES", SMALL)
 
 
 def invoke(*args):
@@ -63,16 +64,16 @@ def test_a_prompt_without_a_known_instruction_has_no_bound():
 
 @pytest.mark.skipif(NO_CYTHON, reason="no extension here")
 def test_a_prompt_is_bound_by_the_rate_of_the_product_instruction():
-    sets = [name for name, why in cython_backend.simd_variants().items() if why is None and name in INSTRUCTIONS]
+    sets = [name for name, why in extension.simd_variants().items() if why is None and name in INSTRUCTIONS]
     if not sets:
         pytest.skip("no kernel set of this processor has a known instruction")
-    be = cython_backend.CythonBackend(threads=1, simd=sets[-1])
+    be = CythonBackend(threads=1, simd=sets[-1])
     found = benchmark.measure_model(benchmark.synthetic_model(TINY, be), 4, 2, reader_bytes=SMALL)
     rate = found.peak_multiply_adds / found.peak.best_s
     assert found.prompt_bound_tokens_per_s == pytest.approx(rate / MULTIPLY_ADDS)
     assert found.of_prompt_bound == pytest.approx(found.prompt_tokens_per_s / found.prompt_bound_tokens_per_s)
-    assert found.peak_multiply_adds == cython_backend._cpu.peak_multiply_adds(
-        list(cython_backend.simd_variants()).index(sets[-1]), benchmark.ceiling.PEAK_ROUNDS, 1
+    assert found.peak_multiply_adds == extension._cpu.peak_multiply_adds(
+        list(extension.simd_variants()).index(sets[-1]), benchmark.ceiling.PEAK_ROUNDS, 1
     )
     result = invoke("--shape", "storyteller", "--simd", sets[-1])
     assert INSTRUCTIONS[sets[-1]] in result.stdout

@@ -20,12 +20,12 @@ from helpers import random_ternary, rng
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cpu import backend as cython_backend
-from bitnet_ref.backends.cpu.backend import simd_variants
-from bitnet_ref.benchmark import MemoryReader, Timing
+from bitnet_ref.backends.cpu import extension
+from bitnet_ref.backends.cpu.extension import simd_variants
+from bitnet_ref.benchmark import MemoryReader
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
-from bitnet_ref.benchmark.timing import take_turns
+from bitnet_ref.benchmark.timing import Timing, take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_shared
 from bitnet_ref.errors import BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
@@ -119,7 +119,7 @@ def test_timing_takes_turns_and_keeps_to_the_budget():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_reader_reads_every_word(threads, monkeypatch):
     assert MemoryReader(threads, 8 * 100_001).read() == 100_001
-    monkeypatch.setattr(benchmark.bandwidth.cython_backend, "why_unavailable", lambda: "not built")
+    monkeypatch.setattr(benchmark.ceiling.extension, "why_unavailable", lambda: "not built")
     plain = MemoryReader(threads, 8 * 100_001)
     assert (plain.read(), plain.how) == (100_001, "numpy.sum")
 
@@ -194,7 +194,7 @@ def test_profile_counts():
     ops = {op.name: op for op in found.ops}
     assert ops["linears gate_proj up_proj"].calls == 4 * 2
     assert ops["linears gate_proj up_proj"].nbytes == 4 * 2 * 2 * (24 * 16 // 4)
-    assert (ops["head_candidates"].calls, ops["head_candidates"].nbytes) == (4, 4 * 40 * 16 * 2)
+    assert (ops["head_rows"].calls, ops["head_rows"].nbytes) == (4, 4 * 40 * 16 * 2)
     assert ops["rms_norm ffn_norm"].gb_per_s is None
     assert found.outside_s >= 0
     assert [op.total_s for op in found.ops] == sorted((op.total_s for op in found.ops), reverse=True)
@@ -260,4 +260,4 @@ def test_ceiling():
 
 
 def test_peak_of_a_set_without_one_is_0():
-    assert cython_backend._cpu.peak_multiply_adds(0, 10, 1) == 0
+    assert extension._cpu.peak_multiply_adds(0, 10, 1) == 0

@@ -8,6 +8,7 @@ from helpers import GOLDEN, GOLDEN_CASES, golden, model
 
 import bitnet_ref
 from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
+from bitnet_ref.reference.cache import TokenBatch
 
 # Ternary cases were chosen to have no activation near a rounding boundary (data/make_golden.py), so two correct float32
 # engines differ by float rounding alone: about 1e-5 here. 2e-4 leaves room for another order of summation and is far
@@ -27,6 +28,19 @@ def test_float32_logits_and_hidden_states(case, backend_name):
         np.testing.assert_allclose(hidden, expected[f"hidden.{i}"], rtol=0, atol=TOLERANCE, err_msg=f"hidden.{i}")
     np.testing.assert_allclose(seen["ln_final.hook_normalized"], expected[f"hidden.{layers}"], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_logits_of_every_path(case, backend_name):
+    """As a prompt and one token at a time, by each way in which the backend computes a pass."""
+    expected, m = golden(case), model(GOLDEN / case, backend_name)
+    tokens = expected["tokens"]
+    for path in m.backend.paths:
+        prompt = m.run(TokenBatch.of([(0, 0, tokens)]), m.new_cache(1, len(tokens)), path=path).all()
+        np.testing.assert_allclose(prompt, expected["logits"], rtol=0, atol=TOLERANCE, err_msg=path)
+        cache = m.new_cache(1, len(tokens))
+        steps = [m.run(TokenBatch.of([(0, i, [token])], [0]), cache, path=path).all() for i, token in enumerate(tokens)]
+        np.testing.assert_array_equal(np.concatenate(steps), prompt, err_msg=path)
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)

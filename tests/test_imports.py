@@ -36,71 +36,101 @@ RANK = {name: rank for rank, names in enumerate(ROWS) for name in names}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
-def top(parts):
+def room(relative):
     """The first name below the package: the module's or subpackage's."""
-    return parts[0] if parts else "__init__"
+    return relative.parts[0].removesuffix(".py")
 
 
-def is_type_checking(node):
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def runtime_nodes(tree):
-    """Every statement but those under `if TYPE_CHECKING:`. No expression holds an import."""
-    for child in ast.iter_child_nodes(tree):
-        if is_type_checking(child):
-            for other in child.orelse:
-                yield other
-                yield from runtime_nodes(other)
-        elif not isinstance(child, ast.expr):
-            yield child
-            yield from runtime_nodes(child)
+def file_of(parts):
+    """The file of a module of the package, given its dotted name below bitnet_ref; None for what is no module."""
+    for path in (Path(*parts, "__init__.py"), Path(*parts).with_suffix(".py") if parts else None):
+        if path is not None and (PACKAGE / path).is_file():
+            return path
+    return None
 
 
 @cache
 def imported(relative):
-    """(line, top name) of each import of the package's own modules in that file."""
+    """(line, file) of each import of the package's own files: also inside functions and under TYPE_CHECKING.
+
+    `from package import name` is an import of the module of that name where there is one, else of the package's
+    `__init__`. That a module's packages are imported before it is not counted.
+    """
     return tuple(_imported(relative))
 
 
 def _imported(relative):
     package = list(relative.parent.parts)  # of the file; an __init__.py is its package
-    for node in runtime_nodes(ast.parse((PACKAGE / relative).read_text())):
+    for node in ast.walk(ast.parse((PACKAGE / relative).read_text())):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.name.split(".")
-                if name[0] == "bitnet_ref":
-                    yield node.lineno, top(name[1:])
-        elif isinstance(node, ast.ImportFrom):
-            if node.level == 0 and (node.module or "").split(".")[0] != "bitnet_ref":
-                continue
-            base = (node.module or "").split(".")[1:] if node.level == 0 else package[: len(package) - node.level + 1]
-            names = base + (node.module.split(".") if node.level and node.module else [])
-            if names:
-                yield node.lineno, top(names)
-                continue
-            for alias in node.names:  # from . import x: a module, or a name that __init__ defines
-                yield node.lineno, alias.name if alias.name in RANK else "__init__"
+            names = [alias.name.split(".") for alias in node.names]
+            targets = [name[1:] for name in names if name[0] == "bitnet_ref"]
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "bitnet_ref"):
+            module = node.module.split(".") if node.module else []
+            base = package[: len(package) - node.level + 1] + module if node.level else module[1:]
+            targets = [[*base, alias.name] if file_of([*base, alias.name]) else base for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            # a compiled extension is a part of its package
+            yield node.lineno, file_of(target) or file_of(target[:-1])
 
 
 def test_the_walk_sees_imports():
-    """That the test can fail: these files import what is asserted here."""
-    assert {"reference", "errors"} <= {name for _, name in imported(Path("backends/backend.py"))}
-    assert "api" in {name for _, name in imported(Path("__init__.py"))}
+    """That the tests below can fail: these files import what is asserted here."""
+    assert {"reference", "errors"} <= {room(path) for _, path in imported(Path("backends/backend.py"))}
+    assert Path("api.py") in {path for _, path in imported(Path("__init__.py"))}
+    assert Path("tokenizers/base.py") in {path for _, path in imported(Path("backends/loaded.py"))}  # TYPE_CHECKING
+    assert Path("backends/cpu/backend.py") in {path for _, path in imported(Path("backends/__init__.py"))}  # a function
+    assert Path("kernels/cpu/__init__.py") in {path for _, path in imported(Path("backends/cpu/extension.py"))}
 
 
 @pytest.mark.parametrize("relative", MODULES, ids=str)
 def test_imports_point_one_way(relative):
-    mine = top(relative.with_suffix("").parts)
+    mine = room(relative)
     assert mine in RANK, f"{relative}: give {mine} a row in ROWS"
-    for line, theirs in imported(relative):
+    for line, path in imported(relative):
+        theirs = room(path)
         assert theirs in RANK, f"{relative}:{line} imports {theirs}, which has no row in ROWS"
         assert theirs == mine or RANK[theirs] < RANK[mine], f"{relative}:{line}: {mine} imports {theirs}, upwards"
 
 
+def circles(arrows):
+    """The sets of files that import each other, directly or not."""
+    reached = {start: _reach(start, arrows) for start in arrows}
+    return {frozenset(other for other in reached[a] if a in reached[other]) for a in reached if a in reached[a]}
+
+
+def _reach(start, arrows):
+    """Every file that is imported by this one, or by one of those."""
+    reached, waiting = set(), [start]
+    while waiting:
+        new = arrows[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def test_no_circle_of_files():
+    assert circles({1: {2}, 2: {3}, 3: {2}, 4: {4}}) == {frozenset({2, 3}), frozenset({4})}
+    arrows = {path: {target for _, target in imported(path)} for path in MODULES}
+    assert [sorted(map(str, circle)) for circle in circles(arrows)] == []
+
+
+def test_the_reference_imports_errors_and_nothing_else():
+    for relative in MODULES:
+        if room(relative) in ("reference", "system"):
+            assert {room(path) for _, path in imported(relative)} <= {"errors", room(relative)}, relative
+
+
 def test_only_the_backends_know_the_kernels():
-    users = {str(path) for path in MODULES if "kernels" in {name for _, name in imported(path)}}
-    assert users <= {"backends/cpu/backend.py", "backends/cuda/backend.py", "crossval/doctor.py"}
+    users = {str(path) for path in MODULES if "kernels" in {room(target) for _, target in imported(path)}}
+    assert users == {"backends/cpu/extension.py"}
+
+
+def test_few_rooms_stand_at_the_top():
+    rooms = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
+    assert len(rooms) <= 18, sorted(rooms)
 
 
 HEAVY = (
@@ -132,6 +162,24 @@ def test_import_loads_only_what_it_needs():
 def test_loading_and_computing_needs_no_more():
     more = "bitnet_ref.load(backend='numpy').run_with_cache([1, 2]); "
     assert not set(run_python(LOADED.format(more=more))) & set(HEAVY)
+
+
+BACKENDS = ("bitnet_ref.kernels.cpu._cpu", "bitnet_ref.backends.cpu", "bitnet_ref.backends.cuda", "cupy")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "bitnet_ref.load(backend='numpy').logits([1, 2]); ",
+        "bitnet_ref.load(backend='numpy').run_with_cache([1, 2]); ",
+        "bitnet_ref.load(backend='numpy').generate('Once', max_tokens=2); ",
+    ],
+)
+def test_no_backend_is_loaded_before_it_is_chosen(more):
+    """Not even by the numpy backend: the compiled extension brings OpenMP and its threads."""
+    code = f"import json, sys; import bitnet_ref; {more}print(json.dumps([m for m in {BACKENDS} if m in sys.modules]))"
+    assert run_python(code) == []
 
 
 def test_import_changes_no_global_state():

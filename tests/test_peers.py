@@ -15,9 +15,15 @@ from click.testing import CliRunner
 import bitnet_ref
 from bitnet_ref import benchmark
 from bitnet_ref.benchmark.peers import Peer, peer_config
-from bitnet_ref.benchmark.random_file import write_random_gguf
+from bitnet_ref.benchmark.synthetic import write_random_gguf
 from bitnet_ref.cli import bench_model, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable
+
+
+def use_script(monkeypatch, folder, text):
+    """Let this text run in the peer's process."""
+    (folder / "peer.py").write_text(text)
+    monkeypatch.setattr(benchmark.peers, "SCRIPT", folder / "peer.py")
 
 
 def test_the_shell_knows_the_peers():
@@ -60,8 +66,8 @@ def test_a_file_of_random_weights_is_a_model(tmp_path):
 
 
 def test_a_shape_that_a_peer_cannot_hold_costs_one_line(tmp_path, monkeypatch):
-    (tmp_path / "peer.py").write_text("print('{}')")
-    monkeypatch.setitem(benchmark.PEERS, "blocks", Peer(str(tmp_path / "peer.py"), "pip install it", gguf="tq2_0"))
+    use_script(monkeypatch, tmp_path, "print('{}')")
+    monkeypatch.setitem(benchmark.PEERS, "blocks", Peer("pip install it", gguf="tq2_0"))
     with pytest.raises(BackendError, match="blocks of 256 inputs"):
         benchmark.measure_peer("blocks", TINY, 3, 2)
 
@@ -95,10 +101,10 @@ def test_transformers_is_measured(quantized, weights, monkeypatch):
 
 def test_a_peer_is_told_the_device_only_where_it_has_a_choice(tmp_path, monkeypatch):
     times = {"version": "1", "prompt_s": [1], "decode_s": [1], "peak_memory_bytes": 7}
-    echo = f"import json, sys; print(json.dumps({{**{times}, 'weights': json.loads(sys.argv[1])}}))"
-    (tmp_path / "peer.py").write_text(echo)
+    echo = f"import json, sys; print(json.dumps({{**{times}, 'weights': json.loads(sys.argv[2])}}))"
+    use_script(monkeypatch, tmp_path, echo)
     for name, chooses in (("fixed", False), ("free", True)):
-        monkeypatch.setitem(benchmark.PEERS, name, Peer(str(tmp_path / "peer.py"), "pip install it", chooses=chooses))
+        monkeypatch.setitem(benchmark.PEERS, name, Peer("pip install it", chooses=chooses))
     asked = benchmark.measure_peer("free", TINY, device="cuda", quantized=True).weights
     assert (asked["device"], asked["quantized"]) == ("cuda", True)
     assert "device" not in benchmark.measure_peer("fixed", TINY).weights
@@ -115,8 +121,8 @@ def test_a_peer_is_told_the_device_only_where_it_has_a_choice(tmp_path, monkeypa
     ],
 )
 def test_a_peer_that_fails_says_why(script, why, tmp_path, monkeypatch):
-    (tmp_path / "peer.py").write_text(script)
-    monkeypatch.setitem(benchmark.PEERS, "broken", Peer(str(tmp_path / "peer.py"), "pip install it"))
+    use_script(monkeypatch, tmp_path, script)
+    monkeypatch.setitem(benchmark.PEERS, "broken", Peer("pip install it"))
     with pytest.raises(BackendError, match=why):
         benchmark.measure_peer("broken", TINY, 3, 2)
 
@@ -124,8 +130,8 @@ def test_a_peer_that_fails_says_why(script, why, tmp_path, monkeypatch):
 def test_what_a_peer_prints_becomes_its_speeds(tmp_path, monkeypatch):
     """The ratio of times that a script gives; a Python that is not there is named."""
     times = {"version": "1", "weights": "w", "prompt_s": [2, 1], "decode_s": [0.5, 0.25, 1], "peak_memory_bytes": 7}
-    (tmp_path / "peer.py").write_text(f"print('loading'); print({json.dumps(times)!r})")
-    monkeypatch.setitem(benchmark.PEERS, "fixed", Peer(str(tmp_path / "peer.py"), "pip install it"))
+    use_script(monkeypatch, tmp_path, f"print('loading'); print({json.dumps(times)!r})")
+    monkeypatch.setitem(benchmark.PEERS, "fixed", Peer("pip install it"))
     found = benchmark.measure_peer("fixed", TINY, 10, 3, threads=2, python=sys.executable)
     assert (found.prompt_tokens_per_s, found.decode_tokens_per_s, found.decode.median_s) == (10, 4, 0.5)
     with pytest.raises(BackendError, match="no-such-python"):

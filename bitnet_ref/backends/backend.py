@@ -76,6 +76,9 @@ class Backend(PlainBackend):
         """Names the layout that `prepare` and `prepare_model` make; None when it is not worth keeping on disk."""
         return None
 
+    def check_prepared(self, w: ModelWeights) -> None:
+        """Raises ShapeError unless `weight_kinds` in weights from disk have the shapes that the kernels trust."""
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def hidden(

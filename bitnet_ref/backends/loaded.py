@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ..tokenizers.vocabulary import Vocabulary
 
 
+_CLOSED = "this model was closed and its weights were freed; load it again"
+
+
 class LoadedModel:
     """A model that computes. It holds no state between calls; any number of threads may use it."""
 
@@ -43,6 +46,7 @@ class LoadedModel:
         """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use."""
         self.config, self.backend, self.path = config, backend, path
         self.cache_dtype = cache_dtype
+        self.run_pass: Callable[..., Logits] = run  # a profile replaces it while it watches
         self._weights: ModelWeights | None = weights
         self._load_tokenizer = load_tokenizer
 
@@ -55,10 +59,15 @@ class LoadedModel:
         )
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._weights is None
+
+    @property
     def weights(self) -> ModelWeights:
         """Raises BackendError after `close`."""
         if self._weights is None:
-            raise BackendError("this model was closed and its weights were freed; load it again")
+            raise BackendError(_CLOSED)
         return self._weights
 
     @property
@@ -91,6 +100,8 @@ class LoadedModel:
         pages: int | None = None,
     ) -> KVCache:
         """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
+        if self.is_closed:
+            raise BackendError(_CLOSED)
         spec = CacheSpec(slots, capacity, dtype or self.cache_dtype, page_size, pages)
         return self.backend.new_cache(self.config, spec)
 
@@ -102,7 +113,7 @@ class LoadedModel:
         path: str | None = None,
     ) -> Logits:
         """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""
-        return run(self.backend, self.weights, self.config, batch, cache, top, path)
+        return self.run_pass(self.backend, self.weights, self.config, batch, cache, top, path)
 
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> NDArray | list[NDArray]:
         """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
@@ -180,7 +191,14 @@ class LoadedModel:
 
 
 def _is_batch(token_ids: Any) -> bool:
-    return len(token_ids) > 0 and isinstance(token_ids[0], Sequence | np.ndarray) and not isinstance(token_ids, str)
+    """Whether these are rows of token ids: a list of lists or arrays, or a two-dimensional array."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.ndim == 2 and len(token_ids) > 0
+    return (
+        isinstance(token_ids, list | tuple)
+        and len(token_ids) > 0
+        and isinstance(token_ids[0], list | tuple | np.ndarray)
+    )
 
 
 def _describe(value: Any) -> str:

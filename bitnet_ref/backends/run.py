@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import NumericsError
+from ..errors import BackendUnavailable, NumericsError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights
@@ -50,8 +50,11 @@ def run(
         backend may then compute fewer rows of the head. None: all logits of all wanted tokens.
     path: one of `be.paths`. None takes the fastest that applies.
 
-    Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError.
+    Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError,
+    BackendUnavailable for a path that the backend does not have.
     """
+    if path is not None and path not in be.paths:
+        raise BackendUnavailable(f"backend {be.name!r} has no path {path!r}; there are: {', '.join(be.paths)}")
     # NumPy's warnings about overflow would only repeat what the logits show, and the error then names the tensor.
     with np.errstate(all="ignore"), be.running():
         try:

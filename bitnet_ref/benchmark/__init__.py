@@ -1,54 +1,37 @@
-"""How fast it is, held against what the machine can do: the measurements behind `bitnet-ref bench`, for notebooks too.
+"""How fast it is, beside what the machine can do: the measurements behind `bitnet-ref bench`, for notebooks too.
 
 Two rules. Nothing is timed before it has been compared with the NumPy reference: a result that differs has no speed.
-And a time means little on a machine that others use too, so each is taken several times, in turn with a plain read of
-memory, and reported as the best and the median and as a ratio to what the read gave in the same minute.
+And because a time means little on a machine that others use too, each is taken several times, in turn with a plain read
+of memory, and reported as the best, the median, and a ratio to what the read reached in the same minute.
 
-    timing.py     repetitions of several actions in turn      bandwidth.py  the ceiling: memory, read and nothing else
-    validate.py   the comparison with the reference           kernels.py    one ternary linear, on every kernel set
-    synthetic.py  random models of known shapes               models.py     a whole model: prompt and decode
-    peers.py      the same shape on other engines             tokenizer.py  encoding, decoding, streaming
-    cache.py      what a narrow KV cache costs                serve.py      the engine under load
-    cuda_kernels.py  the ternary kernels of a GPU             gpu.py        all that is asked of one, in one run
+    record.py      what every result is: fields, properties, JSON   timing.py     repetitions of actions in turn
+    validate.py    the comparison with the reference                ceiling.py    memory, and each product instruction
+    synthetic.py   random models of known shapes                    kernels.py    a ternary linear, on every kernel set
+    models.py      a whole model: prompt and decoding               serve.py      the engine under load
+    peers.py       the same shape on other engines                  tokenizer.py  encoding, decoding, streaming
+    cache.py       the errors of a narrow KV cache                  cuda_kernels.py  the ternary kernels of a GPU
+    gpu.py         all that is asked of a GPU, in one run           gpu_goals.py  its targets and results
 """
 
-from .bandwidth import MemoryReader
-from .cache import CacheBench, CacheError, measure_cache
-from .ceiling import Ceiling, measure_ceiling
-from .cuda_kernels import CudaKernelBench, CudaKernelResult, measure_cuda_kernels
-from .gpu import GpuBench, Plan, measure_gpu
-from .kernels import KernelBench, KernelResult, candidates, measure_kernels
-from .models import ModelBench, StepBytes, bytes_of_step, measure_model
-from .peers import PEERS, PeerBench, measure_peer
-from .serve import Load, LoadPoint, ServeBench, Together, measure_serve
+from .cache import measure_cache
+from .ceiling import MemoryReader, measure_ceiling
+from .cuda_kernels import measure_cuda_kernels
+from .gpu import measure_gpu
+from .gpu_goals import Plan
+from .kernels import candidates, measure_kernels
+from .models import bytes_of_step, measure_model
+from .peers import PEERS, measure_peer
+from .serve import Load, measure_serve
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
-from .timing import Timing
-from .tokenizer import TokenizerBench, measure_tokenizer
-from .validate import Check, check_linear, check_model
+from .tokenizer import measure_tokenizer
+from .validate import check_linear, check_model
 
 __all__ = [
     "PEERS",
     "SHAPES",
-    "CacheBench",
-    "CacheError",
-    "Ceiling",
-    "Check",
-    "CudaKernelBench",
-    "CudaKernelResult",
-    "GpuBench",
-    "KernelBench",
-    "KernelResult",
     "Load",
-    "LoadPoint",
     "MemoryReader",
-    "ModelBench",
-    "PeerBench",
     "Plan",
-    "ServeBench",
-    "StepBytes",
-    "Timing",
-    "Together",
-    "TokenizerBench",
     "bytes_of_step",
     "candidates",
     "check_linear",

@@ -1,53 +1,47 @@
-"""A whole model: tokens a second of a prompt and of decoding, against the time that reading its weights must take.
+"""A whole model: tokens per second of a prompt and of decoding, beside what the machine allows.
 
-A decoded token reads every weight once. So memory bandwidth over the bytes of a token is a bound on its speed, unless
-the model fits in the processor's cache. A prompt's tokens share what is read: there the bound is the rate of the
-instruction that multiplies, over the multiply-adds of a token's ternary linears; the head sees only the last token.
+A decoded token reads every weight once, so memory bandwidth over the bytes of a token bounds its speed, unless the
+model fits in the processor's cache. The tokens of a prompt share what is read: there the bound is the rate of the
+product instruction over the multiply-adds of a token's ternary linears. The head sees only the last token.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import HeadCandidates, HeadNeed, ScreenedHead
+from ..backends.head import TokenLogits
 from ..errors import GenerationError
-from ..generation.params import SamplingParams
-from ..generation.sampling import choose, choose_among, log_probability
-from ..notebook.profiling import OpTime
-from ..notebook.profiling import Profile as ModelProfile
+from ..generation.sampling import log_probability
+from ..notebook.profiling import OpTime, Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights, TernaryLinear
 from ..system.memory import peak_memory_bytes
-from .bandwidth import MemoryReader, last_level_cache_bytes
-from .ceiling import peak_of
-from .timing import Timing, relative_speed, seconds
+from .ceiling import MemoryReader, last_level_cache_bytes, peak_of
+from .record import Progress, Record
+from .timing import Timing, ratio, seconds
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
-GREEDY = SamplingParams()
 PEAK_CALLS = 10  # of about 1 ms each
-STEPS_BETWEEN_READS = 4  # of decoding: the read empties the caches, which a small model lives in
-
-Progress = Callable[[int, int], object]
+STEPS_BETWEEN_READS = 4  # of decoding; a read empties the caches that a small model is held in
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """What decoding one token reads."""
+class StepBytes(Record):
+    """Bytes that decoding one token reads."""
 
     ternary: int  # planes, with their padding, and biases
-    dense: int  # linears of a model, or part of one, that is not quantised
-    head: int  # all of it, or its screen and the rows that this leaves
+    dense: int  # linears that are not quantised
+    head: int  # all of it, or its screen and the rows computed after screening
     cache: int  # keys and values that the token sees
     other: int  # norms, and one row of the embedding
 
@@ -59,9 +53,9 @@ class StepBytes:
 def bytes_of_step(
     config: ModelConfig, weights: ModelWeights, position: float, float_bytes: int = 4, head_rows: float = 1
 ) -> StepBytes:
-    """Bytes read to decode the token at `position` (a mean of several may be given): weights, head, cache.
+    """Bytes read to decode the token at `position` (it may be a mean of positions).
 
-    float_bytes: of one value of the cache. head_rows: logits computed for a token, where the head is screened.
+    float_bytes: per value of the cache. head_rows: logits computed per token, when the head is screened.
     """
     ternary = dense = 0
     norms = weights.final_norm.nbytes
@@ -78,29 +72,28 @@ def bytes_of_step(
     cache = round(2 * config.num_hidden_layers * config.kv_size * float_bytes * seen)
     row = weights.embedding.array[:1].nbytes
     head = weights.lm_head.nbytes
-    if isinstance(weights.lm_head, ScreenedHead):
-        head = weights.lm_head.screen_nbytes + round(head_rows * row)
+    if (screen_nbytes := getattr(weights.lm_head, "screen_nbytes", None)) is not None:
+        head = screen_nbytes + round(head_rows * row)
     return StepBytes(ternary, dense, head, cache, norms + row)
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Where the time of some forward passes went: each op, slowest first, and what is outside all of them."""
+class PassProfile:
+    """Where the time of some forward passes went: `ops`, slowest first, and what is outside all of them."""
 
     tokens: int
     step_s: float  # all passes together
-    outside_s: float  # of it, not in any op: the model's text, residual sums, the cache's writes, the finiteness check
+    outside_s: float  # of step_s: Python and the finiteness check, in no operation
     ops: list[OpTime]
 
-    def to_dict(self) -> dict[str, Any]:
-        facts = ("calls", "total_s", "nbytes", "gb_per_s")
-        ops = [{"op": op.name, **{fact: getattr(op, fact) for fact in facts}} for op in self.ops]
-        return {"tokens": self.tokens, "step_s": self.step_s, "outside_s": self.outside_s, "ops": ops}
+    @classmethod
+    def of(cls, profile: Profile, tokens: int) -> PassProfile:
+        return cls(tokens, profile.forward_s, profile.forward_s - sum(op.total_s for op in profile.ops), profile.ops)
 
 
 @dataclass(frozen=True)
-class ModelBench:
-    """Speeds of one model on one backend. Without equality there are none."""
+class ModelBench(Record):
+    """Speeds of one model on one backend. Without equality with the reference there are none."""
 
     backend: str
     kernel_set: str | None  # of the cython backend
@@ -115,17 +108,21 @@ class ModelBench:
     read_how: str
     head: str  # "exact", or "screened": the greedy token is found by bounds on the other logits
     read_bytes: int
-    ternary_multiply_adds: int  # of a token
+    ternary_multiply_adds: int  # per token
     read: Timing | None = None
-    peak_multiply_adds: int = 0  # of one call of the product instruction alone; 0: not known for this backend
+    peak_multiply_adds: int = 0  # per call of the product instruction alone; 0: not known for this backend
     peak: Timing | None = None
     prompt: Timing | None = None  # the whole prompt
-    decode: Timing | None = None  # one token, through `Model.forward`
+    decode: Timing | None = None  # one token, through the model
     decode_s: float | None = None  # all new tokens
-    choose: Timing | None = None  # the likeliest token and, where all logits are known, its log probability
-    head_rows: float | None = None  # logits computed for a token, on average
-    peak_memory_bytes: int | None = None  # less the buffer that the plain read goes through
-    profiles: dict[str, Profile] = field(default_factory=dict)  # "prompt", "decode", when asked for
+    choose: Timing | None = None  # the most likely token and, when all logits are known, its log probability
+    head_rows: float | None = None  # logits computed per token, on average
+    peak_memory_bytes: int | None = None  # without the buffer of the plain read
+    profiles: dict[str, PassProfile] = field(default_factory=dict)  # "prompt", "decode", when asked for
+
+    @property
+    def equal(self) -> bool:
+        return self.check.equal
 
     @property
     def read_gb_per_s(self) -> float | None:
@@ -147,21 +144,21 @@ class ModelBench:
 
     @property
     def bound_tokens_per_s(self) -> float | None:
-        """What the best plain read allows: bandwidth over the bytes of a token."""
+        """The best plain read's bandwidth over the bytes of a token."""
         return self.read_bytes / self.read.best_s / self.step_bytes.total if self.read else None
 
     @property
     def of_bound(self) -> float | None:
         """Best step over the best read's bound."""
-        return relative_speed("best_s", self.step_bytes.total, self.decode, self.read_bytes, self.read)
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read)
 
     @property
     def of_bound_median(self) -> float | None:
-        return relative_speed("median_s", self.step_bytes.total, self.decode, self.read_bytes, self.read)
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, "median_s")
 
     @property
     def prompt_bound_tokens_per_s(self) -> float | None:
-        """What the best rate of the product instruction allows."""
+        """The best rate of the product instruction over a token's multiply-adds."""
         if self.peak is None or self.ternary_multiply_adds == 0:
             return None
         return self.peak_multiply_adds / self.peak.best_s / self.ternary_multiply_adds
@@ -169,21 +166,17 @@ class ModelBench:
     @property
     def of_prompt_bound(self) -> float | None:
         """Best prompt over the best rate's bound."""
-        return self._of_prompt_bound("best_s")
+        work = self.prompt_tokens * self.ternary_multiply_adds
+        return ratio(work, self.prompt, self.peak_multiply_adds, self.peak) if work else None
 
     @property
     def of_prompt_bound_median(self) -> float | None:
-        return self._of_prompt_bound("median_s")
-
-    def _of_prompt_bound(self, which: Literal["best_s", "median_s"]) -> float | None:
-        if self.ternary_multiply_adds == 0:
-            return None
         work = self.prompt_tokens * self.ternary_multiply_adds
-        return relative_speed(which, work, self.prompt, self.peak_multiply_adds, self.peak)
+        return ratio(work, self.prompt, self.peak_multiply_adds, self.peak, "median_s") if work else None
 
     @property
     def fits_in_cache(self) -> bool:
-        """Whether the bound is none: the weights need not come from memory."""
+        """Whether a step's bytes may stay in the cache, so that the bound by memory does not apply."""
         return self.step_bytes.total <= self.last_level_cache_bytes
 
     @property
@@ -192,17 +185,18 @@ class ModelBench:
         return self.peak_memory_bytes / self.weight_bytes if self.peak_memory_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
-        derived = ("read_gb_per_s", "prompt_tokens_per_s", "decode_tokens_per_s", "decode_tokens_per_s_median")
-        memory = ("bound_tokens_per_s", "of_bound", "of_bound_median", "fits_in_cache", "of_weight_bytes")
-        arithmetic = ("prompt_bound_tokens_per_s", "of_prompt_bound", "of_prompt_bound_median")
-        return {
-            **asdict(self),
-            "step_bytes": {**asdict(self.step_bytes), "total": self.step_bytes.total},
-            "equal": self.check.equal,
-            **{name: getattr(self, name) for name in derived + memory + arithmetic},
-            "profiles": {name: profile.to_dict() for name, profile in self.profiles.items()},
-        }
+        """Everything as plain JSON values; of a profile's operations, those of all places together."""
+        facts = super().to_dict()
+        for name, profile in self.profiles.items():
+            ops = [
+                {
+                    "op": op.name,
+                    **{key: value for key, value in op.to_dict().items() if key not in ("name", "children")},
+                }
+                for op in profile.ops
+            ]
+            facts["profiles"][name]["ops"] = ops
+        return facts
 
 
 def measure_model(
@@ -222,65 +216,76 @@ def measure_model(
     if min(prompt_tokens, new_tokens) < 1 or prompt_tokens + new_tokens > context:
         asked = f"{prompt_tokens} prompt tokens and {new_tokens} new ones"
         raise GenerationError(f"expected at least 1 of each and at most {context} together, got {asked}")
-    steps = _Steps(progress, 1 + PROMPT_REPEATS + new_tokens + (1 + new_tokens if profile else 0))
+    total, done = 1 + PROMPT_REPEATS + new_tokens + profile, 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
     prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, prompt_tokens)
     check = check_model(model, prompt.tolist())
-    steps.done()
-    before = peak_memory_bytes()
+    tick()
+    memory_before = peak_memory_bytes()
     reader = MemoryReader(model.backend.threads, reader_bytes)
-    mean_position = mean(range(prompt_tokens, prompt_tokens + new_tokens))
-    facts: dict[str, Any] = {
-        "backend": model.backend.name,
-        "kernel_set": getattr(model.backend, "simd", None),
-        "threads": model.backend.threads,
-        "config": model.config.to_dict(),
-        "weight_bytes": model.weights.nbytes,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "check": check,
-        "step_bytes": bytes_of_step(model.config, model.weights, mean_position, model.backend.dtype.itemsize),
-        "last_level_cache_bytes": last_level_cache_bytes(),
-        "read_how": reader.how,
-        "head": model.head,
-        "read_bytes": reader.nbytes,
-        "ternary_multiply_adds": sum(
+    peak, peak_multiply_adds = peak_of(model.backend) or (None, 0)
+    position = mean(range(prompt_tokens, prompt_tokens + new_tokens))
+    value_bytes = model.backend.dtype.itemsize
+    bench = ModelBench(
+        backend=model.backend.name,
+        kernel_set=getattr(model.backend, "simd", None),
+        threads=model.backend.threads,
+        config=model.config.to_dict(),
+        weight_bytes=model.weights.nbytes,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        check=check,
+        step_bytes=bytes_of_step(model.config, model.weights, position, value_bytes),
+        last_level_cache_bytes=last_level_cache_bytes(),
+        read_how=reader.how,
+        head=model.head,
+        read_bytes=reader.nbytes,
+        peak_multiply_adds=peak_multiply_adds,
+        ternary_multiply_adds=sum(
             math.prod(weight.shape) for _, weight in model.weights.linears() if isinstance(weight, TernaryLinear)
         ),
-    }
+    )
     if not check.equal:
-        return ModelBench(**facts)
+        return bench
 
     cache = model.new_cache(slots=1, capacity=prompt_tokens + new_tokens)
-    reader.read()  # the first pass finds cold tables
+    reader.read()  # not counted: the first read finds cold page tables
     reads, peaks, prompts, decodes, chooses, head_rows = [], [], [], [], [], []
-    peak, facts["peak_multiply_adds"] = peak_of(model.backend) or (None, 0)
     for _ in range(PROMPT_REPEATS):
         reads.append(seconds(reader.read))
         if peak is not None:
             peaks.append(seconds(peak, PEAK_CALLS))
         start = time.perf_counter()
-        found = prefill(model, prompt, cache)
+        logits = prefill(model, prompt, cache)
         prompts.append(time.perf_counter() - start)
-        steps.done()
+        tick()
     for step in range(new_tokens):
         if step % STEPS_BETWEEN_READS == 0:
             reads.append(seconds(reader.read))
         start = time.perf_counter()
-        token = likeliest(found)
-        if found.complete:
-            log_probability(found.logits, token)
+        token = most_likely(logits)
+        if logits.complete:
+            log_probability(logits.values, token)
         chosen = time.perf_counter()
-        found = decode(model, token, prompt_tokens + step, cache)
-        head_rows.append(len(found.ids))
+        logits = decode(model, token, prompt_tokens + step, cache)
         decodes.append(time.perf_counter() - chosen)
         chooses.append(chosen - start)
-        steps.done()
-    size = model.backend.dtype.itemsize
-    facts["step_bytes"] = bytes_of_step(model.config, model.weights, mean_position, size, mean(head_rows))
-    # A higher peak than before was reached with the buffer in place; the same peak was the model's own.
-    after = peak_memory_bytes()
-    return ModelBench(
-        **facts,
+        head_rows.append(len(logits.ids))
+        tick()
+    # If the peak did not rise after the buffer was allocated, it is the model's own; else the buffer is part of it.
+    memory_after = peak_memory_bytes()
+    profiles = profile_model(model, prompt, new_tokens) if profile else {}
+    if profile:
+        tick()
+    return replace(
+        bench,
+        step_bytes=bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows)),
         read=Timing.of(reads),
         peak=Timing.of(peaks) if peaks else None,
         prompt=Timing.of(prompts),
@@ -288,64 +293,37 @@ def measure_model(
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
         head_rows=mean(head_rows),
-        peak_memory_bytes=max(before, after - reader.nbytes),
-        profiles=profile_model(model, prompt, new_tokens, steps) if profile else {},
+        peak_memory_bytes=max(memory_before, memory_after - reader.nbytes),
+        profiles=profiles,
     )
 
 
-def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> HeadCandidates:
-    """The prompt through the model in generation's steps of some hundred tokens.   -> what may follow the last"""
-    at_once = model.backend.prompt_tokens(model.config)
-    for start in range(0, len(prompt), at_once):
-        piece = prompt[start : start + at_once]
-        last = [0] if start + len(piece) == len(prompt) else []
-        _, found = model.candidates(
-            TokenBatch.of([(0, start, piece)], logits_of_last=last), cache, [HeadNeed(1)] * len(last)
-        )
-    return found[0]
+def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> TokenLogits:
+    """The prompt through the model, in steps as large as generation's.   -> the logits of its last token"""
+    step = model.backend.prompt_tokens(model.config)
+    for start in range(0, len(prompt), step):
+        piece = prompt[start : start + step]
+        wanted = [0] if start + len(piece) == len(prompt) else []
+        logits = model.run(TokenBatch.of([(0, start, piece)], logits_of_last=wanted), cache, [(1, ())] * len(wanted))
+    return logits.tokens[0]
 
 
-def decode(model: Model, token: int, position: int, cache: KVCache) -> HeadCandidates:
-    """One more token of slot 0, as greedy generation takes it.   -> what may follow it"""
-    return model.candidates(TokenBatch.of([(0, position, [token])], logits_of_last=[0]), cache, [HeadNeed(1)])[1][0]
+def decode(model: Model, token: int, position: int, cache: KVCache) -> TokenLogits:
+    """One more token of slot 0, as greedy generation computes it.   -> its logits"""
+    return model.run(TokenBatch.of([(0, position, [token])]), cache, [(1, ())]).tokens[0]
 
 
-def likeliest(found: HeadCandidates) -> int:
-    """The greedy token, chosen as generation chooses it."""
-    if found.complete:
-        return choose(found.logits, GREEDY, 0.0)
-    token = choose_among(found, GREEDY, 0.0)
-    assert token is not None
-    return token
+def most_likely(logits: TokenLogits) -> int:
+    """The greedy token; of equal logits the lowest id."""
+    return int(logits.ids[logits.values.argmax()])
 
 
-def profile_model(
-    model: Model, prompt: NDArray[np.int64], new_tokens: int, steps: _Steps | None = None
-) -> dict[str, Profile]:
-    """The same passes once more, each op timed: {"prompt": ..., "decode": ...}."""
-    steps = steps or _Steps(None, 0)
+def profile_model(model: Model, prompt: NDArray[np.int64], new_tokens: int) -> dict[str, PassProfile]:
+    """The same passes once more, each operation timed: {"prompt": ..., "decode": ...}."""
     cache = model.new_cache(slots=1, capacity=len(prompt) + new_tokens)
     with model.profile() as of_prompt:
-        found = prefill(model, prompt, cache)
-    steps.done()
+        logits = prefill(model, prompt, cache)
     with model.profile() as of_decoding:
         for step in range(new_tokens):
-            found = decode(model, likeliest(found), len(prompt) + step, cache)
-            steps.done()
-    return {"prompt": _profile(of_prompt, len(prompt)), "decode": _profile(of_decoding, new_tokens)}
-
-
-def _profile(found: ModelProfile, tokens: int) -> Profile:
-    return Profile(tokens, found.forward_s, found.forward_s - sum(op.total_s for op in found.ops), found.ops)
-
-
-class _Steps:
-    """Counts for a progress bar."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.count = progress, total, 0
-
-    def done(self) -> None:
-        self.count += 1
-        if self.progress is not None:
-            self.progress(self.count, self.total)
+            logits = decode(model, most_likely(logits), len(prompt) + step, cache)
+    return {"prompt": PassProfile.of(of_prompt, len(prompt)), "decode": PassProfile.of(of_decoding, new_tokens)}

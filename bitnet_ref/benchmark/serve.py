@@ -1,18 +1,19 @@
-"""The engine under load: how much it does, and how long its users wait, for each rate at which requests arrive.
+"""The engine under load: its throughput and its users' waiting times, for each rate at which requests arrive.
 
 Arrivals are a Poisson process with a fixed seed, so every rate sees the same requests. Times are the reader's: to the
-first token from the moment a request was due, which a slow sender cannot flatter, and between its tokens as they are
-read. Before anything is timed, some of the requests have to give what `Model.generate` gives.
+first token from the moment a request was due, so that a slow sender does not shorten them, and between its tokens as
+they are read. Before anything is timed, some of the requests must give what `Model.generate` gives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,20 +24,23 @@ from ..errors import GenerationError, QueueFull
 from ..generation import Generation
 from ..notebook.figures.style import new_figure
 from ..serving import Engine, EngineConfig
+from .record import Progress, Record
+from .timing import seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Progress = Callable[[int, int], object]
-SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of what it can do: the default rates
+SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the capacity: the default rates
 CHECKED = 4  # requests
 ONE_BY_ONE = 8  # prompts that are timed alone
 ROUNDS = 3
 
+Requests = Sequence[tuple[list[int], int]]  # (prompt, max_tokens)
+
 
 @dataclass(frozen=True)
 class Load:
-    """What the requests are: their prompts are random tokens, their lengths drawn evenly from these ranges."""
+    """The requests: prompts of random tokens, lengths drawn evenly from these ranges."""
 
     requests: int = 100
     prompt: tuple[int, int] = (8, 32)
@@ -58,7 +62,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of seconds."""
+    """Quantiles of times in seconds."""
 
     p50_s: float
     p95_s: float
@@ -66,15 +70,12 @@ class Quantiles:
 
     @classmethod
     def of(cls, values_s: Sequence[float]) -> Quantiles | None:
-        if not values_s:
-            return None
-        p50, p95, p99 = np.quantile(values_s, (0.5, 0.95, 0.99)).tolist()
-        return cls(p50, p95, p99)
+        return cls(*np.quantile(values_s, (0.5, 0.95, 0.99)).tolist()) if values_s else None
 
 
 @dataclass(frozen=True)
-class LoadPoint:
-    """What came of one rate of arrivals."""
+class LoadPoint(Record):
+    """The result of one rate of arrivals."""
 
     offered_per_s: float  # requests
     requests: int
@@ -84,7 +85,7 @@ class LoadPoint:
     first_token: Quantiles | None
     between_tokens: Quantiles | None
     largest_batch: int
-    mean_batch: float  # sequences in a step
+    mean_batch: float  # sequences per step
 
     @property
     def requests_per_s(self) -> float:
@@ -96,8 +97,8 @@ class LoadPoint:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Prompts through the engine at the same time, against one after another, in turn in the same run."""
+class Together(Record):
+    """Prompts through the engine at the same time, compared with one after another, in turn in the same run."""
 
     prompts: int
     new_tokens: int  # of each
@@ -111,8 +112,8 @@ class Together:
 
 
 @dataclass(frozen=True)
-class ServeBench:
-    """`equal`: whether the requests that were checked gave what they give alone; without that, nothing is measured."""
+class ServeBench(Record):
+    """`equal`: whether the checked requests gave what they give alone. If not, nothing is measured."""
 
     backend: str
     threads: int
@@ -121,16 +122,13 @@ class ServeBench:
     load: Load
     config: EngineConfig
     together: Together | None = None
-    capacity_per_s: float | None = None  # requests a second, with all of them there from the beginning
+    capacity_per_s: float | None = None  # requests per second when all of them are there from the beginning
     points: tuple[LoadPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        facts = asdict(self)
-        facts["config"] = {name: value for name, value in facts["config"].items() if name != "sampling"}
-        for point, mine in zip(facts["points"], self.points, strict=True):
-            point |= {"requests_per_s": mine.requests_per_s, "tokens_per_s": mine.tokens_per_s}
-        if self.together is not None:
-            facts["together"]["ratio"] = self.together.ratio
+        """Everything as plain JSON values, but for the engine's sampling defaults, which are not used here."""
+        facts = super().to_dict()
+        facts["config"].pop("sampling", None)
         return facts
 
 
@@ -143,9 +141,9 @@ def measure_serve(
     prompts: int = 64,
     progress: Progress | None = None,
 ) -> ServeBench:
-    """Check, then measure: `prompts` together against alone, then each rate (by default shares of the capacity).
+    """Check, then measure: `prompts` together and alone, then each rate (by default SHARES of the capacity).
 
-    Raises GenerationError where the load does not fit the model's context.
+    Raises GenerationError if the load does not fit the model's context.
     """
     load, config = load or Load(), config or EngineConfig()
     if load.prompt[1] + load.new[1] > model.config.context_length:
@@ -154,69 +152,63 @@ def measure_serve(
             f"{model.config.context_length}"
         )
     if not all(rate > 0 for rate in rates_per_s):
-        raise GenerationError(f"rates: expected requests a second, numbers > 0, got {list(rates_per_s)}")
+        raise GenerationError(f"rates: expected requests per second, numbers > 0, got {list(rates_per_s)}")
     requests = load.draw(model.config.vocab_size)
-    steps, done = 3 + (len(rates_per_s) or len(SHARES)), 0
+    steps, count = 3 + (len(rates_per_s) or len(SHARES)), itertools.count(1)
 
     def tick() -> None:
-        nonlocal done
-        done += 1
         if progress is not None:
-            progress(done, steps)
+            progress(next(count), steps)
 
-    def measured(rate_per_s: float) -> LoadPoint:
-        point = asyncio.run(_offer(model, config, requests, load.arrivals(rate_per_s), rate_per_s))
-        tick()
-        return point
-
-    equal = _equal_alone(model, config, requests)
-    found = ServeBench(model.backend.name, model.backend.threads, equal, min(CHECKED, len(requests)), load, config)
+    equal = equals_alone(model, config, requests)
+    bench = ServeBench(model.backend.name, model.backend.threads, equal, min(CHECKED, len(requests)), load, config)
     tick()
     if not equal:
-        return found
+        return bench
     together = measure_together(model, config, prompts, load)
     tick()
-    at_once = replace(config, max_queue=max(config.max_queue, len(requests)))
-    whole = asyncio.run(_offer(model, at_once, requests, np.zeros(len(requests)), float("inf")))
+    unlimited = replace(config, max_queue=max(config.max_queue, len(requests)))
+    at_once = asyncio.run(offer(model, unlimited, requests, np.zeros(len(requests)), float("inf")))
     tick()
-    capacity = whole.requests_per_s
-    points = tuple(measured(rate) for rate in rates_per_s or [share * capacity for share in SHARES])
-    return replace(found, together=together, capacity_per_s=capacity, points=points)
+    capacity, points = at_once.requests_per_s, []
+    for rate in rates_per_s or [share * capacity for share in SHARES]:
+        points.append(asyncio.run(offer(model, config, requests, load.arrivals(rate), rate)))
+        tick()
+    return replace(bench, together=together, capacity_per_s=capacity, points=tuple(points))
 
 
 def measure_together(model: Model, config: EngineConfig, prompts: int, load: Load) -> Together:
-    """Prompts of the load's mean lengths. Some are timed alone: their speed is the same for all."""
+    """Prompts of the load's mean lengths. Only some are timed alone, since their speed is the same for all."""
     length, new = sum(load.prompt) // 2, sum(load.new) // 2
     rng = np.random.default_rng([load.seed, 2])
-    texts = rng.integers(min(3, model.config.vocab_size - 1), model.config.vocab_size, (prompts, length))
-    few = texts[: min(prompts, ONE_BY_ONE)].tolist()
-    how = {"max_tokens": new, "ignore_eos": True}
+    texts = rng.integers(min(3, model.config.vocab_size - 1), model.config.vocab_size, (prompts, length)).tolist()
+    few = texts[:ONE_BY_ONE]
+    params: dict[str, Any] = {"max_tokens": new, "ignore_eos": True}
+    room = replace(
+        config,
+        max_batch=max(config.max_batch, prompts),
+        max_batch_tokens=max(config.max_batch_tokens, 2 * prompts),
+        prefix_sharing=False,
+    )
     alone, together = [], []
-    with Engine(model, replace(config, max_batch=max(config.max_batch, prompts), prefix_sharing=False,
-                               max_batch_tokens=max(config.max_batch_tokens, 2 * prompts))) as engine:  # fmt: skip
+    with Engine(model, room) as engine:
         for _ in range(ROUNDS):
-            alone.append(len(few) * new / _seconds(lambda: [model.generate(prompt, **how) for prompt in few]))
-            together.append(prompts * new / _seconds(lambda: engine.generate(texts.tolist(), **how)))
+            alone.append(len(few) * new / seconds(lambda: [model.generate(prompt, **params) for prompt in few]))
+            together.append(prompts * new / seconds(lambda: engine.generate(texts, **params)))
     ratios = tuple(many / one for many, one in zip(together, alone, strict=True))
     return Together(prompts, new, median(alone), median(together), ratios)
 
 
-def _seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def _equal_alone(model: Model, config: EngineConfig, requests: Sequence[tuple[list[int], int]]) -> bool:
-    """Whether some requests give among the others what they give alone."""
+def equals_alone(model: Model, config: EngineConfig, requests: Requests) -> bool:
+    """Whether some requests give the same among others as alone."""
+    params: dict[str, Any] = {"ignore_eos": True, "logprobs": 0}
     with Engine(model, config) as engine:
-        handles = [
-            engine.submit(prompt, max_tokens=new, ignore_eos=True, logprobs=0)
-            for prompt, new in requests[: config.max_batch]
-        ]
+        handles = [engine.submit(prompt, max_tokens=new, **params) for prompt, new in requests[: config.max_batch]]
         for handle, (prompt, new) in zip(handles[:CHECKED], requests, strict=False):
-            mine = handle.result()
-            (alone,) = cast("list[Generation]", model.generate([prompt], max_tokens=new, ignore_eos=True, logprobs=0))
+            mine, (alone,) = (
+                handle.result(),
+                cast("list[Generation]", model.generate([prompt], max_tokens=new, **params)),
+            )
             if (mine.token_ids, mine.logprobs, mine.text) != (alone.token_ids, alone.logprobs, alone.text):
                 return False
         for handle in handles:
@@ -224,21 +216,17 @@ def _equal_alone(model: Model, config: EngineConfig, requests: Sequence[tuple[li
     return True
 
 
-async def _offer(
-    model: Model,
-    config: EngineConfig,
-    requests: Sequence[tuple[list[int], int]],
-    arrivals_s: NDArray[np.float64],
-    rate_per_s: float,
+async def offer(
+    model: Model, config: EngineConfig, requests: Requests, arrivals_s: NDArray[np.float64], rate_per_s: float
 ) -> LoadPoint:
-    """Every request at its time, read as it comes."""
-    firsts: list[float] = []
-    betweens: list[float] = []
-    tokens = refused = 0
+    """Send every request at its time and read its tokens as they come."""
+    first_s: list[float] = []
+    between_s: list[float] = []
+    refused = 0
 
     async def read(prompt: list[int], new: int, due: float) -> None:
-        nonlocal tokens, refused
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        nonlocal refused
+        await asyncio.sleep(max(0.0, due - perf_counter()))
         try:
             stream = engine.stream(prompt, max_tokens=new, ignore_eos=True)
         except QueueFull:
@@ -246,60 +234,56 @@ async def _offer(
             return
         last = due
         async for _ in stream:
-            now = time.perf_counter()
-            (firsts if last == due else betweens).append(now - last)
-            last, tokens = now, tokens + 1
+            now = perf_counter()
+            (first_s if last == due else between_s).append(now - last)
+            last = now
 
     async with Engine(model, config) as engine:
-        start = time.perf_counter() + 0.05
+        start = perf_counter() + 0.05
         await asyncio.gather(
             *[read(*request, start + at) for request, at in zip(requests, arrivals_s.tolist(), strict=True)]
         )
-        seconds = time.perf_counter() - start - float(arrivals_s[0])
+        taken_s = perf_counter() - start - float(arrivals_s[0])
         batches = [len(step.parts) for step in list(engine.timeline)] or [0]
     return LoadPoint(
         rate_per_s,
         len(requests),
         refused,
-        seconds,
-        tokens,
-        Quantiles.of(firsts),
-        Quantiles.of(betweens),
+        taken_s,
+        len(first_s) + len(between_s),
+        Quantiles.of(first_s),
+        Quantiles.of(between_s),
         max(batches),
         sum(batches) / len(batches),
     )
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
-
-
-def save_serve_plot(found: ServeBench, path: Path) -> None:
-    """Throughput and waiting times against the offered load, in the format of the file's ending.
+def save_serve_plot(bench: ServeBench, path: Path) -> None:
+    """Throughput and waiting times over the offered load, in the format of the file's ending.
 
     Raises BackendUnavailable without matplotlib.
     """
     figure, axes = new_figure(1, 3, size=(11, 3.6))
-    draw_serve(axes[0], found)
+    draw_serve(axes[0], bench)
     figure.savefig(path)
 
 
-def draw_serve(axes: Sequence[Axes], found: ServeBench) -> None:
-    """Three pictures: tokens a second, time to first token, time between tokens; against requests offered a second."""
-    points = sorted(found.points, key=lambda point: point.offered_per_s)
+def draw_serve(axes: Sequence[Axes], bench: ServeBench) -> None:
+    """Three panels: tokens per second, time to first token, time between tokens; over requests offered per second."""
+    points = sorted(bench.points, key=lambda point: point.offered_per_s)
     offered = [point.offered_per_s for point in points]
-    speed, first, between = axes
-    speed.plot(offered, [point.tokens_per_s for point in points], "o-")
-    speed.set(title="throughput", ylabel="tokens/s", ylim=(0, None))
-    for axis, title, waits in (
-        (first, "time to first token", [point.first_token for point in points]),
-        (between, "time between tokens", [point.between_tokens for point in points]),
+    axes[0].plot(offered, [point.tokens_per_s for point in points], "o-")
+    axes[0].set(title="throughput", ylabel="tokens/s", ylim=(0, None))
+    for axis, title, field in (
+        (axes[1], "time to first token", "first_token"),
+        (axes[2], "time between tokens", "between_tokens"),
     ):
         for name in ("p50_s", "p95_s", "p99_s"):
-            values = [float("nan") if wait is None else 1e3 * getattr(wait, name) for wait in waits]
-            axis.plot(offered, values, "o-", label=name.removesuffix("_s"))
+            waits = [getattr(getattr(point, field), name, float("nan")) for point in points]  # NaN: all were refused
+            axis.plot(offered, [1e3 * wait for wait in waits], "o-", label=name.removesuffix("_s"))
         axis.set(title=title, ylabel="ms", yscale="log")
         axis.legend()
     for axis in axes:
-        axis.set_xlabel("requests offered a second")
-        if found.capacity_per_s is not None:
-            axis.axvline(found.capacity_per_s, color="grey", linestyle=":")
+        axis.set_xlabel("requests offered per second")
+        if bench.capacity_per_s is not None:
+            axis.axvline(bench.capacity_per_s, color="grey", linestyle=":")

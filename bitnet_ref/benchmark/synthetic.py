@@ -1,12 +1,14 @@
-"""Models of known shapes with random weights: as fast and as large as the real ones, and made in seconds.
+"""Models of known shapes with random weights, made in seconds: in memory, or as a GGUF for engines that read a file.
 
 Speed and memory depend on the shape only, so no checkpoint has to be downloaded to measure them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,11 +17,12 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..backends import Backend
 from ..errors import ConfigError
+from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes
+from ..formats.gguf.export import write_gguf_model
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
-from ..reference.weights import DenseWeight, LayerWeights, ModelWeights, TernaryWeight
-
-Progress = Callable[[int, int], object]
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
+from .record import Progress
 
 _BITNET = ModelConfig(
     model_type="bitnet",
@@ -38,70 +41,34 @@ _BITNET = ModelConfig(
     rope=RopeConfig(theta=500000.0),
     quantization=QuantizationConfig(),
 )
+_LLAMA = replace(_BITNET, activation="silu", max_position_embeddings=2048, rope=RopeConfig())
+
+
+def _shape(vocab: int, d: int, ffn: int, layers: int, heads: tuple[int, int, int], base: ModelConfig) -> ModelConfig:
+    """heads: how many, how many of keys and values, and their size."""
+    query, kv, size = heads
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": d,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+    }
+    return replace(base, **sizes, num_attention_heads=query, num_key_value_heads=kv, head_dim=size)
+
+
+_DENSE = replace(_LLAMA, model_type="llama", tie_word_embeddings=False, sub_norms=False, quantization=None)
 SHAPES: dict[str, ModelConfig] = {
     "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T
-    "700m": replace(  # 1bitLLM/bitnet_b1_58-large
-        _BITNET,
-        vocab_size=32002,
-        hidden_size=1536,
-        intermediate_size=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=96,
-        activation="silu",
-        max_position_embeddings=2048,
-        rope=RopeConfig(),
-    ),
-    "1b": replace(  # the 1.3B of the b1.58 paper
-        _BITNET,
-        vocab_size=32002,
-        hidden_size=2048,
-        intermediate_size=5460,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=64,
-        activation="silu",
-        max_position_embeddings=2048,
-        rope=RopeConfig(),
-    ),
-    "7b": replace(  # LLaMA 7B, as the b1.58 paper has it
-        _BITNET,
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=128,
-        activation="silu",
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        rope=RopeConfig(),
-    ),
-    "tinyllama-1.1b": replace(  # TinyLlama-1.1B, which is dense
-        _BITNET,
-        model_type="llama",
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=64,
-        activation="silu",
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        sub_norms=False,
-        rope=RopeConfig(),
-        quantization=None,
-    ),
+    "700m": _shape(32002, 1536, 4096, 24, (16, 16, 96), _LLAMA),  # 1bitLLM/bitnet_b1_58-large
+    "1b": _shape(32002, 2048, 5460, 24, (32, 32, 64), _LLAMA),  # the 1.3B of the b1.58 paper
+    "7b": _shape(32000, 4096, 11008, 32, (32, 32, 128), replace(_LLAMA, tie_word_embeddings=False)),  # of the paper
+    "tinyllama-1.1b": _shape(32000, 2048, 5632, 22, (32, 4, 64), _DENSE),  # TinyLlama-1.1B
 }
 
-# The 81 bytes that hold four codes of 0, 1 and 2 (code 3 never occurs). A random byte picks one: 13 of them come a
-# third more often than the others, which no speed depends on.
+# The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one; 13 of them are a third
+# more frequent than the others, which no speed depends on.
 VALID_BYTES = np.array([byte for byte in range(256) if not byte & (byte >> 1) & 0x55], dtype=np.uint8)
+MAX_DRAWN = 1 << 22  # values of a table that are drawn; a larger table repeats them
 _ANY_TO_VALID = VALID_BYTES[np.arange(256) % len(VALID_BYTES)].tobytes()
 
 
@@ -132,10 +99,10 @@ def random_dense_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Dens
 def synthetic_model(
     config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
 ) -> Model:
-    """A model of that shape with random weights, in the layout of whoever computes them. `layers` makes it shorter.
+    """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter.
 
-    Its linears are ternary, or dense bfloat16 where the config has no quantization. One matrix at a time is drawn and
-    passed on, so the peak is hardly above the model's size.
+    Its linears are ternary, or dense bfloat16 if the config has no quantization. One matrix at a time is drawn and
+    prepared, so that peak memory is hardly above the model's size.
     """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
@@ -170,3 +137,50 @@ def synthetic_model(
 
 def _ones(size: int) -> NDArray[np.float32]:
     return np.ones(size, dtype=np.float32)
+
+
+class RandomCheckpoint(Checkpoint):
+    """A ternary model of that shape for a writer of files: each call draws a matrix, so that one at a time is held."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        self.path, self.config, self.kind, self.evidence = Path("random"), config, "random", []
+        self._rng = np.random.default_rng(seed)
+
+    def close(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def embedding(self) -> DenseWeight:
+        return DenseWeight(self._table())
+
+    def norm(self, name: str) -> NDArray[np.float32]:
+        sizes = {"final_norm": self.config.hidden_size, **norm_sizes(self.config)}
+        return np.ones(sizes[name], dtype=np.float32)
+
+    def linear(self, name: str) -> LinearWeight:
+        if name == "lm_head":
+            return DenseWeight(self._table())
+        return random_ternary_weight(self._rng, *linear_shape(self.config, name))
+
+    def _table(self) -> NDArray[np.float16]:
+        """A float16 matrix (V, D), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
+        shape = self.config.vocab_size, self.config.hidden_size
+        count = min(MAX_DRAWN, shape[0] * shape[1])
+        bits = np.frombuffer(self._rng.bytes(2 * count), dtype=np.uint16) & 0x83FF | 0x2400
+        return np.resize(bits, shape).view(np.float16)
+
+
+def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:
+    """A GGUF that llama.cpp runs: ternary matrices of that kind, embedding and head float16, no tokenizer.
+
+    Its architecture with sub-norms has silu, so a shape with relu2 gets silu; no matrix changes. Raises FormatError or
+    ConfigError for a shape that the kind or GGUF cannot hold, and for a dense one.
+    """
+    if config.quantization is None:
+        raise ConfigError(f"the shape is dense, and a file of {kind} is of a ternary one", field="quantization")
+    if config.sub_norms:
+        config = replace(config, activation="silu")
+    with RandomCheckpoint(config) as checkpoint:
+        write_gguf_model(checkpoint, path, kind)

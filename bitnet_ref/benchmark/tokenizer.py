@@ -1,18 +1,19 @@
-"""How fast the shipped tokenizer is: tokens a second, one text at a time and batched, encoding, decoding and streaming.
+"""Speed of the shipped tokenizer, in tokens per second: one text at a time and batched, decoding, streaming.
 
-Checked before it is timed: the batch equals the texts one by one, the texts come back, the stream equals the decode.
+Checked first: a batch equals its texts one by one, decoding gives the texts back, a stream equals its decoding.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GenerationError
 from ..formats.open import find_model
 from ..tokenizers import load_tokenizer
+from .record import Record
 from .timing import Action, Timing, take_turns
 
 WORDS = """
@@ -22,14 +23,14 @@ WORDS = """
 
 
 @dataclass(frozen=True)
-class TokenizerBench:
-    """Each way through the tokenizer. `timings` is empty unless everything compared equal."""
+class TokenizerBench(Record):
+    """`timings` is empty unless all checks passed."""
 
     texts: int
     tokens: int
     load_s: float
     checks: dict[str, bool]
-    timings: dict[str, Timing] = field(default_factory=dict)  # of all texts
+    timings: dict[str, Timing] = field(default_factory=dict)  # each of all texts
 
     @property
     def equal(self) -> bool:
@@ -42,17 +43,17 @@ class TokenizerBench:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
         speeds = {f"{name}_tokens_per_s": round(self.tokens_per_s(name)) for name in self.timings}
-        return {**asdict(self), "equal": self.equal, **speeds}
+        return {**super().to_dict(), **speeds}
 
 
 def make_texts(count: int, words: int, seed: int = 0) -> list[str]:
-    """Texts of story-book words, the same for a seed."""
-    chance = random.Random(seed)
-    return [" ".join(chance.choices(WORDS.split(), k=words)).capitalize() + "." for _ in range(count)]
+    """Texts of story-book words."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS.split(), k=words)).capitalize() + "." for _ in range(count)]
 
 
 def measure_tokenizer(texts: int = 256, words: int = 60, repeats: int = 5) -> TokenizerBench:
-    """The tokenizer of the shipped model on that many texts of that many words."""
+    """Check and time the shipped tokenizer on `texts` texts of `words` words."""
     if min(texts, words, repeats) < 1:
         raise GenerationError(f"texts, words and repeats must be at least 1, got {texts}, {words}, {repeats}")
     start = time.perf_counter()
@@ -74,13 +75,13 @@ def measure_tokenizer(texts: int = 256, words: int = 60, repeats: int = 5) -> To
         "text_comes_back": decoded == written,
         "stream_equals_decode": stream() == decoded,
     }
-    found = TokenizerBench(texts, sum(map(len, batch)), load_s, checks)
-    if not found.equal:
-        return found
+    bench = TokenizerBench(texts, sum(map(len, batch)), load_s, checks)
+    if not bench.equal:
+        return bench
     actions: dict[str, Action] = {
         "encode_single": lambda: [tokenizer.encode(text) for text in written],
         "encode_batch": lambda: tokenizer.encode_batch(written),
         "decode": lambda: [tokenizer.decode(ids) for ids in batch],
         "stream": stream,
     }
-    return TokenizerBench(texts, found.tokens, load_s, checks, take_turns(actions, repeats))
+    return replace(bench, timings=take_turns(actions, repeats))

@@ -1,4 +1,4 @@
-"""The comparison that stands before every speed: a backend against the NumPy reference, on the inputs to be timed."""
+"""The comparison before every speed: a backend against the NumPy reference, on the inputs to be timed."""
 
 from __future__ import annotations
 
@@ -9,48 +9,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import Backend, HeadNeed
-from ..crossval.tolerances import ENGINES, EPSILON, MODEL_FLOOR_IN_EPSILONS
+from ..backends import Backend
+from ..crossval.tolerances import NARROW_FLOATS, EPSILON, MODEL_FLOOR_IN_EPSILONS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
-from ..reference.weights import LinearWeight, ModelWeights, TernaryLinear, TernaryWeight, plain_weights
+from ..reference.weights import LinearWeight, TernaryLinear, TernaryWeight, plain_weights
+from .record import Record
 
 CHECKED_TOKENS = 4  # of a whole model
 
 
 @dataclass(frozen=True)
-class Check:
-    """How a backend compares with the reference. Nothing is `equal` that was not compared."""
+class Check(Record):
+    """How a backend compares with the reference. If nothing was compared, it is not `equal`."""
 
     accumulators: int = 0  # int32 values compared
     unequal_accumulators: int = 0
     floats: int = 0  # float32 results compared, bit for bit
     unequal_floats: int = 0
-    logits_error: float | None = None  # largest distance of a logit from the float64 run; None: none were compared
+    logits_error: float | None = None  # max distance of a logit from the float64 run; None: no logits were compared
     logits_allowed: float | None = None
+
+    @property
+    def unequal(self) -> int:
+        return self.unequal_accumulators + self.unequal_floats
 
     @property
     def equal(self) -> bool:
         """Whether every value compared is the reference's, and the logits are within their tolerance."""
         near = self.logits_error is None or self.logits_allowed is None or self.logits_error <= self.logits_allowed
-        compared = self.accumulators > 0 or self.logits_error is not None
-        return compared and near and not self.unequal_accumulators and not self.unequal_floats
+        return near and not self.unequal and (self.accumulators > 0 or self.logits_error is not None)
 
     def __add__(self, other: Check) -> Check:
-        """Both together; the logits are those of `other` where it has them."""
+        """Both together; the logits are those of `other` if it has any."""
+        mine = self if other.logits_error is None else other
         return Check(
             self.accumulators + other.accumulators,
             self.unequal_accumulators + other.unequal_accumulators,
             self.floats + other.floats,
             self.unequal_floats + other.unequal_floats,
-            self.logits_error if other.logits_error is None else other.logits_error,
-            self.logits_allowed if other.logits_error is None else other.logits_allowed,
+            mine.logits_error,
+            mine.logits_allowed,
         )
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the NumPy reference makes of x (M, K) and a ternary weight (N, K)."""
+    """The NumPy reference's results for x (M, K) and a ternary weight (N, K)."""
 
     x: NDArray[np.float32]  # (M, K)
     x_q: NDArray[np.int8]  # (M, K)
@@ -68,24 +73,25 @@ class Expected:
         return cls(x, x_q, acc, reference.linear(x, w))
 
     def first(self, tokens: int) -> Expected:
-        """The same for the first tokens only: a row's result is its own."""
+        """The same for the first tokens only: a row's result depends on that row alone."""
         return Expected(self.x[:tokens], self.x_q[:tokens], self.acc[:tokens], self.y[:tokens])
 
 
 def check_linear(be: Backend, w: LinearWeight, expected: Expected) -> Check:
-    """The backend's ternary product and its whole linear, of a weight in its own layout, against the reference's."""
+    """The backend's ternary product and its whole linear against the reference. w: in the backend's layout."""
     assert isinstance(w, TernaryLinear)
     acc = be.ternary_matmul(expected.x_q, w)
     (y,) = be.linears(expected.x, (w,))
-    return Check(expected.acc.size, _unequal(acc, expected.acc), expected.y.size, _unequal(y, expected.y))
+    unequal = count_unequal(acc, expected.acc), count_unequal(y, expected.y)
+    return Check(expected.acc.size, unequal[0], expected.y.size, unequal[1])
 
 
 def check_model(model: Model, tokens: Sequence[int]) -> Check:
-    """Each ternary linear of the first block on random activations, and the logits of a model of that block alone.
+    """The ternary linears of the first block on random activations, and the logits of a model of that block alone.
 
-    The first block stands for the others, which run through the same code: the reference needs seconds for a block of a
-    large model, and `bitnet-ref doctor` compares a whole one. A backend in 16 bits is allowed what an engine of that
-    dtype is (`tolerances.ENGINES`), as a share of the largest logit.
+    All blocks run through the same code. One block of a large model takes the reference seconds, all of them minutes;
+    `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that dtype
+    (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
     first = replace(model.config, num_hidden_layers=1)
     weights = replace(model.weights, layers=model.weights.layers[:1])
@@ -97,35 +103,31 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
             x = rng.standard_normal((CHECKED_TOKENS, mine.in_features), dtype=np.float32)
             check += check_linear(model.backend, mine, Expected.of(x, theirs))
     batch = TokenBatch.of([(0, 0, tokens[:CHECKED_TOKENS])])
+    subject = Model(first, weights, model.backend)
 
-    def logits(be: Backend, w: ModelWeights) -> NDArray:
-        subject = Model(first, w, be)
-        return subject.forward(batch, subject.new_cache(1, len(batch)))
+    def logits(of: Model) -> NDArray:
+        return of.run(batch, of.new_cache(1, len(batch))).all()
 
-    exact = logits(Backend("float64", threads=1), plain)
-    reference_error = float(np.abs(logits(Backend("float32", threads=1), plain) - exact).max())
-    floor = MODEL_FLOOR_IN_EPSILONS * EPSILON * float(np.abs(exact).max())
-    narrow = ENGINES.get(getattr(model.backend, "precision", "float32"))
-    floor += narrow.relative_l2 * float(np.abs(exact).max()) if narrow is not None else 0.0
-    error = float(np.abs(logits(model.backend, weights) - exact).max())
-    return (
-        check
-        + check_candidates(Model(first, weights, model.backend), batch)
-        + Check(logits_error=error, logits_allowed=2 * reference_error + floor)
-    )
+    exact = logits(Model(first, plain, Backend("float64", threads=1)))
+    reference_error = float(np.abs(logits(Model(first, plain, Backend("float32", threads=1))) - exact).max())
+    narrow = NARROW_FLOATS.get(getattr(model.backend, "precision", "float32"))
+    relative_floor = MODEL_FLOOR_IN_EPSILONS * EPSILON + (narrow.relative_l2 if narrow is not None else 0.0)
+    allowed = 2 * reference_error + relative_floor * float(np.abs(exact).max())
+    subjects = logits(subject)
+    error = float(np.abs(subjects - exact).max())
+    return check + check_top(subject, batch, subjects) + Check(logits_error=error, logits_allowed=allowed)
 
 
-def check_candidates(subject: Model, batch: TokenBatch) -> Check:
-    """The likeliest token of each position, found as greedy generation finds it, and its logit, against all logits."""
-    all_logits = subject.forward(batch, subject.new_cache(1, len(batch)))
-    _, found = subject.candidates(batch, subject.new_cache(1, len(batch)), [HeadNeed(1)] * len(batch))
-    mine = np.array([(candidates.ids[i := candidates.logits.argmax()], candidates.logits[i]) for candidates in found])
-    theirs = np.stack([all_logits.argmax(axis=1), all_logits.max(axis=1)], axis=1)
-    return Check(floats=mine.size, unequal_floats=_unequal(mine, theirs.astype(mine.dtype)))
+def check_top(model: Model, batch: TokenBatch, all_logits: NDArray) -> Check:
+    """The most likely token of each position as greedy generation finds it, and its logit, against all logits."""
+    logits = model.run(batch, model.new_cache(1, len(batch)), [(1, ())] * len(batch))
+    top = np.array([(each.ids[i := each.values.argmax()], each.values[i]) for each in logits.tokens])
+    expected = np.stack([all_logits.argmax(axis=1), all_logits.max(axis=1)], axis=1)
+    return Check(floats=top.size, unequal_floats=count_unequal(top, expected.astype(top.dtype)))
 
 
-def _unequal(got: NDArray, expected: NDArray) -> int:
-    """How many values differ; all of them, where shape or dtype do."""
+def count_unequal(got: NDArray, expected: NDArray) -> int:
+    """How many values differ: all of them when the shape or dtype differs."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return expected.size
     return int((got != expected).sum())

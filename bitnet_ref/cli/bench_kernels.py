@@ -1,28 +1,33 @@
-"""`bitnet-ref bench kernels` and `bench cuda`: draw what `bitnet_ref.benchmark` measures of the ternary product."""
+"""`bitnet-ref bench kernels`, `bench cuda`, `bench gpu`: the ternary product, and all that is asked of a GPU."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ..backends import NAMES
-from .bench_shared import in_time, in_words, machine_options, new_table, refuse_simd, report
+from .bench_shared import draw_table, in_threads, in_time, machine_options, refuse_simd, report
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..benchmark import CudaKernelBench, KernelBench
-    from ..benchmark.cuda_kernels import CudaKernelResult
-    from ..benchmark.kernels import KernelResult
+    from ..benchmark.cuda_kernels import CudaKernelBench, CudaKernelResult
+    from ..benchmark.gpu_goals import GoalResult, GpuBench
+    from ..benchmark.kernels import KernelBench, KernelResult
 
     Result = TypeVar("Result", KernelResult, CudaKernelResult)
 
-
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
+# The parts of `benchmark.gpu_goals`, which --help need not import
+PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
+EMULATED = "Emulated on the host: the times say nothing about a GPU."
 
 
 class WholeNumbers(click.ParamType):
@@ -35,21 +40,29 @@ class WholeNumbers(click.ParamType):
         if isinstance(value, tuple):
             return value
         words = value.lower().split(self.separator)
-        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MOST_TOKENS for word in words)
+        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MAX_TOKENS for word in words)
         if not good or (self.count is not None and len(words) != self.count):
-            self.fail(f"expected {self.name}, whole numbers from 1 to {MOST_TOKENS}, got {value!r}", param, ctx)
+            self.fail(f"expected {self.name}, whole numbers from 1 to {MAX_TOKENS}, got {value!r}", param, ctx)
         return tuple(map(int, words))
+
+
+shape_option = click.option(
+    "--shape", "shapes", type=WholeNumbers("NxK", "x", 2), multiple=True, help="[default: those of 2B-4T]"
+)
+device_option = click.option(
+    "--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU."
+)
 
 
 # -- on every backend --------------------------------------------------------------------------------------------------
 
 
 @click.command(short_help="The ternary product, on every backend and kernel set.")
-@click.option("--shape", "shapes", type=WholeNumbers("NxK", "x", 2), multiple=True, help="[default: those of 2B-4T]")
+@shape_option
 @click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,4,16,64,512", show_default=True)
 @click.option("--backend", type=click.Choice(("all", *NAMES)), default="all", show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--methods", is_flag=True, help="Every method of each kernel set, not only the one it takes.")
+@click.option("--methods", is_flag=True, help="Every method of each kernel set, not only its default.")
 @machine_options
 @common_options
 def kernels(
@@ -63,7 +76,7 @@ def kernels(
 ) -> None:
     """Time one ternary linear (quantise, multiply, dequantise) on every backend and kernel set that can run here.
 
-    Its weights come from memory, not from the cache: a call takes another copy each time.
+    Its weights come from memory, not from the cache: each call takes another copy.
     """
     from ..benchmark import candidates, measure_kernels
     from ..benchmark.kernels import SHAPES_2B_4T
@@ -71,47 +84,43 @@ def kernels(
     refuse_simd(simd, backend)
     backends = candidates(backend, threads, simd, methods)
     with LoadingBar("measuring") as bar:
-        found = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
-    report(found, lambda out: draw_kernels(found, out))
+        bench = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
+    report(bench, lambda out: draw_kernels(bench, out))
 
 
-def draw_kernels(found: KernelBench, out: Console) -> None:
-    """A table for each shape, the read of memory above all of them."""
-    if found.read_gb_per_s is not None:
-        out.print(
-            f"memory, read by {in_words(found.threads)} ({found.read_how}): {found.read_gb_per_s:.1f} GB/s at best"
-        )
+def draw_kernels(bench: KernelBench, out: Console) -> None:
+    """A table for each shape, under the memory read."""
+    if bench.read_gb_per_s is not None:
+        reader = f"{in_threads(bench.threads)} ({bench.read_how})"
+        out.print(f"memory, read by {reader}: {bench.read_gb_per_s:.1f} GB/s at best")
+
+    def sizes(results: list[KernelResult]) -> str:
+        return " or ".join(size_in_words(size) for size in sorted({result.weight_bytes for result in results}))
+
+    def cells(result: KernelResult) -> list[str]:
+        name = " ".join(filter(None, (result.backend, result.kernel_set, result.layout)))
+        timing, row = result.timing, [name, str(result.tokens)]
+        if timing is None:
+            return [*row, *differs(result.check.unequal_accumulators, result.check.unequal_floats)]
+        row += [in_time(timing.best_s), in_time(timing.median_s), f"{result.g_multiply_adds_per_s:.1f}"]
+        row += [f"{result.gb_per_s:.2f}", f"{result.read_gb_per_s:.1f}"]
+        return [*row, f"{result.of_read:.2f}", f"{result.of_read_median:.2f}"]
+
     columns = ("kernel", "tokens", "best", "median", "G MAC/s", "GB/s", "read GB/s", "ratio: best", "median")
-    draw_by_shape(found.results, columns, weights_in_words, kernel_cells, out)
-    if found.equal:
-        out.print(f"\nAll {len(found.results)} equal the NumPy reference: int32 accumulators and float32 results.")
-
-
-def weights_in_words(results: list[KernelResult]) -> str:
-    return " or ".join(size_in_words(size) for size in sorted({result.weight_bytes for result in results}))
-
-
-def kernel_cells(result: KernelResult) -> list[str]:
-    name = " ".join(filter(None, (result.backend, result.kernel_set, result.layout)))
-    timing, row = result.timing, [name, str(result.tokens)]
-    if timing is None:
-        return [*row, *differs(result.check.unequal_accumulators, result.check.unequal_floats)]
-    row += [in_time(timing.best_s), in_time(timing.median_s), f"{result.g_multiply_adds_per_s:.1f}"]
-    row += [f"{result.gb_per_s:.2f}", f"{result.read_gb_per_s:.1f}"]
-    return [*row, f"{result.of_read:.2f}", f"{result.of_read_median:.2f}"]
+    draw_by_shape(bench.results, columns, sizes, cells, out)
+    if bench.equal:
+        out.print(f"\nAll {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @click.command(short_help="The ternary kernels of a GPU, against a copy within its memory.")
-@click.option("--shape", "shapes", type=WholeNumbers("NxK", "x", 2), multiple=True, help="[default: those of 2B-4T]")
+@shape_option
 @click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,8,16,32,64,128,2048", show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=15, show_default=True)
-@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU.")
-@click.option(
-    "--cold-mb", type=click.IntRange(min=1), help="Weights to read in turn.  [default: 3 second-level caches]"
-)
+@device_option
+@click.option("--cold-mb", type=click.IntRange(min=1), help="Weights to read in turn.  [default: 3 L2 caches]")
 @common_options
 def cuda(
     shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...], repeats: int, device: int, cold_mb: int | None
@@ -124,63 +133,160 @@ def cuda(
     from ..backends.cuda import open_device
     from ..benchmark.cuda_kernels import SHAPES_2B_4T_FUSED, measure_cuda_kernels
 
-    gpu = open_device(device)
+    card = open_device(device)
     sizes = {} if cold_mb is None else {"cold_bytes": cold_mb << 20, "copy_bytes": cold_mb << 20}
     with LoadingBar("measuring") as bar:
-        found = measure_cuda_kernels(gpu, shapes or SHAPES_2B_4T_FUSED, tokens, repeats=repeats, progress=bar, **sizes)
-    gpu.close()
-    report(found, lambda out: draw_cuda(found, out))
+        bench = measure_cuda_kernels(card, shapes or SHAPES_2B_4T_FUSED, tokens, repeats=repeats, progress=bar, **sizes)
+    card.close()
+    report(bench, lambda out: draw_cuda(bench, out))
 
 
-def draw_cuda(found: CudaKernelBench, out: Console) -> None:
-    """A row for each kernel; the one that runs by itself is marked, and held to its target."""
-    out.print(f"{found.device}: a copy moves {found.copy_gb_per_s:,.1f} GB/s (read and written, median)")
-    if found.emulated:
-        out.print("Emulated on the host: the times say nothing about a GPU.", style="yellow")
+def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
+    """A row for each kernel; the one that models use is marked, and has a target."""
+
+    def copies(results: list[CudaKernelResult]) -> str:
+        return f"{size_in_words(results[0].weight_bytes)}, {results[0].copies} copies"
+
+    def cells(result: CudaKernelResult) -> list[str]:
+        name = ("* " if result.chosen else "  ") + result.kernel.removeprefix("ternary_")
+        blocks = "x".join(str(size) for size in result.grid if size > 1) or "1"
+        row = [name, str(result.tokens), f"{blocks} of {result.block}"]
+        share, target = result.share_of_copy, result.target_share
+        if result.timing is None or share is None:
+            return [*row, *differs(result.unequal_accumulators, result.unequal_floats)]
+        row += [in_time(result.timing.best_s), in_time(result.timing.median_s), f"{result.gb_per_s:,.1f}"]
+        verdict = "" if target is None or bench.emulated else f"{target:.0%} {'met' if share >= target else 'missed'}"
+        return [*row, f"{share:.1%}", verdict, f"{result.tera_operations_per_s:.2f}"]
+
+    draw_device(bench, out)
     columns = ("kernel", "tokens", "blocks", "best", "median", "GB/s", "of copy", "target", "TOP/s")
-    draw_by_shape(found.results, columns, copies_in_words, lambda result: cuda_cells(found, result), out)
-    out.print("\n* runs by itself at this shape and number of tokens")
-    if found.equal:
-        out.print(f"All {len(found.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+    draw_by_shape(bench.results, columns, copies, cells, out)
+    out.print("\n* used by models at this shape and number of tokens")
+    if bench.equal:
+        out.print(f"All {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
 
 
-def copies_in_words(results: list[CudaKernelResult]) -> str:
-    return f"{size_in_words(results[0].weight_bytes)}, {results[0].copies} copies"
+@click.command(short_help="All that is asked of a GPU, in one run: kernels, models, and other engines.")
+@click.option("--only", type=click.Choice(PARTS), multiple=True, help="A part. May be given again.  [default: all]")
+@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of each model; no target is judged.")
+@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Decoded tokens.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="The best one counts.")
+@device_option
+@click.option("--versus-python", metavar="PATH", help="The Python that has transformers.  [default: this one]")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here after every "
+              "measurement, so that an interrupted run keeps its results.")  # fmt: skip
+@common_options
+def gpu(
+    only: tuple[str, ...],
+    layers: int | None,
+    new_tokens: int,
+    repeats: int,
+    device: int,
+    versus_python: str | None,
+    out: Path | None,
+) -> None:
+    """Measure what is asked of an NVIDIA card: models of random weights, each first compared with the reference.
+
+    Parts that are ratios (batches, precision, peers, cpu) also measure 2B-4T alone. What cannot be measured says why,
+    and the rest goes on. BITNET_REF_CUDA=emulated runs everything on the host: with --layers 1 and --new-tokens 2, only
+    to see that it runs.
+    """
+    from ..benchmark.gpu import Plan, measure_gpu
+
+    def on_row(bench: GpuBench) -> None:
+        if not sys.stderr.isatty():  # no progress bar is drawn there; an interrupted run has shown its results
+            row = bench.rows[-1]
+            click.echo(f"{bench.seconds:.0f} s  {row.goal.what}: {describe_row(row)}", err=True)
+        if out is not None:
+            write_json(bench.to_dict(), out)
+
+    if out is not None and not out.parent.is_dir():  # an error now, not after the first measurement
+        raise click.UsageError(f"--out {out}: there is no folder {out.parent}")
+    plan = Plan(layers=layers, new_tokens=new_tokens, repeats=repeats)
+    python = versus_python or sys.executable
+    with LoadingBar("measuring") as bar:
+        bench = measure_gpu(plan, only or PARTS, index=device, python=python, on_row=on_row, progress=bar)
+    report(bench, lambda console: draw_gpu(bench, console))
 
 
-def cuda_cells(found: CudaKernelBench, result: CudaKernelResult) -> list[str]:
-    name = ("* " if result.chosen else "  ") + result.kernel.removeprefix("ternary_")
-    name += ", overlapped" if result.overlapped else ""
-    blocks = "x".join(str(size) for size in result.grid if size > 1) or "1"
-    row = [name, str(result.tokens), f"{blocks} of {result.block}"]
-    share, target = found.share(result), result.target_share
-    if result.timing is None or share is None:
-        return [*row, *differs(result.unequal_accumulators, result.unequal_floats)]
-    row += [in_time(result.timing.best_s), in_time(result.timing.median_s), f"{result.gb_per_s:,.1f}"]
-    verdict = "" if target is None or found.emulated else f"{target:.0%} {'met' if share >= target else 'missed'}"
-    return [*row, f"{share:.1%}", verdict, f"{result.tera_operations_per_s:.2f}"]
+def write_json(facts: dict[str, Any], path: Path) -> None:
+    """Replace the file as a whole, or leave it."""
+    from ..system.atomic import atomic_path
+
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise click.UsageError(f"--out {path}: {error.strerror or error}") from error
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
+def draw_gpu(bench: GpuBench, out: Console) -> None:
+    """The card, a row for each goal, and what was compared."""
+    draw_device(bench, out)
+    if bench.plan.layers is not None:
+        out.print(f"Models of at most {bench.plan.layers} layers: no target is judged.", style="yellow")
+    rows = [(row.goal.what, row.goal.words, describe_row(row), verdict_of(bench, row)) for row in bench.rows]
+    draw_table(out, ("what", "target", "measured", "met"), rows, left=4)
+    for name, check in bench.checks.items():
+        if not check.equal:
+            out.print(f"DIFFERS: {name}", style="bold red")
+    if bench.equal:
+        out.print(f"{bench.seconds:.0f} s. {len(bench.checks)} comparisons with the NumPy reference: equal, or within "
+                  "their tolerance. Repetitions gave the same tokens.")  # fmt: skip
+
+
+def verdict_of(bench: GpuBench, row: GoalResult) -> str:
+    if row.value is None:
+        return "not measured"
+    return {None: "", True: "yes", False: "no"}[bench.met(row)]
+
+
+def describe_row(row: GoalResult) -> str:
+    """The value with the facts that explain it, or why there is none."""
+    if row.value is None:
+        return row.why
+    facts, digits = row.facts, sum(row.value < limit for limit in (10, 100))
+    words = [f"{row.value:,.{digits}f} {row.goal.unit}"]
+    if row.goal.unit == "x" and "tokens_per_s" in facts:
+        words.append(f"{facts['tokens_per_s']:,.0f} tok/s")
+    if "step_ms_median" in facts:
+        words.append(f"{facts['step_ms_median']:.2f} ms per step")
+    if "of_bound" in facts:
+        words.append(f"{facts['of_bound']:.0%} of the bound")
+    if "fewer_bytes" in facts:
+        words.append(f"a step reads {facts['fewer_bytes']:.3f} x fewer bytes")
+    if "held_gb" in facts:
+        words.append(f"{facts['held_gb']:.2f} GB of the card held")
+    if "peer" in facts:
+        words.append(f"there {1e3 * facts['peer']['decode']['median_s']:.2f} ms, {facts['peer']['weights']}")
+    if "cpu_tokens_per_s" in facts:
+        words.append(f"CPU {facts['cpu_tokens_per_s']:.1f} tok/s on {in_threads(facts['cpu_threads'])}")
+    if "gb_per_s" in facts:
+        words.append(f"{facts['gb_per_s']:,.0f} GB/s, {facts['kernel'].removeprefix('ternary_')}")
+    return ", ".join(words)
+
+
+# -- shared ------------------------------------------------------------------------------------------------------------
+
+
+def draw_device(bench: CudaKernelBench | GpuBench, out: Console) -> None:
+    out.print(f"{bench.device}: a copy moves {bench.copy_gb_per_s:,.1f} GB/s (read and written, median)")
+    if bench.emulated:
+        out.print(EMULATED, style="yellow")
 
 
 def draw_by_shape(
     results: Sequence[Result],
     columns: tuple[str, ...],
-    about: Callable[[list[Result]], str],
+    describe: Callable[[list[Result]], str],
     cells: Callable[[Result], list[str]],
     out: Console,
 ) -> None:
-    """A table for each shape, of its results in their order; `about`: what its title says beside the shape."""
-    from rich.text import Text
-
+    """A table for each shape, with its results in their order. describe: what its title says beside the shape."""
     for (n_out, n_in), group in groupby(results, key=lambda result: (result.out_features, result.in_features)):
         of_shape = list(group)
-        table = new_table(*columns)
-        for result in of_shape:
-            table.add_row(*cells(result))
-        out.print(Text(f"\n{n_out} x {n_in}, {about(of_shape)}", style="bold"))
-        out.print(table)
+        out.print(f"\n{n_out} x {n_in}, {describe(of_shape)}", style="bold")
+        draw_table(out, columns, [cells(result) for result in of_shape])
 
 
 def differs(accumulators: int, floats: int) -> list[str]:

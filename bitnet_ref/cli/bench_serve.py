@@ -1,4 +1,4 @@
-"""`bitnet-ref bench serve`: draws what `bitnet_ref.benchmark.serve` measures."""
+"""`bitnet-ref bench serve`: the engine under load."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .bench_shared import Subject, in_words, new_table, plot_option, subject_options
-from .shell import DIFFERS, LoadingBar, common_options, print_json, show, wants_json
+from .bench_shared import Subject, draw_table, in_threads, plot_option, report, subject_options
+from .shell import LoadingBar, common_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ class Range(click.ParamType):
 @click.command(short_help="Throughput and waiting times of the engine, for each offered load.")
 @subject_options
 @click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, help="At each rate.")
-@click.option("--rate", "rates", type=float, multiple=True, help="Requests a second. May be given again.  "
+@click.option("--rate", "rates", type=float, multiple=True, help="Requests per second. May be repeated.  "
               "[default: shares of the capacity]")  # fmt: skip
 @click.option("--prompt", type=Range(), default="8-32", show_default=True, help="Prompt tokens, drawn evenly.")
 @click.option("--new", type=Range(), default="16-64", show_default=True, help="New tokens, drawn evenly.")
@@ -71,42 +71,39 @@ def serve(
     load = Load(requests, prompt, new, seed)
     loaded = subject.load()
     with LoadingBar("measuring") as bar:
-        found = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)
-    if plot is not None and found.points:
-        save_serve_plot(found, plot)
-    name = f"{subject.name}, {subject.shortness} layers" if subject.shortness else subject.name
-    if wants_json():
-        print_json({"model": name, **found.to_dict()})
-    else:
-        show(lambda out: draw_serve(found, name, out))
-    if not found.equal:
-        raise click.exceptions.Exit(DIFFERS)
+        bench = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)
+    if plot is not None and bench.points:
+        save_serve_plot(bench, plot)
+    name = f"{subject.name}, {subject.shortened} layers" if subject.shortened else subject.name
+    report(bench, lambda out: draw_serve(bench, name, out), model=name)
 
 
-def draw_serve(found: ServeBench, name: str, out: Console) -> None:
-    """Facts, then a line for each rate."""
-    out.print(f"{name}; {found.backend}, {in_words(found.threads)}; at most {found.config.max_batch} sequences a step")
-    if not found.equal or found.together is None:
+def draw_serve(bench: ServeBench, name: str, out: Console) -> None:
+    """Facts, then a row for each rate."""
+    threads = in_threads(bench.threads)
+    out.print(f"{name}; {bench.backend}, {threads}; at most {bench.config.max_batch} sequences per step")
+    if bench.together is None:
         out.print("DIFFERS: a request gave something else among others than alone", style="bold red")
         return
-    out.print(f"{found.checked} requests among others give what they give alone: tokens, text and log probabilities")
-    both = found.together
+    out.print(f"{bench.checked} requests among others give what they give alone: tokens, text and log probabilities")
+    both, rounds = bench.together, ", ".join(f"{ratio:.2f}" for ratio in bench.together.ratios)
     out.print(
         f"{both.prompts} prompts together {both.together_tokens_per_s:.1f} tok/s, one after another "
-        f"{both.alone_tokens_per_s:.1f}: {both.ratio:.2f} x (rounds: {', '.join(f'{r:.2f}' for r in both.ratios)})"
+        f"{both.alone_tokens_per_s:.1f}: {both.ratio:.2f} x (rounds: {rounds})"
     )
-    out.print(f"capacity {found.capacity_per_s:.2f} requests/s, all {found.load.requests} at once")
+    out.print(f"capacity {bench.capacity_per_s:.2f} requests/s, all {bench.load.requests} at once")
     out.print("waits in ms: p50 p95 p99", style="dim")
-    table = new_table("offered/s", "done/s", "tok/s", "batch", "first token", "between tokens", "refused")
-    for point in found.points:
-        table.add_row(
+    rows = [
+        (
             *(f"{point.offered_per_s:.2f}", f"{point.requests_per_s:.2f}", f"{point.tokens_per_s:.1f}"),
-            f"{point.mean_batch:.1f}",
-            *(waits(point.first_token), waits(point.between_tokens)),
+            *(f"{point.mean_batch:.1f}", in_ms(point.first_token), in_ms(point.between_tokens)),
             f"{point.refused / point.requests:.0%}",
         )
-    out.print(table)
+        for point in bench.points
+    ]
+    columns = ("offered/s", "done/s", "tok/s", "batch", "first token", "between tokens", "refused")
+    draw_table(out, columns, rows)
 
 
-def waits(found: Quantiles | None) -> str:
-    return "" if found is None else " ".join(f"{1e3 * value:.1f}" for value in (found.p50_s, found.p95_s, found.p99_s))
+def in_ms(waits: Quantiles | None) -> str:
+    return "" if waits is None else " ".join(f"{1e3 * wait:.1f}" for wait in vars(waits).values())

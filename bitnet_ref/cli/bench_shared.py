@@ -1,8 +1,8 @@
-"""What the `bench` commands share: their options, the model to measure, tables and words."""
+"""What the `bench` commands share: their options, the model to measure, and how results are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -15,19 +15,13 @@ from .generation_options import apply_options
 from .shell import DIFFERS, AnyFunction, LoadingBar, print_json, show, wants_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from ..api import Model
-    from ..benchmark import CudaKernelBench, GpuBench, KernelBench, ModelBench, TokenizerBench
+    from ..benchmark.record import Record
 
-
-SYNTHETIC = (
-    "2b-4t",
-    "700m",
-    "1b",
-    "7b",
-    "tinyllama-1.1b",
-)  # the keys of `benchmark.SHAPES`, which --help need not import
+# The keys of `benchmark.SHAPES`, which --help need not import
+SYNTHETIC = ("2b-4t", "700m", "1b", "7b", "tinyllama-1.1b")
 
 
 def machine_options(function: AnyFunction) -> AnyFunction:
@@ -43,14 +37,14 @@ def refuse_simd(simd: str | None, backend: str) -> None:
 
 
 def plot_option(help: str) -> Callable[[AnyFunction], AnyFunction]:
-    """--plot, a file that a picture can be written to: `plot`, a Path or None"""
+    """--plot, a file for a picture.   -> `plot`, a Path or None"""
 
-    def checked(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
+    def check(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
         if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
             raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
         return plot
 
-    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=checked, help=help)
+    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=check, help=help)
 
 
 # -- the model to measure ----------------------------------------------------------------------------------------------
@@ -58,7 +52,7 @@ def plot_option(help: str) -> Callable[[AnyFunction], AnyFunction]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and where it runs, as the command line says it."""
+    """The model to measure and what computes it, from the command line."""
 
     model: str | None
     synthetic: str | None
@@ -80,12 +74,12 @@ class Subject:
         return f"{self.synthetic}, random weights" if self.synthetic else self.model or "storyteller"
 
     @property
-    def shortness(self) -> str:
-        """ "10 of its 30", or "" for a whole model."""
+    def shortened(self) -> str:
+        """ "10 of its 30", or "" for a whole model"""
         from ..benchmark import SHAPES
 
         whole = SHAPES[self.synthetic].num_hidden_layers if self.synthetic else self.layers
-        return f"{self.layers} of its {whole}" if self.synthetic and self.layers not in (None, whole) else ""
+        return f"{self.layers} of its {whole}" if self.layers not in (None, whole) else ""
 
     def load(self) -> Model:
         """On the backend and kernel set asked for."""
@@ -103,33 +97,31 @@ class Subject:
                 return synthetic_model(SHAPES[self.synthetic], chosen, progress=bar, layers=self.layers)
         with LoadingBar(f"loading {self.name}") as bar:
             loaded = load(self.name, backend=chosen.name, threads=self.threads, head=self.head, progress=bar)
-        return Model(loaded.config, loaded.weights, chosen, loaded.path)  # every kernel set reads the same layout
+        return Model(loaded.config, loaded.weights, chosen, loaded.path)  # all kernel sets read one layout
 
 
 def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """MODEL, --synthetic or --shape, with --layers, --backend, --head, --threads and --simd: `subject`, checked"""
+    """MODEL, --synthetic or --shape, with --layers, --backend, --head, --threads and --simd.   -> `subject`, checked"""
 
     @wraps(function)
-    def command(shape: str | None, **given: Any) -> Any:
+    def command(shape: str | None, **options: Any) -> Any:
         if shape is not None:
-            if (given["model"], given["synthetic"]) != (None, None):
+            if (options["model"], options["synthetic"]) != (None, None):
                 raise click.UsageError("give a MODEL, --synthetic or --shape, not several")
             known = {name.replace("-", ""): name for name in SYNTHETIC}.get(shape.lower().replace("-", ""))
-            given["model" if known is None else "synthetic"] = known or shape
-        subject = Subject(**{field.name: given.pop(field.name) for field in fields(Subject)})
+            options["model" if known is None else "synthetic"] = known or shape
+        subject = Subject(**{field.name: options.pop(field.name) for field in fields(Subject)})
         subject.check()
-        return function(subject=subject, **given)
+        return function(subject=subject, **options)
 
     return apply_options(
         command,
         [
             click.argument("model", required=False),
             click.option(
-                "--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape instead of a MODEL."
+                "--synthetic", type=click.Choice(SYNTHETIC), help="Random weights of this shape, not a MODEL."
             ),
-            click.option(
-                "--shape", metavar="NAME|PATH", help="Either: a name that --synthetic has (also 2b4t), or a MODEL."
-            ),
+            click.option("--shape", metavar="NAME|PATH", help="A name of --synthetic (also 2b4t), or a MODEL."),
             click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model."),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
             click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate."),
@@ -138,33 +130,35 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
-def report(
-    found: KernelBench | CudaKernelBench | GpuBench | ModelBench | TokenizerBench, draw: Any, **more: Any
-) -> None:
-    """JSON or the drawing, and exit code 1 when something differs from the reference."""
+def report(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
+    """Write JSON (with the facts) or draw, and exit with 1 if something differs from the reference."""
     if wants_json():
-        print_json({**more, **found.to_dict()})
+        print_json({**facts, **result.to_dict()})
     else:
         show(draw)
-    if not (found.check.equal if hasattr(found, "check") else found.equal):
+    if not getattr(result, "equal", True):
         raise click.exceptions.Exit(DIFFERS)
 
 
-def new_table(*columns: str, header: bool = True) -> Table:
-    """The first column left, the others, which are numbers, right."""
+def draw_table(
+    out: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, header: bool = True
+) -> None:
+    """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
     from rich.table import Table
 
     table = Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
-        number = header and index > 0
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
+        is_number = index >= left
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
 
 
-def in_words(threads: int) -> str:
+def in_threads(threads: int) -> str:
     return f"{threads} thread{'s' if threads != 1 else ''}"
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # Of conversion.TARGETS, which --help should not import; a test holds the two equal.
 TARGET_NAMES = (
     *("hf-packed", "hf-bf16", "native", "native-base3", "onnx"),
-    *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2", "gguf-f16"),
+    *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2"),
+    *("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"),
 )
 INI = click.Path(path_type=Path, exists=True, dir_okay=False)
 

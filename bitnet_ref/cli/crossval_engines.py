@@ -81,7 +81,7 @@ def bitnet_cpp(
     from ..crossval import cross_bitnet_cpp
     from ..crossval.opponents import PROMPT
 
-    given: dict[str, Any] = {"count": max_tokens, "prints": prints, "more": shlex.split(options)}
+    given: dict[str, Any] = {"count": max_tokens, "prints": prints, "options": shlex.split(options)}
     text = PROMPT if prompt is None else prompt
     loaded = load_model(model)
     found = cross_bitnet_cpp(model, binary, prompt=text, **given)

@@ -12,7 +12,7 @@ from .shell import common_options, print_json, show, size_in_words, wants_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..formats.registry import Entry
+    from ..formats.registry.store import Entry
 
 
 @click.command("list", short_help="The models here: shipped and pulled.")
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def list_models() -> None:
     """The models that can be loaded by name: those shipped, and every version that was pulled."""
     from ..formats.open import shipped_models
-    from ..formats.registry import Store
+    from ..formats.registry.store import Store
 
     store = Store()
     found = store.entries()
@@ -53,7 +53,7 @@ def draw(found: list[Entry], shipped: list[str], out: Console) -> None:
 @common_options
 def rm(name: str) -> None:
     """Forget a pulled model, or one version of it, and delete its files unless another name stands for them too."""
-    from ..formats.registry import remove
+    from ..formats.registry.store import remove
 
     gone = remove(name)
     if wants_json():

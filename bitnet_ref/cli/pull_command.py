@@ -12,7 +12,7 @@ import click
 from .shell import common_options, print_json, size_in_words, wants_json
 
 if TYPE_CHECKING:
-    from ..formats.registry import Entry
+    from ..formats.registry.store import Entry
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub, or from a folder, and keep it by its name.")
@@ -45,7 +45,7 @@ def is_local(source: str) -> bool:
 
 def add_local(source: str, name: str, file: str | None) -> Entry:
     from ..formats.open import shipped_models
-    from ..formats.registry import add
+    from ..formats.registry.add import add
 
     if name in shipped_models():
         raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")

@@ -1,29 +1,19 @@
-"""Crossval: the reference against whatever else claims to run the same model. The comparisons are `tracing`'s."""
+"""Crossval: the reference against this package's backends, other engines and recorded traces, op by op.
+
+May import everything below it: `api` and the rooms that it uses. Engines are in `engines`, causes in `explain`.
+"""
 
 from .engines.bitnet_cpp import cross_bitnet_cpp
 from .engines.outside import cross_engine, cross_engine_on
-from .greedy import Greedy, compare_ids, compare_text
-from .opponents import (
-    Crossing,
-    cross_backends,
-    cross_trace,
-    default_tokens,
-    prepared_model,
-    write_html,
-)
-from .precision import PrecisionBench, PrecisionError, measure_precision
-from .table import Table, cross_all
-from .verify import Verification, make_receipt, verify_receipt
+from .opponents import Crossing, cross_backends, cross_trace, default_tokens, write_html
+from .precision import PrecisionBench, measure_precision
+from .receipt import Verification, make_receipt, verify_receipt
+from .table import cross_all
 
 __all__ = [
     "Crossing",
-    "Greedy",
     "PrecisionBench",
-    "PrecisionError",
-    "Table",
     "Verification",
-    "compare_ids",
-    "compare_text",
     "cross_all",
     "cross_backends",
     "cross_bitnet_cpp",
@@ -33,7 +23,6 @@ __all__ = [
     "default_tokens",
     "make_receipt",
     "measure_precision",
-    "prepared_model",
     "verify_receipt",
     "write_html",
 ]

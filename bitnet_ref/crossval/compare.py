@@ -1,15 +1,15 @@
 """`compare`: a candidate's tensors against the reference's, op by op in the order of the computation.
 
-Both are mappings from trace names (see `record.py`) to arrays: what `run_with_cache` returns, or a `Trace` file, which
-is read a tensor at a time. The walk keeps, for each token, whether a rounding flip has reached it. A token that none
-has reached must agree within the table's tolerance at every op; one that a flip has reached is only held to
-`FLIP_CEILING`, and `teacher.py` judges its ops one by one. The first op that fails either is `first_divergence`.
+Both are mappings from trace names (see `names.py`) to arrays: what `run_with_cache` returns, or a `Trace` file, which
+is read one tensor at a time. The walk tracks which tokens a rounding flip has reached. A token that no flip has reached
+must agree within the table's tolerance at every op. The others are only held to `FLIP_CEILING`; `teacher.py` judges
+their ops one by one. The first op that fails its limit is `first_divergence`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,61 +17,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
-from . import names
-from .flips import Flip, FlipVerdict, implied_int8, judge_flips
-from .metrics import Distance, LogitsDistance, measure, measure_logits, rows_of, shape_of
-from .parity import token_parity
-from .tolerances import ENGINES, FLIP_CEILING, tolerance_of
+from .flips import Flip, implied_int8, judge_flips
+from .metrics import Distance, Figures, LogitsDistance, measure, measure_logits, rows_of, shape_of
+from .names import INT8, SYNONYMS, layer_of, linear_input, op_kind, op_order
+from .token_ids import token_parity
+from .tolerances import FLIP_CEILING, NARROW_FLOATS, tolerance_of
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
-_SHOWN_FLIPS = 100  # kept of those found; the count is exact
+OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
+_MAX_FLIPS = 100  # how many are kept; the count is exact
 
 Tensors = Mapping[str, NDArray]
 
-OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
-
 
 @dataclass(frozen=True)
-class OpResult:
+class OpResult(Figures):
     """One tensor of the candidate beside the reference's."""
 
     name: str  # "blocks.3.mlp.hook_post"
-    layer: int | None
     kind: str  # "gate"; the key of the table of tolerances
     shape: tuple[int, ...]
     status: str  # OK, FLIP or DIFFERS
-    n_values: int
-    n_differ: int
-    max_abs: float
-    worst: tuple[int, ...] | None  # index of the largest error
     token: int | None  # the first token whose row is beyond its tolerance
-    relative_l2: float
-    cosine: float
-    scale_ratio: float  # candidate ~ scale_ratio * reference, least squares
-    excess: float  # the largest error as a multiple of what is allowed there; above 1 is too far
+    excess: float  # the largest error / the error allowed there; above 1 is too much
     tolerance: float  # allowed error as a share of the token's largest value; 0 is equality
-    reason: str  # why that much
-    note: str = ""  # what else there is to say
+    reason: str  # of the tolerance
+    note: str = ""
+
+    @property
+    def layer(self) -> int | None:
+        return layer_of(self.name)
 
     @property
     def equal(self) -> bool:
         return self.n_differ == 0
 
     def __str__(self) -> str:
-        where = "" if self.layer is None else f", layer {self.layer}"
+        kind = self.kind if self.layer is None else f"{self.kind}, layer {self.layer}"
         if self.note and self.n_values == 0:
-            return f"{self.name} ({self.kind}{where}): {self.note}"
-        figures = f"{self.n_differ:,} of {self.n_values:,} values differ, largest by {self.max_abs:.3g}"
-        shape = f"relative L2 {self.relative_l2:.2g}, cosine {self.cosine:.6f}, scale ratio {self.scale_ratio:.6f}"
+            return f"{self.name} ({kind}): {self.note}"
         token = "" if self.token is None else f", first at token {self.token}"
-        return f"{self.name} ({self.kind}{where}): {figures}{token}; {shape}" + (f"; {self.note}" if self.note else "")
+        note = f"; {self.note}" if self.note else ""
+        return (
+            f"{self.name} ({kind}): {self.n_differ:,} of {self.n_values:,} values differ, largest by "
+            f"{self.max_abs:.3g}{token}; relative L2 {self.relative_l2:.2g}, cosine {self.cosine:.6f}, "
+            f"scale ratio {self.scale_ratio:.6f}{note}"
+        )
 
 
 @dataclass
 class Comparison:
-    """What `compare` found. `agrees` and `verdict` say it in a bit and in a line."""
+    """The result of `compare`. `agrees` and `verdict` sum it up."""
 
-    mode: str  # "free-running" or "teacher-forced"
+    mode: str  # "free-running", "teacher-forced" or "op by op"
     tokens: int
     layers: int
     ops: list[OpResult] = field(default_factory=list)  # in the order of the computation
@@ -84,17 +82,12 @@ class Comparison:
 
     @property
     def first_divergence(self) -> OpResult | None:
-        """The first op in the order of the computation that no tolerance and no rounding flip accounts for."""
+        """The first op in the order of the computation that no tolerance and no rounding flip explains."""
         return next((op for op in self.ops if op.status == DIFFERS), None)
 
     @property
-    def first_unequal(self) -> OpResult | None:
-        """The first tensor that is not bit for bit the reference's, however small the difference."""
-        return next((op for op in self.ops if not op.equal), None)
-
-    @property
     def agrees(self) -> bool:
-        """Whether something was compared and nothing differs but by rounding."""
+        """Whether something was compared and nothing differs except by rounding."""
         return self.problem is None and bool(self.ops) and self.first_divergence is None
 
     @property
@@ -111,28 +104,27 @@ class Comparison:
         if (bad := self.first_divergence) is not None:
             return f"DIFFERS, {self.mode}, first at {bad}"
         total, differ = self.accumulators
-        integers = f"{total:,} accumulators " + (f"compared, {differ:,} differ" if differ else "equal") if total else ""
         unequal = sum(not op.equal for op in self.ops)
         equal = "all equal" if not unequal else f"{len(self.ops) - unequal} equal, the others within tolerance"
-        parts = [f"{len(self.ops)} tensors compared, {equal}", integers]
+        parts = [f"{len(self.ops)} tensors compared, {equal}"]
+        if total:
+            parts.append(f"{total:,} accumulators {f'compared, {differ:,} differ' if differ else 'equal'}")
         if self.missing:
             parts.append(f"{len(self.missing)} not recorded by the candidate")
         if self.logits is not None:
-            parts.append(f"KL {self.logits.kl_max:.1e} at most, top-1 agreement {self.logits.top1_agreement:.1%}")
+            parts.append(f"max KL {self.logits.kl_max:.1e}, top-1 agreement {self.logits.top1_agreement:.1%}")
         if self.n_flips:
-            where = f"the first is {self.flips[0]}" if self.flips else ""
-            return f"AGREES up to rounding, {self.mode}: {self.n_flips} flips, expected, {where}; " + "; ".join(
-                part for part in parts if part
-            )
-        return f"AGREES, {self.mode}: " + "; ".join(part for part in parts if part)
+            parts.insert(0, f"{self.n_flips} flips, expected, the first is {self.flips[0]}")
+        return f"AGREES{' up to rounding' * bool(self.n_flips)}, {self.mode}: {'; '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
         out = {**asdict(self), "agrees": self.agrees, "verdict": self.verdict}
+        out["ops"] = [{**values, "layer": op.layer} for values, op in zip(out["ops"], self.ops, strict=True)]
         out["accumulators"] = dict(zip(("compared", "differ"), self.accumulators, strict=True))
         first = self.first_divergence
         out["first_divergence"] = None if first is None else first.name
-        return _plain(out)
+        return _to_json(out)
 
 
 def compare(
@@ -148,12 +140,12 @@ def compare(
     """Compare two runs of the same tokens.
 
     reference, candidate: name -> array, or `Trace`. Names that only one has are listed, not judged. A candidate's
-        array may have leading axes of length 1, heads joined or apart, and its logits may be the last token's alone.
+        array may have leading axes of length 1, and heads joined or apart. Its logits may be the last token's only.
     tokens: the reference's token ids (N,); taken from the reference where it is a Trace.
     mode: "free-running" (each engine fed itself) or "teacher-forced" (each op fed the reference's inputs).
-    own_engine: the candidate computes by this package's contract (the default for a dict, read off a Trace), so a
-        BitLinear is one float32 expression and equal inputs give equal bits.
-    engine_dtype: "float32", "bfloat16" or "float16": what the candidate computes in; read off a Trace.
+    own_engine: the candidate follows this package's contract, so a BitLinear is one float32 expression and equal
+        inputs give equal bits. None: as a Trace says; True for a dict.
+    engine_dtype: "float32", "bfloat16" or "float16": what the candidate computes in. None: as a Trace says; float32.
     """
     tokens = getattr(reference, "token_ids", None) if tokens is None else tokens
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
@@ -165,9 +157,9 @@ def compare(
     if found.problem is not None:
         return found
     walk = Walk(reference, candidate, config, ids, found, own_engine, engine_dtype)
-    order = names.op_order(config)
-    found.unknown = sorted(name for name in candidate if names.SYNONYMS.get(name, name) not in set(order))
-    with np.errstate(all="ignore"):  # a candidate may hold anything; what is not finite is found and named
+    order = op_order(config)
+    found.unknown = sorted(name for name in candidate if SYNONYMS.get(name, name) not in set(order))
+    with np.errstate(all="ignore"):  # values that are not finite are found and named below
         for name in order:
             walk.step(name)
     if not found.ops:
@@ -180,7 +172,7 @@ def compare(
 def same_tokens(
     ids: NDArray[np.int64] | None, candidate: Tensors, config: ModelConfig, prompt: str | None = None
 ) -> str | None:
-    """Token parity of a run with a candidate that carries its tokens: None, or what is wrong."""
+    """`token_parity` of a run and a candidate; None if the tokens are the same or either has none."""
     theirs = getattr(candidate, "token_ids", None)
     if ids is None or theirs is None:
         return None
@@ -188,7 +180,7 @@ def same_tokens(
 
 
 class Walk:
-    """The state of a walk through the ops: which tokens a flip has reached."""
+    """Judges tensors in the order of the computation, and tracks which tokens a flip has reached."""
 
     def __init__(
         self,
@@ -202,13 +194,12 @@ class Walk:
         is_ternary: Callable[[str], bool] | None = None,
     ) -> None:
         self._is_ternary = is_ternary or self._recorded_as_ternary
-        self._any_int8 = any(name.endswith(names.INT8) for name in reference)
+        self._any_int8 = any(name.endswith(INT8) for name in reference)
         self.reference, self.candidate, self.config, self.ids, self.found = reference, candidate, config, ids, found
         self.own_engine, self.engine_dtype = own_engine, engine_dtype
-        self.names = {names.SYNONYMS.get(name, name): name for name in candidate}
+        self.names = {SYNONYMS.get(name, name): name for name in candidate}
         self.reached = np.zeros(found.tokens, dtype=bool)
-        self.depth: int | None = None  # of an op outside the walk
-        self.note = ""
+        self.depth: int | None = None  # layers computed before a tensor that `pair` judges
 
     def step(self, name: str) -> None:
         if name.endswith("hook_attn_scores"):
@@ -219,48 +210,41 @@ class Walk:
             self.found.ops.append(self._judge(name, self.candidate, self.names[name]))
             return
         self.found.missing.append(name)
-        if name.endswith(names.INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
-            source = names.linear_input(linear, self.config)
+        if name.endswith(INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
+            source = linear_input(linear, self.config)
             if source in self.names and shape_of(self.candidate, self.names[source])[:1] == (self.found.tokens,):
                 x = np.asarray(self.candidate[self.names[source]], dtype=np.float32).reshape(self.found.tokens, -1)
-                self.note = "implied by the linear's input"
-                result = self._judge(name, {name: implied_int8(x)}, name)
-                self.note = ""
-                if result.status != OK:  # not the candidate's own tensor: of interest only for the flips it shows
+                result = self._judge(name, {name: implied_int8(x)}, name, "implied by the linear's input")
+                if result.status != OK:  # it is not the candidate's own tensor: only the flips it shows matter
                     self.found.ops.append(result)
 
     def pair(self, name: str, mine: NDArray, theirs: NDArray, depth: int | None = None, note: str = "") -> OpResult:
-        """Judge one tensor that is at hand on both sides, outside the walk. depth: see `Tolerance.relative`."""
-        self.reference, self.depth, self.note = {name: mine}, depth, note
-        return self._judge(name, {name: theirs}, name)
+        """Judge one tensor outside the walk. depth: see `Tolerance.relative`."""
+        self.reference, self.depth = {name: mine}, depth
+        return self._judge(name, {name: theirs}, name, note)
 
     def refuse(self, name: str, shape: tuple[int, ...], note: str) -> OpResult:
-        """A tensor that cannot be compared at all."""
-        return self._refuse(name, names.op_kind(name, self._is_ternary), shape, note)
+        """The result for a tensor that cannot be compared."""
+        figures = (0, 0, math.inf, None, math.inf, math.nan, math.nan)
+        kind, reason = op_kind(name, self._is_ternary), "what cannot be compared does not agree"
+        return OpResult(*figures, name, kind, shape, DIFFERS, None, math.inf, 0.0, reason, note)
 
-    def _judge(self, name: str, candidate: Tensors, candidate_name: str) -> OpResult:
-        kind = names.op_kind(name, self._is_ternary)
+    def _judge(self, name: str, candidate: Tensors, candidate_name: str, note: str = "") -> OpResult:
+        kind = op_kind(name, self._is_ternary)
         by_head = kind in ("attention scores", "attention pattern")
-        reference: Tensors = self.reference
-        shape = shape_of(reference, name)
-        given = shape_of(candidate, candidate_name)
-        reached, first_row, note = (
-            self.reached,
-            0,
-            "" if candidate is self.candidate else "implied by the linear's input",
-        )
+        reference, reached, first_row = self.reference, self.reached, 0
+        shape, given = shape_of(reference, name), shape_of(candidate, candidate_name)
         if kind == "logits" and given in ((shape[1],), (1, shape[1])) and shape[0] > 1:
             first_row, reached = shape[0] - 1, self.reached[-1:]
             reference = {name: rows_of(reference, name, slice(first_row, shape[0]))}
             shape, note = (1, shape[1]), "of the last token only"
         if not fits(shape, given):
-            return self._refuse(name, kind, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
+            return self.refuse(name, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
         if shape != given:
             candidate = {candidate_name: np.asarray(candidate[candidate_name]).reshape(shape)}
         tolerance = tolerance_of(kind, self.own_engine)
         relative = tolerance.relative(self._depth(name))
-        floor = {"attention scores": 1.0, "attention pattern": 1.0}.get(kind, 0.0)
-        d = measure(reference, candidate, name, candidate_name, shape, relative, by_head, floor)
+        d = measure(reference, candidate, name, candidate_name, shape, relative, by_head, floor=float(by_head))
         if kind == "logits":
             ids = None if self.ids is None or self.ids.max(initial=0) >= shape[1] else self.ids
             if d.finite:
@@ -269,8 +253,8 @@ class Walk:
                     self.reference, candidate, name, candidate_name, full, ids, first_row
                 )
         status, token, why, reason = OK, None, "", tolerance.reason
-        if self.engine_dtype in ENGINES:
-            engine = ENGINES[self.engine_dtype]
+        if self.engine_dtype in NARROW_FLOATS:
+            engine = NARROW_FLOATS[self.engine_dtype]
             relative, reason = engine.relative_l2, f"an engine in {self.engine_dtype}, relative L2: {engine.reason}"
             if not d.relative_l2 <= engine.relative_l2:
                 status, token = DIFFERS, _first(d.row_l2 > engine.relative_l2)
@@ -281,25 +265,7 @@ class Walk:
         if not d.finite and status != DIFFERS and not np.isfinite(d.max_abs):
             status, why = DIFFERS, "not finite"
         note = "; ".join(part for part in (note, why, "" if d.finite else "holds NaN or Inf") if part)
-        return OpResult(
-            name=name,
-            layer=names.layer_of(name),
-            kind=kind,
-            shape=shape,
-            status=status,
-            n_values=d.n_values,
-            n_differ=d.n_differ,
-            max_abs=d.max_abs,
-            worst=d.worst if d.n_differ else None,
-            token=token,
-            relative_l2=d.relative_l2,
-            cosine=d.cosine,
-            scale_ratio=d.scale_ratio,
-            excess=excess,
-            tolerance=relative,
-            reason=reason,
-            note=note,
-        )
+        return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(
         self,
@@ -319,25 +285,21 @@ class Walk:
         if kind == "activation int8" and fresh.any() and self.found.mode == "free-running":
             mine, theirs = np.asarray(reference[name]), np.asarray(candidate[candidate_name])
             linear, depth = name.rpartition(".")[0], self._depth(name) or 0
-            named = _Renamed(self.candidate, self.names)
-            judged: FlipVerdict = judge_flips(
-                self.reference, named, linear, self.config, depth, fresh, mine, theirs, self.own_engine
+            renamed = _Renamed(self.candidate, self.names)
+            judged = judge_flips(
+                self.reference, renamed, linear, self.config, depth, fresh, mine, theirs, self.own_engine
             )
             if judged.unexplained is not None:
                 return DIFFERS, judged.unexplained[0], f"{list(judged.unexplained)}: {judged.why}"
             self.found.n_flips += len(judged.flips)
-            self.found.flips += judged.flips[: _SHOWN_FLIPS - len(self.found.flips)]
+            self.found.flips += judged.flips[: _MAX_FLIPS - len(self.found.flips)]
             self.reached |= fresh
             return FLIP, int(judged.flips[0].token), f"{len(judged.flips)} flips, expected: {judged.flips[0]}"
         if fresh.any():
             return DIFFERS, _first(fresh), ""
         too_far = beyond & reached & ~(d.row_l2 <= FLIP_CEILING)
         if too_far.any():
-            return (
-                DIFFERS,
-                _first(too_far),
-                f"after a rounding flip, but further off than one takes it ({FLIP_CEILING})",
-            )
+            return DIFFERS, _first(too_far), f"after a rounding flip, but above the limit for one ({FLIP_CEILING})"
         if beyond.any():
             first = self.found.flips[0] if self.found.flips else None
             since = f", since {first.name}[{first.token}, {first.element}]" if first else ""
@@ -345,46 +307,39 @@ class Walk:
         return OK, None, ""
 
     def _spread(self) -> None:
-        """Attention carries what reached a token to every later one that sees it."""
+        """Mark every token that sees a marked one in attention."""
         window = self.config.sliding_window or len(self.reached)
-        sources = np.flatnonzero(self.reached)
-        for source in sources:
+        for source in np.flatnonzero(self.reached):
             self.reached[source : source + window] = True
 
     def _recorded_as_ternary(self, linear: str) -> bool:
-        """By the reference's trace; by the config where that has no linear's int8 at all."""
+        """As the reference's trace says; as the config says if the trace has no int8 tensor at all."""
         if self._any_int8:
-            return f"{linear}.{names.INT8}" in self.reference
+            return f"{linear}.{INT8}" in self.reference
         return self.config.quantization is not None and linear != "lm_head"
 
     def _depth(self, name: str) -> int | None:
-        """Layers computed before this op; None where the op was fed the reference's inputs."""
+        """Layers computed before this op; None for an op that was fed the reference's inputs."""
         if self.found.mode != "free-running":
             return self.depth
-        layer = names.layer_of(name)
+        layer = layer_of(name)
         return layer if layer is not None else 0 if name == "hook_embed" else self.config.num_hidden_layers
-
-    def _refuse(self, name: str, kind: str, shape: tuple[int, ...], note: str) -> OpResult:
-        nothing = (0, 0, math.inf, None, None, math.inf, math.nan, math.nan, math.inf, 0.0)
-        return OpResult(
-            name, names.layer_of(name), kind, shape, DIFFERS, *nothing, "what cannot be compared does not agree", note
-        )
 
 
 class _Renamed(Mapping[str, NDArray]):
     """A candidate under the names that the reference uses."""
 
-    def __init__(self, inner: Tensors, actual: Mapping[str, str]) -> None:
-        self.inner, self.actual = inner, actual
+    def __init__(self, candidate: Tensors, names: Mapping[str, str]) -> None:
+        self.candidate, self.names = candidate, names
 
     def __getitem__(self, name: str) -> NDArray:
-        return self.inner[self.actual[name]]
+        return self.candidate[self.names[name]]
 
-    def __iter__(self) -> Any:
-        return iter(self.actual)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.actual)
+        return len(self.names)
 
 
 def fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
@@ -398,26 +353,21 @@ def fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
 
 
 def _first(rows: NDArray[np.bool_]) -> int | None:
-    found = np.flatnonzero(rows)
-    return int(found[0]) if len(found) else None
+    indices = np.flatnonzero(rows)
+    return int(indices[0]) if len(indices) else None
 
 
 def _token_count(tensors: Tensors) -> int:
-    """How many tokens a run had, from the first tensor whose first axis they are."""
-    for name in _token_first(tensors):
-        return shape_of(tensors, name)[0]
-    return 0
+    """The length of a run: of the first axis of a tensor that has no head axis before it."""
+    by_head = ("hook_attn_scores", "hook_pattern")
+    return next((shape_of(tensors, name)[0] for name in tensors if not name.endswith(by_head)), 0)
 
 
-def _token_first(tensors: Tensors) -> Iterable[str]:
-    return (name for name in tensors if not name.endswith(("hook_attn_scores", "hook_pattern")))
-
-
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_json(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value.item() if isinstance(value, np.generic) else value

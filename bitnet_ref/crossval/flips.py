@@ -1,9 +1,9 @@
 """Rounding flips: an int8 activation that two correct engines round to neighbouring integers.
 
-round(x * scale) is a staircase. Where x * scale lies within float32 noise of a half, engines that sum in another order
-may step on different sides of it, and from there on their numbers differ by far more than noise although neither is
-wrong. A difference of an int8 tensor is such a flip only if it is a step of one, the reference's own value before
-rounding lies within the noise of a half, and the inputs are not equal: equal inputs have no noise.
+Where x * scale is within float32 noise of a half, engines that sum in another order may round it to different sides.
+From there on their numbers differ by far more than noise, although neither is wrong. A difference of an int8 tensor is
+a flip only if it is one step, the reference's value before rounding is within the noise of a half, and the inputs are
+not equal: equal inputs have no noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Flip:
     token: int
     element: int
     before_rounding: float  # x * scale in the reference
-    noise: float  # how far from a half a value may lie and flip, here
+    noise: float  # a value this near to a half may flip here
     reference: int
     candidate: int
 
@@ -48,14 +48,14 @@ def before_rounding(x: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def implied_int8(x: NDArray) -> NDArray[np.int8]:
-    """The int8 that the contract makes of x (N, K)."""
+    """x (N, K) quantised as the contract says."""
     with np.errstate(all="ignore"):
         return np.clip(np.nan_to_num(np.rint(before_rounding(x)[0])), -128, 127).astype(np.int8)
 
 
 @dataclass(frozen=True)
 class FlipVerdict:
-    """Of the elements of an int8 tensor that differ: the flips, and where something else was found (None: nowhere)."""
+    """The differing elements of an int8 tensor: the flips, and the first element that is none (None: all are flips)."""
 
     flips: list[Flip]
     unexplained: tuple[int, int] | None
@@ -73,26 +73,24 @@ def judge_flips(
     theirs: NDArray,
     own_engine: bool = True,
 ) -> FlipVerdict:
-    """Look at each element of those rows (N,) of a linear's int8 input at which `mine` and `theirs` (N, K) differ.
+    """Judge each element at which `mine` and `theirs` (N, K), a linear's int8 input, differ in the given rows (N,).
 
-    own_engine: the candidate says that it computes x * scale as the contract does. Another may write x / (max / 127),
-    which rounds once more, so that equal inputs near a half (but not on it) may part.
+    own_engine: the candidate computes x * scale as the contract does. Another engine may compute x / (max / 127), which
+    rounds once more, so that equal inputs near a half (but not on it) may round differently.
     """
     name, source = f"{linear}.{INT8}", linear_input(linear, config)
     places = [(i, j) for i, j in np.argwhere((mine != theirs) & rows[:, None]).tolist()]
     if not places:
         return FlipVerdict([], None, "")
     if source not in reference:
-        return FlipVerdict(
-            [], places[0], f"the reference's trace has no {source} to tell whether it is a rounding flip"
-        )
+        return FlipVerdict([], places[0], f"the reference's trace has no {source} to judge the rounding by")
     x = np.asarray(reference[source]).reshape(mine.shape)
     value, scale = before_rounding(x)
     noise = np.full(mine.shape, FLIP_FLOOR + 127 * tolerance_of("norm").relative(depth))
     same_scale = np.ones(len(mine), dtype=bool)
     if (scale_name := f"{linear}.{SCALE}") in candidate:
         scales = np.asarray(candidate[scale_name]).reshape(-1)
-        same_scale = scales == scale.reshape(-1) if len(scales) == len(scale) else ~same_scale  # one for each block
+        same_scale = scales == scale.reshape(-1) if len(scales) == len(scale) else ~same_scale  # else: one per block
     equal_input = np.zeros(mine.shape, dtype=bool)
     if source in candidate:  # then the noise is known
         x_candidate = np.asarray(candidate[source]).reshape(mine.shape).astype(x.dtype)
@@ -102,13 +100,13 @@ def judge_flips(
         equal_input = (x_candidate == x) & (other_scale == scale) & same_scale[:, None]
     flips: list[Flip] = []
     for i, j in places:
-        step, at = int(theirs[i, j]) - int(mine[i, j]), float(value[i, j])
-        distance = abs(at - np.floor(at) - 0.5)
+        step, before = int(theirs[i, j]) - int(mine[i, j]), float(value[i, j])
+        distance = abs(before - np.floor(before) - 0.5)
         if equal_input[i, j] and (own_engine or distance == 0 or distance > FLIP_FLOOR):
             tie = ", at an exact half: halves are rounded another way" if distance == 0 else ""
-            return FlipVerdict(flips, (i, j), f"equal inputs ({at:.6f} before rounding) give other integers{tie}")
-        if abs(step) != 1 or distance > noise[i, j] + EPSILON * abs(at):
-            what = f"{int(theirs[i, j])} instead of {int(mine[i, j])} for {at:.6f} before rounding"
-            return FlipVerdict(flips, (i, j), f"{what}: noise of {noise[i, j]:.0e} does not explain it")
-        flips.append(Flip(name, i, j, at, float(noise[i, j]), int(mine[i, j]), int(theirs[i, j])))
+            return FlipVerdict(flips, (i, j), f"equal inputs ({before:.6f} before rounding) give other integers{tie}")
+        if abs(step) != 1 or distance > noise[i, j] + EPSILON * abs(before):
+            why = f"{int(theirs[i, j])} instead of {int(mine[i, j])} for {before:.6f} before rounding"
+            return FlipVerdict(flips, (i, j), f"{why}: noise of {noise[i, j]:.0e} does not explain it")
+        flips.append(Flip(name, i, j, before, float(noise[i, j]), int(mine[i, j]), int(theirs[i, j])))
     return FlipVerdict(flips, None, "")

@@ -1,7 +1,7 @@
-"""One opponent after another against the reference: our backends with every kernel set, and recorded traces.
+"""Opponents against the reference: our backends with every kernel set, and recorded traces.
 
-The reference is the NumPy backend on the weights of the model given. An opponent that cannot run here is in the result
-too, with the reason, and never counts as agreement.
+The reference is the NumPy backend on the weights of the given model. An opponent that cannot run here is listed with
+the reason and never counts as agreement.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +21,33 @@ from .. import __version__
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import BackendError, NumericsError, TokenizerError
-from ..reference.weights import plain_weights
 from ..system.atomic import atomic_path
 from .compare import Comparison, compare
 from .explain.diagnose import Diagnosis, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
-from .greedy import Greedy
-from .parity import token_parity
 from .report import Evidence, Section, evidence, html_report
 from .teacher import teacher_forced
+from .token_ids import Greedy, token_parity
 from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
-_TOKENS = 24  # of a model that has no tokenizer
+_TOKENS = 24  # for a model without a tokenizer
 
 
 @dataclass
 class Crossing:
-    """One opponent, and what each way of comparing it found."""
+    """The comparisons of one opponent with the reference."""
 
     opponent: str
     comparisons: list[Comparison] = field(default_factory=list)
     unavailable: str | None = None  # why it could not run here
-    failed: str | None = None  # it ran, and broke
+    failed: str | None = None  # the error that ended its run
     evidence: Evidence | None = None  # for the plots of the report
-    causes: list[Diagnosis] = field(default_factory=list)  # of a difference: tested, the confirmed ones first
-    # What the engine does otherwise, by design; in `comparisons` the reference does so too
+    causes: list[Diagnosis] = field(default_factory=list)  # tested causes of a difference, the confirmed ones first
+    # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
     rule: str | None = None
-    contract: Comparison | None = None  # then: with the reference as it is
-    greedy: Greedy | None = None  # of an engine that gives tokens only
+    contract: Comparison | None = None  # then: with the unchanged reference
+    greedy: Greedy | None = None  # of an engine that prints tokens only
 
     @property
     def agrees(self) -> bool | None:
@@ -58,11 +57,11 @@ class Crossing:
         if self.greedy is not None and not self.greedy.agrees:
             return False
         compared = bool(self.comparisons) or self.greedy is not None
-        return self.failed is None and compared and all(found.agrees for found in self.comparisons)
+        return self.failed is None and compared and all(comparison.agrees for comparison in self.comparisons)
 
     @property
     def verdict(self) -> str:
-        """One line: of the comparison that differs, where one does."""
+        """One line; of the first comparison that differs, if one does."""
         if self.unavailable is not None:
             return f"not available: {self.unavailable}"
         if self.failed is not None:
@@ -71,24 +70,23 @@ class Crossing:
             return self.greedy.verdict
         if not self.comparisons:
             return "nothing was compared"
-        found = next((found for found in self.comparisons if not found.agrees), self.comparisons[-1])
+        shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
-        verdict = f"{found.verdict}; cause: {confirmed}" if confirmed else found.verdict
+        verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
         if self.rule is None:
             return verdict
-        return f"{verdict}. Compared by its own rule: {self.rule}{self._apart()}"
-
-    def _apart(self) -> str:
-        """How far the engine's rule takes it from the contract."""
+        verdict += f". Compared by its own rule: {self.rule}"
         if self.contract is None or self.contract.logits is None:
-            return ""
+            return verdict
         logits = self.contract.logits
-        return f"; from the contract it is KL {logits.kl_max:.1e} at most, top-1 agreement {logits.top1_agreement:.1%}"
+        return (
+            f"{verdict}; against the contract max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
+        )
 
     def diagnosis(self) -> list[str]:
-        """A sentence for each cause that was confirmed, or that explains a part; or that none of them was."""
-        told = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
-        return told or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
+        """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
+        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
+        return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -99,7 +97,7 @@ class Crossing:
             "unavailable": self.unavailable,
             "failed": self.failed,
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
-            "comparisons": [found.to_dict() for found in self.comparisons],
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
             "rule": self.rule,
             "contract": None if self.contract is None else self.contract.to_dict(),
             "greedy": None if self.greedy is None else self.greedy.to_dict(),
@@ -107,7 +105,7 @@ class Crossing:
 
 
 def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
-    """The prompt's tokens; of a model without a tokenizer, ids spread over its vocabulary."""
+    """The prompt's tokens; for a model without a tokenizer, ids spread over its vocabulary."""
     try:
         tokens = model.tokenizer.encode(PROMPT if prompt is None else prompt)
     except TokenizerError:
@@ -118,63 +116,51 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
     return tokens[: model.config.context_length]
 
 
-def prepared_model(model: Model, backend: Backend) -> Model:
-    """The same model on another backend, from the weights in memory."""
-    w = plain_weights(model.weights)
-    layers = []
-    for layer in w.layers:
-        linears: dict[str, Any] = {name: backend.prepare(linear) for name, linear in layer.linears()}
-        layers.append(replace(layer, **linears))
-    head = w.embedding if w.tied else backend.prepare(w.lm_head)
-    prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head))
-    return Model(model.config, prepared, backend, model.path)
-
-
 def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | None = None) -> list[Crossing]:
-    """Every backend but the reference, and the compiled one with every kernel set, teacher-forced and free-running.
+    """Every backend except the reference, and cython with every kernel set, teacher-forced and free-running.
 
-    only: names as in the result ("cython", "cython avx2", "cupy"); None takes all there are.
+    only: names as in the result ("cython", "cython avx2", "cupy"); None takes all.
     """
     threads = model.backend.threads
-    reference = prepared_model(model, Backend("float32", threads))
+    reference = model.on(Backend("float32", threads))
     wanted = None if only is None else set(only)
-    out = []
+    crossings = []
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
-        truth = Path(folder) / "reference.safetensors"
-        record_to_file(reference, tokens, truth)
-        with Trace(truth) as right:
-            for name, make, reason in _backends(threads):
+        path = Path(folder) / "reference.safetensors"
+        record_to_file(reference, tokens, path)
+        with Trace(path) as right:
+            for name, make, reason in list_backends(threads):
                 if wanted is not None and name not in wanted:
                     continue
                 if reason is not None:
-                    out.append(Crossing(name, unavailable=reason))
+                    crossings.append(Crossing(name, unavailable=reason))
                     continue
-                out.append(_cross_backend(name, make, reference, tokens, right, Path(folder)))
-    known = {crossing.opponent for crossing in out}
-    out += [Crossing(name, unavailable="no backend or kernel set has this name") for name in (wanted or set()) - known]
-    return out
+                crossings.append(_cross_backend(name, make, reference, tokens, right, Path(folder)))
+    unknown = (wanted or set()) - {crossing.opponent for crossing in crossings}
+    return crossings + [Crossing(name, unavailable="no backend or kernel set has this name") for name in unknown]
 
 
-def _backends(threads: int) -> Iterable[tuple[str, Any, str | None]]:
-    """(name, how to make it, why it cannot run here) of every opponent among our backends."""
+def list_backends(threads: int) -> Iterator[tuple[str, Callable[..., Backend], str | None]]:
+    """(name, its constructor, why it cannot run here) of every opponent among our backends."""
     for name, reason in available_backends().items():
         if name == "numpy":
             continue
-        yield name, lambda name=name: choose_backend(name, threads=threads), reason
+        yield name, partial(choose_backend, name, threads=threads), reason
         if name == "cython":
-            from ..backends.cpu.backend import CythonBackend, simd_variants
+            from ..backends.cpu.backend import CythonBackend
+            from ..backends.cpu.extension import simd_variants
 
             for simd, lacks in simd_variants().items():
-                yield f"{name} {simd}", lambda simd=simd: CythonBackend(threads=threads, simd=simd), reason or lacks
+                yield f"{name} {simd}", partial(CythonBackend, threads=threads, simd=simd), reason or lacks
 
 
 def _cross_backend(
-    name: str, make: Any, reference: Model, tokens: Sequence[int], right: Trace, folder: Path
+    name: str, make: Callable[..., Backend], reference: Model, tokens: Sequence[int], right: Trace, folder: Path
 ) -> Crossing:
     crossing = Crossing(name)
     path = folder / f"{name}.safetensors"
     try:
-        candidate = prepared_model(reference, make())
+        candidate = reference.on(make())
         crossing.comparisons.append(teacher_forced(reference, candidate, tokens))
         record_to_file(candidate, tokens, path)
         with Trace(path) as trace:
@@ -190,32 +176,30 @@ def _cross_backend(
 
 
 def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True) -> Crossing:
-    """A trace file against the reference: op by op on its own inputs, and as a whole beside the reference's run.
+    """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
-    causes: look for the cause of a difference, which runs the reference once for each mistake that is tried.
+    causes: look for the cause of a difference, which runs the reference once for each mistake that is tested.
 
     Raises FormatError for a file that is no trace.
     """
-    reference = prepared_model(model, Backend("float32", model.backend.threads))
+    reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as trace:
         crossing = Crossing(trace.engine)
         outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
         if outside or len(trace.token_ids) > model.config.context_length:
-            what = (
-                f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the model's context"
-            )
-            crossing.failed = f"{what}: is this trace of another model?"
+            limit = f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the context holds"
+            crossing.failed = f"{limit}: is this trace of another model?"
             return crossing
-        if (other := _other_tokens(model, trace)) is not None:
-            crossing.failed, crossing.causes = f"the tokens are not the same: {other[0]}", other[1]
+        if (difference := _token_difference(model, trace)) is not None:
+            crossing.failed, crossing.causes = f"the tokens are not the same: {difference[0]}", difference[1]
             return crossing
-        own = judge_trace(reference, trace)
-        if own.ops:  # a trace of logits alone has no op that can be judged on its own
-            crossing.comparisons.append(own)
+        by_op = judge_trace(reference, trace)
+        if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
+            crossing.comparisons.append(by_op)
         with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
-            truth = Path(folder) / "reference.safetensors"
-            record_to_file(reference, trace.token_ids, truth)
-            with Trace(truth) as right:
+            right_path = Path(folder) / "reference.safetensors"
+            record_to_file(reference, trace.token_ids, right_path)
+            with Trace(right_path) as right:
                 free = compare(right, trace, model.config)
                 crossing.comparisons.append(free)
                 crossing.evidence = evidence(right, trace, free)
@@ -224,11 +208,10 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
     return crossing
 
 
-def _other_tokens(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | None:
-    """How a trace's tokens differ from those of its prompt here, and why; None: they do not, or it has no prompt.
+def _token_difference(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | None:
+    """How a trace's tokens differ from this tokenizer's for its prompt, and why. None: they are the same, or unknown.
 
-    The prompt may be a text, or what a user says in a conversation: an engine that puts it into the model's chat
-    template is right too.
+    The prompt may be a text or a user's message, which the engine put into the model's chat template.
     """
     if trace.prompt is None:
         return None
@@ -244,7 +227,7 @@ def _other_tokens(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | N
 
 
 def _as_message(model: Model, text: str) -> list[int] | None:
-    """The ids of a conversation that begins with this message; None where the model holds none."""
+    """The ids of a conversation that begins with this message; None if the model has no chat template."""
     try:
         return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
     except TokenizerError:
@@ -252,7 +235,7 @@ def _as_message(model: Model, text: str) -> list[int] | None:
 
 
 def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
-    """One HTML file of all of it."""
+    """Write one HTML report of all crossings."""
     sections = [Section(c.opponent, c.verdict, c.agrees, c.comparisons, c.evidence, c.diagnosis()) for c in crossings]
     about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
     with atomic_path(path) as temporary:

@@ -1,10 +1,10 @@
-"""What 16 bits cost: the logits of a text on a backend in float16 or bfloat16, against the float32 reference's.
+"""The error of 16-bit dtypes: the logits of a text in float16 or bfloat16 against those of the float32 reference.
 
-These dtypes are no part of the contract, so nothing here agrees or differs: it is measured. float32 on the same backend
-stands beside them, as what another order of sums alone does. Each token sees the true text before it (teacher forcing);
-only the greedy continuation goes on with its own choices.
+These dtypes are not part of the contract, so there is a measurement and no verdict. float32 on the same backend is
+listed beside them: it shows the effect of another order of sums. Each token follows the true text (teacher forcing);
+only the greedy continuation follows its own choices.
 
-Measured on the emulated device, not on a card (where a card has cuBLAS it has NumPy's float32 product), as one prompt:
+Measured on the emulated device, which has NumPy's float32 product where a card has cuBLAS, as one prompt:
 
     storyteller, ternary; 171 tokens of a story; logits up to 22.8
         dtype     max |d logit|   mean      mean KL   max KL    same greedy choice   continued alike
@@ -16,15 +16,15 @@ Measured on the emulated device, not on a card (where a card has cuBLAS it has N
         float16   8.1e-03         1.2e-03   5.5e-07   4.4e-06   100%                 48 of 48
         bfloat16  6.2e-02         1.0e-02   3.4e-05   1.8e-04   99.5%                48 of 48
 
-Token by token storyteller's errors are the same, and the dense model's a half to a ninth: a step's activations are not
-rounded. In the dense model eleven bits are eight times as good as eight. In the ternary one they are not better: a
-key or a value rounded to either moves some activation across a rounding boundary of int8, and one step of 1/127 there
-is more than the rounding was.
+Token by token, storyteller's errors are the same and the dense model's a half to a ninth, because a decoding step does
+not round activations. In the dense model float16 (11 bits) is 8 times as accurate as bfloat16 (8 bits). In the ternary
+model it is not: a rounded key or value moves some activation across a rounding boundary of int8, and that step of 1/127
+is larger than either rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,15 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends import Backend, HeadNeed, choose_backend
+from ..backends import Backend, choose_backend
 from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch
 from .metrics import measure_logits
-from .opponents import prepared_model
+from .token_ids import common_prefix
 
 DTYPES = ("float32", "float16", "bfloat16")
-CONTINUED = 48  # tokens of the greedy continuation, of a prompt of as many
+CONTINUED = 48  # tokens of the greedy continuation, and of its prompt
 WAYS = ("prompt", "steps")
 
 TEXT = """
@@ -51,12 +51,12 @@ TEXT = """
     said, "Follow me, and I will show you a tree that has been waiting for you these hundred years." So they
     walked together under the dark branches until they came to a green meadow, and in the middle of it stood the
     tallest tree that he had ever seen.
-"""  # ours, for models that come with no text
+"""  # written for this package
 
 
 @dataclass(frozen=True)
 class PrecisionError:
-    """One dtype, with the text as one prompt or token by token. KL(reference || dtype) in nats."""
+    """The error of one dtype. KL(reference || dtype) in nats."""
 
     dtype: str
     way: str  # "prompt": all tokens in one pass; "steps": one by one, as text is generated
@@ -69,11 +69,11 @@ class PrecisionError:
 
 @dataclass(frozen=True)
 class PrecisionBench:
-    """`errors` by dtype and way; `continued`: the tokens of the reference's greedy continuation, and how many of them
-    each dtype chooses too before its first other one."""
+    """errors: one for each dtype and way.   continued: the length of the reference's greedy continuation.
+    same_tokens: for each dtype how many of its tokens come before the first difference."""
 
     backend: str
-    device: str | None  # of cupy: the card, or its emulation
+    device: str | None  # for cupy: the card, or its emulation
     tokens: int
     largest_logit: float
     errors: tuple[PrecisionError, ...]
@@ -91,51 +91,46 @@ def measure_precision(
     dtypes: Sequence[str] = DTYPES,
     text: str | Sequence[int] | None = None,
 ) -> PrecisionBench:
-    """The error of each dtype of a backend on a text (or token ids), as much of it as the model's context holds.
+    """The error of each dtype of a backend on a text (or token ids), cut to the model's context.
 
-    text: None takes a short story. Raises BackendUnavailable, ShapeError for a dtype that the backend has not,
-    GenerationError for a text of fewer than two tokens, TokenizerError for a text where the model has no tokenizer.
+    text: None takes a short story. Raises BackendUnavailable, ConfigError for a dtype that the backend does not have,
+    GenerationError for a text of fewer than two tokens, TokenizerError for a text if the model has no tokenizer.
     """
     text = " ".join(TEXT.split()) if text is None else text
     ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
     if len(ids) < 2:
         raise GenerationError(f"measure_precision: expected a text of two tokens or more, got {len(ids)}")
     tokens = model.check_tokens(ids[: model.config.context_length])
-    reference = prepared_model(model, Backend("float32", model.backend.threads))
-    exact = reference.logits(tokens.tolist())
+    reference = model.on(Backend("float32", model.backend.threads))
+    exact = np.asarray(reference.logits(tokens.tolist()))
     start = [int(token) for token in tokens[: min(CONTINUED, len(tokens) // 2)]]
     right = _continuation(reference, start)
     errors, same, device = [], {}, None
     for dtype in dtypes:
-        subject = prepared_model(model, choose_backend(backend, dtype=dtype, threads=model.backend.threads))
+        subject = model.on(choose_backend(backend, dtype=dtype, threads=model.backend.threads))
         device = getattr(getattr(subject.backend, "ws", None), "device", None) or device
         for way in WAYS:
-            logits = np.concatenate(list(_logits(subject, tokens, way)))
+            logits = _logits(subject, tokens, way)
             distance = measure_logits({"a": exact}, {"a": logits}, "a", "a", exact.shape, None)
-            apart = np.abs(exact - logits)
+            difference = np.abs(exact - logits)
             errors.append(
                 PrecisionError(
-                    *(dtype, way, float(apart.max()), float(apart.mean(dtype=np.float64))),
+                    *(dtype, way, float(difference.max()), float(difference.mean(dtype=np.float64))),
                     *(max(0.0, distance.kl_mean), max(0.0, distance.kl_max), distance.top1_agreement),
                 )
             )
-        mine = _continuation(subject, start)
-        same[dtype] = next(
-            (i for i, pair in enumerate(zip(mine, right, strict=True)) if len(set(pair)) > 1), len(right)
-        )
+        same[dtype] = common_prefix(_continuation(subject, start), right)
         subject.close()
     largest, name = float(np.abs(exact).max()), None if device is None else device.name
     return PrecisionBench(backend, name, len(tokens), largest, tuple(errors), len(right), same)
 
 
-def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> Iterator[NDArray]:
+def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> NDArray:
     cache = model.new_cache(1, len(tokens))
     if way == "prompt":
-        yield model.forward(TokenBatch.of([(0, 0, tokens)]), cache)
-        return
-    for position, token in enumerate(tokens):  # the way of generation: a recorded step, where the backend records
-        batch = TokenBatch.of([(0, position, [int(token)])], logits_of_last=[0])
-        yield model.candidates(batch, cache, [HeadNeed()])[1][0].logits[None]
+        return model.run(TokenBatch.of([(0, 0, tokens)]), cache).all()
+    steps = (TokenBatch.of([(0, i, tokens[i : i + 1])], logits_of_last=[0]) for i in range(len(tokens)))
+    return np.concatenate([model.run(step, cache).all() for step in steps])
 
 
 def _continuation(model: Model, start: list[int]) -> list[int]:

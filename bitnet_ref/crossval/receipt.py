@@ -1,7 +1,6 @@
-"""Receipts: a JSON file of what was compared, with what, where, and what came out, sealed by its own hash.
+"""Receipts: a JSON file of what was compared and with what result, sealed by its own hash; and their verification.
 
-The seal is no signature: it tells that a figure was changed by accident or by an editor, not who wrote the file.
-`crossval.verify_receipt` computes everything again that can be.
+The seal is no signature: it shows that a figure was changed, by accident or by an editor, not who wrote the file.
 """
 
 from __future__ import annotations
@@ -10,53 +9,94 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import FormatError
+from .. import __version__
+from ..api import Model, load
+from ..errors import BitNetRefError, FormatError
 from ..system.atomic import atomic_path
 from ..system.json_file import read_json_object
 from ..system.threads import available_cpus
 from .compare import Comparison
+from .engines.outside import ENGINES, cross_engine
+from .hashes import config_hash, file_hash, weight_hash
+from .opponents import Crossing, cross_backends, cross_trace
 
 FORMAT, VERSION = "bitnet_ref.receipt", 1
 _MAX_BYTES = 64_000_000
+_KEYS = ("mode", "tokens", "problem", "logits", "n_flips", "agrees", "verdict", "accumulators", "first_divergence")
 
 
-def figures(found: Comparison) -> dict[str, Any]:
-    """A comparison in the figures that a receipt keeps."""
-    full = found.to_dict()
-    kept = ("mode", "tokens", "problem", "logits", "n_flips", "agrees", "verdict", "accumulators", "first_divergence")
-    worst: dict[str, float] = {}
-    for op in found.ops:
-        worst[op.kind] = max(worst.get(op.kind, 0.0), op.relative_l2)
+def make_receipt(
+    kind: str,
+    model_name: str,
+    model: Model,
+    tokens: Sequence[int],
+    crossings: Sequence[Crossing],
+    trace: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """A sealed receipt. kind: "backends", an engine's name, or "trace", with the trace's path."""
+    subject: dict[str, Any] = {
+        "model": model_name,
+        "config_sha256": config_hash(model.config),
+        "weights_sha256": weight_hash(model.weights),
+        "token_ids": [int(token) for token in tokens],
+    }
+    if trace is not None:
+        subject |= {"trace": os.fspath(trace), "trace_sha256": file_hash(trace)}
+    ran = [crossing.agrees for crossing in crossings if crossing.agrees is not None]
+    results = [crossing_figures(crossing) for crossing in crossings]
+    agrees = bool(ran) and all(ran)
+    return seal({"kind": kind, "bitnet_ref": __version__, "subject": subject, "results": results, "agrees": agrees})
+
+
+def crossing_figures(crossing: Crossing) -> dict[str, Any]:
+    """The result for one opponent, in the figures that a receipt keeps."""
     return {
-        **{key: full[key] for key in kept},
-        "tensors": len(found.ops),
-        "unequal_tensors": sum(not op.equal for op in found.ops),
-        "missing_tensors": len(found.missing),
-        "largest_relative_l2": {kind: str(e) if not np.isfinite(e) else e for kind, e in worst.items()},
+        "opponent": crossing.opponent,
+        "agrees": crossing.agrees,
+        "verdict": crossing.verdict,
+        "unavailable": crossing.unavailable,
+        "failed": crossing.failed,
+        "comparisons": [figures(comparison) for comparison in crossing.comparisons],
+        "rule": crossing.rule,
+        "contract": None if crossing.contract is None else figures(crossing.contract),
+        "greedy": None if crossing.greedy is None else crossing.greedy.to_dict(),
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where this runs."""
+def figures(comparison: Comparison) -> dict[str, Any]:
+    """A comparison in the figures that a receipt keeps."""
+    full = comparison.to_dict()
+    largest: dict[str, float] = {}
+    for op in comparison.ops:
+        largest[op.kind] = max(largest.get(op.kind, 0.0), op.relative_l2)
     return {
+        **{key: full[key] for key in _KEYS},
+        "tensors": len(comparison.ops),
+        "unequal_tensors": sum(not op.equal for op in comparison.ops),
+        "missing_tensors": len(comparison.missing),
+        "largest_relative_l2": {kind: str(e) if not np.isfinite(e) else e for kind, e in largest.items()},
+    }
+
+
+def seal(contents: dict[str, Any]) -> dict[str, Any]:
+    """A receipt of these contents: with format, date, machine, and the hash of all of it."""
+    machine = {
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
         "cpus": available_cpus(),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-
-
-def seal(contents: dict[str, Any]) -> dict[str, Any]:
-    """A receipt of these contents: with format, date, machine, and the hash of all of it."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    body = {"format": FORMAT, "version": VERSION, "created": now, "machine": machine(), **contents}
+    body = {"format": FORMAT, "version": VERSION, "created": now, "machine": machine, **contents}
     return {**body, "sha256": receipt_hash(body)}
 
 
@@ -72,13 +112,110 @@ def write_receipt(path: str | os.PathLike[str], receipt: dict[str, Any]) -> None
 
 
 def read_receipt(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt, whole and as it was sealed. Raises FormatError."""
+    """The receipt, with its seal checked. Raises FormatError."""
     path = Path(path)
     receipt = read_json_object(path, FormatError, _MAX_BYTES)
     if receipt.get("format") != FORMAT or receipt.get("version") != VERSION:
         raise FormatError(f'expected "{FORMAT}" version {VERSION}', path=path, field="format")
     if receipt.get("sha256") != receipt_hash(receipt):
-        raise FormatError(
-            "the contents are not those that were sealed: something was changed", path=path, field="sha256"
-        )
+        raise FormatError("the contents were changed after they were sealed", path=path, field="sha256")
     return receipt
+
+
+@dataclass
+class Verification:
+    """What verifying a receipt showed."""
+
+    path: str
+    confirmed: list[str] = field(default_factory=list)
+    refuted: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  # what could not be computed again here, and why
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was computed again and no result differs."""
+        return bool(self.confirmed) and not self.refuted
+
+    @property
+    def verdict(self) -> str:
+        parts = [f"{len(self.confirmed)} statements confirmed"]
+        parts += [f"{len(self.refuted)} REFUTED: {self.refuted[0]}"] if self.refuted else []
+        parts += [f"{len(self.unchecked)} could not be checked here"] if self.unchecked else []
+        return ("HOLDS: " if self.holds else "DOES NOT HOLD: ") + "; ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        lists = {"confirmed": self.confirmed, "refuted": self.refuted, "unchecked": self.unchecked}
+        return {"path": self.path, "holds": self.holds, "verdict": self.verdict, **lists}
+
+    def check(self, statement: str, before: Any, now: Any) -> bool:
+        """Record whether a figure of the receipt is the same now."""
+        if before == now:
+            self.confirmed.append(f"{statement}: {now}")
+            return True
+        self.refuted.append(f"{statement}: {before} in the receipt, {now} now")
+        return False
+
+
+def verify_receipt(
+    path: str | os.PathLike[str], model: str | None = None, trace: str | None = None, python: str | None = None
+) -> Verification:
+    """Check the seal, load the model again, repeat the comparisons, and compare the figures with the receipt's.
+
+    model, trace: where these are now, if not where the receipt says.   python: the interpreter that has the engine.
+    Raises FormatError for a file that is no receipt or was changed since it was sealed.
+    """
+    receipt = read_receipt(path)
+    out = Verification(os.fspath(path))
+    try:
+        _verify(receipt, out, model, trace, python)
+    except (KeyError, TypeError, AttributeError) as problem:  # sealed, but not by this package
+        raise FormatError(f"a field of the receipt is missing or of another type: {problem}", path=path) from problem
+    return out
+
+
+def _verify(
+    receipt: dict[str, Any], out: Verification, model_path: str | None, trace: str | None, python: str | None
+) -> None:
+    subject, kind, results = receipt["subject"], receipt["kind"], receipt["results"]
+    name, opponents = model_path or subject["model"], [result["opponent"] for result in results]
+    try:
+        model = load(name, backend="numpy")
+    except BitNetRefError as error:  # the seal alone confirms nothing about the comparison
+        out.unchecked.append(f"the model: {error}")
+        return
+    out.confirmed.append("the seal: no figure was changed since")
+    same_config = out.check("config_sha256", subject["config_sha256"], config_hash(model.config))
+    same_weights = out.check("weights_sha256", subject["weights_sha256"], weight_hash(model.weights))
+    if not (same_config and same_weights):
+        return
+    if kind == "trace":
+        file = Path(trace or subject["trace"])
+        if not file.is_file():
+            out.unchecked.append(f"the trace: there is no file {file}")
+            return
+        if not out.check("trace_sha256", subject["trace_sha256"], file_hash(file)):
+            return
+        crossings = [cross_trace(model, file, causes=False)]
+    elif kind == "backends":
+        crossings = cross_backends(model, subject["token_ids"], opponents)
+    elif kind in ENGINES:
+        crossings = cross_engine(kind, name, subject["token_ids"], python=python, only=opponents)
+    else:
+        out.unchecked.append(f"this version cannot repeat comparisons of the kind {kind!r}")
+        return
+    by_name = {crossing.opponent: crossing for crossing in crossings}
+    for result in results:
+        _check_result(out, result, by_name[result["opponent"]])
+
+
+def _check_result(out: Verification, result: dict[str, Any], now: Crossing) -> None:
+    opponent = result["opponent"]
+    if result["unavailable"] is not None or now.unavailable is not None:
+        place = "here" if now.unavailable is not None else "there"
+        out.unchecked.append(f"{opponent}: not available {place}: {now.unavailable or result['unavailable']}")
+        return
+    out.check(f"{opponent}: agrees", result["agrees"], now.agrees)
+    for before, comparison in zip(result["comparisons"], now.comparisons, strict=False):
+        after = figures(comparison)
+        for key in ("tensors", "accumulators", "first_divergence", "problem"):
+            out.check(f"{opponent}, {before['mode']}: {key}", before[key], after[key])

@@ -1,7 +1,7 @@
-"""A comparison as one HTML file: no script, no network, plots as inline SVG.
+"""Comparisons as one HTML file: no script, no network, plots as inline SVG.
 
-`evidence` picks what the plots need while the tensors are at hand: some logits of both sides, and a patch of the first
-tensor that differs beside the right one. `html_report` draws any number of comparisons under one title.
+`evidence` selects the values that the plots show: some logits of both sides, and a patch of the first tensor that
+differs with the right one. `html_report` draws any number of comparisons under one title.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import names, svg
+from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult
 from .metrics import rows_of, shape_of
+from .names import LOGITS, SYNONYMS
 
 _LOGIT_POINTS = 1500
 _PATCH = (32, 48)  # rows and columns of a heat map
@@ -25,7 +26,7 @@ _PATCH = (32, 48)  # rows and columns of a heat map
 
 @dataclass
 class Evidence:
-    """Values for the plots, small."""
+    """A few values for the plots."""
 
     logits: NDArray[np.float32] | None = None  # (points, 2): reference, candidate
     name: str | None = None  # of the tensor below
@@ -43,17 +44,17 @@ class Section:
     agrees: bool | None  # None: not available, so neither
     comparisons: list[Comparison] = field(default_factory=list)
     evidence: Evidence | None = None
-    causes: list[str] = field(default_factory=list)  # what a diagnosis found, a sentence each
+    causes: list[str] = field(default_factory=list)  # the diagnosis, one sentence per cause
 
 
 def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], found: Comparison) -> Evidence:
-    """What the plots of a comparison of these two runs show. Reads a few rows of at most two tensors."""
+    """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
     out = Evidence()
-    actual = {names.SYNONYMS.get(name, name): name for name in candidate}
-    op = next((op for op in found.ops if op.name == names.LOGITS), None)
-    if op is not None and shape_of(candidate, actual[names.LOGITS]) == shape_of(reference, names.LOGITS):
-        rows = slice(max(0, op.shape[0] - 8), op.shape[0])  # of the last tokens: those with the most behind them
-        pair = [rows_of(reference, names.LOGITS, rows), rows_of(candidate, actual[names.LOGITS], rows)]
+    actual = {SYNONYMS.get(name, name): name for name in candidate}
+    op = next((op for op in found.ops if op.name == LOGITS), None)
+    if op is not None and shape_of(candidate, actual[LOGITS]) == shape_of(reference, LOGITS):
+        rows = slice(max(0, op.shape[0] - 8), op.shape[0])  # the last tokens see the longest context
+        pair = [rows_of(reference, LOGITS, rows), rows_of(candidate, actual[LOGITS], rows)]
         step = max(1, pair[0].size // _LOGIT_POINTS)
         out.logits = np.stack([side.astype(np.float32).reshape(-1)[::step] for side in pair], axis=-1)
     bad = found.first_divergence
@@ -77,7 +78,7 @@ def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray],
 
 
 def html_report(title: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
-    """The whole page. facts: what to say under the title (model, tokens, versions, machine)."""
+    """The whole page. facts: the table under the title (model, tokens, versions, machine)."""
     rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in facts.items())
     overview = "".join(
         f'<tr><td><a href="#s{i}">{_e(s.title)}</a></td><td class="{_class(s.agrees)}">{_e(s.verdict)}</td></tr>'
@@ -114,8 +115,8 @@ def _section(anchor: str, s: Section) -> str:
         parts.append(
             _figure(
                 svg.by_depth(points, [i for i in layers if i is not None]),
-                "Divergence by depth: relative L2 of each tensor, in the order of the computation; a line begins a "
-                "layer. A tensor that is equal lies on the bottom line.",
+                "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are "
+                "layers; equal tensors lie on the bottom line.",
             )
         )
         parts.append(
@@ -126,20 +127,18 @@ def _section(anchor: str, s: Section) -> str:
         )
         parts.append(_flips(found))
         parts.append(_table(found.ops))
-    if (seen := s.evidence) is not None:
-        if seen.logits is not None:
-            parts.append(
-                _figure(svg.scatter(seen.logits), "Logits of the last tokens: reference across, candidate up.")
-            )
-        if seen.name is not None and seen.reference is not None and seen.candidate is not None:
-            pair = svg.heat_maps(seen.reference, seen.candidate, seen.corner)
-            what = f"The first tensor that differs, {seen.name}: reference, candidate, and their difference."
-            parts.append(_figure(pair, what))
+    shown = s.evidence or Evidence()
+    if shown.logits is not None:
+        caption = "Logits of the last tokens: reference on the x axis, candidate on the y axis."
+        parts.append(_figure(svg.scatter(shown.logits), caption))
+    if shown.reference is not None and shown.candidate is not None:
+        caption = f"The first tensor that differs, {shown.name}: reference, candidate, and their difference."
+        parts.append(_figure(svg.heat_maps(shown.reference, shown.candidate, shown.corner), caption))
     return "".join(parts)
 
 
 def _by_kind(ops: Sequence[OpResult]) -> list[tuple[str, int, int, list[float]]]:
-    """(kind, tensors, of them unequal, their relative L2 sorted)"""
+    """(kind, number of tensors, number that are unequal, their relative L2 sorted) of each kind of op"""
     kinds: dict[str, list[OpResult]] = {}
     for op in ops:
         kinds.setdefault(op.kind, []).append(op)

@@ -34,14 +34,14 @@ def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
 
 
 def _decade(error: float) -> float:
-    """log10 of an error, within the axis; nothing at all lies at its bottom."""
+    """log10 of an error, clipped to the axis; 0 is at its bottom."""
     if not error > 0:
         return _FLOOR
     return min(max(math.log10(error), _FLOOR), _TOP) if math.isfinite(error) else _TOP
 
 
 def by_depth(points: Sequence[tuple[int, float, str, str]], layer_starts: Sequence[int]) -> str:
-    """Relative error against the place in the computation. points: (place, error, mark, name)."""
+    """Relative error by place in the computation. points: (place, error, mark, name)."""
     width, height, left, bottom = 900, 260, 50, 30
     n = max(2, len(points))
 
@@ -67,7 +67,7 @@ def by_depth(points: Sequence[tuple[int, float, str, str]], layer_starts: Sequen
 
 
 def error_bars(kinds: Sequence[tuple[str, int, int, list[float]]]) -> str:
-    """For each kind of op a bar from the smallest to the largest error, a tick at the median."""
+    """For each kind of op a bar from the smallest to the largest error, with a tick at the median."""
     width, row, left = 900, 20, 150
     height = row * len(kinds) + 30
 
@@ -110,7 +110,7 @@ def scatter(points: NDArray) -> str:
 
 
 def heat_maps(reference: NDArray, candidate: NDArray, corner: tuple[int, int]) -> str:
-    """Two patches of the same place beside each other, and their difference; each with its own scale of colour."""
+    """The same patch of both tensors, on one colour scale, and their difference on its own."""
     cell, gap, top = 6, 30, 34
     rows, columns = reference.shape
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Who agrees with whom: every model with every engine that runs here, as one table."""
+"""Which engines agree with the reference: every model with every engine that runs here, as one table."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from ..api import load
 from .engines.outside import ENGINES, cross_engine_on
 from .opponents import Crossing, cross_backends, default_tokens
-from .verify import result
+from .receipt import crossing_figures
 
-Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, where, tokens
+Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, path, tokens
 Report = Callable[[str], None]
 
 
 @dataclass
 class Table:
-    """rows: model -> opponent -> what was found. `agrees`: nothing that ran differs, and something ran."""
+    """rows: model -> opponent -> its crossing."""
 
     rows: dict[str, dict[str, Crossing]] = field(default_factory=dict)
 
@@ -31,6 +31,7 @@ class Table:
 
     @property
     def agrees(self) -> bool:
+        """Whether something ran and nothing that ran differs."""
         ran = [found.agrees for row in self.rows.values() for found in row.values() if found.agrees is not None]
         return bool(ran) and all(ran)
 
@@ -39,7 +40,7 @@ class Table:
         return [name for name in self.opponents if all(found.agrees is None for found in self._column(name))]
 
     def markdown(self) -> str:
-        """Models down, engines across, all kernel sets and files of an engine in one column; notes below."""
+        """One row per model, one column per engine (with all its kernel sets and files), and notes below."""
         ran = [name for name in self.opponents if name not in self.missing()]
         columns = list(dict.fromkeys(_column_of(name) for name in ran))
         lines = ["| |" + "".join(f" {column} |" for column in columns), "|---|" + "---|" * len(columns)]
@@ -57,7 +58,9 @@ class Table:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values: the figures of a receipt."""
-        rows = {model: {name: result(found) for name, found in row.items()} for model, row in self.rows.items()}
+        rows = {
+            model: {name: crossing_figures(found) for name, found in row.items()} for model, row in self.rows.items()
+        }
         return {"agrees": self.agrees, "missing": self.missing(), "models": rows}
 
 
@@ -67,7 +70,7 @@ def _column_of(opponent: str) -> str:
 
 
 def _cells(found: Sequence[Crossing]) -> str:
-    """One cell for the kernel sets or files of an engine on a model: what each says, if they do not say the same."""
+    """One cell for the kernel sets or files of an engine on a model: the worst of them."""
     ran = [crossing for crossing in found if crossing.unavailable is None]
     if not ran:
         return "–" if found else ""
@@ -83,7 +86,7 @@ def _badness(crossing: Crossing) -> tuple[bool, float]:
 def cell(crossing: Crossing) -> str:
     """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
 
-    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes tell.
+    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes state.
     """
     if crossing.failed is not None:
         return "FAILED"
@@ -110,7 +113,8 @@ def cross_all(
 ) -> Table:
     """Every subject on our backends and on every engine.
 
-    pythons: the interpreter of each engine, by its name ("" for all others).   backends: names, None for all.
+    pythons: the interpreter of each engine, by its name ("" for all others).   backends: their names, None for all.
+    report: is called with a line about each step.
     """
     pythons = pythons or {}
     loaded = [(name, load(path, backend="numpy")) for name, path, _ in subjects]

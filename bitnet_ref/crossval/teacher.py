@@ -1,169 +1,201 @@
-"""Teacher-forced comparison: every op of a candidate backend on the reference's own inputs.
+"""Teacher-forced comparison: every op and every block of a candidate backend on the reference's own inputs.
 
-In a free run an error in one op is the input of the next, and a single flipped rounding moves everything after it. Here
-the reference computes the flow; beside each of its ops the candidate computes the same op from the same arrays, and
-its result is compared and dropped. Each op is judged alone, so a BitLinear has no excuse: it must be equal.
-
-The candidate's primitives are judged, and its fused operations (several linears in one call, a whole attention) too.
+In a free run an error in one op is the input of the next, and a single flipped rounding changes everything after it.
+Here the reference computes the pass. Beside each of its ops the candidate computes the same op from the same arrays;
+its result is compared and dropped. So each op is judged alone, and a BitLinear must be equal. The candidate's fused
+operations (several linears, attention, whole blocks) are judged too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends import Backend
-from ..backends.record import Recorder
+from ..backends.loaded import LoadedModel
+from ..backends.observe import observe
+from ..backends.paged_cache import CacheSpec
+from ..backends.record import Call, Recorder
+from ..backends.run import run
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import RopeConfig
-from ..reference.model import forward
-from ..reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
-from .compare import OK, Comparison, OpResult, Walk
+from ..reference.config import ModelConfig
+from ..reference.model import RopeTables
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, plain_weights
+from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import ACC, INT8, NORM_SCALE, NORMALIZED, OUT, SCALE
 
-if TYPE_CHECKING:
-    from ..api import Model
+MID, POST = "hook_resid_mid", "hook_resid_post"  # the results of a block's two halves
 
 
-def teacher_forced(reference: Model, candidate: Model, tokens: Sequence[int]) -> Comparison:
-    """Run the reference over the tokens and judge each op of the candidate on the reference's inputs.
+def teacher_forced(reference: LoadedModel, candidate: LoadedModel, tokens: Sequence[int]) -> Comparison:
+    """Run the reference over the tokens and judge each op and block of the candidate on the reference's inputs.
 
-    reference: whose weights and config are right; computed in NumPy float32, whatever backend it was loaded with.
+    reference: has the right weights and config. NumPy computes it in float32, whatever backend it was loaded with.
     candidate: the same model on another backend, or a changed one of the same shape.
     Raises NumericsError when the reference itself computes NaN or Inf.
     """
-    ids = reference.check_tokens(tokens)
-    cfg = reference.config
+    ids, cfg = reference.check_tokens(tokens), reference.config
     found = Comparison(mode="teacher-forced", tokens=len(ids), layers=cfg.num_hidden_layers)
-    beside = _Beside(reference, candidate, found, ids)
-    cache = KVCache(cfg, slots=1, capacity=len(ids))
-    logits = forward(beside, beside.w, cfg, TokenBatch.of([(0, 0, ids)]), cache)
-    if not np.isfinite(logits).all():
-        raise reference_not_finite(beside, ids)
+    be, weights = Backend("float32", reference.backend.threads), plain_weights(reference.weights)
+    batch, cache = TokenBatch.of([(0, 0, ids)]), KVCache(cfg, slots=1, capacity=len(ids))
+    with candidate.backend.running():
+        run(observe(be, _Teacher(_Side(be, weights, cfg, batch), candidate, found)), weights, cfg, batch, cache)
     return found
 
 
-def reference_not_finite(beside: _Beside, ids: NDArray[np.int64]) -> Exception:
-    from ..backends.record import first_non_finite
+class _Side:
+    """One side's backend and model, with its own cache, batch and RoPE tables where its ops take them."""
 
-    cache = KVCache(beside.cfg, slots=1, capacity=len(ids))
-    return first_non_finite(beside.inner, beside.w, beside.cfg, TokenBatch.of([(0, 0, ids)]), cache)
+    def __init__(self, be: Backend, weights: ModelWeights, cfg: ModelConfig, batch: TokenBatch) -> None:
+        self.be, self.weights, self.cfg, self.batch = be, weights, cfg, be.place(batch)
+        self.cache = be.new_cache(cfg, CacheSpec(slots=1, capacity=len(batch)))
+        self.tables: RopeTables = be.rope_tables(self.batch.positions, cfg.rope, cfg.head_dim)
+
+    def half_block(self, be: Backend, layer: int, half: str, x: NDArray) -> NDArray:
+        """The half of a block whose result is called `half`, on a residual stream x (N, D) -> (N, D)"""
+        stream, w = self.be.from_host(x), self.weights.layers[layer]
+        if half == POST:
+            return self.be.to_host(be.feed_forward(stream, w, self.cfg))
+        y = be.attention_block(stream, w, self.cfg, self.tables, self.batch, self.cache, layer)
+        return self.be.to_host(y)
+
+    def record_half(self, layer: int, half: str, x: NDArray) -> dict[str, NDArray]:
+        """Every tensor of that half, computed op by op."""
+        recorder = Recorder(self.be, self.weights, self.cfg)
+        recorder.block = f"blocks.{layer}" if half == POST else ""
+        y = self.half_block(observe(self.be, recorder), layer, half, x)
+        return {**recorder.seen, f"blocks.{layer}.{half}": y}
 
 
-class _Beside(Recorder):
-    """The reference as a recorder, with the candidate's ops computed and judged beside it."""
+class _Teacher(Recorder):
+    """Around each op of the reference: computes the candidate's op beside it, judges it, returns the reference's."""
 
-    def __init__(self, reference: Model, candidate: Model, found: Comparison, ids: NDArray[np.int64]) -> None:
-        self.w = plain_weights(reference.weights)
-        super().__init__(Backend("float32", reference.backend.threads), self.w, reference.config, [])
-        self.candidate, self.config, self.found = candidate.backend, candidate.config, found
-        ternary = {name for name, weight in self.w.linears() if isinstance(weight, TernaryLinear)}
-        self.walk = Walk({}, {}, reference.config, ids, found, True, "float32", ternary.__contains__)
-        theirs = candidate.weights
-        self.theirs: dict[int, LinearWeight] = {id(self.w.embedding): theirs.embedding}
-        for (_, mine), (_, other) in zip(self.w.linears(), theirs.linears(), strict=True):
-            self.theirs[id(mine)] = other
-        self.norms = {id(self.w.final_norm): theirs.final_norm}
-        for mine_layer, other_layer in zip(self.w.layers, theirs.layers, strict=True):
+    def __init__(self, right: _Side, candidate: LoadedModel, found: Comparison) -> None:
+        super().__init__(right.be, right.weights, right.cfg, names_filter=[])
+        self.right, self.found, self.batch = right, found, right.batch
+        self.side = _Side(candidate.backend, candidate.weights, candidate.config, right.batch)
+        self.candidate, self.config, theirs = candidate.backend, candidate.config, candidate.weights
+        ternary = {name for name, weight in right.weights.linears() if isinstance(weight, TernaryLinear)}
+        self.walk = Walk({}, {}, right.cfg, right.batch.tokens, found, True, "float32", ternary.__contains__)
+        self.residual: NDArray | None = None  # the reference's, before the current half of a block
+        self.linears: dict[int, LinearWeight] = {id(right.weights.embedding): theirs.embedding}
+        self.norms: dict[int, NDArray | None] = {id(right.weights.final_norm): theirs.final_norm}
+        for (_, mine), (_, other) in zip(right.weights.linears(), theirs.linears(), strict=True):
+            self.linears[id(mine)] = other
+            if isinstance(mine, TernaryLinear) and mine.input_norm is not None:
+                norm = other.input_norm if isinstance(other, TernaryLinear) else None
+                self.norms[id(mine.input_norm.weight)] = (norm or mine.input_norm).weight
+        for mine_layer, other_layer in zip(right.weights.layers, theirs.layers, strict=True):
             for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
                 self.norms[id(getattr(mine_layer, name))] = getattr(other_layer, name)
 
-    def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> OpResult:
-        result = self.walk.pair(name, mine, theirs, note=note)
+    def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
+        result = self.walk.pair(name, mine, self.candidate.to_host(theirs), note=note)
         if not (only_if_wrong and result.status == OK):
             self.found.ops.append(result)
-        return result
 
-    # -- primitives ----------------------------------------------------------------------------------------------------
+    def judge_half(self, half: str, mine: NDArray) -> None:
+        """Judge the candidate's half of a block on the reference's residual stream.
 
-    def embed(self, w: DenseWeight, tokens: NDArray) -> NDArray:
-        x = super().embed(w, tokens)
-        other = self.theirs[id(w)]
+        It is a chain of ops, so it has the tolerance of one layer. If an int8 activation flips inside, the difference
+        is larger. It is then expected if the candidate's own ops give the same bits and differ by flips only.
+        """
+        if self.residual is not None:
+            layer, name = int(self.block.removeprefix("blocks.")), f"{self.block}.{half}"
+            theirs = self.side.half_block(self.candidate, layer, half, self.residual)
+            result = self.walk.pair(name, mine, theirs, depth=0)
+            if result.status == DIFFERS:
+                right, own = (side.record_half(layer, half, self.residual) for side in (self.right, self.side))
+                free = compare(right, own, self.config)
+                if free.agrees and free.n_flips and np.array_equal(own[name], theirs):
+                    result = replace(result, status=FLIP, note=f"expected, after a rounding flip: {free.flips[0]}")
+            self.found.ops.append(result)
+        self.residual = mine
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
+
+    def _on_embed(self, call: Call, w: DenseWeight, tokens: NDArray) -> NDArray:
+        x: NDArray = super()._on_embed(call, w, tokens)
+        other = self.linears[id(w)]
         assert isinstance(other, DenseWeight)
-        self.judge("hook_embed", x, self.candidate.embed(other, tokens))
+        self.judge("hook_embed", x, self.candidate.embed(other, self.side.batch.tokens))
         return x
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-        y = super().rms_norm(x, weight, eps)
-        name = self._norm_names[id(weight)]
-        own = name.endswith("rms_norm")  # inside a linear: its weight and eps are the linear's
-        other, other_eps = (weight, eps) if own else (self.norms[id(weight)], self.config.norm_eps)
-        if other is None:  # the candidate has no such norm
-            other_y = x
-        else:
-            if other_eps != eps:
-                self.judge(f"{name}.{NORM_SCALE}", layers.rms_scale(x, eps), layers.rms_scale(x, other_eps))
-            other_y = self.candidate.rms_norm(x, other, other_eps)
+    def _on_rms_norm(self, call: Call, x: NDArray, weight: NDArray, eps: float) -> NDArray:
+        name = self.norm_names[id(weight)]
+        if name.endswith("ln2"):
+            self.judge_half(MID, x)
+        elif name.endswith("ln1") or name == "ln_final":
+            self.judge_half(POST, x)
+        y: NDArray = super()._on_rms_norm(call, x, weight, eps)
+        other, other_eps = self.norms[id(weight)], eps if name.endswith("rms_norm") else self.config.norm_eps
+        if other_eps != eps:
+            self.judge(f"{name}.{NORM_SCALE}", layers.rms_scale(x, eps), layers.rms_scale(x, other_eps))
+        on_device = self.candidate.from_host(x)
+        other_y = on_device if other is None else self.candidate.rms_norm(on_device, other, other_eps)
         self.judge(f"{name}.{NORMALIZED}", y, other_y)
         return y
 
-    def rope_tables(self, positions: NDArray, rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
-        self.tables = self.candidate.rope_tables(positions, self.config.rope, head_dim)
-        return super().rope_tables(positions, rope, head_dim)
+    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        rotated: tuple[NDArray, NDArray] = super()._on_rope(call, q, k, cos, sin)
+        from_host = self.candidate.from_host
+        other = self.candidate.rope(from_host(q), from_host(k), *self.side.tables)
+        for letter, mine, theirs in zip("qk", rotated, other, strict=True):
+            self.judge(f"{self.block}.attn.hook_rot_{letter}", mine, theirs)
+        return rotated
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        turned = super().rope(q, k, cos, sin)
-        for hook, mine, theirs in zip("qk", turned, self.candidate.rope(q, k, *self.tables), strict=True):
-            self.judge(f"{self._block}.attn.hook_rot_{hook}", mine, theirs)
-        return turned
-
-    def quantize_activations(self, x: NDArray) -> tuple[NDArray, NDArray]:
-        x_q, x_quant_scale = super().quantize_activations(x)
-        other_q, other_scale = self.candidate.quantize_activations(x)
-        self.judge(f"{self._linear}.{INT8}", x_q, other_q)
-        self.judge(f"{self._linear}.{SCALE}", x_quant_scale, other_scale)
+    def _on_quantize_activations(self, call: Call, x: NDArray) -> tuple[NDArray, NDArray]:
+        x_q, x_quant_scale = call(x)
+        other_q, other_scale = self.candidate.quantize_activations(self.candidate.from_host(x))
+        self.judge(f"{self.linear}.{INT8}", x_q, other_q)
+        self.judge(f"{self.linear}.{SCALE}", x_quant_scale, other_scale)
         return x_q, x_quant_scale
 
-    def ternary_matmul(self, x_q: NDArray, w: TernaryLinear) -> NDArray:
-        acc = super().ternary_matmul(x_q, w)
-        other = self.theirs[id(w)]
+    def _on_ternary_matmul(self, call: Call, x_q: NDArray, w: TernaryLinear) -> NDArray:
+        acc: NDArray = super()._on_ternary_matmul(call, x_q, w)
+        other = self.linears[id(w)]
         if isinstance(other, TernaryLinear):
-            self.judge(f"{self._linear}.{ACC}", acc, self.candidate.ternary_matmul(x_q, other))
+            theirs = self.candidate.ternary_matmul(self.candidate.from_host(x_q), other)
+            self.judge(f"{self.linear}.{ACC}", acc, theirs)
         return acc
 
-    def dequantize(self, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
-        y = super().dequantize(acc, w, x_quant_scale)
-        other = self.theirs[id(w)]
+    def _on_dequantize(self, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+        y: NDArray = super()._on_dequantize(call, acc, w, x_quant_scale)
+        other, from_host = self.linears[id(w)], self.candidate.from_host
         if isinstance(other, TernaryLinear):
-            theirs = self.candidate.dequantize(acc, other, x_quant_scale)
-            self.judge(f"{self._linear}.{OUT}", y, theirs, only_if_wrong=True, note="dequantize alone")
+            theirs = self.candidate.dequantize(from_host(acc), other, from_host(x_quant_scale))
+            self.judge(f"{self.linear}.{OUT}", y, theirs, only_if_wrong=True, note="dequantize alone")
         return y
 
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
-        y = super().gated(gate, up, activation)
-        self.judge(f"{self._block}.mlp.hook_post", y, self.candidate.gated(gate, up, self.config.activation))
-        return y
-
-    # -- fused ---------------------------------------------------------------------------------------------------------
-
-    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        outputs = super().linears(x, ws)
-        others = self.candidate.linears(x, [self.theirs[id(w)] for w in ws])
+    def _on_linears(self, call: Call, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+        outputs: tuple[NDArray, ...] = super()._on_linears(call, x, ws)
+        others = self.candidate.linears(self.candidate.from_host(x), [self.linears[id(w)] for w in ws])
         for w, mine, theirs in zip(ws, outputs, others, strict=True):
-            self.judge(f"{self._linear_names.get(id(w), 'lm_head')}.{OUT}", mine, theirs)
+            self.judge(f"{self.linear_names.get(id(w), 'lm_head')}.{OUT}", mine, theirs)
         return outputs
 
-    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
-        attn = f"{self._block}.attn"
-        mine = np.full((2, q.shape[1], len(batch), len(batch)), -np.inf, dtype=np.float32)  # scores, pattern
-        mine[1] = 0
-        theirs = mine.copy()
-        for i in range(len(batch)):
-            keys, _ = cache.visible(layer, 0, i, window)
-            seen = slice(i + 1 - len(keys), i + 1)
-            mine[0, :, i, seen] = scores = self.inner.attention_scores(q[i], keys)
-            mine[1, :, i, seen] = self.inner.softmax(scores)
-            keys, _ = cache.visible(layer, 0, i, self.config.sliding_window)
-            seen = slice(i + 1 - len(keys), i + 1)
-            theirs[0, :, i, seen] = self.candidate.attention_scores(q[i], keys)
-            theirs[1, :, i, seen] = self.candidate.softmax(mine[0, :, i, seen])
-        self.judge(f"{attn}.hook_attn_scores", mine[0], theirs[0])
-        self.judge(f"{attn}.hook_pattern", mine[1], theirs[1])
-        z = self.inner.attention(q, cache, batch, layer, window)
-        other = self.candidate.attention(q, cache, batch, layer, self.config.sliding_window)
-        self.judge(f"{attn}.hook_z", z, other)
+    def _on_append(self, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        call(cache, layer, batch, k, v)
+        from_host = self.candidate.from_host
+        self.candidate.append(self.side.cache, layer, self.side.batch, from_host(k), from_host(v))
+        self.judge(f"{self.block}.attn.hook_v", v, self.side.cache.stored(layer, batch)[1])
+
+    def _on_attention(
+        self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
+    ) -> NDArray:
+        z: NDArray = call(q, cache, batch, layer, window)
+        side, on_device = self.side, self.candidate.from_host(q)
+        other = self.candidate.attention(on_device, side.cache, side.batch, layer, self.config.sliding_window)
+        self.judge(f"{self.block}.attn.hook_z", z, other)
         return z
+
+    def _on_gated(self, call: Call, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+        y: NDArray = super()._on_gated(call, gate, up, activation)
+        from_host = self.candidate.from_host
+        theirs = self.candidate.gated(from_host(gate), from_host(up), self.config.activation)
+        self.judge(f"{self.block}.mlp.hook_post", y, theirs)
+        return y

@@ -1,15 +1,14 @@
-"""THE table of tolerances: how far a tensor may lie from the reference's, by the op that gives it, and why.
+"""All tolerances: how far a tensor may be from the reference's, by the kind of op that computes it, and why.
 
-An error is measured in roundings of float32 (`EPSILON`), relative to the largest value that the op gives for the same
-token: a sum's rounding follows its largest terms, not its smallest result. Two columns:
+An error is measured in roundings of float32 (`EPSILON`), relative to the largest value of the op's result for the same
+token: the rounding of a sum follows its largest terms, not its smallest result. Two columns:
 
     alone   the op was fed the reference's own inputs (teacher-forced): only its own rounding counts
-    chain   the op was fed what the engine computed before it (free-running): errors of earlier layers arrive too, so
-            the allowance grows by one `chain` a layer
+    chain   the op was fed the engine's own tensors (free-running): errors of earlier layers arrive too, so the
+            allowance grows by one `chain` per layer
 
-Where the arithmetic is exact the allowance is 0, which means equal. What the int8 rounding does to a free run, where
-two inputs that differ in the last bit may round to different integers, is no tolerance: `flips.py` finds each such
-element and shows it.
+Where the arithmetic is exact the allowance is 0, which means equal. In a free run two inputs that differ in the last
+bit may round to different int8 values. No tolerance covers that: `flips.py` finds and shows each such element.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ EPSILON = float(np.finfo(np.float32).eps)
 
 # The reference may be exact by luck, or on a small case; then the bound is a few roundings of the largest value.
 FLOOR_IN_EPSILONS = 4
-# The same for the logits of a whole model: each of some hundred ops adds a rounding or so, of which few cancel.
+# The same for the logits of a whole model: each of some hundred ops adds about one rounding, and few cancel.
 MODEL_FLOOR_IN_EPSILONS = 16
-# Logits, absolute. Two float32 sums in different orders of a few hundred terms: below this an error is rounding,
-# however it compares with the reference's own.
+# Logits, absolute: an error below this is the rounding of two float32 sums of a few hundred terms in different orders,
+# even if it exceeds twice the reference's own error.
 LOGITS_FLOOR = 1e-4
 
 
@@ -47,23 +46,25 @@ class Tolerance:
         return EPSILON * (self.alone if depth is None else self.chain * (1 + depth))
 
 
-CHAIN = 128  # what a layer may add. Measured: float64 against float32 on storyteller stays below 4, over 6 layers
+CHAIN = 128  # what one layer may add. Measured: float64 against float32 on storyteller stays below 4 over 6 layers
 
 TABLE: dict[str, Tolerance] = {
-    "embedding": Tolerance(0, 0, "a look-up, and bf16 or f16 widened to float32: exact"),
+    "embedding": Tolerance(0, 0, "a look-up, with bf16 or f16 widened to float32: exact"),
     "residual": Tolerance(1, CHAIN, "one float32 addition"),
     "norm scale": Tolerance(
         16, CHAIN, "a sum of squares over the row: float32 sums in another order are some eps apart"
     ),
     "norm": Tolerance(20, CHAIN, "the norm's scale, a division (or a product with 1/scale) and a product"),
-    "activation int8": Tolerance(0, 0, "round(x * scale) of equal x is an equal integer; other x may flip, see flips"),
+    "activation int8": Tolerance(
+        0, 0, "round(x * scale) of equal x is an equal integer; unequal x may flip, see flips.py"
+    ),
     "activation scale": Tolerance(0, CHAIN, "127 / max|x|: one float32 division; max is exact"),
     "accumulator": Tolerance(0, 0, "a sum of small integers is exact in any order"),
     "linear": Tolerance(0, CHAIN, "acc * (w_scale / x_scale): one expression of the contract, bit for bit"),
     "dense linear": Tolerance(
         64, CHAIN, "a float32 sum of K products in another order: below sqrt(K) eps of the largest"
     ),
-    "rope": Tolerance(4, CHAIN, "two products and a sum a value, angles taken in float64 and rounded once"),
+    "rope": Tolerance(4, CHAIN, "two products and a sum per value, angles computed in float64 and rounded once"),
     "attention scores": Tolerance(
         16, 2 * CHAIN, "a sum of d products; absolute where below 1, as scores are exponents"
     ),
@@ -73,8 +74,8 @@ TABLE: dict[str, Tolerance] = {
     "logits": Tolerance(64, 2 * CHAIN, "a float32 sum of D products in another order"),
 }
 
-# An engine may write the one expression of a BitLinear's result in another order, acc / x_scale * w_scale, or take the
-# scale as max/127: honest float32, but not the contract's. For engines that are not ours, in place of `alone`:
+# Another engine may compute a BitLinear's result in another order, acc / x_scale * w_scale, or take the scale as
+# max/127: correct float32, but not the contract's expression. For such engines these replace the rows of TABLE:
 OTHER_ENGINES = {
     "activation scale": Tolerance(2, CHAIN, "127 / max|x|, or the inverse of max|x| / 127: two roundings"),
     "linear": Tolerance(4, CHAIN, "acc, w_scale and x_scale multiplied and divided in another order: a rounding each"),
@@ -93,10 +94,9 @@ class EngineTolerance:
     reason: str
 
 
-# Either rounds enough int8 activations to a neighbour that their flips, not the float itself, make the distance.
-# Measured on storyteller with every op rounded: 0.034 (bfloat16), 0.035 (float16) at the worst tensor, 0.009 at the
-# logits.
-ENGINES: dict[str, EngineTolerance] = {
+# In both so many int8 activations flip that the flips, not the rounding of floats, set the distance. Measured on
+# storyteller with every op rounded: 0.034 (bfloat16) and 0.035 (float16) at the worst tensor, 0.009 at the logits.
+NARROW_FLOATS: dict[str, EngineTolerance] = {
     "bfloat16": EngineTolerance(
         0.15, "8 bits of mantissa: a share of the int8 activations flips, accumulators above 256 lose their last bits"
     ),
@@ -105,12 +105,12 @@ ENGINES: dict[str, EngineTolerance] = {
 
 # -- what a rounding flip may do ---------------------------------------------------------------------------------------
 
-# A flip moves one accumulator's input by 1 of up to 127, in one of K places: a share of about 1/(40 sqrt(K)) of the
-# result, which then flips others further on. Beyond this share (relative L2 of a token's row) it is no flip's doing.
-# Measured: up to 0.05 on storyteller (256 wide), more on models of a few dozen.
+# A flip changes one of the K inputs of an accumulator by 1 of up to 127: about 1/(40 sqrt(K)) of the result, which then
+# flips others further on. An error above this limit (relative L2 of a token's row) is not explained by a flip.
+# Measured: up to 0.05 on storyteller (hidden size 256), more on models with a hidden size of a few dozen.
 FLIP_CEILING = 0.35
-# How near a half the value before rounding must lie to have flipped by noise, in steps of int8, in addition to the
-# noise that the input's own tolerance allows: half an ulp of x * scale at 127, from the product itself.
+# A value flips by noise if its distance to a half, in int8 steps, is below the noise of its input plus this: half an
+# ulp of x * scale at 127, the rounding of the product itself.
 FLIP_FLOOR = 127 * EPSILON
 
 

@@ -1,14 +1,13 @@
-"""Trace files: the named tensors of one run, as plain safetensors with a few strings of metadata.
+"""Trace files: the named tensors of one run, as safetensors with a few strings of metadata.
 
-`crossval/README.md` is the format's page, for those who write one from another language. Every tensor has a name of
-`record.py`, any may be left out. The metadata are strings:
+`crossval/README.md` specifies the format. The names are those of `names.py`; any tensor may be left out. The metadata:
 
     format        "bitnet_ref.trace"                version       "1"
-    token_ids     "[1, 17, 5]", the tokens of the run, BOS included if it was
-    engine        who computed it                   engine_dtype  "float32", "bfloat16" or "float16"
+    token_ids     "[1, 17, 5]", the tokens of the run, BOS included if the engine saw it
+    engine        the program that computed it      engine_dtype  "float32", "bfloat16" or "float16"
     prompt, config_hash, weight_hash                each optional
 
-A run is written as it is computed and read a tensor, or a few rows, at a time, so neither side holds a whole trace.
+A run is written while it is computed and read one tensor, or a few rows, at a time: no process holds a whole trace.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.record import NamesFilter, Recorder, checked_forward
+from ..backends.loaded import LoadedModel
+from ..backends.observe import observe
+from ..backends.record import NamesFilter, Recorder
+from ..backends.run import run
 from ..errors import FormatError
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..system.atomic import atomic_path
-from .identity import config_hash, weight_hash
+from .hashes import config_hash, weight_hash
 from .names import INT8, op_order
-
-if TYPE_CHECKING:
-    from ..api import Model
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
 ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ENTRY_BYTES = 200  # of the header, a tensor: what is kept free for it before the run
+_ENTRY_BYTES = 200  # reserved in the header for each tensor
 _COPY_BYTES = 1 << 20
 
 
 class TraceWriter:
-    """Writes tensors one after another as they come, and the header at the end, into space kept for it in front.
+    """Writes tensors as they come, and at the end the header, into space reserved before them.
 
-    `expected` is how many tensors to keep space for; with more, the data are moved once when the file is closed.
+    expected: how many tensors to reserve space for. If there are more, the data are moved once, by `close`.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, str], expected: int = 64) -> None:
         self.metadata = dict(metadata)
         self.entries: dict[str, dict[str, Any]] = {}
-        self._room = len(json.dumps(self.metadata).encode()) + 64 + _ENTRY_BYTES * expected
-        self._room += -(8 + self._room) % 64
+        self._header_bytes = len(json.dumps(self.metadata).encode()) + 64 + _ENTRY_BYTES * expected
+        self._header_bytes += -(8 + self._header_bytes) % 64
         self._path, self._end = path, 0
         self._file = open(path, "wb", buffering=_COPY_BYTES)  # noqa: SIM115 - closed by close()
-        self._file.seek(8 + self._room)
+        self._file.seek(8 + self._header_bytes)
 
     def add(self, name: str, array: NDArray) -> None:
-        """Append one tensor. Its memory is not kept."""
+        """Append one tensor."""
         array = np.asarray(array)
         if array.dtype == np.float64:
             array = array.astype(np.float32)
@@ -71,17 +70,17 @@ class TraceWriter:
         self.entries[name], self._end = entry, end
 
     def close(self) -> None:
-        """Write the header. The file is a trace from here on."""
+        """Write the header, which makes the file a trace."""
         header = json.dumps({"__metadata__": self.metadata, **self.entries}).encode()
-        if len(header) > self._room:
-            self._move(8 + self._room, 8 + len(header))
-            self._room = len(header)
+        if len(header) > self._header_bytes:
+            self._move(8 + self._header_bytes, 8 + len(header))
+            self._header_bytes = len(header)
         self._file.seek(0)
-        self._file.write(self._room.to_bytes(8, "little") + header.ljust(self._room))
+        self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
         self._file.close()
 
     def _move(self, old: int, new: int) -> None:
-        """Shift the data towards the end: written anew, through a second file."""
+        """Move the data to a later offset, through a second file."""
         self._file.close()
         moved = self._path.with_name(self._path.name + ".moved")
         try:
@@ -96,43 +95,41 @@ class TraceWriter:
 
 
 class _FileRecorder(Recorder):
-    """A recorder whose tensors go to the file instead of into memory."""
+    """A recorder whose tensors go to a file instead of into memory."""
 
-    writer: TraceWriter
+    def __init__(self, model: LoadedModel, names: NamesFilter, writer: TraceWriter) -> None:
+        super().__init__(model.backend, model.weights, model.config, names)
+        self.writer = writer
 
     def keep(self, name: str, array: NDArray) -> None:
-        if self.wants(name):
-            self.writer.add(name, self.inner.to_host(array))
+        if self.wants(name) and name not in self.writer.entries:  # a pass with NaN is run again to name the tensor
+            self.writer.add(name, self.be.to_host(array))
         self.current = name
 
 
 def record_to_file(
-    model: Model,
+    model: LoadedModel,
     tokens: Sequence[int],
     path: str | os.PathLike[str],
     names: NamesFilter = None,
     prompt: str | None = None,
 ) -> NDArray:
-    """Run the model over the tokens and write every tensor that `names` asks for (globs; None: all) as it is computed.
+    """Run the model over the tokens and write the tensors whose names match (None: all) while they are computed.
 
-    -> logits (T, V). The file appears under its name when it is whole, never before. In a float64 run the tensors are
-    rounded to float32.
+    -> logits (T, V). The file appears under its name only when it is complete. Float64 tensors are rounded to float32.
     """
     ids = model.check_tokens(tokens)
     batch = TokenBatch.of([(0, 0, ids)])
-    recorder = _FileRecorder(model.backend, model.weights, model.config, names)
     engine = f"bitnet_ref {model.backend.name}"
     metadata = trace_metadata(ids.tolist(), engine=engine, prompt=prompt)
     metadata |= {"config_hash": config_hash(model.config), "weight_hash": weight_hash(model.weights)}
     with atomic_path(path) as temporary:
-        recorder.writer = TraceWriter(temporary, metadata, expected=len(op_order(model.config)))
+        writer = TraceWriter(temporary, metadata, expected=len(op_order(model.config)))
+        observed = observe(model.backend, _FileRecorder(model, names, writer))
         try:
-            logits = checked_forward(
-                model.backend, model.weights, model.config, batch, model.new_cache(1, len(ids)), recorder
-            )
+            return run(observed, model.weights, model.config, batch, model.new_cache(1, len(ids))).all()
         finally:
-            recorder.writer.close()
-    return logits
+            writer.close()
 
 
 def trace_metadata(
@@ -158,7 +155,7 @@ def write_trace(
     prompt: str | None = None,
     engine_dtype: str = "float32",
 ) -> None:
-    """Write arrays that are at hand as a trace: what a script around another engine calls."""
+    """Write arrays as a trace, for a script around another engine."""
     metadata = trace_metadata(token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype)
     with atomic_path(path) as temporary:
         writer = TraceWriter(temporary, metadata, expected=len(tensors))
@@ -170,9 +167,9 @@ def write_trace(
 
 
 class Trace(Mapping[str, NDArray]):
-    """A trace file, open for reading: name -> array, each read when it is asked for and not kept.
+    """An open trace file: name -> array. Each access reads the tensor from the file.
 
-    Raises FormatError for a file that is no trace, and for one that ends early.
+    Raises FormatError for a file that is no trace or is truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -208,12 +205,12 @@ class Trace(Mapping[str, NDArray]):
 
     @property
     def own_engine(self) -> bool:
-        """Whether this package computed it."""
+        """Whether this package computed the run."""
         return self.engine.split()[:1] == ["bitnet_ref"]
 
     @property
     def carries_inputs(self) -> bool:
-        """Whether the int8 inputs of linears are there, so that each product can be judged on its own input."""
+        """Whether it has int8 inputs of linears, so that each product can be judged on its own input."""
         return any(name.endswith(INT8) for name in self)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""What every format's reader is: a model file, opened, that gives its configuration and one matrix at a time.
+"""`Checkpoint`: an open model file that gives its configuration and one matrix at a time. Every format has one.
 
-Names are the model's own, whatever a file calls its tensors: "embedding", "blocks.0.attn_norm",
-"blocks.0.ffn_sub_norm", "blocks.0.attn.q_proj", "blocks.0.mlp.down_proj", "final_norm", "lm_head".
+Parts of a model are called by our own names, whatever the file calls them: "embedding", "blocks.0.attn_norm",
+"blocks.0.ffn_sub_norm", "blocks.0.attn.q_proj", "blocks.0.mlp.down_proj", "final_norm", "lm_head" (see `names`).
 """
 
 from __future__ import annotations
@@ -11,26 +11,38 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import FormatError, TokenizerError
 from ..reference.config import ModelConfig
-from ..reference.weights import ATTENTION_LINEARS, DenseWeight, LayerWeights, LinearWeight, ModelWeights
+from ..reference.quantization import first_invalid_code
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, linear_name
+from ..system.json_file import read_bounded
+from .binary_file import Closeable
+from .names import hf_module
 
-Progress = Callable[[int, int], None]  # (parts done, parts in all)
+Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
+
+MAX_TOKENIZER_BYTES = 64 << 20
+# The files of a tokenizer in a hub repository; config.json is not among them.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What the user knows better than the file. Each is None, or False, unless it was given.
+    """What the user knows better than the file.
 
-    allow_unquantized: a bitnet config without quantization_config is taken as a dense model.
-    i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file tells.
+    allow_unquantized: load a bitnet config without quantization_config as a dense model.
+    i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file names.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
-    verify: compare the content hash that a native file carries with its content, which means to read it twice.
+    verify: check a native file's content hash, which reads the file twice.
     """
 
     allow_unquantized: bool = False
@@ -39,11 +51,11 @@ class ReadOptions:
     verify: bool = False
 
 
-class Checkpoint(ABC):
-    """A model file, opened; a context manager. Each tensor is checked as it is read: FormatError names its place.
+class Checkpoint(Closeable, ABC):
+    """An open model file; a context manager. Each tensor is checked when it is read; a FormatError names its place.
 
-    kind: what the file is, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
-    evidence: what no field of the file says and was decided from its contents, and why; a sentence each.
+    kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
+    evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
     """
 
     path: Path
@@ -51,15 +63,9 @@ class Checkpoint(ABC):
     kind: str
     evidence: list[str]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""
+    def fail(self, tensor: str, message: str) -> FormatError:
+        """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
+        return FormatError(message, path=self.path, field=tensor)
 
     @abstractmethod
     def embedding(self) -> DenseWeight:
@@ -71,64 +77,105 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def linear(self, name: str) -> LinearWeight:
-        """A linear's weight, of the shape that `linear_shape` tells. "lm_head" only if it is not tied."""
+        """A linear's weight, of shape `linear_shape`. "lm_head" only if it is not tied."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Call after all parts were read. Raises FormatError if the file has tensors that the model does not use."""
 
     def master(self, name: str) -> NDArray | None:
-        """The full-precision matrix that a linear was made ternary from when it was read; None: the file has none."""
+        """The full-precision matrix that `linear` quantises; None if the file has none."""
         return None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        """Of a matrix that is not ternary ("embedding" too), as it is stored."""
+        """The stored dtype of a matrix that is not ternary (or of "embedding")."""
         weight = self.embedding() if name == "embedding" else self.linear(name)
         assert isinstance(weight, DenseWeight)
         return weight.array.dtype
 
+    def rounded(self, name: str, values: NDArray) -> NDArray:
+        """`values` as this file's type for that matrix stores them, if the type has blocks of integers."""
+        return values
+
     def tied_head(self, embedding: DenseWeight) -> DenseWeight:
-        """The head of a model with tied embeddings. A reader whose file has one all the same checks it here."""
+        """The head of a model with tied embeddings. Readers check a head that the file stores nevertheless."""
         return embedding
 
-    @abstractmethod
-    def finish(self) -> None:
-        """Everything was read: FormatError if tensors are left that the model has no use for."""
-
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer as a hub repository has it: file name ("tokenizer.json", ...) -> bytes; none: empty."""
+        """The tokenizer as in a hub repository: file name ("tokenizer.json", ...) -> bytes. Empty if there is none."""
         return {}
 
+    # -- checks that all readers make ----------------------------------------------------------------------------------
 
-def linear_name(layer: int, linear: str) -> str:
-    """0, "q_proj" -> "blocks.0.attn.q_proj"."""
-    return f"blocks.{layer}.{'attn' if linear in ATTENTION_LINEARS else 'mlp'}.{linear}"
+    def checked_scale(self, tensor: str, scale: Any) -> np.float32:
+        """`scale` as float32. FormatError unless it and its reciprocal are finite and above zero."""
+        with np.errstate(over="ignore", divide="ignore"):
+            if not scale > 0 or not np.isfinite(np.float32(1.0) / np.float32(scale)):
+                raise self.fail(tensor, f"expected a scale above zero, got {scale}")
+        return np.float32(scale)
+
+    def check_codes(self, tensor: str, packed: NDArray[np.uint8]) -> None:
+        """FormatError if a 2-bit code of `packed` is 3."""
+        if (at := first_invalid_code(packed)) is not None:
+            raise self.fail(tensor, f"holds the invalid ternary code 3 in byte {list(at)} (0x{packed[at]:02x})")
+
+    def refuse_unused(self, tensors: list[str], model: str) -> None:
+        """FormatError about the first of `tensors`, which `model` (in words) has no place for."""
+        if tensors:
+            others = f" (and {len(tensors) - 1} more)" if len(tensors) > 1 else ""
+            raise self.fail(tensors[0], f"this tensor is no part of {model}{others}")
+
+
+def element_bytes(checkpoint: Checkpoint) -> Callable[[str], int | None]:
+    """name -> bytes of an element of "embedding" or a linear in the file; None if it is ternary."""
+    sizes: dict[str, int] = {}  # by the last word of the name: all layers have the same dtype
+
+    def size(name: str) -> int | None:
+        if name != "embedding" and is_ternary(checkpoint.config, name):
+            return None
+        short = name.rpartition(".")[2]
+        if short not in sizes:
+            sizes[short] = checkpoint.dense_dtype(name).itemsize
+        return sizes[short]
+
+    return size
+
+
+def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files in a folder: file name -> bytes. Raises TokenizerError."""
+    paths = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+    return {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES) for path in paths}
+
+
+# -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
 def linear_names(config: ModelConfig) -> list[str]:
-    """Of every linear of the blocks, in the order of `LayerWeights`."""
+    """Every linear of the blocks, in the order of `LayerWeights`."""
     return [linear_name(index, name) for index in range(config.num_hidden_layers) for name in config.linear_shapes()]
 
 
 def all_linears(config: ModelConfig) -> list[str]:
-    """Of every linear of the blocks, and of the head when it is not tied."""
+    """Every linear of the blocks, and the head if it is not tied."""
     return [*linear_names(config), *([] if config.tie_word_embeddings else ["lm_head"])]
 
 
 def part_count(config: ModelConfig) -> int:
-    """How many things `parts` gives. Counted, not listed: a config may claim billions of layers."""
-    of_layer = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
-    return 2 + config.num_hidden_layers * of_layer + (not config.tie_word_embeddings)
+    """The number of parts that `parts` gives. Computed without a list: a config may claim billions of layers."""
+    per_layer = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
+    return 2 + config.num_hidden_layers * per_layer + (not config.tie_word_embeddings)
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
-    """(out_features, in_features) of a linear, by its name."""
+    """(out_features, in_features) of a linear."""
     if name == "lm_head":
         return config.vocab_size, config.hidden_size
     return config.linear_shapes()[name.rpartition(".")[2]]
 
 
 def is_ternary(config: ModelConfig, name: str) -> bool:
-    """Whether a linear is a BitLinear. A pattern of modules_to_not_convert is what transformers takes it for.
-
-    It names a module and all below it from the start, or ends its name; `*` makes it a glob.
-    """
+    """Whether a linear is a BitLinear. Patterns of modules_to_not_convert mean what they mean in transformers:
+    a pattern is the start of a module's path or its end; with `*` it is a glob."""
     if config.quantization is None:
         return False
     module = hf_module(name)
@@ -140,14 +187,6 @@ def is_ternary(config: ModelConfig, name: str) -> bool:
     return True
 
 
-def hf_module(name: str) -> str:
-    """Our name of a linear -> Hugging Face's: "blocks.0.attn.q_proj" -> "model.layers.0.self_attn.q_proj"."""
-    if name == "lm_head":
-        return name
-    _, index, part, linear = name.split(".")
-    return f"model.layers.{index}.{'self_attn' if part == 'attn' else 'mlp'}.{linear}"
-
-
 def has_bias(config: ModelConfig, name: str) -> bool:
     """Whether a linear has a bias."""
     if name == "lm_head":
@@ -156,7 +195,7 @@ def has_bias(config: ModelConfig, name: str) -> bool:
 
 
 def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
-    """Name -> length of one block's norms."""
+    """Name -> length of each norm of one block."""
     sizes = {"attn_norm": config.hidden_size, "ffn_norm": config.hidden_size}
     if config.sub_norms:
         sizes |= {"attn_sub_norm": config.query_size, "ffn_sub_norm": config.intermediate_size}
@@ -164,16 +203,19 @@ def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
 
 
 def norm_sizes(config: ModelConfig) -> dict[str, int]:
-    """Name -> length of every norm's weight: "blocks.0.attn_norm", ..., "final_norm"."""
+    """Name -> length of every norm: "blocks.0.attn_norm", ..., "final_norm"."""
     blocks = [norms_of_layer(config, index) for index in range(config.num_hidden_layers)]
     return {name: size for sizes in blocks for name, size in sizes.items()} | {"final_norm": config.hidden_size}
 
 
 def norm_size(config: ModelConfig, name: str) -> int:
-    """Length of one norm's weight, by its name."""
+    """Length of one norm."""
     if name == "final_norm":
         return config.hidden_size
     return norms_of_layer(config, int(name.split(".")[1]))[name]
+
+
+# -- reading all of them -----------------------------------------------------------------------------------------------
 
 
 def read_weights(
@@ -181,8 +223,8 @@ def read_weights(
     progress: Progress | None = None,
     prepare_for: Callable[[int | None], Prepare | None] = lambda layer: None,
 ) -> ModelWeights:
-    """All of a checkpoint. Each linear goes through `prepare_for(its layer)` (None: the head; see
-    `Backend.prepare_for`) as soon as it is read: it is never held twice."""
+    """All weights. Each linear goes through `prepare_for(its layer)` (None: the head) as soon as it is read, so it is
+    never held twice. See `Backend.prepare_for`."""
     config = checkpoint.config
     total = part_count(config)
     counter = iter(range(1, total + 1))
@@ -206,7 +248,7 @@ def read_weights(
 def read_layer(
     checkpoint: Checkpoint, index: int, prepare: Prepare | None = None, done: Callable[[], None] = lambda: None
 ) -> LayerWeights:
-    """One block. done: called after each norm and each linear."""
+    """One block. `done` is called after each norm and each linear."""
     of_layer: dict[str, Any] = {"attn_sub_norm": None, "ffn_sub_norm": None}
     for name in norms_of_layer(checkpoint.config, index):
         of_layer[name.rpartition(".")[2]] = checkpoint.norm(name)
@@ -219,7 +261,7 @@ def read_layer(
 
 
 def read_head(checkpoint: Checkpoint, embedding: DenseWeight, prepare: Prepare | None = None) -> LinearWeight:
-    """The head; with tied embeddings the embedding itself, the same object."""
+    """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
         return checkpoint.tied_head(embedding)
     head = checkpoint.linear("lm_head")
@@ -227,7 +269,7 @@ def read_head(checkpoint: Checkpoint, embedding: DenseWeight, prepare: Prepare |
 
 
 def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32]]]:
-    """(name, what it is) of everything in a model, one at a time, in the order in which files hold it."""
+    """(name, weight) of every part of a model, one at a time, in the order of the computation."""
     config = checkpoint.config
     embedding = checkpoint.embedding()
     yield "embedding", embedding

@@ -17,12 +17,12 @@ ASSETS = Path(__file__).parent.parent / "assets"
 
 
 def shipped_models() -> list[str]:
-    """Names of the models inside the package, which `load` takes like a path."""
+    """Names of the models inside the package, which `load` accepts like a path."""
     return sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder or file that `model` stands for: a path, a shipped model, or one that was pulled. No network."""
+    """The folder or file of `model`: a path, a shipped model, or one in the store. Never uses the network."""
     path = Path(model)
     try:
         if path.exists():
@@ -31,11 +31,11 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
-    from .registry import find
+    from .registry.store import find
 
-    found = find(os.fspath(model))
-    if found is not None:
-        return found
+    stored = find(os.fspath(model))
+    if stored is not None:
+        return stored
     raise FormatError(
         f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
         "in the store (bitnet-ref list); a model of the Hugging Face hub comes here with: bitnet-ref pull ORG/REPO",
@@ -44,7 +44,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
-    """A folder or a file -> its reader, by its suffix. Raises FormatError or ConfigError."""
+    """Open a folder or a file with the reader of its format, by its suffix. Raises FormatError or ConfigError."""
     options = options or ReadOptions()
     if path.name.endswith(".bitnet.safetensors") and not path.is_dir():
         from .native.model import NativeCheckpoint
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """`Checkpoint.tokenizer_files` of a folder or a file, without looking at its tensors."""
+    """`Checkpoint.tokenizer_files` of a folder or a file, without reading its tensors."""
     if path.suffix == ".gguf":
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
         from .gguf.file import GgufFile

@@ -100,7 +100,8 @@ class ChatSession:
 
     @expand_params
     def send(self, content: str, **params: Unpack[SamplingOptions]) -> Generation:
-        """Send a message and wait for the reply. An error leaves the history unchanged."""
+        """Send a message and wait for the reply. params override those of the session. An error leaves the history
+        unchanged."""
         row, stream = self._reply(content, params)
         for _ in stream:
             pass

@@ -17,18 +17,14 @@ The rules on logits (penalties, banned words, guides) see the whole text, droppe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
+from .params import SamplingParams
 
-if TYPE_CHECKING:
-    from .params import SamplingParams
-
-POLICIES = ("error", "truncate", "sliding", "sinks")
 Spans = tuple[tuple[int, int], ...]  # (start, stop) of tokens, in order, with gaps between them
 
 

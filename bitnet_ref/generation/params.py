@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
-from .overflow import POLICIES
 
 DEFAULT_MAX_TOKENS = 64
 ALIASES = {
@@ -22,6 +21,7 @@ ALIASES = {
     "num_return_sequences": "n",  # transformers
     "top_logprobs": "logprobs",  # OpenAI
 }
+POLICIES = ("error", "truncate", "sliding", "sinks")  # of `overflow`; see `overflow.py`
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -42,7 +42,7 @@ class SamplingParams:
     """How to choose tokens and when to stop. "So far" means the prompt and the generated text. Raises GenerationError.
 
     Length and end:
-    max_tokens: the most new tokens; by default 64, or as many as fit into the context.
+    max_tokens: maximum number of new tokens; by default 64, or as many as fit into the context.
     min_tokens: no end token before this many new tokens; stop strings count only after them (vLLM).
     stop: strings that end the text and are not part of it.
     stop_token_ids: tokens that end the text, besides the model's own end tokens.

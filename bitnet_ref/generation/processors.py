@@ -152,14 +152,14 @@ class Rules:
             rules.append(MinTokens(params.min_tokens, end_tokens, prompt_tokens))
         return cls([*rules, *text_rules, *params.processors])
 
-    def moved(self, token_ids: Ids) -> Ids | None:
+    def moved(self, token_ids: Ids) -> Ids | tuple[()] | None:
         """The ids whose logits the rules may change; None when that may be any."""
         moved = []
         for processor in self.processors:
             if (moves := getattr(processor, "moves", None)) is None:
                 return None
             moved.append(moves(token_ids))
-        return np.unique(np.concatenate(moved)) if moved else np.empty(0, dtype=np.int64)
+        return np.unique(np.concatenate(moved)) if moved else ()
 
     def apply(self, token_ids: Ids, logits: NDArray) -> NDArray:
         """All rules on all logits.   (V,) -> (V,).  Raises GenerationError for a rule that returns something else."""

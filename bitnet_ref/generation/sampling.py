@@ -18,13 +18,8 @@ _ROUNDING = 1e-9  # far above the rounding of sums of some hundred thousand floa
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
-def choose_token(logits: NDArray, params: SamplingParams, rng: np.random.Generator) -> int:
-    """The next token.   logits (V,) float -> id.  Ties go to the smaller id. Draws once from rng, unless greedy."""
-    return choose(logits, params, rng.random() if params.temperature > 0 else 0.0)
-
-
 def choose(logits: NDArray, params: SamplingParams, uniform: float) -> int:
-    """`choose_token` for a number drawn from [0, 1)."""
+    """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id."""
     if params.temperature == 0:
         return int(logits.argmax())
     ids, probabilities = distribution(logits, params)

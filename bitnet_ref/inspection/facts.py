@@ -6,7 +6,7 @@ import html
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..reference.config import ModelConfig
+from ..reference.config import ACTIVATIONS, ModelConfig
 
 # What the linears of a kind of file are, and which way its scales go.
 _STORED = {
@@ -18,6 +18,7 @@ _STORED = {
     **dict.fromkeys(("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"), "ternary, stored as floats"),
     "onnx": "constants of the graph",
 }
+_USED_BY = {"relu2": ", as in BitNet 2B-4T", "silu": ", as in LLaMA"}
 _BLOCKS = "float16 in every block of 256 weights, the same in all: multiply by it"
 _FLOATS = "none apart: the matrices hold -s, 0 and +s, and s is the scale: multiply by it"
 _SCALES = {
@@ -176,11 +177,12 @@ class Inspection:
         """In words: the feed-forward gate."""
         if self.config is None:
             return "unknown"
-        words = "silu: silu(gate) * up, as in LLaMA"
-        if self.config.activation == "relu2":
-            words = "relu2: relu(gate)^2 * up, as in BitNet 2B-4T"
+        name = self.config.activation
+        words = f"{name}: {ACTIVATIONS[name]}{_USED_BY.get(name, '')}"
         if (self.format or "").startswith("GGUF"):
-            words += f"; no field says it, the architecture {self.architecture} means it"
+            key = f"{self.architecture}.hidden_activation"
+            by_architecture = f"no field says it, the architecture {self.architecture} means it"
+            words += f"; {key} says it" if key in self.metadata else f"; {by_architecture}"
         return words
 
     def ternary_shares(self, by: str) -> dict[str | int, tuple[float, float, float]]:
@@ -225,9 +227,8 @@ class Inspection:
 def family_in_words(config: ModelConfig) -> str:
     """Which of the known families the shape belongs to."""
     if config.sub_norms:
-        if config.activation == "relu2":
-            return "BitNet b1.58, the block of 2B-4T: squared ReLU and sub-norms"
-        return "BitNet b1.58, the block of 1bitLLM: SiLU and sub-norms"
+        blocks = {"relu2": "the block of 2B-4T: squared ReLU", "silu": "the block of 1bitLLM: SiLU"}
+        return f"BitNet b1.58, {blocks.get(config.activation, config.activation)} and sub-norms"
     name = {"llama": "LLaMA", "mistral": "Mistral"}.get(config.model_type, config.model_type)
     if config.quantization is not None:
         return f"{name} with ternary linears, as HF1BitLLM and Falcon3-1.58bit: no sub-norms"

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BackendError, BitNetRefError, FormatError
-from ..formats.checkpoint import Checkpoint, ReadOptions, is_ternary, linear_name, norms_of_layer
+from ..formats.checkpoint import Checkpoint, ReadOptions, is_ternary, norms_of_layer
 from ..reference.config import ModelConfig
-from ..reference.weights import LinearWeight, TernaryWeight
+from ..reference.weights import LinearWeight, TernaryWeight, linear_name
 from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import judge_model
 from .tokenizer import compare_with_config, describe_tokenizer

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from ..errors import BitNetRefError, ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions
 from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
-from ..formats.gguf.config import read_gguf_config
-from ..formats.gguf.evidence import TERNARY_TYPES, check_dialect
+from ..formats.gguf.config import ARCHITECTURES, read_gguf_config
+from ..formats.gguf.evidence import block_linears, check_dialect
 from ..formats.gguf.file import GgufFile, GgufTensor, Typed
+from ..formats.gguf.ggml_types import TERNARY_TYPES
 from ..formats.gguf.model import GgufCheckpoint
-from ..formats.gguf.names import GGUF_LINEARS, block_linears, gguf_name, our_name
+from ..formats.names import GGUF_LINEARS, gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig
 from .facts import Inspection, StoredTensor
 from .generic import Inspector
@@ -95,8 +96,9 @@ class GgufInspector(Inspector):
         except BitNetRefError:
             pass  # is already reported
         for tensor in block_linears(file):
-            if tensor.type.name in TERNARY_TYPES:
-                self.count_raw_plane(our_name(tensor.name))
+            name = linear_of_gguf(tensor.name)
+            if name is not None and tensor.type.name in TERNARY_TYPES:
+                self.count_raw_plane(name)
 
     def taken(self, checkpoint: GgufCheckpoint) -> set[str]:
         return checkpoint.taken
@@ -174,6 +176,11 @@ class GgufInspector(Inspector):
 
     def look_at_metadata(self, file: GgufFile) -> None:
         metadata, arch = file.metadata, file.metadata.get("general.architecture")
+        if self.out.config is not None:
+            key, activation = f"{arch}.hidden_activation", self.out.config.activation
+            if key in metadata and activation != (implied := ARCHITECTURES[str(arch)].activation):
+                message = f"says {activation}, which is taken; the architecture {arch} alone would mean {implied}"
+                self.note("warning", "config", message, field=key)
         if self.out.config is not None and f"{arch}.rope.freq_base" not in metadata:
             message = "the key is absent, so the default holds: theta 10000"
             self.note("note", "config", message, field=f"{arch}.rope.freq_base")

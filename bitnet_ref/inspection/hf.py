@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError
-from ..formats.checkpoint import Checkpoint, ReadOptions, hf_module, linear_name
+from ..formats.checkpoint import Checkpoint, ReadOptions
 from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
+from ..formats.names import hf_module, linear_of_hf
 from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
 from ..reference import quantization
 from ..reference.config import ModelConfig
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
 
 _BLOCK_BYTES = 1 << 24
-_LINEAR = re.compile(r"model\.layers\.([0-9]{1,18})\.(?:self_attn|mlp)\.([a-z]+_proj)\.weight")
 # Keys that transformers fills in when they are absent, with a value that is wrong for many a checkpoint.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
 
@@ -131,8 +131,8 @@ class HfInspector(Inspector):
         elif config is not None:
             return HfCheckpoint(self.path, config=config)
         for name in packed:
-            if match := _LINEAR.fullmatch(name):
-                self.count_raw_plane(linear_name(int(match[1]), match[2]))
+            if (linear := linear_of_hf(name)) is not None:
+                self.count_raw_plane(linear)
         return None
 
     def list_readable_files(self, error: FormatError) -> None:
@@ -180,7 +180,7 @@ class HfInspector(Inspector):
 
     def look_for_ternary_masters(self, tensors: CheckpointTensors, dense: bool) -> None:
         """Float matrices that hold only -s, 0, +s: saved after quantisation. A block of rows is enough to see it."""
-        names = [name for name in tensors.names if _LINEAR.fullmatch(name) and tensors.info(name).dtype != "U8"]
+        names = [name for name in tensors.names if linear_of_hf(name) is not None and tensors.info(name).dtype != "U8"]
         convention = getattr(self.out.config and self.out.config.quantization, "scale_convention", None)
         if not names or convention in ("multiply", "divide"):
             return

@@ -46,8 +46,11 @@ def _judge_activation(inspector: Inspector, config: ModelConfig) -> None:
     else:
         return
     if (inspector.out.format or "").startswith("GGUF"):
-        said = f" (the architecture {inspector.out.architecture} means {config.activation})"
-        inspector.note("warning", "config", message + _PLAUSIBLE + said, field="general.architecture")
+        key, arch = f"{inspector.out.architecture}.hidden_activation", inspector.out.architecture
+        by_key = key in inspector.out.metadata
+        source = f"{key} says {config.activation}" if by_key else f"the architecture {arch} means {config.activation}"
+        field = key if by_key else "general.architecture"
+        inspector.note("warning", "config", f"{message}{_PLAUSIBLE} ({source})", field=field)
     else:
         inspector.note("warning", "config", message + _PLAUSIBLE, field="hidden_act")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint
-from ..formats.onnx.file import OnnxFile
+from ..formats.onnx.file import SMALL_TYPES, OnnxFile
 from ..formats.onnx.library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
 from ..formats.onnx.model import OnnxCheckpoint
 from .facts import StoredTensor
 from .generic import Inspector
 from .hf import tensor_kind
 
-_SMALL = {21: "UINT4", 22: "INT4", 25: "UINT2", 26: "INT2"}
-_BITS = {21: 4, 22: 4, 25: 2, 26: 2}
 _SHOWN = 200
 
 
@@ -41,8 +39,9 @@ class OnnxInspector(Inspector):
         code, count = tensor.data_type, 1
         for size in shape:
             count *= size
-        dtype = DTYPES[code].name if code in DTYPES else _SMALL.get(code, f"type {code}")
-        nbytes = count * DTYPES[code].itemsize if code in DTYPES else -(-count * _BITS.get(code, 8) // 8)
+        dtype = DTYPES[code].name if code in DTYPES else SMALL_TYPES.get(code, f"type {code}")
+        bits = int(dtype[-1]) if code in SMALL_TYPES else 8
+        nbytes = count * DTYPES[code].itemsize if code in DTYPES else -(-count * bits // 8)
         kind = "other" if name.startswith("constant_") else tensor_kind(name, dtype)
         if name.endswith((PACKED_SUFFIX, SCALE_SUFFIX)):
             kind = "ternary planes" if name.endswith(PACKED_SUFFIX) else "scales"

@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, ConfigError
-from ..formats.checkpoint import Checkpoint, ReadOptions, hf_module, linear_name, norms_of_layer
-from ..formats.gguf.names import gguf_name
-from ..formats.hf.folder import hf_norm_names
+from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
+from ..formats.names import gguf_name, hf_module, hf_modules
 from ..formats.open import find_model, open_checkpoint
 from ..reference.quantization import unpack_ternary
-from ..reference.weights import DenseWeight, TernaryWeight
+from ..reference.weights import DenseWeight, TernaryWeight, linear_name
 from .tensor_view import TensorView
 
 _LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
@@ -53,10 +52,11 @@ def _spellings(checkpoint: Checkpoint, name: str) -> dict[str, str]:
     one that `name` names, or the first: a configuration may say that there are billions."""
     match = _LAYER.match(name)
     index = int(match[1]) if match and int(match[1]) < checkpoint.config.num_hidden_layers else 0
-    config, out = checkpoint.config, {"embedding": "embedding", "model.embed_tokens.weight": "embedding"}
-    out |= {f"{gguf_name('embedding')}.weight": "embedding"}
+    config, out = checkpoint.config, {"embedding": "embedding"}
+    out |= {f"{name}.weight": "embedding" for name in (hf_module("embedding"), gguf_name("embedding"))}
     for norm in (*norms_of_layer(config, index), "final_norm"):
-        out |= dict.fromkeys((norm, f"{gguf_name(norm)}.weight", *hf_norm_names(norm)), norm)
+        stored = [f"{module}.weight" for module in (gguf_name(norm), *hf_modules(norm))]
+        out |= dict.fromkeys((norm, *stored), norm)
     linears = [linear_name(index, short) for short in config.linear_shapes()]
     for linear in (*linears, *([] if config.tie_word_embeddings else ["lm_head"])):
         theirs = (hf_module(linear), gguf_name(linear))

@@ -5,12 +5,16 @@ Reading a checkpoint's own config.json into it is the business of `formats.hf_co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
 
-ACTIVATIONS = ("relu2", "silu")
+# The activations of the feed-forward gate. `layers.GATES` has a function for each; readers, writers and kernels use
+# these names and no others.
+ACTIVATIONS = {"relu2": "relu(gate)^2 * up", "silu": "silu(gate) * up"}
+_OTHER_SPELLINGS = {"swish": "silu"}  # transformers' second name of it
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -35,6 +39,13 @@ def _require_number(field: str, value: Any, above: float = 0.0) -> None:
 
 def _require_bool(field: str, value: Any) -> None:
     _require(isinstance(value, bool), field, "true or false", value)
+
+
+def activation_name(spelling: Any, field: str) -> str:
+    """The name in `ACTIVATIONS` of what a checkpoint calls its activation. ConfigError naming `field` and the value."""
+    name = _OTHER_SPELLINGS.get(spelling, spelling) if isinstance(spelling, str) else None
+    _require(name in ACTIVATIONS, field, f"one of {', '.join(ACTIVATIONS)}", spelling)
+    return str(name)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,11 @@ class RopeConfig:
                 f"more than low_freq_factor ({self.low_freq_factor})",
                 self.high_freq_factor,
             )
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """What yarn scales cos and sin by unless the model says otherwise: 0.1 weight ln(factor) + 1."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,8 @@ class ModelConfig:
             f"a divisor of num_attention_heads ({self.num_attention_heads})",
             self.num_key_value_heads,
         )
-        _require(self.activation in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}", self.activation)
+        activations = list(ACTIVATIONS)
+        _require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
         _require_number("rms_norm_eps", self.norm_eps)
         for name in ("tie_word_embeddings", "sub_norms", "attention_bias", "mlp_bias"):
             _require_bool(name, getattr(self, name))

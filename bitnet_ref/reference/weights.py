@@ -149,7 +149,7 @@ class ModelWeights:
         """(name, weight) of every linear in the order of the computation: "blocks.0.attn.q_proj", ..., "lm_head"."""
         for index, layer in enumerate(self.layers):
             for name, weight in layer.linears():
-                yield f"blocks.{index}.{'attn' if name in ATTENTION_LINEARS else 'mlp'}.{name}", weight
+                yield linear_name(index, name), weight
         yield "lm_head", self.lm_head
 
     @property
@@ -163,6 +163,11 @@ class ModelWeights:
 
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def linear_name(layer: int, linear: str) -> str:
+    """0, "q_proj" -> "blocks.0.attn.q_proj"."""
+    return f"blocks.{layer}.{'attn' if linear in ATTENTION_LINEARS else 'mlp'}.{linear}"
 
 
 def plain_weights(w: ModelWeights) -> ModelWeights:

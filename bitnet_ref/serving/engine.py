@@ -26,7 +26,7 @@ from ..generation.sequence import Request
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .step import StepRecord
-from .tickets import RequestHandle, RequestState, Ticket
+from .tickets import RequestHandle, RequestState, Ticket, check_process
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ class Engine:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
         self.model = model
         self.config = config if config is not None else EngineConfig.of(**settings)
-        self._worker = Worker(model, self.config, new_cache(model, self.config))
+        self.cache = new_cache(model, self.config)  # the pages of all sequences
+        self._worker = Worker(model, self.config, self.cache)
+        self.metrics: EngineMetrics = self._worker.metrics  # .snapshot(), or .register() for Prometheus
+        self.timeline: deque[StepRecord] = self._worker.timeline  # the last steps; the engine appends: copy it to read
         self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, self._worker.close, False)
 
@@ -74,7 +77,8 @@ class Engine:
         """Queue one prompt (text or token ids). Bad arguments raise here.
 
         priority: higher goes first; see `EngineConfig.priority_wait_s`. timeout_s: the request fails if it is not
-        finished by then. Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
+        finished by then. Parameters that are not given are those of `EngineConfig.sampling`, else the defaults shown.
+        Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
         """
         return self._submit(prompt, self._sampling_params(params), priority, timeout_s)
 
@@ -140,7 +144,7 @@ class Engine:
         return sampling
 
     def _submit(self, prompt: Prompt, params: SamplingParams, priority: int, timeout_s: float | None) -> RequestHandle:
-        self._worker.check_process()
+        check_process(self._worker.process)
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
         for name, value, number in (("priority", priority, PRIORITY), ("timeout_s", timeout_s, TIMEOUT)):
@@ -156,21 +160,15 @@ class Engine:
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
         ticket.stats.describe(self.cache)
-        handle = RequestHandle(self, ticket)  # before `submit`: an interrupt then drops it, which cancels
+        # Before `submit`, because an interrupt then drops the handle, which cancels. It keeps the engine alive.
+        handle = RequestHandle(ticket, self._cancel)
         self._worker.submit(ticket)
         return handle
 
+    def _cancel(self, ticket: Ticket) -> None:
+        self._worker.cancel(ticket)
+
     # -- what it does --------------------------------------------------------------------------------------------------
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        """Counters and latencies: `metrics.snapshot()`, `metrics.register()` for Prometheus."""
-        return self._worker.metrics
-
-    @property
-    def timeline(self) -> deque[StepRecord]:
-        """The last `timeline_steps` steps, oldest first. Copy it before reading: the engine appends to it."""
-        return self._worker.timeline
 
     @property
     def requests(self) -> list[RequestState]:
@@ -187,11 +185,6 @@ class Engine:
         from ..notebook.widgets import LiveView
 
         return LiveView(_watch(weakref.ref(self)), interval_s)
-
-    @property
-    def cache(self) -> PagedKVCache:
-        """The pages of all sequences."""
-        return self._worker.cache
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

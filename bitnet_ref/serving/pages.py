@@ -44,11 +44,6 @@ class PagePool:
     def in_use(self) -> int:
         return self.pages - self.available
 
-    @property
-    def idle(self) -> int:
-        """Pages without holders whose tokens are still indexed."""
-        return len(self._idle)
-
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

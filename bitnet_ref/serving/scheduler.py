@@ -129,11 +129,11 @@ class Scheduler:
     def _free_slot(self) -> None:
         """Pause a less important job for the first waiting one. It keeps its pages for now."""
         while self.waiting and not self._slots:
-            least = min(self.running, key=lambda job: (job.priority, -job.rank[0], -job.rank[1][0]))
-            if least.priority >= self.waiting[0].priority or least < self.waiting[0]:
+            lowest = min(self.running, key=lambda job: (job.priority, -job.rank[0], -job.rank[1][0]))
+            if lowest.priority >= self.waiting[0].priority or lowest < self.waiting[0]:
                 return
-            self._pause(least)
-            insort(self.waiting, least)
+            self._pause(lowest)
+            insort(self.waiting, lowest)
 
     def _admit(self, plan: Plan) -> None:
         """Start waiting jobs in the order of rank, while there are slots, and pages for all their tokens."""

@@ -5,23 +5,20 @@ The ticket has no reference to the handle, so dropping the handle destroys it, w
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import EngineClosed, GenerationError, RequestCancelled
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
 from .scheduler import Job
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Future
-
-    from .engine import Engine
 
 NEWEST_CHUNKS = 16
 
@@ -36,43 +33,36 @@ class Outbox:
         self.chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()  # None: the end
         self.error: GenerationError | None = None
         self.done = Event()
-        self.loop: AbstractEventLoop | None = None  # of the asyncio reader
-        self._sleepers: list[Future[None]] = []  # used in the loop's thread only
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an asyncio reader
+        self.news = asyncio.Event()
 
     def end(self) -> None:
         self.chunks.put(None)
         self.done.set()
 
-    async def wait(self) -> None:
-        """Wait for `wake`. The caller sets `loop` before it looks for chunks, so that no wake is missed."""
-        assert self.loop is not None
-        sleeper: Future[None] = self.loop.create_future()
-        self._sleepers.append(sleeper)
-        await sleeper
-
-    def wake(self) -> None:
-        for sleeper in self._sleepers:
-            if not sleeper.done():
-                sleeper.set_result(None)
-        self._sleepers.clear()
+    def subscribe(self) -> asyncio.Event:
+        """The event of news for this event loop, cleared. Call it before looking for chunks, to miss none."""
+        loop = asyncio.get_running_loop()
+        if self.loop is not loop:
+            self.loop, self.news = loop, asyncio.Event()
+        self.news.clear()
+        return self.news
 
 
 def wake_readers(outboxes: Sequence[Outbox]) -> None:
     """Wake the asyncio readers of these, with one call for each event loop."""
-    by_loop: dict[AbstractEventLoop, list[Outbox]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[Outbox]] = {}
     for outbox in outboxes:
         if outbox.loop is not None:
             by_loop.setdefault(outbox.loop, []).append(outbox)
     for loop, of_loop in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake_all, of_loop)
-        except RuntimeError:  # the loop was closed
-            continue
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(_wake, of_loop)
 
 
-def _wake_all(outboxes: Sequence[Outbox]) -> None:
+def _wake(outboxes: Sequence[Outbox]) -> None:
     for outbox in outboxes:
-        outbox.wake()
+        outbox.news.set()
 
 
 @dataclass(frozen=True)
@@ -138,8 +128,8 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     threads, or several tasks of one event loop, may use it; each chunk goes to the first that asks.
     """
 
-    def __init__(self, engine: Engine, ticket: Ticket) -> None:
-        self._engine, self._ticket, self._outbox = engine, ticket, ticket.outbox
+    def __init__(self, ticket: Ticket, cancel: Callable[[Ticket], None]) -> None:
+        self._ticket, self._cancel, self._outbox = ticket, cancel, ticket.outbox
         self._closed = False
         self._process = os.getpid()
 
@@ -164,7 +154,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def cancel(self) -> None:
         """End it. The chunks generated so far can still be read, followed by RequestCancelled."""
         if self._ticket.submitted and not self.done:
-            self._engine._worker.cancel(self._ticket)
+            self._cancel(self._ticket)
 
     def close(self) -> None:
         """End it and give no further chunk."""
@@ -178,9 +168,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self.cancel()
 
     # -- sync ----------------------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> RequestHandle:
-        return self
 
     def __next__(self) -> StreamChunk:
         self._check_readable()
@@ -219,17 +206,14 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     # -- asyncio -------------------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> RequestHandle:
-        return self
-
     async def __anext__(self) -> StreamChunk:
         self._check_readable()
-        self._set_loop()
         while not self._closed:
+            news = self._outbox.subscribe()
             try:
                 chunk = self._outbox.chunks.get_nowait()
             except Empty:
-                await self._wait()
+                await self._wait(news)
                 continue
             if chunk is not None:
                 return chunk
@@ -239,10 +223,11 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     async def aresult(self) -> Any:
         """`result`, for asyncio."""
         self._check_process()
-        self._set_loop()
-        while not self.done:
-            await self._wait()
-        return self._result()
+        while True:
+            news = self._outbox.subscribe()
+            if self.done:
+                return self._result()
+            await self._wait(news)
 
     async def __aenter__(self) -> RequestHandle:
         return self
@@ -250,14 +235,9 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def _set_loop(self) -> None:
-        import asyncio
-
-        self._outbox.loop = asyncio.get_running_loop()
-
-    async def _wait(self) -> None:
+    async def _wait(self, news: asyncio.Event) -> None:
         try:
-            await self._outbox.wait()
+            await news.wait()
         except BaseException:  # the task was cancelled
             self.close()
             raise

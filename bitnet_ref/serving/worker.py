@@ -34,7 +34,7 @@ class Worker:
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
         self._scheduler = Scheduler(self.pool, config.max_batch, config.max_batch_tokens, config.priority_wait_s)
         self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._deliver_later)
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._changed = Condition()  # guards the following
         self._arrived: list[Ticket] = []
         self._in_queue = 0  # requests that have not started
@@ -51,7 +51,7 @@ class Worker:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue it. Raises QueueFull, EngineClosed."""
-        self.check_process()
+        check_process(self.process)
         with self._changed:
             if self._closing is not None:
                 raise EngineClosed(f"{self._closing}; make another one")
@@ -78,7 +78,7 @@ class Worker:
 
     def close(self, drain: bool) -> None:
         """Refuse new requests; finish the present ones, or end them. Returns when the thread has ended."""
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             return  # the thread is in another process
         with self._changed:
             self._closing, self._draining = self._closing or "the engine was closed", drain
@@ -97,9 +97,6 @@ class Worker:
         with self._changed:
             alive = list(self._alive.values())
         return [ticket.state(now_s) for ticket in alive]
-
-    def check_process(self) -> None:
-        check_process(self._process)
 
     def _gauges(self) -> dict[str, float]:
         return {

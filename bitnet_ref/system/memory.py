@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-_CGROUP_FILES = (  # (limit, use) of cgroups 2 and 1
+CGROUP_FILES = (  # (limit, use) of cgroups 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
@@ -36,7 +36,7 @@ def available_bytes() -> int | None:
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, ValueError, KeyError):
         pass
-    for limit, used in _CGROUP_FILES:
+    for limit, used in CGROUP_FILES:
         try:
             found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
         except (OSError, ValueError):  # "max": no limit

@@ -16,13 +16,14 @@ _loading: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()  # key -> t
 _loaded: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
-def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
-    """What `make` gave for this key, if anybody still holds it; else what it gives now, once for all threads."""
+def shared(key: Hashable, make: Callable[[], Shared], is_usable: Callable[[Shared], bool]) -> Shared:
+    """What `make` gave for this key, if anybody still holds it and it is usable; else what it gives now, once for all
+    threads."""
     with _guard:
         lock = _loading.setdefault(key, _Lock())
     with lock.lock:
         found = _loaded.get(key)
-        if found is None:
+        if found is None or not is_usable(found):
             found = _loaded[key] = make()
         return found
 

@@ -26,6 +26,11 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
     scores = vocabulary.numbers("scores", float, len(tokens))
     if scores is None:
         raise TokenizerError("is missing, and a llama vocabulary needs it", field=PREFIX + "scores")
+    unknown = [n for n, kind in enumerate(types) if kind == UNKNOWN]
+    if len(unknown) > 1:  # llama.cpp treats the others as control tokens, and SentencePiece allows one only
+        real = specials["unk"] if specials.get("unk") in unknown else unknown[0]
+        for n in unknown:
+            types[n] = UNKNOWN if n == real else CONTROL
     if len(tokens) > 1_000_000:
         raise TokenizerError("a llama vocabulary has at most 1000000 tokens", field=PREFIX + "tokens")
     added = [n for n, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED) and scores[n] == ADDED_SCORE]
@@ -34,15 +39,13 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
         size -= 1
     if size in (0, len(tokens)) or max(added, default=-1) < size:
         size = len(tokens)  # nothing was added: the padding stays, so that every id has its token
-    unknown = [n for n in range(size) if types[n] == UNKNOWN]
+    unknown = [n for n in range(size) if types[n] == UNKNOWN]  # one, or none
     if not unknown and "unk" in specials and specials["unk"] < size:
         unknown = [specials["unk"]]
         types[unknown[0]] = UNKNOWN
     if len(unknown) != 1:
-        raise TokenizerError(
-            f"a llama vocabulary has one token of type 2 (unknown), this one has {len(unknown)}",
-            field=PREFIX + "token_type",
-        )
+        message = "a llama vocabulary has a token of type 2 (unknown), this one has none"
+        raise TokenizerError(message, field=PREFIX + "token_type")
     n_bytes = sum(kind == BYTE for kind in types[:size])
     if n_bytes not in (0, 256):
         raise TokenizerError(f"expected 256 byte tokens or none, got {n_bytes}", field=PREFIX + "token_type")

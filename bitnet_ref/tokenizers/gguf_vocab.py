@@ -20,7 +20,7 @@ from ..errors import TokenizerError
 from . import load_tokenizer_files
 from .base import Tokenizer
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
-from .gguf_keys import CONTROL, PREFIX, GgufVocabulary
+from .gguf_keys import CONTROL, PREFIX, UNKNOWN, GgufVocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
 from .settings import TokenizerSettings
 
@@ -65,7 +65,8 @@ def _files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
         if added:
             config["added_tokens_decoder"] = {
-                str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] == CONTROL} for n in added
+                str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] in (CONTROL, UNKNOWN)}
+                for n in added
             }
     else:
         around = ids["bos"] if add_bos else None, ids["eos"] if add_eos else None

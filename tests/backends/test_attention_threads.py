@@ -6,7 +6,9 @@ from helpers import of_one_layer, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cpu.backend import CythonBackend, simd_variants, why_unavailable
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import KVCache, TokenBatch
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -53,14 +55,14 @@ def test_a_prompt_gives_what_its_tokens_give_one_by_one(
     """`parts`: of each sequence, the first position and how many tokens of it are in the batch."""
     heads = kv_heads * group
     config = of_one_layer(kv_heads, group, head_dim)
-    cache = KVCache(config, slots=len(parts), capacity=90, dtype=dtype, page_size=page_size)
+    be = CythonBackend(threads=2, simd=simd)
+    cache = be.new_cache(config, CacheSpec(len(parts), 90, dtype, page_size))
     generator = np.random.default_rng(seed)
     for slot in range(len(parts)):
         keys, values = (generator.standard_normal((90, kv_heads, head_dim), dtype=np.float32) for _ in range(2))
         cache.append(0, TokenBatch.of([(slot, 0, range(90))]), keys, values)
     batch = TokenBatch.of([(slot, first, range(count)) for slot, (first, count) in enumerate(parts)])
     q = generator.standard_normal((len(batch), heads, head_dim), dtype=np.float32) * 3
-    be = CythonBackend(threads=2, simd=simd)
     together = be.attention(q, cache, batch, 0, window)
     for i in range(len(batch)):
         alone = TokenBatch(*(array[i : i + 1] for array in (batch.tokens, batch.positions, batch.slots)))

@@ -63,12 +63,12 @@ def test_each_thread_has_its_own():
 
 
 def test_no_more_is_kept_than_the_limit(monkeypatch):
-    monkeypatch.setattr(buffers, "MOST", 5 << 20)
+    monkeypatch.setattr(buffers, "MAX_FREE_BYTES", 5 << 20)
     results = Buffers()
     held = [results.empty(BIG) for _ in range(9)]
-    assert len(results._pool.kept) == 9  # in use: none of them can go
+    assert len(results._pool.buffers) == 9  # in use: none of them can go
     del held
     gc.collect()
     results.empty((3 * BIG[0], BIG[1]))
-    kept = results._pool.kept
-    assert sum(block.size for block in kept[:-1]) <= 5 << 20
+    buffers_left = results._pool.buffers
+    assert sum(block.size for block in buffers_left[:-1]) <= 5 << 20

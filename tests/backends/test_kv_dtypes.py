@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from helpers import GOLDEN, model, rng
+from helpers import GOLDEN, call, model, rng
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -13,10 +12,9 @@ from hypothesis.extra import numpy as hnp
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cache_dtypes import CACHE_DTYPES, narrow, quantize_rows, widen
-from bitnet_ref.benchmark import measure_cache
-from bitnet_ref.cli import cli
-from bitnet_ref.errors import GenerationError, NumericsError, ShapeError
-from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.backends.paged_cache import CacheSpec, PagedKVCache
+from bitnet_ref.errors import NumericsError, ShapeError
+from bitnet_ref.reference.cache import TokenBatch
 
 CONFIG = model(GOLDEN / "llama-dense").config  # 2 layers, 4 heads on 2 of 32
 ROWS = hnp.arrays(np.float32, (3, 2, 8), elements=st.floats(-1e4, 1e4, width=32))
@@ -58,7 +56,7 @@ def test_wide_dtypes_are_kept_as_they_are():
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 65520.0), ("float16", np.inf), ("int8", np.nan)])
 def test_what_cannot_be_kept_is_an_error(dtype, value):
-    cache = KVCache(CONFIG, 1, 4, dtype)
+    cache = PagedKVCache(CONFIG, CacheSpec(1, 4, dtype), np.dtype(dtype))
     k = np.ones((1, 2, 32), np.float32)
     k[0, 1, 7] = value
     with pytest.raises(NumericsError, match=r"KVCache\.append: "):
@@ -66,7 +64,7 @@ def test_what_cannot_be_kept_is_an_error(dtype, value):
 
 
 def test_bytes():
-    sizes = {dtype: KVCache(CONFIG, 2, 10, dtype) for dtype in CACHE_DTYPES}
+    sizes = {dtype: Backend(threads=1).new_cache(CONFIG, CacheSpec(2, 10, dtype)) for dtype in CACHE_DTYPES}
     numbers = 2 * 2 * 2 * 32  # keys and values of 2 layers, 2 kv heads
     assert {dtype: cache.bytes_per_token for dtype, cache in sizes.items()} == {
         "float32": numbers * 4,
@@ -85,31 +83,32 @@ def test_a_narrow_cache_computes_with_the_floats_it_stands_for(be, dtype, page_s
     batch = TokenBatch.of([(0, 0, [0] * 37), (1, 0, [0] * 5)])
     k, v = (generator.standard_normal((42, 2, 40)).astype(np.float32) * 3 for _ in range(2))
     q = generator.standard_normal((42, 6, 40)).astype(np.float32)
-    kept = be.new_cache(config, 2, 40, dtype, page_size)
-    assert kept.dtype == dtype
-    kept.append(1, batch, k, v)
-    floats = be.new_cache(config, 2, 40, "float32")
-    floats.append(1, batch, *kept.stored(1, batch))
+    narrow_cache = be.new_cache(config, CacheSpec(2, 40, dtype, page_size))
+    assert narrow_cache.dtype == dtype
+    call(be, "append", narrow_cache, 1, batch, k, v)
+    stored = narrow_cache.stored(1, batch)
+    floats = be.new_cache(config, CacheSpec(2, 40, "float32"))
+    call(be, "append", floats, 1, batch, *stored)
     for window in (None, 4):
         np.testing.assert_array_equal(
-            be.attention(q, kept, batch, 1, window), be.attention(q, floats, batch, 1, window)
+            call(be, "attention", q, narrow_cache, batch, 1, window), call(be, "attention", q, floats, batch, 1, window)
         )
-    assert np.abs(kept.stored(1, batch)[0] - k).max() > 0
+    assert np.abs(stored[0] - k).max() > 0
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_cache_is_batch_invariant_and_equal_on_all_backends(backend_name, dtype):
     m = model("storyteller", backend_name)
     tokens = rng(3).integers(3, m.config.vocab_size, 12)
-    whole = m.forward(TokenBatch.of([(0, 0, tokens)]), m.new_cache(1, 12, dtype=dtype))
+    whole = m.run(TokenBatch.of([(0, 0, tokens)]), m.new_cache(1, 12, dtype=dtype)).all()
     assert whole.dtype == np.float32
     cache = m.new_cache(2, 12, dtype=dtype, page_size=5)
-    m.forward(TokenBatch.of([(1, 0, tokens[:7])]), cache)
+    m.run(TokenBatch.of([(1, 0, tokens[:7])]), cache).all()
     cache.copy([1], [0], 7)
-    rest = m.forward(TokenBatch.of([(0, 7, tokens[7:])]), cache)
+    rest = m.run(TokenBatch.of([(0, 7, tokens[7:])]), cache).all()
     np.testing.assert_array_equal(rest, whole[7:])
     numpy = model("storyteller")
-    expected = numpy.forward(TokenBatch.of([(0, 0, tokens)]), numpy.new_cache(1, 12, dtype=dtype))
+    expected = numpy.run(TokenBatch.of([(0, 0, tokens)]), numpy.new_cache(1, 12, dtype=dtype)).all()
     np.testing.assert_allclose(whole, expected, rtol=0, atol=2e-5)
 
 
@@ -118,7 +117,7 @@ def test_a_float64_run_with_a_narrow_cache_stays_float64():
     tokens = [1, 5, 9, 2]
     exact = double.logits(tokens)
     for dtype in NARROW:
-        logits = double.forward(TokenBatch.of([(0, 0, tokens)]), double.new_cache(1, 4, dtype=dtype))
+        logits = double.run(TokenBatch.of([(0, 0, tokens)]), double.new_cache(1, 4, dtype=dtype)).all()
         assert logits.dtype == np.float64
         assert 0 < np.abs(logits - exact).max() < 0.1
 
@@ -126,7 +125,7 @@ def test_a_float64_run_with_a_narrow_cache_stays_float64():
 def test_a_dtype_that_a_backend_cannot_keep(be):
     for wrong in ("float8", "bfloat16", *(["float64"] if be.name != "numpy" else [])):
         with pytest.raises(ShapeError, match=f"expected cache dtype .*float16 or int8, got {wrong!r}"):
-            be.new_cache(CONFIG, 1, 1, wrong)
+            be.new_cache(CONFIG, CacheSpec(1, 1, wrong))
     with pytest.raises(ShapeError, match="cache dtype"):
         bitnet_ref.load("storyteller", backend=be.name, cache_dtype="int4")
 
@@ -156,53 +155,6 @@ def test_shared_models_of_other_cache_dtypes_are_others():
     assert bitnet_ref.load("storyteller", backend="numpy", share=True) is not one
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
-
-
-def test_the_error_of_each_dtype():
-    """On 70 tokens, two chunks: against whole passes, compared here in the plainest way."""
-    m = model("storyteller", "cython" if bitnet_ref.available_backends()["cython"] is None else "numpy")
-    ids = rng(4).integers(3, m.config.vocab_size, 70).tolist()
-    found = measure_cache(m, ids)
-    assert (found.tokens, [error.dtype for error in found.errors]) == (70, list(CACHE_DTYPES))
-    exact, half, eighth = found.errors
-    assert (exact.max_logit_error, exact.kl_mean, exact.kl_max, exact.greedy_agreement) == (0, 0, 0, 1)
-    assert exact.bytes_per_token == 2 * half.bytes_per_token > 2 * eighth.bytes_per_token
-    logits = m.logits(ids)
-    for error in (half, eighth):
-        other = m.forward(TokenBatch.of([(0, 0, ids)]), m.new_cache(1, 70, dtype=error.dtype))
-        p, q = (
-            np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(-1, keepdims=True) for x in (logits, other)
-        )
-        kl = (p * np.log(p / q)).sum(-1)
-        assert error.max_logit_error == pytest.approx(np.abs(logits - other).max())
-        assert error.kl_mean == pytest.approx(kl.mean(), rel=1e-6)
-        assert error.kl_max == pytest.approx(kl.max(), rel=1e-6)
-        assert error.greedy_agreement == pytest.approx((logits.argmax(-1) == other.argmax(-1)).mean())
-        assert 0 < error.kl_mean < 0.05
-
-
-def test_a_text_is_cut_to_the_context_and_may_not_be_empty():
-    m = model("storyteller")
-    assert measure_cache(m, "Once upon a time", ["int8"]).errors[0].dtype == "int8"
-    assert measure_cache(model(GOLDEN / "llama-dense"), [1] * 5000, []).tokens == CONFIG.context_length
-    with pytest.raises(GenerationError, match="no tokens"):
-        measure_cache(m, [])
-    with pytest.raises(ShapeError, match="cache dtype"):
-        measure_cache(m, "A", ["int4"])
-
-
-def test_bench_cache_and_the_option():
-    runner = CliRunner()
-    result = runner.invoke(cli, ["bench", "cache", "--text", "The old man and the sea", "--backend", "numpy"])
-    assert result.exit_code == 0, result.output
-    assert [line.split()[0] for line in result.stdout.splitlines()[-3:]] == list(CACHE_DTYPES)
-    arguments = ["generate", "The rabbit", "--max-tokens", "2", "--backend", "numpy", "--cache-dtype"]
-    result = runner.invoke(cli, [*arguments, "int8"])
-    assert "int8 cache of 1.6 KB a token" in result.stderr
-    assert runner.invoke(cli, [*arguments, "int4"]).exit_code == 2
-
-
 def test_the_interface_takes_no_other_dtype_by_default():
-    assert Backend(threads=1).new_cache(CONFIG, 1, 1).dtype == np.float32
-    assert Backend("float64", threads=1).new_cache(CONFIG, 1, 1).dtype == np.float64
+    assert Backend(threads=1).new_cache(CONFIG, CacheSpec(1, 1)).dtype == np.float32
+    assert Backend("float64", threads=1).new_cache(CONFIG, CacheSpec(1, 1)).dtype == np.float64

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bitnet_ref
-from bitnet_ref.backends import Backend, HeadNeed
-from bitnet_ref.backends.cpu.backend import CythonBackend, simd_variants, why_unavailable
-from bitnet_ref.backends.screened_head import SMALLEST_SCREENED_BYTES, ScreenedHead, surviving_rows
+from bitnet_ref.backends import Backend
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
+from bitnet_ref.backends.cpu.weights import MIN_SCREENED_BYTES, ScreenedHead, surviving_rows
+from bitnet_ref.backends.head import HeadNeed, TokenLogits
 from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.sampling import candidates_needed, choose, choose_among
+from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -26,6 +29,12 @@ BF16 = ml_dtypes.bfloat16
 @pytest.fixture(params=RUNNABLE)
 def compiled(request):
     return CythonBackend(threads=2, simd=request.param, head="screened")
+
+
+def candidates(be, x, head, needs):
+    """The logits that a screened head computes for each token of x, as a pass returns them."""
+    rows = be.head_rows(x, head, needs)
+    return [TokenLogits(each, head.shape[0], lambda h: be.lm_head(h, head), h) for each, h in zip(rows, x, strict=True)]
 
 
 def gaussian(n_rows, n_in, dtype=BF16, seed=0):
@@ -78,7 +87,7 @@ def states(n_in):
 def check_bounds(be, x, w):
     with np.errstate(all="ignore"):
         logits = be.lm_head(x, w)
-        lower, upper = be._head_bounds(x, be._screened(w))
+        lower, upper = be._head_bounds(x, be._add_screen(w), range(len(x)))
     finite = np.isfinite(logits)
     assert (lower <= logits)[finite].all()
     assert (logits <= upper)[finite].all()
@@ -93,7 +102,7 @@ def test_bounds_hold_on_adversarial_rows(compiled, kind, dtype):
     with np.errstate(all="ignore"):
         check_bounds(compiled, states(70), w)
         exact = w.array.astype(np.float64) @ states(70).astype(np.float64).T  # for any order of the sum, so for none
-    lower, upper = compiled._head_bounds(states(70), compiled._screened(w))
+    lower, upper = compiled._head_bounds(states(70), compiled._add_screen(w), range(6))
     assert (lower <= exact.T).all()
     assert (upper >= exact.T).all()
 
@@ -170,40 +179,40 @@ PARAMS = [
 def test_choices_equal_those_of_all_logits(compiled, kind):
     w = adversarial(kind)
     w = DenseWeight(np.concatenate([w, gaussian(4000, 70, seed=2) * BF16(0.01)]))  # so that there is much to leave out
-    head, x = compiled._screened(w), states(70)[[0, 1, 4]]
+    head, x = compiled._add_screen(w), states(70)[[0, 1, 4]]
     logits = compiled.lm_head(x, w)
     if not np.isfinite(logits).all():
         pytest.skip("these logits overflow: generation refuses them")
     for given_params in PARAMS:
         params = SamplingParams.of(**given_params)
-        found = compiled.head_candidates(x, head, [HeadNeed(candidates_needed(params, 4300))] * 3)
-        for i, candidates in enumerate(found):
-            np.testing.assert_array_equal(candidates.logits.view(np.uint32), logits[i][candidates.ids].view(np.uint32))
+        found = candidates(compiled, x, head, [HeadNeed(candidates_needed(params, 4300))] * 3)
+        for i, token in enumerate(found):
+            np.testing.assert_array_equal(token.values.view(np.uint32), logits[i][token.ids].view(np.uint32))
             for uniform in (0.0, 0.3, 0.9999, float(rng(i).random())):
-                if candidates.complete:
+                if token.complete:
                     continue
-                token = choose_among(candidates, params, uniform)
-                assert token in (choose(logits[i], params, uniform), None)
-                assert token is not None or (params.top_p < 1 and params.top_k == 0)
+                chosen = choose_among(token, params, uniform)
+                assert chosen in (choose(logits[i], params, uniform), None)
+                assert chosen is not None or (params.top_p < 1 and params.top_k == 0)
 
 
 def test_few_rows_are_computed(compiled):
     w = gaussian(20000, 256)
     x = states(256)[[0, 4]]
     for k, most in ((1, 60), (50, 1000)):
-        for candidates in compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(k)] * 2):
-            assert k <= len(candidates.ids) <= most
+        for token in candidates(compiled, x, compiled._add_screen(DenseWeight(w)), [HeadNeed(k)] * 2):
+            assert k <= len(token.ids) <= most
 
 
 def test_ties_go_to_the_smaller_id(compiled):
     w = gaussian(5000, 64) * BF16(0.1)
     w[[4001, 17, 2500]] = w[17] = gaussian(1, 64, seed=9)[0]
     x = w[17].astype(np.float32)[None]
-    (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(1)])
+    (found,) = candidates(compiled, x, compiled._add_screen(DenseWeight(w)), [HeadNeed(1)])
     assert {17, 2500, 4001} <= set(found.ids.tolist())
     assert len(found.ids) < 100
     assert choose_among(found, SamplingParams(), 0.0) == 17
-    (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(2)])
+    (found,) = candidates(compiled, x, compiled._add_screen(DenseWeight(w)), [HeadNeed(2)])
     params = SamplingParams(temperature=1.0, top_k=2)
     assert {choose_among(found, params, uniform) for uniform in (0.1, 0.9)} == {17, 2500}
 
@@ -211,10 +220,10 @@ def test_ties_go_to_the_smaller_id(compiled):
 def test_ids_can_be_forced_in(compiled):
     w = DenseWeight(gaussian(2000, 64))
     x = states(64)[:1]
-    (found,) = compiled.head_candidates(x, compiled._screened(w), [HeadNeed(1, [3, 1999, 3])])
+    (found,) = candidates(compiled, x, compiled._add_screen(w), [HeadNeed(1, [3, 1999, 3])])
     assert {3, 1999} <= set(found.ids.tolist())
     assert (np.diff(found.ids) > 0).all()
-    np.testing.assert_array_equal(found.logits, compiled.lm_head(x, w)[0][found.ids])
+    np.testing.assert_array_equal(found.values, compiled.lm_head(x, w)[0][found.ids])
 
 
 def test_top_p_alone_is_decided_by_the_bounds_where_it_can(compiled):
@@ -226,7 +235,7 @@ def test_top_p_alone_is_decided_by_the_bounds_where_it_can(compiled):
     for temperature, decided in ((0.5, True), (1000.0, False)):
         params = SamplingParams(temperature=temperature, top_p=0.9)
         k = candidates_needed(params, len(w))
-        (found,) = compiled.head_candidates(x, compiled._screened(DenseWeight(w)), [HeadNeed(k)])
+        (found,) = candidates(compiled, x, compiled._add_screen(DenseWeight(w)), [HeadNeed(k)])
         assert not found.complete
         token = choose_among(found, params, 0.5)
         assert token == (choose(logits, params, 0.5) if decided else None)
@@ -234,27 +243,27 @@ def test_top_p_alone_is_decided_by_the_bounds_where_it_can(compiled):
 
 def test_rows_that_are_all_alike_take_the_whole_head(compiled):
     w = np.repeat(gaussian(1, 64), 5000, axis=0)
-    (found,) = compiled.head_candidates(states(64)[:1], compiled._screened(DenseWeight(w)), [HeadNeed(1)])
+    (found,) = candidates(compiled, states(64)[:1], compiled._add_screen(DenseWeight(w)), [HeadNeed(1)])
     assert found.complete
-    assert choose(found.logits, SamplingParams(), 0.0) == 0
+    assert choose(found.values, SamplingParams(), 0.0) == 0
 
 
 def test_each_token_gets_what_it_needs_itself(compiled):
     """One that needs all logits does not make the others compute them."""
     w, x = DenseWeight(gaussian(5000, 64)), states(64)[[0, 4, 0]]
-    head, logits = compiled._screened(w), compiled.lm_head(x, w)
+    head, logits = compiled._add_screen(w), compiled.lm_head(x, w)
     needs = [HeadNeed(1), HeadNeed(None), HeadNeed(2, np.array([7]))]
-    found = compiled.head_candidates(x, head, needs)
-    assert [candidates.complete for candidates in found] == [False, True, False]
+    found = candidates(compiled, x, head, needs)
+    assert [token.complete for token in found] == [False, True, False]
     assert 7 in found[2].ids
     assert 7 not in found[0].ids
-    for i, candidates in enumerate(found):
-        np.testing.assert_array_equal(candidates.logits, logits[i][candidates.ids])
-        (alone,) = compiled.head_candidates(x[i : i + 1], head, needs[i : i + 1])
-        np.testing.assert_array_equal(candidates.ids, alone.ids)
-        np.testing.assert_array_equal(candidates.logits, alone.logits)
-    with pytest.raises(ShapeError, match="head_candidates"):
-        compiled.head_candidates(x, head, needs[:2])
+    for i, token in enumerate(found):
+        np.testing.assert_array_equal(token.values, logits[i][token.ids])
+        (alone,) = candidates(compiled, x[i : i + 1], head, needs[i : i + 1])
+        np.testing.assert_array_equal(token.ids, alone.ids)
+        np.testing.assert_array_equal(token.values, alone.values)
+    with pytest.raises(ShapeError, match="head_rows"):
+        candidates(compiled, x, head, needs[:2])
 
 
 # -- NaN and Inf -------------------------------------------------------------------------------------------------------
@@ -264,10 +273,10 @@ def test_each_token_gets_what_it_needs_itself(compiled):
 def test_a_bad_state_is_refused(compiled, value):
     x = states(64)[:2]
     x[1, 40] = value
-    head = compiled._screened(DenseWeight(gaussian(5000, 64)))
+    head = compiled._add_screen(DenseWeight(gaussian(5000, 64)))
     for needs in ([HeadNeed(1), HeadNeed(1)], [HeadNeed(), HeadNeed(1)]):
         with pytest.raises(NumericsError, match="token 1"):
-            compiled.head_candidates(x, head, needs)
+            candidates(compiled, x, head, needs)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -3e38])
@@ -275,11 +284,11 @@ def test_a_row_that_is_not_finite_or_overflows_is_always_computed(compiled, valu
     w = gaussian(5000, 64)
     w[1234, 60:] = value
     with np.errstate(all="ignore"):
-        (found,) = compiled.head_candidates(
-            np.full((1, 64), 10, np.float32), compiled._screened(DenseWeight(w)), [HeadNeed(1)]
+        (found,) = candidates(
+            compiled, np.full((1, 64), 10, np.float32), compiled._add_screen(DenseWeight(w)), [HeadNeed(1)]
         )
-    assert not np.isfinite(found.logits[found.ids == 1234]).any()
-    assert np.isfinite(found.logits[found.ids != 1234]).all()
+    assert not np.isfinite(found.values[found.ids == 1234]).any()
+    assert np.isfinite(found.values[found.ids != 1234]).all()
 
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
@@ -320,7 +329,7 @@ def test_auto_screens_large_heads_only(pair):
     assert small.head == "exact"
     assert [m.head for m in pair] == ["exact", "screened"]
     assert pair[1].weights.tied == pair[0].weights.tied
-    large = DenseWeight(np.zeros((SMALLEST_SCREENED_BYTES // 128, 64), BF16))
+    large = DenseWeight(np.zeros((MIN_SCREENED_BYTES // 128, 64), BF16))
     weights = small.weights
     assert type(be.prepare_model(weights)) is type(weights)
     screened = be.prepare_model(replace(weights, lm_head=large, embedding=large))
@@ -361,12 +370,36 @@ def test_nan_in_a_screened_run_is_named(pair):
     norm = m.weights.final_norm.copy()
     norm[3] = np.inf
     bad = bitnet_ref.Model(m.config, replace(m.weights, final_norm=norm), m.backend, m.path)
-    with pytest.raises(NumericsError, match=r"ln_final\.hook_normalized"):
-        bad.generate("Alice", max_tokens=2)
+    for top in (None, [(1, ())]):
+        with pytest.raises(NumericsError, match=r"ln_final\.hook_normalized"):
+            bad.run(TokenBatch.of([(0, 0, [1, 2, 3])], [0]), bad.new_cache(1, 3), top)
+
+
+@pytest.mark.parametrize("path", [None, "ops", "blocks", "replayed"])
+def test_a_screened_pass_has_the_logits_of_the_exact_one(pair, path):
+    """Each token gets what it was asked for, on every path; the rest is bounded, and computed when somebody asks."""
+    exact, screened = pair
+    batch = TokenBatch.of([(0, 0, [1, 20, 300, 7])])
+    logits = exact.run(batch, exact.new_cache(1, 4)).all()
+    top = [(1, ()), (None, ()), (5, [7, 9]), (1, [3])]
+    tokens = screened.run(batch, screened.new_cache(1, 4), top, path).tokens
+    assert [token.complete for token in tokens] == [False, True, False, False]
+    for token, (k, also), expected in zip(tokens, top, logits, strict=True):
+        np.testing.assert_array_equal(token.values, expected[token.ids])
+        assert {*also} <= {*token.ids.tolist()}
+        if k is not None:
+            assert {*np.argsort(-expected, kind="stable")[:k]} <= {*token.ids.tolist()}
+            lower, upper = token.rest()
+            others = np.delete(expected, token.ids)
+            assert (lower <= others).all()
+            assert (others <= upper).all()
+            assert upper.max() < np.sort(expected)[-k]
+        np.testing.assert_array_equal(token.all(), expected)
+    np.testing.assert_array_equal(screened.run(batch, screened.new_cache(1, 4), path=path).all(), logits)
 
 
 def test_every_row_is_the_base_definition():
     be, w, x = Backend(), DenseWeight(gaussian(50, 8, np.float32)), states(8)[:2]
-    for candidates, logits in zip(be.head_candidates(x, w, [HeadNeed(3, [1])] * 2), be.lm_head(x, w), strict=True):
-        assert candidates.complete
-        np.testing.assert_array_equal(candidates.logits, logits)
+    for token, logits in zip(candidates(be, x, w, [HeadNeed(3, [1])] * 2), be.lm_head(x, w), strict=True):
+        assert token.complete
+        np.testing.assert_array_equal(token.values, logits)

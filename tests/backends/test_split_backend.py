@@ -20,13 +20,13 @@ from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import cupy_device, footprint
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
-from bitnet_ref.backends.placement import Costs, Placement, divided
+from bitnet_ref.backends.placement import Costs, Placement, divide_layers
 from bitnet_ref.backends.split_backend import Part, SplitBackend, SplitKVCache
 from bitnet_ref.benchmark import synthetic_model
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.tolerances import LOGITS_FLOOR
 from bitnet_ref.errors import BackendUnavailable, ConfigError, DeviceError, NumericsError, OutOfMemory, ShapeError
-from bitnet_ref.formats.checkpoint import ReadOptions, read_weights
+from bitnet_ref.formats.checkpoint import ReadOptions, element_bytes, read_weights
 from bitnet_ref.formats.open import find_model, open_checkpoint
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.serving import EngineConfig
@@ -64,8 +64,8 @@ def deep(tmp_path_factory):
 def limit_for(path, layers, with_head=True, cards=1, **options):
     """The least memory of a card in which so many layers fit by the plan, and a little."""
     with open_checkpoint(path, ReadOptions()) as checkpoint:
-        tokens = Placement(**options).tokens(checkpoint)
-        costs = Costs.of(checkpoint, CupyBackend(), None, tokens)
+        tokens = Placement(**options).tokens(checkpoint.config)
+        costs = Costs.of(checkpoint.config, element_bytes(checkpoint), CupyBackend(), None, tokens)
     be = CupyBackend()
     used = be.ws.device.memory().used
     need = sum(costs.layers[:layers]) // cards + with_head * costs.head + costs.working + used
@@ -234,7 +234,7 @@ def test_a_split_has_every_operation_of_a_backend():
     """Those that it inherits do not compute anything themselves."""
     ops = {name for name, value in vars(Backend).items() if not name.startswith("_") and inspect.isfunction(value)}
     own = {name for name in vars(SplitBackend) if not name.startswith("_")}
-    assert ops - own == {"run", "linear", "prepared_layout", "prompt_tokens"}
+    assert ops - own == {"run", "linear", "prepared_layout", "check_prepared", "prompt_tokens"}
 
 
 # -- who has which layers ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_no_other_division_fills_the_fullest_card_less(seed):
         for b in range(a, 8):
             shares = [sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])]
             fits[a, b - a, 7 - b] = max(share / room for share, room in zip(shares, rooms, strict=True))
-    best, found = min(fits.values()), divided(costs, rooms)
+    best, found = min(fits.values()), divide_layers(costs, rooms)
     assert (found is None) == (best > 1)
     if found is not None:
         assert fits[tuple(found)] <= best + 2 / min(rooms)  # whole bytes
@@ -265,7 +265,7 @@ def test_the_plan_knows_what_a_card_will_hold(case, dtype):
     before = be.ws.device.memory().used
     with open_checkpoint(path, ReadOptions()) as checkpoint:
         config = checkpoint.config
-        costs = Costs.of(checkpoint, be, None, 256)
+        costs = Costs.of(checkpoint.config, element_bytes(checkpoint), be, None, 256)
         w = be.prepare_model(read_weights(checkpoint, None, be.prepare_for))
     gc.collect()
     cache = be.new_cache(config, 1, 256)

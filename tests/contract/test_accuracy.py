@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, golden, model, rng
+from helpers import GOLDEN, call, golden, model, rng
 
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.crossval.tolerances import EPSILON, FLOOR_IN_EPSILONS
-from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.weights import DenseWeight
 
@@ -27,14 +28,14 @@ def both(be, reference, in_double, op, *arrays):
 def test_rms_norm(be, reference, in_double, size):
     x = (rng(size).standard_normal((4, size)) * np.array([[1e-3], [1.0], [1e4], [0.0]])).astype(np.float32)
     weight = rng(size, 1).standard_normal(size).astype(np.float32)
-    both(be, reference, in_double, lambda b, x, w: b.rms_norm(x, w, 1e-5), x, weight)
+    both(be, reference, in_double, lambda b, x, w: call(b, "rms_norm", x, w, 1e-5), x, weight)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "silu"])
 def test_gated(be, reference, in_double, activation):
     gate = np.concatenate([rng(1).standard_normal(200) * 5, np.linspace(-120, 120, 57)])[None].astype(np.float32)
     up = rng(2).standard_normal(gate.shape).astype(np.float32)
-    both(be, reference, in_double, lambda b, g, u: b.gated(g, u, activation), gate, up)
+    both(be, reference, in_double, lambda b, g, u: call(b, "gated", g, u, activation), gate, up)
 
 
 @pytest.mark.parametrize("head_dim", [2, 6, 16, 128])
@@ -46,7 +47,7 @@ def test_rope(be, reference, in_double, head_dim):
     rope = RopeConfig(theta=500000.0)
 
     def op(b, q, k):
-        return np.concatenate(b.rope(q, k, *b.rope_tables(positions, rope, head_dim)), axis=1)
+        return np.concatenate(call(b, "rope", q, k, *call(b, "rope_tables", positions, rope, head_dim)), axis=1)
 
     both(be, reference, in_double, op, q, k)
 
@@ -55,8 +56,8 @@ def test_rope(be, reference, in_double, head_dim):
 def test_dense_linear_and_lm_head(be, reference, in_double, n, out, k):
     x = rng(n, out).standard_normal((n, k)).astype(np.float32)
     w = DenseWeight(rng(out, k).standard_normal((out, k)).astype(np.float32))
-    both(be, reference, in_double, lambda b, x: b.linear(x, w), x)
-    both(be, reference, in_double, lambda b, x: b.lm_head(x, w), x)
+    both(be, reference, in_double, lambda b, x: call(b, "linear", x, w), x)
+    both(be, reference, in_double, lambda b, x: call(b, "lm_head", x, w), x)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -67,8 +68,8 @@ def test_dense_weights_of_every_dtype(be, dtype):
     w = rng(3).standard_normal((21, 19)).astype(bfloat16 if dtype == "bfloat16" else dtype)
     x = rng(4).standard_normal((3, 19)).astype(np.float32)
     exact = x.astype(np.float64) @ w.astype(np.float64).T
-    np.testing.assert_allclose(be.linear(x, DenseWeight(w)), exact, rtol=0, atol=1e-5)
-    rows = be.embed(DenseWeight(w), np.array([20, 0, 0]))
+    np.testing.assert_allclose(call(be, "linear", x, DenseWeight(w)), exact, rtol=0, atol=1e-5)
+    rows = call(be, "embed", DenseWeight(w), np.array([20, 0, 0]))
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows, w.astype(np.float32)[[20, 0, 0]])
 
@@ -83,9 +84,9 @@ def test_attention(be, reference, in_double, window):
     q = (3 * generator.standard_normal((len(batch), config.num_attention_heads, config.head_dim))).astype(np.float32)
 
     def op(b, q, k, v):
-        cache = KVCache(config, slots=2, capacity=10, dtype=q.dtype.type)
-        cache.append(0, batch, k, v)
-        return b.attention(q, cache, batch, 0, window)
+        cache = b.new_cache(config, CacheSpec(slots=2, capacity=10))
+        call(b, "append", cache, 0, batch, k, v)
+        return call(b, "attention", q, cache, batch, 0, window)
 
     both(be, reference, in_double, op, q, k, v)
     # and against attention written with a mask, all heads and tokens of a sequence at once

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, model, prepared, random_ternary, rng
+from helpers import GOLDEN, call, model, prepared, random_ternary, rng
 
-from bitnet_ref.reference.cache import KVCache, TokenBatch
+from bitnet_ref.backends.paged_cache import CacheSpec
+from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
 
@@ -37,7 +38,7 @@ def test_in_chunks_and_token_by_token(m):
     for sizes in ([5, 1, 7], [12, 1], [1] * LENGTH):
         cache, start = m.new_cache(slots=1, capacity=LENGTH), 0
         for size in sizes:
-            part = m.forward(TokenBatch.of([(0, start, tokens[start : start + size])]), cache)
+            part = m.run(TokenBatch.of([(0, start, tokens[start : start + size])]), cache).all()
             np.testing.assert_array_equal(part, whole[start : start + size], err_msg=f"{sizes}, from {start}")
             start += size
 
@@ -55,7 +56,7 @@ def test_in_a_batch_of_sequences_of_other_lengths(m):
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):  # the slots, and so the rows, in another order
         cache = m.new_cache(slots=5, capacity=2 * LENGTH)
         batch = TokenBatch.of([(slot, 0, prompts[i]) for slot, i in enumerate(order)])
-        together = m.forward(batch, cache)
+        together = m.run(batch, cache).all()
         for slot, i in enumerate(order):
             np.testing.assert_array_equal(together[batch.slots == slot], alone[i])
 
@@ -64,10 +65,10 @@ def test_rows_in_any_order(m):
     """The tokens of a call may come in any order: all keys are stored before any token looks at them."""
     prompts = [tokens_of(m, n, seed=n) for n in (8, 5)]
     batch = TokenBatch.of([(0, 0, prompts[0]), (1, 0, prompts[1])])
-    expected = m.forward(batch, m.new_cache(slots=2, capacity=LENGTH))
+    expected = m.run(batch, m.new_cache(slots=2, capacity=LENGTH)).all()
     order = rng(9).permutation(len(batch))
     shuffled = TokenBatch(batch.tokens[order], batch.positions[order], batch.slots[order])
-    np.testing.assert_array_equal(m.forward(shuffled, m.new_cache(2, LENGTH)), expected[order])
+    np.testing.assert_array_equal(m.run(shuffled, m.new_cache(2, LENGTH)).all(), expected[order])
 
 
 def test_joining_late(m):
@@ -75,19 +76,19 @@ def test_joining_late(m):
     first, second = tokens_of(m, LENGTH, seed=1), tokens_of(m, 7, seed=2)
     alone_first, alone_second = m.logits(first), m.logits(second)
     cache = m.new_cache(slots=2, capacity=LENGTH)
-    m.forward(TokenBatch.of([(0, 0, first[:6]), (1, 0, tokens_of(m, LENGTH, seed=3))]), cache)
-    both = m.forward(TokenBatch.of([(0, 6, first[6:7]), (1, 0, second[:4])]), cache)
+    m.run(TokenBatch.of([(0, 0, first[:6]), (1, 0, tokens_of(m, LENGTH, seed=3))]), cache).all()
+    both = m.run(TokenBatch.of([(0, 6, first[6:7]), (1, 0, second[:4])]), cache).all()
     np.testing.assert_array_equal(both, np.concatenate([alone_first[6:7], alone_second[:4]]))
-    both = m.forward(TokenBatch.of([(1, 4, second[4:]), (0, 7, first[7:])]), cache)
+    both = m.run(TokenBatch.of([(1, 4, second[4:]), (0, 7, first[7:])]), cache).all()
     np.testing.assert_array_equal(both, np.concatenate([alone_second[4:], alone_first[7:]]))
 
 
 def test_logits_of_the_last_tokens_only(m):
     prompts = [tokens_of(m, n, seed=n) for n in (4, 9, 1)]
     parts = [(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
-    last = m.forward(TokenBatch.of(parts, logits_of_last=[0, 1, 2]), m.new_cache(3, LENGTH))
+    last = m.run(TokenBatch.of(parts, logits_of_last=[0, 1, 2]), m.new_cache(3, LENGTH)).all()
     np.testing.assert_array_equal(last, np.stack([m.logits(prompt)[-1] for prompt in prompts]))
-    some = m.forward(TokenBatch.of(parts, logits_of_last=[1]), m.new_cache(3, LENGTH))
+    some = m.run(TokenBatch.of(parts, logits_of_last=[1]), m.new_cache(3, LENGTH)).all()
     np.testing.assert_array_equal(some, last[1:2])
 
 
@@ -121,19 +122,19 @@ NORMED = TernaryWeight(TERNARY.packed, D, np.float32(0.3), None, InputNorm(WEIGH
 TABLE = DenseWeight(GEN.standard_normal((30, D)).astype(np.float32))
 
 OPS = {
-    "embed": lambda be, i: be.embed(TABLE, POSITIONS[i] % 30),
-    "rms_norm": lambda be, i: be.rms_norm(X[i], WEIGHT, 1e-5),
-    "rope_tables": lambda be, i: np.stack(be.rope_tables(POSITIONS[i], RopeConfig(), HEAD), axis=1),
+    "embed": lambda be, i: call(be, "embed", TABLE, POSITIONS[i] % 30),
+    "rms_norm": lambda be, i: call(be, "rms_norm", X[i], WEIGHT, 1e-5),
+    "rope_tables": lambda be, i: np.stack(call(be, "rope_tables", POSITIONS[i], RopeConfig(), HEAD), axis=1),
     "rope": lambda be, i: np.concatenate(
-        be.rope(Q[i], K[i], *(t[i] for t in be.rope_tables(POSITIONS, RopeConfig(), HEAD))), axis=1
+        call(be, "rope", Q[i], K[i], *(t[i] for t in call(be, "rope_tables", POSITIONS, RopeConfig(), HEAD))), axis=1
     ),
-    "quantize_activations": lambda be, i: np.concatenate(be.quantize_activations(X[i]), axis=1),
-    "relu2": lambda be, i: be.gated(GATE[i], UP[i], "relu2"),
-    "silu": lambda be, i: be.gated(GATE[i], UP[i], "silu"),
-    "dense linear": lambda be, i: be.linear(X[i], prepared(be, DENSE)[0]),
-    "ternary linear": lambda be, i: be.linear(X[i], prepared(be, TERNARY)[0]),
-    "linears": lambda be, i: np.concatenate(be.linears(X[i], prepared(be, TERNARY, NORMED, DENSE)), axis=1),
-    "lm_head": lambda be, i: be.lm_head(X[i], prepared(be, DENSE)[0]),
+    "quantize_activations": lambda be, i: np.concatenate(call(be, "quantize_activations", X[i]), axis=1),
+    "relu2": lambda be, i: call(be, "gated", GATE[i], UP[i], "relu2"),
+    "silu": lambda be, i: call(be, "gated", GATE[i], UP[i], "silu"),
+    "dense linear": lambda be, i: call(be, "linear", X[i], prepared(be, DENSE)[0]),
+    "ternary linear": lambda be, i: call(be, "linear", X[i], prepared(be, TERNARY)[0]),
+    "linears": lambda be, i: np.concatenate(call(be, "linears", X[i], prepared(be, TERNARY, NORMED, DENSE)), axis=1),
+    "lm_head": lambda be, i: call(be, "lm_head", X[i], prepared(be, DENSE)[0]),
 }
 
 
@@ -153,13 +154,13 @@ def test_rows_of_attention_are_independent(window, be):
     config = model(GOLDEN / "llama-dense").config  # for its shape: 4 heads on 2 of 32
     heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     generator = rng(12)
-    cache = KVCache(config, slots=2, capacity=12)
+    cache = be.new_cache(config, CacheSpec(slots=2, capacity=12))
     batch = TokenBatch.of([(0, 0, [0] * 11), (1, 0, [0] * 6)])
     n = len(batch)
     k, v = (generator.standard_normal((n, kv_heads, head)).astype(np.float32) for _ in range(2))
     q = generator.standard_normal((n, heads, head)).astype(np.float32)
-    cache.append(1, batch, k, v)
-    whole = be.attention(q, cache, batch, 1, window)
+    call(be, "append", cache, 1, batch, k, v)
+    whole = call(be, "attention", q, cache, batch, 1, window)
     for subset in (np.arange(n)[::-1], np.array([3]), np.array([16, 2, 10]), np.arange(5, 9)):
         part = TokenBatch(batch.tokens[subset], batch.positions[subset], batch.slots[subset])
-        np.testing.assert_array_equal(be.attention(q[subset], cache, part, 1, window), whole[subset])
+        np.testing.assert_array_equal(call(be, "attention", q[subset], cache, part, 1, window), whole[subset])

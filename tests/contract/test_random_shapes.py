@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from helpers import rng
 
-from bitnet_ref.backends.cpu.backend import CythonBackend, simd_variants
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.reference.weights import TernaryWeight
 
 SHAPES = 10_000

@@ -9,7 +9,7 @@ from helpers import GOLDEN, model
 
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_bitnet_cpp
-from bitnet_ref.crossval.greedy import compare_ids, compare_text
+from bitnet_ref.crossval.token_ids import compare_ids, compare_text
 from bitnet_ref.formats.convert.targets import gguf_tokenizer
 from bitnet_ref.formats.gguf.export import write_gguf_model
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
@@ -66,12 +66,12 @@ def gguf(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("prints", "more"),
+    ("prints", "options"),
     [("text", []), ("ids", ["--ids"])],
     ids=["text", "ids"],
 )
-def test_the_same_tokens(program, gguf, prints, more):
-    crossing = cross_bitnet_cpp(gguf, program, prompt=PROMPT, count=4, prints=prints, more=more)
+def test_the_same_tokens(program, gguf, prints, options):
+    crossing = cross_bitnet_cpp(gguf, program, prompt=PROMPT, count=4, prints=prints, options=options)
     assert crossing.agrees, crossing.verdict
     assert crossing.greedy.compared == 4
     assert "4 tokens the same" in crossing.verdict
@@ -79,8 +79,8 @@ def test_the_same_tokens(program, gguf, prints, more):
 
 @pytest.mark.parametrize("prints", ["text", "ids"])
 def test_a_planted_token_is_named_with_its_margin(program, gguf, prints):
-    more = ["--wrong-at", "2", *(["--ids"] if prints == "ids" else ["--no-display-prompt"])]
-    crossing = cross_bitnet_cpp(gguf, program, prompt=PROMPT, count=4, prints=prints, more=more)
+    options = ["--wrong-at", "2", *(["--ids"] if prints == "ids" else ["--no-display-prompt"])]
+    crossing = cross_bitnet_cpp(gguf, program, prompt=PROMPT, count=4, prints=prints, options=options)
     assert crossing.agrees is False
     found = crossing.greedy
     assert found.parted == 2
@@ -95,13 +95,13 @@ def test_a_planted_token_is_named_with_its_margin(program, gguf, prints):
 
 
 def test_a_program_that_fails_or_is_not_there(program, gguf, tmp_path):
-    crossing = cross_bitnet_cpp(gguf, program, prompt=PROMPT, count=2, more=["--die"])
+    crossing = cross_bitnet_cpp(gguf, program, prompt=PROMPT, count=2, options=["--die"])
     assert crossing.agrees is False
     assert "no such architecture" in crossing.verdict
     assert cross_bitnet_cpp(gguf, str(tmp_path / "llama-cli")).agrees is None
     no_tokenizer = cross_bitnet_cpp(GOLDEN / "llama-dense", program)
     assert no_tokenizer.agrees is None
-    assert "cannot be given to it" in no_tokenizer.verdict
+    assert "cannot be converted for it" in no_tokenizer.verdict
 
 
 def test_from_the_shell(program, gguf):

@@ -14,9 +14,9 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_all, cross_engine, cross_engine_on, make_receipt, verify_receipt
-from bitnet_ref.crossval.engines.engine import LLAMA_CPP, ONNXRUNTIME, TRANSFORMERS, Engine
-from bitnet_ref.crossval.engines.llama_cpp import _unflipped, block_rule
-from bitnet_ref.crossval.engines.outside import until
+from bitnet_ref.crossval.engines.engine import Engine
+from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
+from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.receipt import write_receipt
@@ -25,12 +25,12 @@ from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError
 
 CASE = GOLDEN / "bitnet-packed-offline"
-RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "recorders"
+RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "engines" / "recorders"
 
 # The interpreter that has torch, transformers and llama-cpp-python, where this one has not
 PYTHON = os.environ.get("BITNET_REF_ENGINES_PYTHON") or None
 needs_onnx = pytest.mark.skipif(
-    find_spec("onnx") is None or ONNXRUNTIME.missing() is not None, reason="needs onnx and onnxruntime"
+    find_spec("onnx") is None or ENGINES["onnxruntime"].missing() is not None, reason="needs onnx and onnxruntime"
 )
 WHY = "set BITNET_REF_ENGINES_PYTHON to an interpreter that has it"
 
@@ -122,7 +122,7 @@ def test_an_engine_that_breaks_is_no_agreement(tmp_path):
     _, job = _prepare(CASE, tmp_path)
     jobs = [{**job, "tokens": [1, 5], "out": str(tmp_path / name)} for name in ("a", "b")]
     jobs[0]["model"] = str(tmp_path / "bad.onnx")
-    bad, good = ONNXRUNTIME.record(jobs)
+    bad, good = ENGINES["onnxruntime"].record(jobs)
     assert "bad.onnx" in bad
     assert good is None
     with Trace(tmp_path / "b") as trace:
@@ -134,7 +134,10 @@ def test_an_engine_that_dies_has_last_words(tmp_path):
     script = tmp_path / "python"
     script.write_text(f"#!{sys.executable}\nimport sys\nprint('{{\"failed\": null}}')\nsys.exit('out of luck')\n")
     script.chmod(0o755)
-    assert ONNXRUNTIME.record([{}, {}], str(script)) == [None, "onnxruntime ended with status 1: out of luck"]
+    assert ENGINES["onnxruntime"].record([{}, {}], str(script)) == [
+        None,
+        "onnxruntime ended with status 1: out of luck",
+    ]
 
 
 # -- llama.cpp's rule --------------------------------------------------------------------------------------------------
@@ -180,12 +183,12 @@ def test_tokens_before_a_flip_are_those_that_are_compared():
     run, backend = setting.run(), Backend("float32", threads=1)
 
     candidate = Run(run, setting.tokens)
-    assert _unflipped(run, candidate, backend, m) == 4
+    assert _count_unflipped(run, candidate, backend, m) == 4
     x = run["blocks.1.ln2.hook_normalized"].copy()
     x[2, 0] *= np.float32(1.5)
     candidate["blocks.1.ln2.hook_normalized"] = x
-    assert _unflipped(run, candidate, backend, m) == 2
-    cut = until(run, 2)
+    assert _count_unflipped(run, candidate, backend, m) == 2
+    cut = first_tokens(run, 2)
     assert cut["hook_embed"].shape[0] == 2
     assert cut["blocks.0.attn.hook_pattern"].shape[1:] == (2, 2)
 
@@ -194,7 +197,7 @@ def test_tokens_before_a_flip_are_those_that_are_compared():
 
 
 @pytest.mark.slow
-@needs(TRANSFORMERS)
+@needs(ENGINES["transformers"])
 def test_transformers():
     cases = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
     subjects = [("storyteller", None), *((GOLDEN / case, tokens_of(case)) for case in cases)]
@@ -212,11 +215,11 @@ def test_transformers():
 
 
 @pytest.mark.slow
-@needs(TRANSFORMERS)
+@needs(ENGINES["transformers"])
 def test_every_hook_of_transformers_is_mapped(tmp_path):
     """What a trace of it holds: every module's result, and what is read before it."""
     job = {"model": str(CASE), "tokens": [1, 5, 9], "dtype": "float32", "out": str(tmp_path / "t")}
-    assert TRANSFORMERS.record([job], PYTHON) == [None]
+    assert ENGINES["transformers"].record([job], PYTHON) == [None]
     block = ["hook_resid_pre", "hook_resid_mid", "hook_resid_post", "ln1.hook_normalized", "ln2.hook_normalized"]
     block += [f"attn.{name}_proj.hook_out" for name in "qkvo"] + ["attn.hook_z", "attn.hook_pattern"]
     block += [f"mlp.{name}_proj.hook_out" for name in ("gate", "up", "down")] + ["mlp.hook_post"]
@@ -233,7 +236,7 @@ def test_every_hook_of_transformers_is_mapped(tmp_path):
 
 
 @pytest.mark.slow
-@needs(LLAMA_CPP)
+@needs(ENGINES["llama_cpp"])
 @pytest.mark.parametrize("case", ["storyteller", "bitnet-packed-offline", "llama-packed-bitlinear", "llama-dense"])
 def test_llama_cpp_is_explained(case):
     path = case if case == "storyteller" else GOLDEN / case

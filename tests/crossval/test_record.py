@@ -8,7 +8,7 @@ import pytest
 from helpers import BITNET, GOLDEN, golden, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.backends.record import names_matcher
+from bitnet_ref.backends.record import match_names
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.weights import DenseWeight
 
@@ -150,7 +150,7 @@ def test_names_filter():
     ]
     assert names(lambda name: name.endswith("ln2.hook_scale")) == ["blocks.0.ln2.hook_scale", "blocks.1.ln2.hook_scale"]
     assert names(name for name in ("hook_embed",)) == ["hook_embed"]
-    assert not names_matcher("blocks.0.*")("blocks.10.hook_resid_pre")
+    assert not match_names("blocks.0.*")("blocks.10.hook_resid_pre")
 
 
 def test_recorded_arrays_are_copies(backend_name):

@@ -1,18 +1,19 @@
 """Teacher-forced comparison and replay of traces: each op judged alone, and named when it is wrong."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import GOLDEN, GOLDEN_CASES, model
-from tracing_engines import TOKENS, QuickBackend
+from tracing_engines import TOKENS, NoisyBackend, QuickBackend, record
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.record import record
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.teacher import teacher_forced
+from bitnet_ref.reference.model import attention_block, feed_forward
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight, plain_weights
 
 BIT_LINEAR = ("activation int8", "activation scale", "accumulator", "linear")
@@ -31,16 +32,11 @@ def test_bitlinears_are_equal_on_every_golden_case(case, backend_name):
     assert all(op.equal for op in found.ops if op.kind in BIT_LINEAR)
     quantized = model(GOLDEN / case).config.quantization is not None
     assert any(op.kind == "accumulator" for op in found.ops) == quantized
-    assert {
-        "embedding",
-        "norm",
-        "rope",
-        "attention scores",
-        "attention pattern",
-        "attention values",
-        "gate",
-        "logits",
-    } <= {op.kind for op in found.ops}
+    kinds = {"embedding", "norm", "rope", "attention values", "gate", "residual", "logits"}
+    assert kinds <= {op.kind for op in found.ops}
+    layers = range(model(GOLDEN / case).config.num_hidden_layers)
+    blocks = {f"blocks.{i}.hook_resid_{half}" for i in layers for half in ("mid", "post")}
+    assert blocks <= {op.name for op in found.ops}
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
@@ -53,6 +49,7 @@ def test_a_run_holds_against_itself(case, backend_name):
     assert all(op.equal for op in found.ops if op.kind in BIT_LINEAR)
 
 
+HEADS = defaultdict(set, v_proj={"blocks.0.attn.hook_v", "blocks.1.attn.hook_v"})
 LINEARS = [name for name, _ in model(GOLDEN / CASE).weights.linears() if name != "lm_head"]
 
 
@@ -72,7 +69,8 @@ def test_a_changed_weight_is_named(linear):
     acc = f"{linear}.hook_acc_int32"
     forced = teacher_forced(m, candidate, TOKENS)
     assert forced.first_divergence.name == acc
-    assert {op.name for op in forced.ops if op.status != "ok"} <= {acc, f"{linear}.hook_out"}
+    block = f"blocks.{layer}.hook_resid_{'mid' if '.attn.' in linear else 'post'}"
+    assert {op.name for op in forced.ops if op.status != "ok"} <= {acc, f"{linear}.hook_out", block} | HEADS[name]
     _, seen = candidate.run_with_cache(TOKENS)
     assert judge_trace(m, seen, TOKENS).first_divergence.name == acc
     assert compare(m.run_with_cache(TOKENS)[1], seen, m.config, TOKENS).first_divergence.name == acc
@@ -94,12 +92,12 @@ def wrong_rope(self, q, k, cos, sin):
     return Backend.rope(self, q, k, cos, -sin)
 
 
-def wrong_scores(self, q, keys):
-    return Backend.attention_scores(self, q, keys) * np.float32(1.01)
+def wrong_append(self, cache, layer, batch, k, v):
+    Backend.append(self, cache, layer, batch, k, v * np.float32(1.01))
 
 
-def wrong_softmax(self, scores):
-    return Backend.softmax(self, scores * np.float32(0.99))
+def wrong_attention(self, q, cache, batch, layer, window):
+    return Backend.attention(self, q * np.float32(1.01), cache, batch, layer, window)
 
 
 def wrong_rounding(self, x):
@@ -124,8 +122,8 @@ WRONG_OPS = {
     "gated": (wrong_gate, "blocks.0.mlp.hook_post"),
     "rms_norm": (wrong_norm, "blocks.0.ln1.hook_normalized"),
     "rope": (wrong_rope, "blocks.0.attn.hook_rot_q"),
-    "attention_scores": (wrong_scores, "blocks.0.attn.hook_attn_scores"),
-    "softmax": (wrong_softmax, "blocks.0.attn.hook_pattern"),
+    "append": (wrong_append, "blocks.0.attn.hook_v"),
+    "attention": (wrong_attention, "blocks.0.attn.hook_z"),
     "quantize_activations": (wrong_rounding, "blocks.0.attn.q_proj.hook_x_int8"),
     "ternary_matmul": (wrong_product, "blocks.0.attn.q_proj.hook_acc_int32"),
     "dequantize": (wrong_scale, "blocks.0.attn.q_proj.hook_out"),
@@ -143,6 +141,41 @@ def test_a_wrong_op_is_named(op):
     if op == "dequantize":  # two roundings off: a free run of another engine may be, and an op on equal inputs may not
         return
     assert free.first_divergence.name == name
+
+
+def wrong_attention_block(self, x, w, cfg, *rest):
+    return attention_block(self, x, w, replace(cfg, norm_eps=2 * cfg.norm_eps), *rest)
+
+
+def wrong_feed_forward(self, x, w, cfg):
+    return feed_forward(self, x, w, cfg) * np.float32(1.0001)
+
+
+@pytest.mark.parametrize(
+    ("block", "change", "name"),
+    [
+        ("attention_block", wrong_attention_block, "blocks.0.hook_resid_mid"),
+        ("feed_forward", wrong_feed_forward, "blocks.0.hook_resid_post"),
+    ],
+)
+def test_a_wrong_block_is_named(block, change, name):
+    """Its ops are right; the block does not use them as it should."""
+    m = model(GOLDEN / CASE)
+    found = teacher_forced(m, on(wrong(**{block: change}), m), TOKENS)
+    assert found.first_divergence.name == name
+    assert {op.kind for op in found.ops if op.status != "ok"} == {"residual"}
+
+
+def test_a_flip_inside_a_block_is_expected():
+    """Noise that every op is allowed moves some activation inside a block to a neighbouring integer."""
+    m = model("storyteller")
+    tokens = m.tokenizer.encode("Once upon a time, the little rabbit ran down the hill")
+    found = teacher_forced(m, on(NoisyBackend(), m), tokens)
+    flipped = [op for op in found.ops if op.status == "rounding flip"]
+    assert flipped
+    assert {op.kind for op in flipped} == {"residual"}
+    assert all("after a rounding flip" in op.note for op in flipped)
+    assert not [op for op in found.ops if op.status == "differs" and op.kind == "residual"]
 
 
 def test_an_error_after_a_flip_does_not_hide():

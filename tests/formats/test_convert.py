@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, model
+from helpers import GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
@@ -19,6 +20,7 @@ from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import TARGETS, convert, prove
 from bitnet_ref.formats.convert import targets as targets_module
+from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import SafetensorsFile
 
@@ -112,6 +114,48 @@ def test_storyteller_still_tells_its_story(target, tmp_path):
     expected = model("storyteller", "auto").generate("Once upon a time", max_tokens=8)
     found = m.generate("Once upon a time", max_tokens=8)
     assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+
+
+DENSE_TARGETS = ("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0")
+
+
+@pytest.mark.parametrize("target", DENSE_TARGETS)
+@pytest.mark.parametrize("mistral", [False, True])
+def test_a_dense_model(target, mistral, tmp_path):
+    config = TINY | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    config |= {"model_type": "mistral", "sliding_window": 3} if mistral else {}
+    folder = write_checkpoint(tmp_path / "hf", config, tiny_tensors(config))
+    proof = convert(folder, named(tmp_path, target), target)
+    assert proof.holds, proof.verdict
+    assert proof.exact or target in ("gguf-f16", "gguf-q8_0")  # the source is bfloat16
+    found = bitnet_ref.load(named(tmp_path, target), backend="numpy")
+    assert found.config.quantization is None
+    expected, logits = (m.logits([1, 2, 3]) for m in (bitnet_ref.load(folder, backend="numpy"), found))
+    assert np.abs(logits - expected).max() <= (0.05 if target == "gguf-q8_0" else 1e-2) * np.abs(expected).max()
+
+
+def test_int8_blocks_that_are_not_those_of_the_source(tmp_path):
+    """A byte of a Q8_0 matrix is another: far within the rounding of the format, but not its rounding."""
+    config = TINY | {"intermediate_size": 128, "head_dim": 32, "hidden_size": 64}
+    folder, path = write_checkpoint(tmp_path / "hf", config, tiny_tensors(config)), tmp_path / "x.gguf"
+    convert(folder, path, "gguf-q8_0")
+    with GgufFile(path) as file:
+        place = file.tensors["blk.0.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    data[place.offset + 5] ^= 1
+    path.write_bytes(data)
+    with open_checkpoint(folder) as source, open_checkpoint(path) as written:
+        assert prove(source, written).problems == ["blocks.0.mlp.up_proj differs"]
+
+
+@pytest.mark.parametrize("target", ["gguf-i2_s", "gguf-tq2_0", "gguf-tl2"])
+def test_a_refusal_names_formats_that_exist(target, tmp_path):
+    folder = write_checkpoint(tmp_path / "hf", TINY, tiny_tensors(TINY))
+    with pytest.raises(FormatError, match="this model is dense") as caught:
+        convert(folder, tmp_path / "x.gguf", target)
+    named_targets = re.findall(r"gguf-[a-z0-9_]+", str(caught.value).partition("; use ")[2])
+    assert named_targets == list(DENSE_TARGETS)
+    assert set(named_targets) < set(TARGETS)
 
 
 def test_what_is_there_is_not_replaced_unless_asked(tmp_path):

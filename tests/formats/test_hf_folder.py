@@ -11,9 +11,10 @@ from helpers import BITNET, GOLDEN, TINY, golden, model, rng, tiny_tensors, writ
 
 import bitnet_ref
 from bitnet_ref.errors import FormatError
+from bitnet_ref.formats.checkpoint import read_weights
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import read_hf_config
-from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, load_hf_weights
+from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.quantization import quantize_weights
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
@@ -406,8 +407,10 @@ def test_a_config_of_a_trillion_layers(tmp_path):
         convert(folder, tmp_path / "out.gguf", to="gguf-i2_s")
     found = [error.message for error in inspect_model(folder).errors]
     assert any("there is no tensor of layers 2 to 1099511627775" in message for message in found)
-    with pytest.raises(FormatError, match="tensor is missing") as caught:  # of a config that the caller has changed
-        load_hf_weights(folder, read_hf_config(folder / "config.json"))
+    # With a config that the caller has changed
+    changed = read_hf_config(folder / "config.json")
+    with pytest.raises(FormatError, match="is missing") as caught, HfCheckpoint(folder, config=changed) as checkpoint:
+        read_weights(checkpoint)
     assert caught.value.field == "model.layers.2.input_layernorm.weight"
 
 

@@ -16,7 +16,8 @@ import bitnet_ref
 from bitnet_ref.errors import FormatError, HubError, RegistryError
 from bitnet_ref.formats.native.writer import write_native
 from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.formats.registry import Store, entries, find, pull, remove
+from bitnet_ref.formats.registry.hub import pull
+from bitnet_ref.formats.registry.store import Store, entries, find, remove
 
 constants = pytest.importorskip("huggingface_hub.constants")
 

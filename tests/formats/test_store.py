@@ -18,9 +18,9 @@ from bitnet_ref.cli import cli
 from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError
 from bitnet_ref.formats.native.writer import write_native
 from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
-from bitnet_ref.formats.registry import Reference, Store, add, entries, find, parse_reference, remove
-from bitnet_ref.formats.registry.names import choose_files
-from bitnet_ref.formats.registry.store import KEEP_DOWNLOADS_S, home
+from bitnet_ref.formats.registry.add import add
+from bitnet_ref.formats.registry.names import Reference, choose_files, parse_reference
+from bitnet_ref.formats.registry.store import KEEP_DOWNLOADS_S, Store, entries, find, home, remove
 
 
 @pytest.fixture(autouse=True)

@@ -13,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.gguf.tl import decode_tl, infer_tiles, pack_tl, same_order, tl_nbytes, unpack_tl
+from bitnet_ref.formats.gguf.tl import decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
 from bitnet_ref.formats.gguf.tl_tiles import (
+    KNOWN_TILES,
     Tiles,
     candidates,
-    known_shapes,
-    known_tiles,
     nest,
     read_kernel_config,
     tiles_problem,
 )
 
 KINDS = ("tl1", "tl2")
-KNOWN = [(kind, shape) for kind in KINDS for shape in known_shapes(kind)]
+KNOWN = [(kind, shape) for kind in KINDS for shape in KNOWN_TILES[kind]]
 
 
 def fixture(kind):
@@ -122,7 +121,7 @@ def test_there_and_back(data):
 
 @pytest.mark.parametrize(("kind", "shape"), [case for case in KNOWN if np.prod(case[1]) < 2e7])
 def test_every_known_shape(kind, shape):
-    tiles = known_shapes(kind)[shape]
+    tiles = KNOWN_TILES[kind][shape][0]
     assert tiles_problem(kind, *shape, tiles) is None
     w_t = random_ternary(rng(4), *shape)
     packed = pack_tl(kind, w_t, tiles)
@@ -165,7 +164,7 @@ def test_a_pattern_of_zeros_tells_the_tiles(kind):
         except FormatError:
             continue
         told += 1
-        assert same_order(kind, n, k, result.tiles, tiles)
+        assert nest(kind, n, k, result.tiles) == nest(kind, n, k, tiles)
         np.testing.assert_array_equal(result.w_t, w_t)
         assert "zeros per row and column" in result.evidence
     assert told >= 5
@@ -186,7 +185,7 @@ def test_without_a_pattern_nothing_is_guessed(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_known_shape(kind):
     n, k = 1536, 1536
-    usual, model = known_tiles(kind, n, k)
+    usual, model = KNOWN_TILES[kind][n, k]
     plain = decode_tl(kind, pack_tl(kind, random_ternary(rng(7), n, k), usual), n, k)
     assert plain.tiles == usual
     assert model in plain.evidence

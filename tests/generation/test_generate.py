@@ -169,3 +169,18 @@ def test_a_forked_child_can_compute(be):
         signal.alarm(20)
         os._exit(0 if np.array_equal(be.linear(x, weight), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_reprs_fit_a_cell():
+    m = model("storyteller", "auto")
+    out = m.generate("Once upon a time", max_tokens=200, logprobs=20, ignore_eos=True)
+    assert repr(out).startswith("<Generation '")
+    assert "200 tokens, finish_reason 'length'" in repr(out)
+    assert len(repr(out)) < 150
+    assert len(repr(m.generate(["Alice", "Peter"], max_tokens=30))) < 400
+    assert len(out._repr_html_()) < 3000
+    assert out.text[:40] in out._repr_html_()
+    assert len(repr(out.stats)) < 150
+    chunk = next(m.stream("Alice", logprobs=20))
+    assert len(repr(chunk)) < 150
+    assert f"token_id={chunk.token_id}, logprob=-" in repr(chunk)

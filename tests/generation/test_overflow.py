@@ -124,7 +124,7 @@ def test_a_stream_tells_of_it_as_it_happens():
 
 
 @pytest.mark.parametrize("piece", [1, 3, 100])
-def test_whoever_runs_the_model_can_feed_a_continuation_in_pieces(piece):
+def test_a_continuation_can_be_fed_in_pieces(piece):
     """As an engine does: pages of a pool, `next_input` a piece at a time, all pages given back where it begins anew."""
     m = model("storyteller", FAST)
     params = SamplingParams(max_tokens=30, overflow="sinks", window=20, ignore_eos=True)

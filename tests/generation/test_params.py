@@ -1,12 +1,16 @@
 """Generation parameters: every bad value is refused by name, and an unknown name gets the nearest right one."""
 
+import inspect
 import re
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 
+import bitnet_ref
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation import SamplingParams
+from bitnet_ref.generation import ChatSession, SamplingParams, generate, stream
+from bitnet_ref.generation.params import ALIASES, SamplingOptions
 
 BAD = {
     "max_tokens": [0, -1, 1.5, "8", True],
@@ -52,6 +56,25 @@ def test_bad_values_are_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", 0, "a whole number of at least 1, got 0"),
+        ("top_k", 2.0, "a whole number of at least 0, got 2.0"),
+        ("temperature", -1, "a number of at least 0, got -1"),
+        ("top_p", 1.5, "a number above 0, at most 1, got 1.5"),
+        ("min_p", 2, "a number from 0 to 1, got 2"),
+        ("repetition_penalty", 0, "a number above 0, got 0"),
+        ("presence_penalty", 3, "a number from -2 to 2, got 3"),
+        ("length_penalty", "x", "a number, got 'x'"),
+        ("stop", [""], "a list of non-empty strings, got ''"),
+    ],
+)
+def test_the_error_gives_the_range(name, value, expected):
+    with pytest.raises(GenerationError, match=f"^{name}: expected {re.escape(expected)}$"):
+        SamplingParams.of(**{name: value})
+
+
+@pytest.mark.parametrize(
     ("wrong", "right"),
     [("temprature", "temperature"), ("topk", "top_k"), ("max_token", "max_tokens"), ("stops", "stop")],
 )
@@ -77,7 +100,7 @@ def test_one_stop_string_may_stand_alone():
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "message"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 is more than max_tokens"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_json and guided_regex"),
@@ -88,8 +111,8 @@ def test_one_stop_string_may_stand_alone():
         ({"num_beams": 2, "strategy": len}, "takes no strategy"),
     ],
 )
-def test_what_does_not_go_together(params, says):
-    with pytest.raises(GenerationError, match=says):
+def test_what_does_not_go_together(params, message):
+    with pytest.raises(GenerationError, match=message):
         SamplingParams.of(**params)
 
 
@@ -108,3 +131,30 @@ def test_the_bias_of_json_has_text_for_keys():
 def test_every_parameter_is_explained():
     for field in fields(SamplingParams):
         assert re.search(rf"\b{field.name}\b", SamplingParams.__doc__), field.name
+
+
+def test_the_types_for_editors_name_every_parameter():
+    types = get_type_hints(SamplingOptions)
+    assert set(types) == {field.name for field in fields(SamplingParams)} | set(ALIASES)
+    for alias, name in ALIASES.items():
+        assert types[name] in (types[alias], types[alias] | None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(generate, stream, ChatSession, ChatSession.send, ChatSession.stream),
+        *(getattr(bitnet_ref.Model, name) for name in ("generate", "stream", "chat")),
+        *(getattr(bitnet_ref.Engine, name) for name in ("submit", "stream", "generate", "agenerate")),
+    ],
+    ids=lambda function: function.__qualname__,
+)
+def test_signatures_and_help_show_every_parameter(function):
+    signature = inspect.signature(function)
+    assert not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    for field in fields(SamplingParams):
+        shown = signature.parameters[field.name]
+        assert (shown.kind, shown.default) == (shown.KEYWORD_ONLY, getattr(SamplingParams(), field.name))
+    assert signature.parameters["temperature"].annotation is float
+    if inspect.isfunction(function):
+        assert "temperature: 0 takes the most likely token" in inspect.getdoc(function)

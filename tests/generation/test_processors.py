@@ -153,7 +153,7 @@ def test_users_processors_and_strategies(story):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"processors": [lambda ids, x: x[:5]]}, r"expected logits \(4096,\)"),
         ({"processors": [lambda ids, x: x * np.nan]}, "got NaN"),
@@ -163,8 +163,8 @@ def test_users_processors_and_strategies(story):
         ({"logit_bias": {4096: 1}}, "token id 4096 is not in the vocabulary"),
     ],
 )
-def test_what_users_functions_get_wrong(wrong, says):
-    with pytest.raises(GenerationError, match=says):
+def test_what_users_functions_get_wrong(wrong, message):
+    with pytest.raises(GenerationError, match=message):
         model("storyteller").generate("Alice", max_tokens=2, **wrong)
 
 

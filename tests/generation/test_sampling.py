@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitnet_ref.generation import SamplingParams
-from bitnet_ref.generation.sampling import choose_token, distribution, log_probability
+from bitnet_ref.generation.sampling import choose, distribution, log_probability
 
 LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
 
@@ -51,14 +51,14 @@ def test_distribution_is_the_definition(logits, temperature, top_k, top_p):
 def test_greedy_takes_the_smallest_id_among_the_largest(logits):
     expected = min(i for i in range(len(logits)) if logits[i] == logits.max())
     rng = np.random.default_rng(0)
-    assert choose_token(logits, SamplingParams(), rng) == expected
-    assert choose_token(logits, SamplingParams(temperature=0.7, top_k=1), rng) == expected
+    assert choose(logits, SamplingParams(), rng.random()) == expected
+    assert choose(logits, SamplingParams(temperature=0.7, top_k=1), rng.random()) == expected
 
 
 def test_sampling_follows_the_distribution():
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     rng = np.random.default_rng(1)
-    drawn = [choose_token(logits, SamplingParams(temperature=1.0), rng) for _ in range(4000)]
+    drawn = [choose(logits, SamplingParams(temperature=1.0), rng.random()) for _ in range(4000)]
     counts = np.bincount(drawn, minlength=4) / 4000
     np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.03)  # 4 standard deviations
 

@@ -1,6 +1,5 @@
-"""`model.profile()`: the same results, every operation in its place, the numbers add up, and the backend comes back."""
+"""`model.profile()`: the same results, every operation in its place, the numbers add up, and the model comes back."""
 
-import inspect
 import json
 import threading
 
@@ -9,11 +8,11 @@ import pytest
 from helpers import TINY, model, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.backends import Backend
+from bitnet_ref.backends import run as run_module
 from bitnet_ref.errors import GenerationError, NumericsError
-from bitnet_ref.notebook.profiling import OpTime, TimedBackend, timed
+from bitnet_ref.notebook.profiling import OpTime
 from bitnet_ref.notebook.profiling import profile as profile_module
-from bitnet_ref.notebook.profiling.timed import NOT_TIMED, OPS
+from bitnet_ref.notebook.profiling.timed import PATHS, StepTimer
 from bitnet_ref.reference.weights import DenseWeight
 
 PROMPT = "Once upon a time"
@@ -28,26 +27,12 @@ def tiny_model(folder, **config):
     return bitnet_ref.load(write_checkpoint(folder, {**TINY, **config}), backend="numpy")
 
 
-def test_every_operation_of_a_backend_is_timed():
-    public = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    assert public >= OPS >= {"embed", "linears", "attention", "lm_head", "rope"}
-    timed_names = vars(type(timed(Backend(threads=1))))
-    assert public - set(timed_names) == NOT_TIMED - {"running", "run"} | {"to_host"}  # where it does nothing
-
-
-def test_a_timed_backend_is_of_its_class_and_shares_its_state(be):
-    watched = timed(be)
-    assert isinstance(watched, type(be))
-    assert isinstance(watched, TimedBackend)
-    assert {name: value for name, value in vars(watched).items() if name != "watch"} == vars(be)
-    assert not isinstance(be, TimedBackend)
-
-
-def test_results_are_the_same_and_the_backend_comes_back(story):
-    before = story.backend
+@pytest.mark.parametrize("path", PATHS)
+def test_results_are_the_same_and_the_model_comes_back(path, story):
     plain = story.generate(PROMPT, max_tokens=8, temperature=0.8, seed=4)
-    profile = story.profile(PROMPT, max_tokens=8, temperature=0.8, seed=4)
-    assert story.backend is before
+    profile = story.profile(PROMPT, path=path, max_tokens=8, temperature=0.8, seed=4)
+    assert story.run_pass is run_module.run
+    assert f"path '{path}'" in str(profile)
     assert (profile.outcome.token_ids, profile.outcome.logprobs) == (plain.token_ids, plain.logprobs)
 
 
@@ -60,25 +45,52 @@ def test_calls_are_counted_in_their_places(story):
         "decode": (4, 4),
     }
     forward = profile.phases["decode"].forward
-    assert [name for name in forward.children if name != "to_host"] == [  # which a card's step needs
-        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers)), "rms_norm final_norm", "head_candidates")
+    assert list(forward.children) == [
+        *("embed", "rope_tables", *(f"blocks.{i}" for i in range(layers)), "rms_norm final_norm", "head_rows")
     ]
     assert "take_rows" in profile.phases["prefill"].forward.children  # only the last token's logits are wanted
     block = forward.children["blocks.0"]
-    assert list(block.children) == ["attention_block", "add", "feed_forward"]
-    assert block.children["add"].calls == 2 * 4
+    assert list(block.children) == ["attention_block", "feed_forward"]
     assert list(block.children["attention_block"].children) == [
-        *("rms_norm attn_norm", "linears q_proj k_proj v_proj", "rope", "attention"),
-        *("rms_norm attn_sub_norm", "linear o_proj"),
+        *("rms_norm attn_norm", "linears q_proj k_proj v_proj", "rope", "append", "attention"),
+        *("rms_norm attn_sub_norm", "linears o_proj", "add"),
     ]
+    assert block.children["attention_block"].children["add"].calls == 4
     assert list(block.children["feed_forward"].children) == [
-        *("rms_norm ffn_norm", "linears gate_proj up_proj", "gated", "rms_norm ffn_sub_norm", "linear down_proj")
+        *("rms_norm ffn_norm", "linears gate_proj up_proj", "gated", "rms_norm ffn_sub_norm", "linears down_proj"),
+        "add",
     ]
     merged = profile.phases["decode"].merged().children["blocks"]
     assert merged.calls == 4 * layers
     ops = {op.name: op for op in profile.ops}
-    assert ops["linear down_proj"].calls == 5 * layers
-    assert ops["linear down_proj"].nbytes == 5 * sum(layer.down_proj.nbytes for layer in story.weights.layers)
+    assert ops["linears down_proj"].calls == 5 * layers
+    assert ops["linears down_proj"].nbytes == 5 * sum(layer.down_proj.nbytes for layer in story.weights.layers)
+
+
+def test_fused_blocks_are_timed_as_a_whole(story):
+    layers = story.config.num_hidden_layers
+    profile = story.profile(PROMPT, path="blocks", max_tokens=4)
+    ops = {op.name: op for op in profile.ops}
+    assert ops["attention_block"].calls == ops["feed_forward"].calls == 4 * layers
+    assert ops["feed_forward"].children == {}
+    names = ("gate_proj", "up_proj", "down_proj")
+    weights = sum(getattr(layer, name).nbytes for layer in story.weights.layers for name in names)
+    assert ops["feed_forward"].nbytes == 4 * weights
+    assert profile.phases["decode"].forward.children["blocks.0"].calls == 3
+
+
+def test_a_step_as_generate_runs_it_is_one_entry(story):
+    profile = story.profile(PROMPT, path="replayed", max_tokens=4)
+    assert list(profile.phases["decode"].forward.children) == ["hidden", "head_rows"]
+    assert {op.name: op.calls for op in profile.ops} == {"hidden": 4, "head_rows": 4}
+
+
+def test_paths_do_not_mix(story):
+    with pytest.raises(GenerationError, match="path: expected ops, blocks, replayed, got 'fused'"):
+        story.profile(path="fused")
+    with story.profile(), pytest.raises(GenerationError, match="being profiled by path 'ops'"):
+        story.profile(path="blocks").__enter__()
+    assert story.run_pass is run_module.run
 
 
 def nodes(node):
@@ -106,8 +118,7 @@ def test_parts_of_composed_operations_are_inside_them():
     assert list(ops["linears gate_proj up_proj"].children) == [
         *("quantize_activations", "ternary_matmul gate_proj", "dequantize", "ternary_matmul up_proj")
     ]
-    assert ops["attention"].children["softmax"].calls == 6 * (len(found.outcome.prompt_token_ids) + 1)
-    assert "quantize_activations" not in ops  # not asked for by the model's text
+    assert "quantize_activations" not in ops  # not in the model's text
 
 
 def test_what_attention_reads(tmp_path):
@@ -126,7 +137,6 @@ def test_what_attention_reads(tmp_path):
 
 
 def test_nested_and_overlapping_profiles(story):
-    before = story.backend
     outer, inner = story.profile(), story.profile()
     outer.__enter__()
     story.logits([1, 2])
@@ -134,22 +144,21 @@ def test_nested_and_overlapping_profiles(story):
     story.logits([1, 2, 3])
     outer.__exit__()  # the one that began first ends first
     story.logits([1, 2, 3, 4])
-    assert isinstance(story.backend, TimedBackend)
+    assert isinstance(story.run_pass, StepTimer)
     inner.__exit__()
-    assert story.backend is before
+    assert story.run_pass is run_module.run
     assert [p.phases["prefill"].tokens for p in (outer, inner)] == [2 + 3, 3 + 4]
     with inner, inner:  # entered again it goes on; entered twice it counts once
         story.logits([1, 2])
     assert inner.phases["prefill"].tokens == 3 + 4 + 2
-    assert story.backend is before
+    assert story.run_pass is run_module.run
 
 
 def test_an_error_inside_leaves_no_trace_behind(story):
-    before = story.backend
     profile = story.profile()
     with pytest.raises(GenerationError), profile:
         story.logits([])
-    assert story.backend is before
+    assert story.run_pass is run_module.run
     assert profile.phases == {}
 
 
@@ -162,9 +171,10 @@ def test_an_error_inside_an_operation(tmp_path):
     with pytest.raises(NumericsError, match=r"blocks\.1\.mlp\.down_proj"), profile:
         tiny.logits([1, 2, 3])
     assert profile.phases["prefill"].forward.calls == 1
-    with profile:  # the stack is empty again
-        tiny.backend.rms_norm(np.ones((1, 16), np.float32), np.ones(16, np.float32), 1e-5)
-    assert profile.phases["other"].forward.calls == 1
+    object.__setattr__(tiny.weights.layers[1], "down_proj", down)
+    with profile:
+        tiny.logits([1, 2, 3])
+    assert profile.phases["prefill"].forward.calls == 2
 
 
 def test_other_threads_and_sessions_are_seen(story):
@@ -215,12 +225,9 @@ def test_to_dict_is_json(story):
     facts = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
     assert facts["backend"] == story.backend.name
     assert [phase["kind"] for phase in facts["phases"]] == ["prefill", "decode"]
-    assert facts["calls"] == sum(node.calls for p in profile.phases.values() for node in nodes(p.forward)) - sum(
-        node.calls
-        for p in profile.phases.values()
-        for node in nodes(p.forward)
-        if node.name in ("forward", "attention_block", "feed_forward") or node.name.startswith("blocks.")
-    )
+    all_nodes = [node for phase in profile.phases.values() for node in nodes(phase.forward)]
+    counted = [node for node in all_nodes if node.name != "forward" and not node.name.startswith("blocks.")]
+    assert facts["calls"] == sum(node.calls for node in counted)
 
 
 def test_the_trace_file(story, tmp_path):
@@ -238,17 +245,15 @@ def test_the_trace_file(story, tmp_path):
 
 def test_what_is_kept_has_a_limit(story, monkeypatch):
     monkeypatch.setattr(profile_module, "KEPT_CALLS", 100)
-    monkeypatch.setattr(profile_module, "MOST_PENDING", 100)
     profile = story.profile(PROMPT, max_tokens=6)
     assert profile.phases["decode"].forward.calls == 5
-    assert sum(len(step.raw) for step in profile.steps) <= 100 < profile.calls
+    assert sum(len(step.spans) for step in profile.steps) <= 100 < profile.calls
 
 
-def test_the_cache_is_let_go_of(story):
-    profile = story.profile(PROMPT, max_tokens=2)
-    subjects = [call.subject for step in profile.steps for call in step.calls if call.op == "attention"]
-    assert subjects
-    assert set(subjects) == {None}
+def test_reprs_fit_a_cell(story):
+    profile = story.profile(PROMPT, max_tokens=3)
+    assert max(len(repr(each)) for each in (profile, *profile.steps, *profile.in_order(), *profile.ops)) < 300
+    assert len(profile._repr_html_()) < 40_000
 
 
 def test_parameters_without_a_prompt(story):
@@ -275,4 +280,4 @@ def test_shared_models_are_restored_for_all():
     with one.profile() as profile:
         other.logits([1, 2])
     assert profile.phases["prefill"].tokens == 2
-    assert not isinstance(other.backend, TimedBackend)
+    assert other.run_pass is run_module.run

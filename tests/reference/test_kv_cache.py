@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 from helpers import GOLDEN, model, rng
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from bitnet_ref.backends.cache_dtypes import CACHE_DTYPES, narrow, widen
 from bitnet_ref.errors import OutOfMemory, ShapeError
-from bitnet_ref.reference.cache import NO_PAGE, KVCache, TokenBatch
+from bitnet_ref.reference.cache import KVCache, TokenBatch
 
 CONFIG = model(GOLDEN / "llama-dense").config  # 2 layers, 2 kv heads of 32
 
@@ -78,6 +75,28 @@ def test_a_cache_that_does_not_fit_in_memory(capacity):
         KVCache(CONFIG, 10, capacity)
 
 
+def test_what_attention_reads_back():
+    batch = TokenBatch.of([(1, 0, [0] * 5), (0, 0, [0] * 3)])
+    cache, k, v = filled(batch)
+    some = TokenBatch.of([(0, 1, [0]), (1, 4, [0])])
+    for stored, written in zip(cache.stored(1, some), (k + 1, v - 1), strict=True):
+        np.testing.assert_array_equal(stored, written[[6, 4]])
+
+
+def test_a_larger_cache_takes_over():
+    batch = TokenBatch.of([(0, 0, [0] * 8), (1, 0, [0] * 8)])
+    small, _, _ = filled(batch)
+    large = KVCache(CONFIG, 2, 20)
+    large.take_over(small, 6)
+    for slot in (0, 1):
+        for mine, theirs in zip(large.visible(1, slot, 5, None), small.visible(1, slot, 5, None), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_bytes_per_token():
+    assert KVCache(CONFIG, 3, 10).bytes_per_token == 2 * 2 * 2 * 32 * 4
+
+
 def test_slots_are_copied_all_at_the_same_time():
     """A beam may continue another one, which moves as well: what a slot gets is what its source held before."""
     cache = KVCache(CONFIG, slots=3, capacity=4)
@@ -86,163 +105,3 @@ def test_slots_are_copied_all_at_the_same_time():
     for held in (cache.keys, cache.values):
         assert held[0, :, 0, 0, 0].tolist() == held[-1, :, 1, -1, -1].tolist() == [1, 0, 1]
         assert held[0, :, 2, 0, 0].tolist() == [0, 1, 2]  # beyond the length
-
-
-# -- pages -------------------------------------------------------------------------------------------------------------
-
-
-def give_pages(cache, slots_and_lengths, generator):
-    """The owner of the pool: pages for so many tokens of each slot, in no order."""
-    free = generator.permutation(cache.pages).tolist()
-    for slot, length in slots_and_lengths:
-        for index in range(-(-length // cache.page_size)):
-            cache.page_table[slot, index] = free.pop()
-
-
-def test_every_slot_owns_one_page_by_default():
-    cache = KVCache(CONFIG, slots=3, capacity=10)
-    assert (cache.page_size, cache.pages, cache.keys.shape) == (10, 3, (2, 3, 10, 2, 32))
-    assert cache.page_table.tolist() == [[0], [1], [2]]
-    with pytest.raises(ValueError, match="read-only"):
-        cache.page_table[0, 0] = 1
-
-
-def test_a_pool_has_no_owners_and_a_page_size_alone_gives_each_slot_its_pages():
-    pool = KVCache(CONFIG, slots=3, capacity=10, page_size=4, pages=5)
-    assert pool.keys.shape == (2, 5, 4, 2, 32)
-    assert pool.page_table.dtype == np.int32
-    assert pool.page_table.tolist() == [[NO_PAGE] * 3] * 3
-    owned = KVCache(CONFIG, slots=2, capacity=10, page_size=4)
-    assert owned.page_table.tolist() == [[0, 1, 2], [3, 4, 5]]
-    for wrong in ({"pages": 3}, {"page_size": 0}):
-        with pytest.raises(ShapeError, match="page_size"):
-            KVCache(CONFIG, 1, 1, **wrong)
-
-
-def test_a_position_without_a_page():
-    cache = KVCache(CONFIG, slots=2, capacity=12, page_size=4, pages=5)
-    cache.page_table[1] = [4, 2, NO_PAGE]
-    batch = TokenBatch.of([(1, 6, [1, 2, 3])])
-    k = np.ones((3, 2, 32), np.float32)
-    with pytest.raises(ShapeError, match=r"a page for position 8 of slot 1, one of 5, got page_table\[1, 2\] = -1"):
-        cache.append(0, batch, k, k)
-    with pytest.raises(ShapeError, match=r"position 0 of slot 0"):
-        cache.visible(0, 0, 3, None)
-    with pytest.raises(ShapeError, match=r"position 8 of slot 1"):
-        cache.copy([1], [0], 9)
-    cache.page_table[1, 0] = 5  # beyond the pool
-    with pytest.raises(ShapeError, match=r"position 0 of slot 1, one of 5, got page_table\[1, 0\] = 5"):
-        cache.visible(0, 1, 7, None)
-    assert cache.visible(0, 1, 7, 4)[0].shape == (4, 2, 32)  # its page is not looked at
-    with pytest.raises(ShapeError, match="a capacity of 12"):
-        cache.visible(0, 1, 12, 1)
-
-
-def test_attention_over_a_position_without_a_page(be):
-    """A backend may not read what is not there: the one that goes before the window may be gone."""
-    cache = be.new_cache(CONFIG, 1, 12, page_size=4, pages=3)
-    cache.page_table[0] = [2, 1, 0]
-    batch = TokenBatch.of([(0, 0, [0] * 9)])
-    generator = rng(7)
-    k, v = (generator.standard_normal((9, 2, 32)).astype(np.float32) for _ in range(2))
-    q = generator.standard_normal((9, 4, 32)).astype(np.float32)
-    cache.append(0, batch, k, v)
-    last = TokenBatch(batch.tokens[8:], batch.positions[8:], batch.slots[8:])
-    expected = be.attention(q[8:], cache, last, 0, 4)
-    cache.page_table[0, 0] = NO_PAGE
-    np.testing.assert_array_equal(be.attention(q[8:], cache, last, 0, 4), expected)
-    with pytest.raises(ShapeError, match="a page for position 0 of slot 0"):
-        be.attention(q[8:], cache, last, 0, None)
-
-
-@st.composite
-def interleavings(draw):
-    """(page_size, dtype, lengths of the sequences, order in which pieces of them go into the cache, window)"""
-    lengths = draw(st.lists(st.integers(1, 23), min_size=1, max_size=4))
-    pieces, left = [], list(lengths)
-    while any(left):
-        calls = []
-        for slot in draw(st.sets(st.sampled_from([i for i, n in enumerate(left) if n]), min_size=1)):
-            count = draw(st.integers(1, left[slot]))
-            calls.append((slot, lengths[slot] - left[slot], count))
-            left[slot] -= count
-        pieces.append(calls)
-    page_size, dtype = draw(st.integers(1, 9)), draw(st.sampled_from(CACHE_DTYPES))
-    return page_size, dtype, lengths, pieces, draw(st.sampled_from([None, 1, 5]))
-
-
-@settings(max_examples=15)  # on every backend
-@given(case=interleavings(), seed=st.integers(0, 2**32 - 1))
-def test_pages_change_no_bit(be, case, seed):
-    """Any page table, any order of sequences: what a paged cache gives is what the slots' own pages give."""
-    page_size, dtype, lengths, pieces, window = case
-    generator = rng(seed)
-    needed = sum(-(-length // page_size) for length in lengths)
-    plain = be.new_cache(CONFIG, len(lengths), 23, dtype)
-    paged = be.new_cache(CONFIG, len(lengths), 23, dtype, page_size=page_size, pages=needed + 2)
-    give_pages(paged, enumerate(lengths), generator)
-    for calls in pieces:
-        batch = TokenBatch.of([(slot, start, [0] * count) for slot, start, count in calls])
-        k, v = (generator.standard_normal((len(batch), 2, 32)).astype(np.float32) for _ in range(2))
-        q = 3 * generator.standard_normal((len(batch), 4, 32)).astype(np.float32)
-        for cache in (plain, paged):
-            cache.append(1, batch, k, v)
-        expected, got = (be.attention(q, cache, batch, 1, window) for cache in (plain, paged))
-        np.testing.assert_array_equal(got, expected)
-        for mine, theirs, x in zip(paged.stored(1, batch), plain.stored(1, batch), (k, v), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-            np.testing.assert_array_equal(mine, widen(*narrow(x, np.dtype(dtype))))
-        for slot, start, count in calls:
-            got, expected = (cache.visible(1, slot, start + count - 1, window) for cache in (paged, plain))
-            for a, b in zip(got, expected, strict=True):
-                np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
-def test_pages_are_copied_with_all_that_belongs_to_them(dtype):
-    """One sequence goes its own way from a page that another keeps: it is copied, then the table changes."""
-    cache = KVCache(CONFIG, 2, 8, dtype, page_size=4, pages=4)
-    cache.page_table[:] = [[1, 3], [1, 2]]
-    batch = TokenBatch.of([(0, 0, [0] * 8)])
-    k, v = (rng(i).standard_normal((8, 2, 32)).astype(np.float32) for i in (1, 2))
-    cache.append(1, batch, k, v)
-    expected = cache.stored(1, batch)
-    cache.copy_pages([1, 3], [0, 2])
-    cache.page_table[1, 0] = 0
-    for a, b in zip(cache.visible(1, 1, 7, None), expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 4, 8])
-def test_copies_over_pages(page_size):
-    """`copy` and `take_over` move tokens, wherever their pages lie."""
-    batch = TokenBatch.of([(0, 0, [0] * 8), (1, 0, [0] * 8)])
-    plain, k, v = filled(batch)
-    paged = KVCache(CONFIG, 2, 8, page_size=page_size, pages=20)
-    give_pages(paged, [(0, 8), (1, 8)], rng(page_size))
-    paged.fill_with_zeros()
-    paged.take_over(plain, 6)
-    for cache in (plain, paged):
-        cache.copy([1, 0], [0, 1], 5)
-    for slot in (0, 1):
-        for layer in (0, 1):
-            got, expected = paged.visible(layer, slot, 7, None), plain.visible(layer, slot, 7, None)
-            for a, b in zip(got, expected, strict=True):
-                np.testing.assert_array_equal(a[:6], b[:6])
-                assert not a[6:].any()
-    np.testing.assert_array_equal(plain.visible(0, 0, 4, None)[0], k[8:13])
-    np.testing.assert_array_equal(plain.visible(0, 1, 4, None)[1], v[:5])
-
-
-def test_a_model_over_pages(backend_name):
-    """The forward pass over a pool equals the one over slots, to the bit; two sequences share their first pages."""
-    m = model("storyteller", backend_name)
-    tokens = rng(3).integers(3, m.config.vocab_size, 15)
-    whole = m.logits(tokens)
-    cache = m.new_cache(2, 18, page_size=3, pages=9)
-    cache.page_table[0] = [8, 1, 6, 3, 0, 7]
-    np.testing.assert_array_equal(m.forward(TokenBatch.of([(0, 0, tokens[:13])]), cache), whole[:13])
-    cache.page_table[1, :4] = cache.page_table[0, :4]  # 12 tokens
-    cache.page_table[1, 4:] = [2, 5]
-    both = m.forward(TokenBatch.of([(1, 12, tokens[12:]), (0, 13, tokens[13:])]), cache)
-    np.testing.assert_array_equal(both, np.concatenate([whole[12:], whole[13:]]))

@@ -130,7 +130,7 @@ def test_a_cancelled_task_cancels_its_request(engine):
     assert engine.metrics.finished["abort"] == 5
 
 
-def test_an_event_loop_that_is_gone_harms_nobody(engine):
+def test_a_closed_event_loop_does_no_harm(engine):
     async def main():
         stream = engine.stream("Alice", max_tokens=200)
         await anext(stream)

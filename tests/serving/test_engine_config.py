@@ -48,7 +48,7 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"max_batch": 0}, "max_batch: expected a whole number of at least 1, got 0"),
         ({"max_batch": True}, "max_batch"),
@@ -66,13 +66,13 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
         ({"max_bach": 3}, "max_bach: there is no such setting; did you mean 'max_batch'"),
     ],
 )
-def test_wrong_settings_are_named(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**settings)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("max_batch = ", "is not valid TOML"),
         ("max_batch = 'many'", "max_batch: expected a whole number"),
@@ -83,10 +83,10 @@ def test_wrong_settings_are_named(settings, said):
         ("[sampling]\ntop = 3", "sampling: unknown generation parameter"),
     ],
 )
-def test_a_wrong_file_is_named_with_the_key(tmp_path, text, said):
+def test_a_wrong_file_is_named_with_the_key(tmp_path, text, message):
     path = tmp_path / "engine.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"engine.toml.*{said}"):
+    with pytest.raises(ConfigError, match=f"engine.toml.*{message}"):
         EngineConfig.load(path, env={})
 
 

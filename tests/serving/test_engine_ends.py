@@ -143,16 +143,14 @@ def test_company_is_waited_for():
         outs = [engine.submit(prompt, max_tokens=2) for prompt in PROMPTS]
         for out in outs:
             out.result()
-        assert time.perf_counter() - start < 4.0  # the batch was full, so nobody waited any longer
+        assert time.perf_counter() - start < 4.0  # the batch was full, so no request waited longer
         assert len(engine.timeline[0].parts) == 4
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_rows", "append"]
-)
+@pytest.mark.parametrize("op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_rows", "append"])
 def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
     monkeypatch.setattr(story, "backend", story.backend.op_by_op())  # replayed steps and fused blocks call few ops
     owner = type(story.backend)
@@ -232,7 +230,7 @@ def test_one_of_n_rows_fails_its_request(engine):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "said"),
+    ("prompt", "params", "message"),
     [
         ("Alice", {"num_beams": 2}, "use model.generate"),
         ("Alice", {"tempature": 1}, "temperature"),
@@ -244,8 +242,8 @@ def test_one_of_n_rows_fails_its_request(engine):
         ([4096], {}, "vocabulary"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(engine, prompt, params, said):
-    with pytest.raises(GenerationError, match=said):
+def test_what_cannot_be_is_refused_at_once(engine, prompt, params, message):
+    with pytest.raises(GenerationError, match=message):
         engine.stream(prompt, **params)
 
 

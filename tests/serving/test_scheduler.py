@@ -76,7 +76,7 @@ def job(number, prompt, new=3, priority=0, arrival_s=None):
     return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority)
 
 
-def test_a_long_prompt_delays_nobody_who_decodes():
+def test_a_long_prompt_does_not_delay_decoding():
     scheduler, cache = engine(pages=40)
     short, long = job(0, [0, 1], new=20), job(1, list(range(60)), new=2)
     scheduler.add(short)

@@ -283,7 +283,12 @@ def changed(values: Any, n: int, value: Any) -> list[Any]:
             changed(LLAMA[G + "token_type"].tolist(), 5, 1),
             "expected 256 byte tokens or none, got 255",
         ),
-        (LLAMA, "token_type", changed(LLAMA[G + "token_type"].tolist(), 5, 2), "has 2"),
+        (
+            LLAMA,
+            "token_type",
+            changed(LLAMA[G + "token_type"].tolist(), 5, 2),
+            "expected 256 byte tokens or none, got 255",
+        ),
         (LLAMA, "bos_token_id", 4096, "bos_token_id: token 4096 is not in the vocabulary of 4096"),
         (LLAMA, "eos_token_id", -1, "eos_token_id: token -1 is not in"),
         (LLAMA, "eot_token_id", 2**32 - 1, "eot_token_id: token 4294967295 is not in"),
@@ -317,6 +322,22 @@ def test_metadata_that_must_not_be_believed(base: dict[str, Any], key: str, valu
         tokenizer_files_from_gguf(metadata)
     assert caught.value.field is not None
     assert caught.value.field.startswith(G)
+
+
+def test_many_unknown_tokens() -> None:
+    """phi-3's vocabulary in llama.cpp has 53 of type 2: `<unk>`, and others that act as control tokens."""
+    types = LLAMA[G + "token_type"].copy()
+    others = [n for n in range(300, 340) if types[n] == 1]
+    assert len(others) > 30
+    types[others] = 2
+    tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(LLAMA | {G + "token_type": types}))
+    plain = load_tokenizer_files(tokenizer_files_from_gguf(LLAMA))
+    assert tokenizer.vocab_size == plain.vocab_size
+    assert tokenizer.token_to_id("<unk>") == 0
+    for n in others:
+        assert tokenizer.id_to_token(n) == plain.id_to_token(n)
+        assert tokenizer.is_special(n)
+        assert tokenizer.decode([n]) == ""
 
 
 def test_a_template_that_is_no_text() -> None:

@@ -109,6 +109,15 @@ class CythonBackend(Backend):
     def prepared_layout(self) -> str:
         return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
 
+    def check_prepared(self, w: ModelWeights) -> None:
+        head = w.lm_head
+        if isinstance(head, ScreenedHead):
+            n, k = head.shape
+            expected = [(n, 3), (n, -(-k // 64) * 64)]
+            got = [() if array is None else array.shape for array in (head.facts, head.rows_q)]
+            if got != expected:
+                raise ShapeError("check_prepared", expected=f"facts and rows_q of shapes {expected}", got=str(got))
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
@@ -133,13 +142,20 @@ class CythonBackend(Backend):
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, at_once: bool
     ) -> NDArray | None:
         assert isinstance(cache, KernelKVCache)
-        return cache.steps.hidden(self, self.kernels, self.with_kernels, self._rope_rows, w, cfg, batch, cache, at_once)
+        return cache.steps.hidden(
+            self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once
+        )
 
-    def with_kernels(self, kernels: CpuKernels) -> Self:
+    def _with_kernels(self, kernels: CpuKernels) -> Self:
         """The same backend, computing with these kernels."""
         made = copy.copy(self)
         made.kernels = kernels
         return made
+
+    def close(self) -> None:
+        """Gives up the mappings and buffers that it holds; they are freed with the last array in them."""
+        self._memory, self._rope_rows = HugePages(), RopeRows()
+        self.kernels = replace(self.kernels, results=Buffers())
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -297,9 +313,13 @@ class CythonBackend(Backend):
         """BitLinears of one x in one call, or for the table layout in one call for every few tokens."""
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        if self.layout != "table":
+        if self.layout != "table" or len(x) <= TABLE_TOKENS:
             return self.kernels.bit_linears(x, ws)
-        parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+        try:
+            parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+        except NumericsError:
+            self.quantize_activations(x)  # raises the error that numbers the token in x, not in its part
+            raise
         return tuple(np.concatenate(ys) for ys in zip(*parts, strict=True))
 
     def _append(

@@ -1,7 +1,7 @@
-"""Other people's engines, each run in an interpreter that has it, which may be another than this one.
+"""An engine of somebody else: run in an interpreter that has it, recorded as a trace, and judged here.
 
-A recorder (see `recorders`) runs the engine and writes a trace; the comparison happens here. So an engine's packages
-need not be installed beside this one, and an engine that crashes takes nothing with it.
+A recorder (see `recorders`) runs the engine and writes the trace. So an engine's packages need not be installed beside
+this one, and an engine that crashes does not take this process with it.
 """
 
 from __future__ import annotations
@@ -10,63 +10,74 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...api import Model
+from ...backends import Backend
+from ..compare import compare
+from ..explain.replay import judge_trace
+from ..opponents import Crossing
+from ..report import evidence
+from ..trace import Trace, record_to_file
+
 _RECORDERS = Path(__file__).parent / "recorders"
 _TIMEOUT_S = 600
-_TAIL = 300  # characters of an engine's complaint that are shown
+_TAIL = 300  # characters of an engine's error output that are shown
+
+Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
+Judge = Callable[[Crossing, Model, Trace, Path], None]
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: its name, the packages that its recorder imports, and how they are installed."""
+    """An engine: its name, the packages that its recorder imports, and what pip installs them."""
 
     name: str
     modules: tuple[str, ...]
     pip: str
 
     def missing(self, python: str | None = None) -> str | None:
-        """Why it cannot run in that interpreter (None: this one), or None when it can."""
-        looks = (
+        """Why the engine cannot run in that interpreter (None: this one), or None when it can."""
+        code = (
             "import importlib.util as u, json, sys\n"
             "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
         )
         try:
-            done = _run([python or sys.executable, "-c", looks, *self.modules], 60)
+            done = _run([python or sys.executable, "-c", code, *self.modules], 60)
         except (OSError, subprocess.TimeoutExpired) as problem:
             return f"{python or sys.executable} does not run as a Python interpreter: {problem}"
         if done.returncode != 0:
             return f"{python or sys.executable} does not run as a Python interpreter: {done.stderr.strip()[-_TAIL:]}"
-        lacks = json.loads(done.stdout.splitlines()[-1])
-        if not lacks:
+        missing = json.loads(done.stdout.splitlines()[-1])
+        if not missing:
             return None
-        where = "" if python is None else f" in {python}"
+        place = "" if python is None else f" in {python}"
         return (
-            f"{', '.join(lacks)} is not installed{where}: pip install {self.pip}, or name an interpreter that has it "
+            f"{', '.join(missing)} is not installed{place}: pip install {self.pip}, or name an interpreter that has it "
             "with --python"
         )
 
     def record(self, jobs: Sequence[Mapping[str, Any]], python: str | None = None) -> list[str | None]:
-        """Run the recorder on the jobs, each with its "out", where its trace is afterwards. -> why each failed, or None
+        """Run the recorder on the jobs; each writes its trace to its "out".   -> for each why it failed, or None
 
-        An engine that ends before its last job has its own last words for the ones that are left.
+        When the engine ends before its last job, its error output is the reason for the jobs that are left.
         """
         script = _RECORDERS / f"record_{self.name}.py"
         try:
             done = _run([python or sys.executable, str(script)], _TIMEOUT_S, json.dumps([dict(job) for job in jobs]))
-            printed, words = done.stdout, " ".join(done.stderr.split())[-_TAIL:] or "without a word"
-            end = f"{self.name} ended with status {done.returncode}: {words}"
+            printed, errors = done.stdout, " ".join(done.stderr.split())[-_TAIL:] or "without an error message"
+            end = f"{self.name} ended with status {done.returncode}: {errors}"
         except subprocess.TimeoutExpired:
             printed, end = "", f"{self.name} had not finished after {_TIMEOUT_S} s"
-        said = [json.loads(line)["failed"] for line in printed.splitlines() if line.startswith('{"failed":')]
-        return [said[i] if i < len(said) else end for i in range(len(jobs))]
+        reasons = [json.loads(line)["failed"] for line in printed.splitlines() if line.startswith('{"failed":')]
+        return [reasons[i] if i < len(reasons) else end for i in range(len(jobs))]
 
 
 def _run(command: list[str], timeout: float, text: str = "") -> subprocess.CompletedProcess[str]:
-    # This interpreter's search path is no other's: only its own packages belong to it.
+    # Another interpreter must not import this one's packages.
     other = command[0] != sys.executable
     env = {key: value for key, value in os.environ.items() if not (other and key in ("PYTHONPATH", "PYTHONHOME"))}
     return subprocess.run(
@@ -74,6 +85,28 @@ def _run(command: list[str], timeout: float, text: str = "") -> subprocess.Compl
     )
 
 
-TRANSFORMERS = Engine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
-LLAMA_CPP = Engine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
-ONNXRUNTIME = Engine("onnxruntime", ("onnxruntime", "numpy"), "onnxruntime")
+@dataclass(frozen=True)
+class Attempt:
+    """One variant of an engine on one model.
+
+    prepare: writes the engine's file into a folder.   judge: adds its comparisons of the trace to the Crossing.
+    unavailable: why there is no point in trying.
+    """
+
+    opponent: str
+    prepare: Callable[[Path], Prepared]
+    judge: Judge
+    unavailable: str | None = None
+
+
+def judge_by_contract(crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
+    """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
+    reference = model.on(Backend("float32", model.backend.threads))
+    if trace.carries_inputs and trace.engine_dtype == "float32":
+        crossing.comparisons.append(judge_trace(reference, trace))
+    path = folder / "reference.safetensors"
+    record_to_file(reference, trace.token_ids, path)
+    with Trace(path) as right:
+        free = compare(right, trace, model.config)
+        crossing.comparisons.append(free)
+        crossing.evidence = evidence(right, trace, free)

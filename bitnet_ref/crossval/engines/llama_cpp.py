@@ -1,23 +1,26 @@
 """llama.cpp, through llama-cpp-python, on GGUF files that we write.
 
-What it does otherwise, by design, is known, and is put into the reference it is compared with:
+It differs from the contract by design in three places, and is compared with a reference that does the same:
 
     TQ1_0, TQ2_0   activations have a scale for each block of 256 features (ggml's Q8_K: -127 / the value of largest
                    magnitude, with its sign), where the model was trained with one for each token
     F32            matrices as floats: activations are not quantised at all
     bitnet         its architecture for sub-norms has silu; it has none with relu2 (bitnet-b1.58)
 
-Tables and head are float32 in these files: for a matrix in float16 ggml rounds the activations to float16 too.
+Embedding and head are float32 in these files: for a matrix in float16 ggml rounds the activations to float16 too.
 Source: ggml/src/ggml-quants.c, quantize_row_q8_K_ref; llama.cpp, src/models/bitnet.cpp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...api import Model, load
 from ...backends import Backend
@@ -27,16 +30,17 @@ from ...formats.gguf.config import architecture
 from ...formats.gguf.export import write_gguf_model
 from ...formats.open import open_checkpoint
 from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
-from .. import names
 from ..compare import compare
 from ..explain.hypotheses import HYPOTHESES
 from ..explain.replay import judge_trace
 from ..explain.variants import Setting
-from ..opponents import Crossing, prepared_model
+from ..names import ACC, INT8, SCALE, linear_input
+from ..opponents import Crossing
 from ..report import evidence
 from ..trace import Trace
-from .outside import Attempt, Prepared, until
+from .engine import Attempt, Engine, Prepared
 
+ENGINE = Engine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
 BLOCK = 256
 _BLOCKS = "activations quantised in blocks of 256"
 _FLOATS = "matrices as floats, activations not quantised"
@@ -44,12 +48,12 @@ _SILU = "silu for relu2 (on both sides)"
 
 
 def attempts(path: Path) -> list[Attempt]:
-    """TQ1_0 and TQ2_0 where the matrices have whole blocks; F32 for a dense model, and where they do not."""
+    """TQ1_0 and TQ2_0 where every matrix divides into blocks; F32 for a dense model and for other sizes."""
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
     ternary = [name for name in linear_names(config) if is_ternary(config, name)]
-    fits = all(linear_shape(config, name)[1] % BLOCK == 0 for name in ternary)
-    kinds = ("tq1_0", "tq2_0") if ternary and fits else ("f32",)
+    divisible = all(linear_shape(config, name)[1] % BLOCK == 0 for name in ternary)
+    kinds = ("tq1_0", "tq2_0") if ternary and divisible else ("f32",)
     rules = [_BLOCKS if kinds[0] != "f32" else _FLOATS] * bool(ternary)
     rules += [_SILU] * (config.sub_norms and config.activation != "silu")
     return [
@@ -65,16 +69,16 @@ def attempts(path: Path) -> list[Attempt]:
 def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
     file = folder / "model.gguf"
     with open_checkpoint(path) as checkpoint:
-        _as_llama_cpp_has_it(checkpoint)
+        _adapt_config(checkpoint)
         config = checkpoint.config
         write_gguf_model(checkpoint, file, kind, dense_type="F32")
     heads = [config.num_attention_heads, config.num_key_value_heads]
-    # A ternary file holds its scales in its own precision
+    # A ternary file rounds the scales, so the model is read from the file
     model = load(path if config.quantization is None and not config.sub_norms else file, backend="numpy")
     return model, {"model": str(file), "interleaved": architecture(config) == "llama", "heads": heads}
 
 
-def _as_llama_cpp_has_it(checkpoint: Checkpoint) -> None:
+def _adapt_config(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     if config.sub_norms:
         checkpoint.config = replace(config, activation="silu")
@@ -83,28 +87,25 @@ def _as_llama_cpp_has_it(checkpoint: Checkpoint) -> None:
 
 
 def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
-    """By the engine's own rule: op by op on the run's own inputs, and as a whole as far as no rounding flips."""
-    plain = prepared_model(model, Backend("float32", model.backend.threads))
+    """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
+    plain = model.on(Backend("float32", model.backend.threads))
     setting = Setting.of(plain, trace.token_ids)
     crossing.rule = rule
-    if kind is None:  # a dense model
-        reference, backend = plain, None
-    elif kind == "f32":
-        reference, backend = _dense(plain), None
-    else:
+    reference, backend = _dense(plain) if kind == "f32" else plain, None
+    if kind not in (None, "f32"):
         changed = block_rule(setting)
-        reference, backend = plain, changed.backend()
+        backend = changed.backend()
     crossing.comparisons.append(judge_trace(reference, trace, backend=backend))
     if backend is not None:
         changed_run = changed.run()
-        tokens = _unflipped(changed_run, trace, backend, model)
+        tokens = _count_unflipped(changed_run, trace, backend, model)
         right = {name: array for name, array in changed_run.items() if not name.endswith(_INTEGERS)}
     else:
         _, right = reference.run_with_cache(trace.token_ids)
         tokens = len(trace.token_ids)
     if tokens:
         ids = trace.token_ids[:tokens]
-        mine, theirs = until(right, tokens), until(trace, tokens)
+        mine, theirs = first_tokens(right, tokens), first_tokens(trace, tokens)
         free = compare(mine, theirs, reference.config, ids, own_engine=False)
         if tokens < len(trace.token_ids):
             free.mode = f"free-running up to token {tokens}, where an activation rounds to its other neighbour"
@@ -115,22 +116,32 @@ def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model,
         crossing.contract = compare(contract, trace, model.config, trace.token_ids, own_engine=False)
 
 
-_INTEGERS = (names.INT8, names.SCALE, names.ACC)
+_INTEGERS = (INT8, SCALE, ACC)
 
 
 def block_rule(setting: Setting) -> Setting:
     """The reference with llama.cpp's activation quantisation (the hypothesis activation_blocks_of_256)."""
     rule = next(h for h in HYPOTHESES if h.name == "activation_blocks_of_256")
-    return rule.change(setting) or setting  # where each matrix is one block wide, a block is a token
+    return rule.change(setting) or setting  # None: each matrix is one block wide, so a block is a token
 
 
-def _unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backend, model: Model) -> int:
-    """How many tokens come before the first that has an activation which rounds otherwise than the reference's."""
+def first_tokens(run: Mapping[str, NDArray], count: int) -> dict[str, NDArray]:
+    """A run cut to its first tokens: no token depends on a later one."""
+    cut = {}
+    for name in run:
+        array = np.asarray(run[name])
+        by_head = name.endswith(("hook_pattern", "hook_attn_scores"))
+        cut[name] = array[:, :count, :count] if by_head else array[:count]
+    return cut
+
+
+def _count_unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backend, model: Model) -> int:
+    """The number of tokens before the first one with an activation that rounds differently from the reference's."""
     first = len(trace.token_ids)
     for name in right:
-        if not name.endswith(names.INT8):
+        if not name.endswith(INT8):
             continue
-        source = names.linear_input(name.rpartition(".")[0], model.config)
+        source = linear_input(name.rpartition(".")[0], model.config)
         if source not in trace:
             continue
         x_q, _ = backend.quantize_activations(np.asarray(trace[source]).reshape(len(trace.token_ids), -1))
@@ -141,7 +152,7 @@ def _unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backend, mod
 
 
 def _dense(model: Model) -> Model:
-    """The model with its matrices as floats, which have no activation quantisation."""
+    """The model with dequantised float matrices, so without activation quantisation."""
 
     def dense(w: LinearWeight) -> LinearWeight:
         if not isinstance(w, TernaryLinear):
@@ -149,9 +160,9 @@ def _dense(model: Model) -> Model:
         return DenseWeight(w.ternary() * np.float32(w.w_dequant_scale), bias=w.bias)
 
     weights = plain_weights(model.weights)
-    layers = tuple(
-        replace(layer, **{name: dense(w) for name, w in layer.linears()})  # type: ignore[arg-type]
-        for layer in weights.layers
-    )
-    weights = replace(weights, layers=layers)
+    layers = []
+    for layer in weights.layers:
+        linears: dict[str, Any] = {name: dense(w) for name, w in layer.linears()}
+        layers.append(replace(layer, **linears))
+    weights = replace(weights, layers=tuple(layers))
     return Model(replace(model.config, quantization=None), weights, model.backend, model.path)

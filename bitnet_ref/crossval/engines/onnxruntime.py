@@ -1,4 +1,4 @@
-"""onnxruntime, on the file that `convert --to onnx` writes; its tensors inside are made outputs of a copy."""
+"""onnxruntime, on the file that `convert --to onnx` writes. A copy of the file has the inner tensors as outputs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...formats.onnx.export import export_onnx
 from ...formats.onnx.library import import_onnx
 from ...formats.open import open_checkpoint
 from ...reference.config import ModelConfig
-from .outside import Attempt, Prepared, judge_by_contract
+from .engine import Attempt, Engine, Prepared, judge_by_contract
 
-NAME = "onnxruntime"
+ENGINE = Engine("onnxruntime", ("onnxruntime", "numpy"), "onnxruntime")
 _LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
 def attempts(path: Path) -> list[Attempt]:
-    """One: the exported file on the CPU provider."""
+    """One attempt: the exported file on the CPU provider."""
     missing = None
     try:
-        import_onnx()  # writes the file
+        import_onnx()  # the exporter needs it
     except BackendUnavailable as error:
         missing = str(error)
-    return [Attempt(NAME, partial(_prepare, path), judge_by_contract, missing)]
+    return [Attempt(ENGINE.name, partial(_prepare, path), judge_by_contract, missing)]
 
 
 def _prepare(path: Path, folder: Path) -> Prepared:
@@ -37,15 +37,15 @@ def _prepare(path: Path, folder: Path) -> Prepared:
     model = load(path, backend="numpy")
     graph = onnx.load(str(file), load_external_data=False)
     outputs = dict(named_outputs(graph.graph.node, model.config))
-    there = {output.name for output in graph.graph.output}
-    graph.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*outputs.values()} - there))
+    present = {output.name for output in graph.graph.output}
+    graph.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*outputs.values()} - present))
     watched.write_bytes(graph.SerializeToString())
     cache = [model.config.num_hidden_layers, model.config.num_key_value_heads, model.config.head_dim]
     return model, {"model": str(file), "watched": str(watched), "outputs": outputs, "cache": cache}
 
 
 def named_outputs(nodes: Any, config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(our name, the graph's) of the tensors inside an exported decoder, by the scopes of its nodes."""
+    """(our name, the graph's name) of the inner tensors of an exported decoder, found by the scopes of its nodes."""
     scopes: dict[str, list[Any]] = {}
     for node in nodes:
         scopes.setdefault(node.name.rpartition("/")[0], []).append(node)
@@ -59,7 +59,7 @@ def named_outputs(nodes: Any, config: ModelConfig) -> Iterator[tuple[str, str]]:
         if product is not None:
             yield f"{name}.hook_x_int8", product.input[0]
             yield f"{name}.hook_acc_int32", product.output[0]
-            # the scale of x divides that of the weights
+            # w_scale / x_scale: the divisor
             yield f"{name}.hook_x_scale", next(node for node in scopes[scope][::-1] if node.op_type == "Div").input[1]
 
     yield "hook_embed", last("/model/embed_tokens")

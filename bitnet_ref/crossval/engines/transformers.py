@@ -1,4 +1,4 @@
-"""Hugging Face transformers, with eager attention, in float32 and bfloat16, on the checkpoint as it is and packed."""
+"""Hugging Face transformers with eager attention, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ...formats.hf.writer import write_hf
 from ...formats.open import open_checkpoint
 from ...system.json_file import read_json_object
 from ..opponents import Crossing
-from ..tolerances import ENGINES
+from ..tolerances import NARROW_FLOATS
 from ..trace import Trace
-from .outside import Attempt, Prepared, judge_by_contract
+from .engine import Attempt, Engine, Prepared, judge_by_contract
 
+ENGINE = Engine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
 _MAX_CONFIG_BYTES = 1_000_000
 _BFLOAT16 = (
-    "bfloat16 cannot hold the integers, so it is no exact answer: each tensor is held to a relative L2 of "
-    f"{ENGINES['bfloat16'].relative_l2}"
+    "bfloat16 cannot hold the integers exactly: each tensor is held to a relative L2 of "
+    f"{NARROW_FLOATS['bfloat16'].relative_l2}"
 )
 
 
 def attempts(path: Path) -> list[Attempt]:
-    """float32 and bfloat16; a checkpoint of masters, which are made ternary as they are loaded, also packed."""
+    """float32 and bfloat16. A checkpoint of master weights, which are quantised as they are loaded, also packed."""
     variants = [("transformers float32", "float32", False), ("transformers bfloat16", "bfloat16", False)]
     with open_checkpoint(path) as checkpoint:
         if _has_masters(checkpoint):
@@ -44,7 +45,7 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 
 
 def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
-    if packed or not _reads(path):
+    if packed or not _is_readable(path):
         with open_checkpoint(path) as checkpoint:
             dense = checkpoint.config.quantization is None
             kind = "hf-bf16" if dense or (_has_masters(checkpoint) and not packed) else "hf-packed"
@@ -52,13 +53,13 @@ def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
             path.mkdir()
             write_hf(checkpoint, path, kind)
     model = load(path, backend="numpy")
-    # RoPE that looks at the length of the call gives each token its own only if it comes alone
-    alone = model.config.rope.rope_type == "dynamic"
-    return model, {"model": str(path), "dtype": dtype, "one_at_a_time": alone}
+    # dynamic RoPE depends on the length of the call: only one token per call gives each token its own angles
+    one_at_a_time = model.config.rope.rope_type == "dynamic"
+    return model, {"model": str(path), "dtype": dtype, "one_at_a_time": one_at_a_time}
 
 
-def _reads(path: Path) -> bool:
-    """Whether transformers takes it as it is: a folder, in the names of today rather than 1bitLLM's."""
+def _is_readable(path: Path) -> bool:
+    """Whether transformers reads it unconverted: a folder, with today's config names rather than 1bitLLM's."""
     if not path.is_dir():
         return False
     return "weight_bits" not in read_json_object(path / "config.json", ConfigError, _MAX_CONFIG_BYTES)

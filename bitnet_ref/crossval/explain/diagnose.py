@@ -1,41 +1,38 @@
-"""From a difference to its cause: hypotheses ranked by the pattern, then each tested by running it.
+"""From a difference to its cause: hypotheses are ranked by the look of the difference, then each is tested by a run.
 
-A test is a run of the reference with the mistake made, compared with the candidate like the reference itself. A cause
-is *confirmed* when that comparison agrees; it *explains a part* when the first difference moves to a later op, as it
-does where an engine has two mistakes.
+A test runs the reference with the mistake made and compares it with the candidate. The cause is *confirmed* when that
+comparison agrees. It *explains a part* when the first difference moves to a later op, as with an engine that makes two
+mistakes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, compare
 from ..names import LOGITS, SYNONYMS
-from ..patterns import Kind, kind_of, relative_error
-from .hypotheses import Hypothesis, forward_hypotheses
+from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, generation_hypotheses, greedy, prompt_hypotheses, tokenizer_of
-from .variants import Setting
-
-if TYPE_CHECKING:
-    from ...api import Model
-
-_ENDS = ("hook_embed", LOGITS)
+from .patterns import Kind, kind_of, relative_error
+from .variants import Hypothesis, Setting
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """One cause that was tested.
 
-    confirmed: the reference with this mistake made agrees with the candidate.
-    partly: it does not, but the first difference moves to a later op, `first_difference`.
+    confirmed: the reference with this mistake agrees with the candidate.
+    partly: it does not agree, but the first difference moves to a later op, `first_difference`.
+    expected: the op and the look of the difference pointed to this cause before the test.
     logit_error_before, logit_error: relative L2 of the candidate's logits against the reference's own and the changed
-    reference's; None where the candidate has none.
+    reference's; None where the candidate has no logits.
     """
 
     name: str
@@ -43,32 +40,29 @@ class Diagnosis:
     remedy: str
     confirmed: bool
     partly: bool = False
-    expected: bool = False  # the op and the look of the difference had pointed to it before the test
+    expected: bool = False
     first_difference: str | None = None
     logit_error_before: float | None = None
     logit_error: float | None = None
 
     def __str__(self) -> str:
         verdict = "confirmed" if self.confirmed else "explains a part" if self.partly else "not confirmed"
-        figures = []
+        details = []
         if self.logit_error_before is not None and self.logit_error is not None:
-            figures.append(
-                f"with it the logits' relative error goes from {self.logit_error_before:.2g} to {self.logit_error:.2g}"
-            )
+            errors = f"from {self.logit_error_before:.2g} to {self.logit_error:.2g}"
+            details.append(f"with it the logits' relative error goes {errors}")
         if self.first_difference is not None:
-            figures.append(f"the first difference is then at {self.first_difference}")
-        detail = f" ({'; '.join(figures)})" if figures else ""
-        return (
-            f"{verdict}: {self.cause}{detail}. {self.remedy}" if self.confirmed else f"{verdict}: {self.cause}{detail}"
-        )
+            details.append(f"the first difference is then at {self.first_difference}")
+        text = f"{verdict}: {self.cause}" + (f" ({'; '.join(details)})" if details else "")
+        return f"{text}. {self.remedy}" if self.confirmed else text
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 def diagnose(
-    model: Model,
+    model: LoadedModel,
     tokens: Sequence[int],
     candidate: Mapping[str, NDArray],
     comparison: Comparison,
@@ -76,38 +70,38 @@ def diagnose(
     thorough: bool = True,
     depth: int = 2,
 ) -> list[Diagnosis]:
-    """What may be wrong with a candidate whose `comparison` with the reference (`model`, on `tokens`) differs.
+    """The possible causes of a `comparison` that differs, of a candidate with the reference (`model`, on `tokens`).
 
-    candidate: {op name: array} or a trace, as compared; logits alone will do. Where other token ids are the difference,
-    it is the prompt that is diagnosed; a teacher-forced run is judged up to the op that differs first.
-    thorough: test the hypotheses that the pattern
-    speaks against, too, when none of those that it speaks for is confirmed.   depth: how many mistakes at once.
-    Sorted: confirmed first, then what explains a part, then the rest by likelihood. All that fit equally are listed.
+    candidate: {op name: array} or a trace; logits alone are enough. If its token ids differ, the prompt is diagnosed.
+        A teacher-forced run is judged up to the first op that differs.
+    thorough: if no likely hypothesis is confirmed, test the unlikely ones too.   depth: how many mistakes at once.
+    Sorted: confirmed, then what explains a part, then the rest by likelihood. Causes that fit equally are all listed.
     Empty when the comparison agrees, and when the embedding or the logits have another shape: that is another model.
     """
-    other_model = any(op.name in _ENDS and op.note.startswith(OTHER_SHAPE) for op in comparison.ops)
+    other_model = any(op.name in ("hook_embed", LOGITS) and op.note.startswith(OTHER_SHAPE) for op in comparison.ops)
     if comparison.agrees or other_model:
         return []
     if comparison.problem is not None:
-        other = getattr(candidate, "token_ids", None)
-        return [] if other is None else diagnose_prompt(model, tokens, other, getattr(candidate, "prompt", None))
+        ids = getattr(candidate, "token_ids", None)
+        return [] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None))
     forced = comparison.mode == "teacher-forced"
-    search = _Search(Setting.of(model, tokens), candidate, _first(comparison), thorough, forced)
-    found = tested = search.run()
-    before: list[Diagnosis] = []  # mistakes that are assumed while the next one is looked for
-    while len(before) < depth - 1 and not any(d.confirmed for d in tested):
+    search = _Search(Setting.of(model, tokens), candidate, _first_name(comparison), thorough, forced)
+    diagnoses = tested = search.run()
+    assumed: list[Diagnosis] = []  # mistakes that are made while the next one is looked for
+    while len(assumed) < depth - 1 and not any(d.confirmed for d in tested):
         if not (parts := [d for d in tested if d.partly]):
             break
-        before.append(parts[0])
-        changed = search.changes[parts[0].cause].change(search.setting)
+        assumed.append(parts[0])
+        changed = search.hypotheses[parts[0].cause].change(search.setting)
         assert changed is not None
-        search = _Search(changed, candidate, parts[0].first_difference, thorough, forced, search.before)
+        search = _Search(changed, candidate, parts[0].first_difference, thorough, forced, search.error_before)
         tested = search.run()
-        found = found + [_together([*before, last]) for last in tested if last.confirmed]
-    return _ranked(found)
+        diagnoses = diagnoses + [_combine([*assumed, last]) for last in tested if last.confirmed]
+    return _rank(diagnoses)
 
 
-def _together(mistakes: list[Diagnosis]) -> Diagnosis:
+def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
+    """One diagnosis of several mistakes that agree with the candidate only together."""
     return Diagnosis(
         " + ".join(d.name for d in mistakes),
         "; and ".join(d.cause for d in mistakes),
@@ -119,52 +113,52 @@ def _together(mistakes: list[Diagnosis]) -> Diagnosis:
 
 
 def diagnose_prompt(
-    model: Model, tokens: Sequence[int], candidate_tokens: Sequence[int], prompt: str | None = None
+    model: LoadedModel, tokens: Sequence[int], candidate_tokens: Sequence[int], prompt: str | None = None
 ) -> list[Diagnosis]:
     """Why a candidate has other token ids for the same prompt. Empty when the ids are equal."""
-    right, other = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
-    if right == other:
+    right, wrong = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
+    if right == wrong:
         return []
-    return _judged(prompt_hypotheses(right, other, tokenizer_of(model), prompt), other)
+    return _test_ids(prompt_hypotheses(right, wrong, tokenizer_of(model), prompt), wrong)
 
 
 def diagnose_generation(
-    model: Model, tokens: Sequence[int], candidate_generated: Sequence[int], generated: Sequence[int] | None = None
+    model: LoadedModel,
+    tokens: Sequence[int],
+    candidate_generated: Sequence[int],
+    generated: Sequence[int] | None = None,
 ) -> list[Diagnosis]:
-    """Why a candidate continues the same token ids otherwise, greedily. Empty when it does not.
+    """Why a candidate's greedy continuation of the same token ids differs. Empty when it does not.
 
     generated: the reference's own continuation with its end token; computed here when it is not given.
     """
-    other = [int(t) for t in candidate_generated]
-    right = greedy(model, tokens, max(1, len(other))) if generated is None else [int(t) for t in generated]
-    return [] if right == other else _judged(generation_hypotheses(model, tokens, right, other), other)
+    wrong = [int(t) for t in candidate_generated]
+    right = greedy(model, tokens, max(1, len(wrong))) if generated is None else [int(t) for t in generated]
+    return [] if right == wrong else _test_ids(generation_hypotheses(model, tokens, right, wrong), wrong)
 
 
-def _judged(hypotheses: Iterable[TokenHypothesis], candidate: list[int]) -> list[Diagnosis]:
-    found = []
-    for hypothesis in hypotheses:
-        wrong = hypothesis.wrong()
-        if wrong is not None:
-            found.append(Diagnosis(hypothesis.name, hypothesis.cause, hypothesis.remedy, confirmed=wrong == candidate))
-    return _ranked(found)
+def _test_ids(hypotheses: Iterable[TokenHypothesis], candidate: list[int]) -> list[Diagnosis]:
+    results = ((h, h.wrong()) for h in hypotheses)
+    return _rank([Diagnosis(h.name, h.cause, h.remedy, ids == candidate) for h, ids in results if ids is not None])
 
 
-def _ranked(found: list[Diagnosis]) -> list[Diagnosis]:
-    return sorted(found, key=lambda d: (not d.confirmed, not d.partly, not d.expected))
+def _rank(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
+    return sorted(diagnoses, key=lambda d: (not d.confirmed, not d.partly, not d.expected))
 
 
-def _first(comparison: Comparison) -> str | None:
+def _first_name(comparison: Comparison) -> str | None:
     return None if comparison.first_divergence is None else comparison.first_divergence.name
 
 
-class _Part(Mapping[str, NDArray]):
-    """Some tensors of a candidate; all else that it tells (its dtype, its token ids) is the whole's."""
+class _Subset(Mapping[str, NDArray]):
+    """Some tensors of a candidate. All other attributes (its dtype, its token ids) are the candidate's."""
 
-    def __init__(self, whole: Mapping[str, NDArray], names: set[str]) -> None:
-        self._whole, self._names = whole, [name for name in whole if SYNONYMS.get(name, name) in names]
+    def __init__(self, candidate: Mapping[str, NDArray], names: set[str]) -> None:
+        self._candidate = candidate
+        self._names = [name for name in candidate if SYNONYMS.get(name, name) in names]
 
     def __getitem__(self, name: str) -> NDArray:
-        return self._whole[name]
+        return self._candidate[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -176,7 +170,7 @@ class _Part(Mapping[str, NDArray]):
         return len(self._names)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
+        return getattr(self._candidate, name)
 
 
 @dataclass
@@ -187,64 +181,70 @@ class _Search:
     candidate: Mapping[str, NDArray]
     first: str | None  # the first op that differs
     thorough: bool
-    forced: bool  # teacher-forced: what follows the first op that differs was computed from the reference's inputs
-    before: float | None = None  # error of the logits before any change
-    changes: dict[str, Hypothesis] = field(default_factory=dict)  # those tested, by cause
+    forced: bool  # teacher-forced: ops after the first difference were computed from the reference's inputs
+    error_before: float | None = None  # of the logits, without any change
+    hypotheses: dict[str, Hypothesis] = field(default_factory=dict)  # those tested, by cause
 
     def run(self) -> list[Diagnosis]:
         self.reference = self.setting.run()
         self.order = {name: i for i, name in enumerate(self.reference)}
-        self.known = {SYNONYMS.get(name, name) for name in self.candidate}
-        if self.before is None:
-            self.before = self._logit_error(self.reference)
+        self.recorded = {SYNONYMS.get(name, name) for name in self.candidate}
+        if self.error_before is None:
+            self.error_before = self._logit_error(self.reference)
         kind, span = self._kind(), self._span()
         likely: list[tuple[int, Hypothesis]] = []
         unlikely: list[tuple[int, Hypothesis]] = []
         for hypothesis in forward_hypotheses(self.setting, self.candidate):
-            in_place = any(fnmatchcase(name, glob) for name in span for glob in hypothesis.shows)
-            looks_so = kind in hypothesis.kinds and kind is not Kind.OTHER
-            (likely if in_place else unlikely).append((2 * in_place + looks_so, hypothesis))
-        found = self._tested(likely)
-        if self.thorough and not any(d.confirmed for d in found):
-            found += self._tested(unlikely)
-        return _ranked_by_progress(found, self.order)
+            in_span = any(fnmatchcase(name, glob) for name in span for glob in hypothesis.shows.split())
+            same_kind = kind is hypothesis.kind and kind is not Kind.OTHER
+            (likely if in_span else unlikely).append((2 * in_span + same_kind, hypothesis))
+        diagnoses = self._test_all(likely)
+        if self.thorough and not any(d.confirmed for d in diagnoses):
+            diagnoses += self._test_all(unlikely)
+        # of those that explain a part: the further one moves the first difference, the earlier in the list
+        progress = sorted(diagnoses, key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly else 0)
+        return _rank(progress)
 
-    def _tested(self, hypotheses: list[tuple[int, Hypothesis]]) -> list[Diagnosis]:
-        """The best fitting first. A changed setting is made just before its run: it may hold a model's weights."""
-        found = []
-        for fits, hypothesis in sorted(hypotheses, key=lambda pair: -pair[0]):
+    def _test_all(self, hypotheses: list[tuple[int, Hypothesis]]) -> list[Diagnosis]:
+        """The highest scores first. A changed setting is made just before its run: it may hold a model's weights."""
+        diagnoses = []
+        for score, hypothesis in sorted(hypotheses, key=lambda pair: -pair[0]):
             changed = hypothesis.change(self.setting)
             if changed is not None:
-                found.append(self._test(hypothesis, changed, fits))
-        return found
+                diagnoses.append(self._test(hypothesis, changed, score))
+        return diagnoses
 
-    def _test(self, hypothesis: Hypothesis, changed: Setting, fits: int) -> Diagnosis:
-        self.changes[hypothesis.cause] = hypothesis
-        again, error = self._up_to_the_first(changed), None
-        if again is None or (again.agrees and not self.forced):  # right so far: now the whole of it
-            seen = changed.run(lambda name: name in self.known)
-            again, error = compare(seen, self.candidate, changed.config, changed.tokens), self._logit_error(seen)
-        first, end = _first(again), len(self.order)
+    def _test(self, hypothesis: Hypothesis, changed: Setting, score: int) -> Diagnosis:
+        self.hypotheses[hypothesis.cause] = hypothesis
+        comparison, error = self._compare_beginning(changed), None
+        if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
+            tensors = changed.run(lambda name: name in self.recorded)
+            comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
+            error = self._logit_error(tensors)
+        first, end = _first_name(comparison), len(self.order)
         moved = first is not None and self.order.get(first, end) > self.order.get(self.first or "", end)
         return Diagnosis(
             hypothesis.name,
             hypothesis.cause,
             hypothesis.remedy,
-            confirmed=bool(again.agrees),
-            partly=not again.agrees and moved,
-            expected=fits > 0,
+            confirmed=bool(comparison.agrees),
+            partly=not comparison.agrees and moved,
+            expected=score > 0,
             first_difference=first,
-            logit_error_before=self.before,
+            logit_error_before=self.error_before,
             logit_error=error,
         )
 
-    def _up_to_the_first(self, changed: Setting) -> Comparison | None:
-        """The comparison as far as the first op that differs without the change, which is cheap; None without such."""
+    def _compare_beginning(self, changed: Setting) -> Comparison | None:
+        """The comparison up to the op that differs first without the change, which costs little.
+
+        None where no op differs, or only the last.
+        """
         if self.first not in self.order or self.order[self.first] + 1 == len(self.order):
             return None
         names = set(list(self.order)[: self.order[self.first] + 1])
-        seen = changed.run(lambda name: name in names and name in self.known, until=self.first)
-        return compare(seen, _Part(self.candidate, names), changed.config, changed.tokens)
+        tensors = changed.run(lambda name: name in names and name in self.recorded, until=self.first)
+        return compare(tensors, _Subset(self.candidate, names), changed.config, changed.tokens)
 
     def _kind(self) -> Kind:
         if self.first is None or self.first not in self.reference or self.first not in self.candidate:
@@ -252,23 +252,18 @@ class _Search:
         return kind_of(self.reference[self.first], self.candidate[self.first])
 
     def _span(self) -> list[str]:
-        """The ops where the mistake may sit: after the last one that the candidate has right, to the first wrong."""
-        if self.first not in self.order:
-            return list(self.order)
+        """The ops that may hold the mistake: after the last one the candidate has right, up to the first wrong one."""
         names = list(self.order)
+        if self.first not in self.order:
+            return names
         stop = self.order[self.first]
-        known = [i for i in range(stop) if names[i] in self.candidate]
-        return names[(known[-1] + 1 if known else 0) : stop + 1]
+        recorded = [i for i in range(stop) if names[i] in self.candidate]
+        return names[(recorded[-1] + 1 if recorded else 0) : stop + 1]
 
-    def _logit_error(self, seen: Mapping[str, NDArray]) -> float | None:
-        """Relative L2 of the candidate's logits; where it has the last token's alone, of those."""
-        theirs = next((self.candidate[name] for name in self.candidate if SYNONYMS.get(name, name) == LOGITS), None)
-        if theirs is None or LOGITS not in seen or theirs.size % seen[LOGITS].shape[-1]:
+    def _logit_error(self, tensors: Mapping[str, NDArray]) -> float | None:
+        """Relative L2 of the candidate's logits; of the last token's where it has only those."""
+        logits = next((self.candidate[name] for name in self.candidate if SYNONYMS.get(name, name) == LOGITS), None)
+        if logits is None or LOGITS not in tensors or logits.size % tensors[LOGITS].shape[-1]:
             return None
-        theirs = np.asarray(theirs).reshape(-1, seen[LOGITS].shape[-1])
-        return relative_error(seen[LOGITS][-len(theirs) :], theirs)
-
-
-def _ranked_by_progress(found: list[Diagnosis], order: Mapping[str, int]) -> list[Diagnosis]:
-    """What explains a part: the further it moves the first difference, the earlier in the list."""
-    return _ranked(sorted(found, key=lambda d: -order.get(d.first_difference or "", -1) if d.partly else 0))
+        logits = np.asarray(logits).reshape(-1, tensors[LOGITS].shape[-1])
+        return relative_error(tensors[LOGITS][-len(logits) :], logits)

@@ -1,8 +1,7 @@
-"""From one file format to another, with proof: `convert(source, destination, to)`.
+"""Conversion from one file format to another, with proof: `convert(source, destination, to)`.
 
-What was written is read again before it gets its name, and compared with the source: every ternary plane bit for bit,
-every scale, every other tensor, the tokenizer, and the logits of a few tokens. A conversion that cannot prove itself
-leaves nothing behind.
+The result is read again before it gets its name, and compared with the source: every ternary plane bit for bit, every
+scale, every other tensor, the tokenizer, and the logits of a few tokens. If the proof fails, nothing is left behind.
 """
 
 from .convert import convert

@@ -30,27 +30,27 @@ def convert(
 ) -> Proof | None:
     """Write the model `source` (a path, or a shipped model's name) to `destination` in the format `to`.
 
-    One tensor is in memory at a time. Nothing is at `destination` until the whole of it is, proven: an interrupt, an
-    error or a failed proof leaves what was there. The bytes depend on the model alone.
+    One tensor is in memory at a time. An interrupt, an error or a failed proof leaves `destination` unchanged. The
+    bytes depend on the model alone.
     options: what the user knows better about the source.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
-    verify: prove it; the Proof is returned, and if it says that the two differ, FormatError is raised.
-    overwrite: replace a file that is there. A folder is never replaced.
+    verify: compare the result with the source and return the Proof; FormatError if the two differ.
+    overwrite: replace an existing file. A folder is never replaced.
 
     Raises ConfigError (an unknown target, a model the target cannot hold), FormatError.
     """
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
     target, path = TARGETS[to], Path(destination)
-    as_written = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
+    written_options = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
     _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
         temporary = stack.enter_context(atomic_folder(path) if target.suffix is None else atomic_path(path))
-        target.write(checkpoint, temporary, as_written, phase("writing") if phase else None)
+        target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
         if verify:
-            with open_checkpoint(temporary, as_written) as written:
+            with open_checkpoint(temporary, written_options) as written:
                 proof = prove(checkpoint, written, phase)
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)

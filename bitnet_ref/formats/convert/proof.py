@@ -1,4 +1,4 @@
-"""Whether two checkpoints, in whatever formats, hold the same model: part by part, and by what they compute."""
+"""Compares two checkpoints in any formats: whether they hold the same model, part by part, and compute the same."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from ...reference.cache import TokenBatch
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from ..checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer
 
-# A scale or a float tensor may come back rounded by a format that stores it narrower: half a unit in the last place of
-# float16's 11 bits, and of its smallest step.
-ROUNDING, SMALLEST = 2.0**-11, 2.0**-25
-SUMMATION = 1e-5  # of the largest logit: float32 sums of a few thousand terms in another order
-TOKENS = 8
+# A scale or a float tensor may come back rounded by a narrower format: by half a unit in the last place of float16's 11
+# bits, or of bfloat16's 8 bits, or of float16's smallest step.
+_ROUNDING, _BF16_ROUNDING, _SMALLEST = 2.0**-11, 2.0**-8, 2.0**-25
+_SUMMATION = 1e-5  # of the largest logit: float32 sums of a few thousand terms in another order
+_TOKENS = 8
 _TEXT = "Once upon a time, 12 wörlds began.\n\n  Then \U0001f600 they   ended!"
-_IN_BLOCKS = 1 << 22
-# Who wrote it; how it is stored; and what is compared with the tokenizer.
-_ELSEWHERE = ("model_type", "quantization", "bos_token_id", "eos_token_ids")
+_BLOCK_VALUES = 1 << 22
+# Fields that name the writer or the way of storage, and those that are compared with the tokenizer
+_NOT_COMPARED = ("model_type", "quantization", "bos_token_id", "eos_token_ids")
 
 
 @dataclass
 class Tally:
-    """How many of one kind of tensor came back equal."""
+    """How many tensors of one kind came back equal."""
 
     equal: int = 0
     total: int = 0
-    largest: float = 0.0  # relative difference of those that did not
-    first: str | None = None  # the first of those
+    largest: float = 0.0  # largest relative difference
+    first: str | None = None  # the first tensor that differs
 
     def add(self, name: str, difference: float) -> None:
-        """difference: 0 for equal"""
         self.total += 1
         self.equal += difference == 0
         self.largest = max(self.largest, difference)
@@ -48,14 +47,14 @@ class Tally:
 
 @dataclass
 class Proof:
-    """What a comparison found. `holds`: the same model, but for the rounding that the format itself imposes."""
+    """The result of a comparison. `holds`: the same model, except for rounding that the format itself imposes."""
 
-    planes: Tally = field(default_factory=Tally)  # ternary matrices, bit for bit
+    planes: Tally = field(default_factory=Tally)  # ternary matrices, compared bit for bit
     scales: Tally = field(default_factory=Tally)
     tensors: Tally = field(default_factory=Tally)  # norms, biases, dense matrices
     config: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # fields that differ: (source, written)
     tokenizer: str = "none"  # "equal", "none", or what differs
-    tokens: int = 0  # of the run that was compared
+    tokens: int = 0  # whose logits were compared
     logits_equal: bool = False
     logits_difference: float = 0.0  # largest absolute
     same_choice: bool = True  # the same most likely token at every position
@@ -63,10 +62,9 @@ class Proof:
 
     @property
     def exact(self) -> bool:
-        """Not even rounded."""
+        """Whether nothing was rounded."""
         tallies = (self.planes, self.scales, self.tensors)
-        same = not self.config and all(tally.equal == tally.total for tally in tallies)
-        return self.holds and same
+        return self.holds and not self.config and all(tally.equal == tally.total for tally in tallies)
 
     @property
     def holds(self) -> bool:
@@ -81,8 +79,8 @@ class Proof:
             logits = ", and all logits" if self.tokens and self.logits_equal else ""
             return f"identical: {self.planes.total} ternary planes, every scale and every tensor{logits}"
         rounded = [
-            f"{tally.total - tally.equal} {what} (by {tally.largest:.1e} of their size at most)"
-            for what, tally in (("scales", self.scales), ("other tensors", self.tensors))
+            f"{tally.total - tally.equal} {kind} (by {tally.largest:.1e} of their size at most)"
+            for kind, tally in (("scales", self.scales), ("other tensors", self.tensors))
             if tally.equal < tally.total
         ]
         rounded += [f"config.{name}" for name in self.config]
@@ -97,10 +95,10 @@ class Proof:
 def prove(
     source: Checkpoint, written: Checkpoint, phase: Callable[[str], Progress] | None = None, compute: bool = True
 ) -> Proof:
-    """Compare `written` with `source`, one tensor of each in memory.
+    """Compare `written` with `source`, with one tensor of each in memory.
 
-    compute: also run a few tokens through both, one layer of each in memory, and compare the logits.
-    phase: gives the progress of the phases "comparing" and "computing".
+    compute: also run a few tokens through both, with one layer in memory, and compare the logits.
+    phase: returns the progress callback of the phase "comparing" or "computing".
     """
     proof = Proof()
     _compare_configs(source, written, proof)
@@ -115,14 +113,14 @@ def prove(
 def _compare_configs(source: Checkpoint, written: Checkpoint, proof: Proof) -> None:
     ours, theirs = source.config.to_dict(), written.config.to_dict()
     for name, value in ours.items():
-        if value != theirs[name] and name not in _ELSEWHERE:
+        if value != theirs[name] and name not in _NOT_COMPARED:
             proof.config[name] = value, theirs[name]
             if not _nearly(value, theirs[name]):
                 proof.problems.append(f"config.{name} was {value!r} and is {theirs[name]!r}")
 
 
 def _nearly(a: Any, b: Any) -> bool:
-    """Equal, or numbers that are equal as float32, which is how GGUF stores them."""
+    """Whether values are equal, or numbers that are equal as float32, as GGUF stores them."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_nearly(a[key], b[key]) for key in a)
     if isinstance(a, float) and isinstance(b, float):
@@ -137,10 +135,15 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
         if name != other or _kind(a) != _kind(b):
             proof.problems.append(f"{name} was {_kind(a)}, and {other} is {_kind(b)}")
             return
-        for what, tally, difference in _differences(a, b, proof):
-            tally.add(f"{name}{what}", difference)
-            if difference > (0 if tally is proof.planes else ROUNDING):
-                proof.problems.append(f"{name}{what} differs")
+        for detail, tally, difference in _differences(a, b, proof):
+            rounding = 0.0 if tally is proof.planes else _BF16_ROUNDING if written.kind == "gguf-bf16" else _ROUNDING
+            if difference > rounding and isinstance(a, DenseWeight) and isinstance(b, DenseWeight) and not detail:
+                rounded = written.rounded(name, a.array)
+                if rounded is not a.array and np.array_equal(rounded, b.array):  # as the format's blocks round it
+                    difference = rounding = _block_difference(a.array, b.array)
+            tally.add(f"{name}{detail}", difference)
+            if difference > rounding:
+                proof.problems.append(f"{name}{detail} differs")
         if progress is not None:
             progress(done, total)
 
@@ -154,14 +157,14 @@ def _kind(part: LinearWeight | NDArray | None) -> str:
 
 
 def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, float]]:
-    """(which part of it, where it is counted, relative difference)"""
+    """(suffix that names a detail of the part, its tally, relative difference)"""
     if isinstance(a, np.ndarray):
         yield "", proof.tensors, _difference(a, b)
         return
     if isinstance(a, DenseWeight):
         yield "", proof.tensors, _difference(a.array, b.array)
     else:
-        packed = isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)  # one form, padding and all
+        packed = isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)
         same = np.array_equal(a.packed, b.packed) if packed else np.array_equal(a.ternary(), b.ternary())
         yield "", proof.planes, float(not same)
         yield " (scale)", proof.scales, _difference(np.array([a.w_dequant_scale]), np.array([b.w_dequant_scale]))
@@ -173,17 +176,24 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
 
 
 def _difference(a: NDArray | None, b: NDArray | None) -> float:
-    """Largest relative difference, a block at a time; what float16 cannot tell from zero is equal to it."""
+    """Largest relative difference, computed in blocks. Values that float16 rounds to zero equal zero."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
     a, b, largest = a.reshape(-1), b.reshape(-1), 0.0
-    for start in range(0, a.size, _IN_BLOCKS):
-        x, y = (array[start : start + _IN_BLOCKS].astype(np.float32) for array in (a, b))
+    for start in range(0, a.size, _BLOCK_VALUES):
+        x, y = (array[start : start + _BLOCK_VALUES].astype(np.float32) for array in (a, b))
         if not np.array_equal(x, y):
             gap = np.abs(x - y)
-            gap[gap <= np.float32(SMALLEST)] *= np.float32(ROUNDING)
-            largest = max(largest, float((gap / np.maximum(np.abs(x), np.float32(SMALLEST))).max()))
+            gap[gap <= np.float32(_SMALLEST)] *= np.float32(_ROUNDING)
+            largest = max(largest, float((gap / np.maximum(np.abs(x), np.float32(_SMALLEST))).max()))
     return largest
+
+
+def _block_difference(a: NDArray, b: NDArray) -> float:
+    """Largest difference, relative to the largest value of the row."""
+    a = a.astype(np.float32)
+    gaps, sizes = np.abs(a - b).max(axis=1), np.abs(a).max(axis=1)
+    return float((gaps / np.maximum(sizes, np.float32(_SMALLEST))).max())
 
 
 def _compare_tokenizers(source: Checkpoint, written: Checkpoint, proof: Proof) -> None:
@@ -226,7 +236,7 @@ def _compare_tokenizers(source: Checkpoint, written: Checkpoint, proof: Proof) -
 
 
 class _Layers:
-    """A checkpoint's blocks, each read when its turn in the forward pass comes."""
+    """A checkpoint's blocks. Each is read when the forward pass reaches it."""
 
     def __init__(self, checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> None:
         self.checkpoint, self.be, self.tick = checkpoint, be, tick
@@ -251,17 +261,17 @@ def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progr
     proof.logits_difference = float(np.abs(a - b).max())
     proof.same_choice = bool((a.argmax(axis=1) == b.argmax(axis=1)).all())
     same = not proof.config and all(tally.equal == tally.total for tally in (proof.scales, proof.tensors))
-    # A head that came back in another dtype, its values equal, is summed in that dtype's kernel, in its order.
+    # A head of equal values in another dtype is summed by another kernel, in another order.
     other_sums = source.dense_dtype("embedding") != written.dense_dtype("embedding")
-    allowed = SUMMATION * float(np.abs(a).max()) if other_sums else 0.0
+    allowed = _SUMMATION * float(np.abs(a).max()) if other_sums else 0.0
     if same and proof.logits_difference > allowed:
         proof.problems.append(f"the logits differ by {proof.logits_difference:.1e} though all tensors are equal")
 
 
 def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> NDArray:
-    """Of a few tokens spread over the vocabulary.   -> (T, V)"""
+    """Logits of a few tokens spread over the vocabulary.   -> (T, V)"""
     config = checkpoint.config
-    count = min(TOKENS, config.context_length)
+    count = min(_TOKENS, config.context_length)
     tokens = np.linspace(0, config.vocab_size - 1, count).astype(np.int64)
     embedding = checkpoint.embedding()
     layers: Any = _Layers(checkpoint, be, tick)

@@ -1,4 +1,4 @@
-"""The formats that a conversion can write."""
+"""The formats that `convert` can write: `TARGETS`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Write = Callable[[Checkpoint, Path, ReadOptions, Progress | None], None]
 
 @dataclass(frozen=True)
 class Target:
-    """One format.   suffix: of the file; None: it is a folder"""
+    """A format to write."""
 
     name: str
-    suffix: str | None
-    says: str
+    suffix: str | None  # of the file; None for a folder
+    description: str
     write: Write
 
 
@@ -35,14 +35,21 @@ def _hf(kind: str) -> Write:
     return write
 
 
-def _gguf(kind: str) -> Write:
+def _gguf(kind: str, description: str, dense_type: str = "F16") -> Target:
     def write(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
         from ..gguf.export import write_gguf_model
 
-        tokenizer = gguf_tokenizer(checkpoint)
-        write_gguf_model(checkpoint, path, kind, tokenizer=tokenizer, tl_tiles=options.tl_tiles, progress=progress)
+        write_gguf_model(
+            checkpoint,
+            path,
+            kind,
+            tokenizer=gguf_tokenizer(checkpoint),
+            dense_type=dense_type,
+            tl_tiles=options.tl_tiles,
+            progress=progress,
+        )
 
-    return write
+    return Target(f"gguf-{kind}", ".gguf", description, write)
 
 
 def _native(storage: str) -> Write:
@@ -63,12 +70,15 @@ def _onnx(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Pr
 _TARGETS = (
     Target("hf-packed", None, "a Hugging Face folder, ternary planes of 2 bits", _hf("hf-packed")),
     Target("hf-bf16", None, "a Hugging Face folder in bfloat16: the masters, or -1, 0, +1", _hf("hf-bf16")),
-    Target("gguf-i2_s", ".gguf", "bitnet.cpp's 2 bits, x86 layout", _gguf("i2_s")),
-    Target("gguf-tq1_0", ".gguf", "llama.cpp's 1.69 bits; scales become float16", _gguf("tq1_0")),
-    Target("gguf-tq2_0", ".gguf", "llama.cpp's 2.06 bits; scales become float16", _gguf("tq2_0")),
-    Target("gguf-tl1", ".gguf", "bitnet.cpp's look-up tables for Arm", _gguf("tl1")),
-    Target("gguf-tl2", ".gguf", "bitnet.cpp's look-up tables for x86", _gguf("tl2")),
-    Target("gguf-f16", ".gguf", "matrices as float16 numbers", _gguf("f16")),
+    _gguf("i2_s", "bitnet.cpp's 2 bits, x86 layout"),
+    _gguf("tq1_0", "llama.cpp's 1.69 bits; scales become float16"),
+    _gguf("tq2_0", "llama.cpp's 2.06 bits; scales become float16"),
+    _gguf("tl1", "bitnet.cpp's look-up tables for Arm"),
+    _gguf("tl2", "bitnet.cpp's look-up tables for x86"),
+    _gguf("f16", "matrices as float16 numbers"),
+    _gguf("bf16", "matrices as bfloat16 numbers", "BF16"),
+    _gguf("f32", "matrices as float32 numbers", "F32"),
+    _gguf("q8_0", "matrices as int8 numbers in blocks of 32, with a float16 scale in each"),
     Target("onnx", None, "a folder: model.onnx for onnxruntime, its data, the tokenizer", _onnx),
     Target("native", NATIVE_SUFFIX, "one file with everything, ternary planes of 2 bits", _native("2bit")),
     Target("native-base3", NATIVE_SUFFIX, "the same, planes of 1.6 bits: smaller, slower to read", _native("base3")),
@@ -77,8 +87,7 @@ TARGETS = {target.name: target for target in _TARGETS}
 
 
 def gguf_tokenizer(checkpoint: Checkpoint) -> Mapping[str, Typed] | None:
-    """The tokenizer as GGUF metadata; None: the checkpoint has none. Stop tokens that only the configuration names
-    take the keys that are free."""
+    """The tokenizer as GGUF metadata, or None. Stop tokens that only the configuration names take the free keys."""
     from ...tokenizers.gguf_vocab import gguf_from_tokenizer_files
 
     files = checkpoint.tokenizer_files()

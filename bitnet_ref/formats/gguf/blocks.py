@@ -1,8 +1,8 @@
 """The blocks of ggml's tensor types, to and from NumPy: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TQ1_0, TQ2_0.
 
-A row is cut into blocks; each block has its own float16 scale d and small integers q, and stands for d * q. Here are
-the types that BitNet files have (Q4_K and Q6_K in llama.cpp's TQ1_0 and TQ2_0 files, for the embedding and the head);
-other quantisations of dense models are not read.
+A row is cut into blocks; each block has a float16 scale d and small integers q, and its values are d * q. These are
+the types in BitNet files (Q4_K and Q6_K hold the embedding and the head of llama.cpp's TQ1_0 and TQ2_0 files); other
+quantisations of dense models are not read.
 
 Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 """
@@ -58,7 +58,7 @@ def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
 def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """d | dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles, low ones first; d s q - dmin m
 
-    Of 32 values each; the first four scales and minima are the low 6 bits of bytes 0-3 and 4-7, the last four have
+    Each scale and minimum covers 32 values. The first four are the low 6 bits of bytes 0-3 and 4-7; the last four have
     their low nibbles in bytes 8-11 and their high 2 bits on top of bytes 0-7.
     """
     n = len(blocks)
@@ -67,9 +67,9 @@ def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     scales = np.concatenate([first & low6, third & _MASK_4 | first >> high2 << np.uint8(4)], axis=1)
     minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
     d = (_half(blocks[:, :2]) * scales.astype(np.float32)).reshape(n, 8, 1)
-    least = (_half(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
+    offset = (_half(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
     q = (blocks[:, 16:].reshape(n, 4, 1, 32) >> _SHIFTS_4[:, None] & _MASK_4).reshape(n, 8, 32)
-    return (d * q.astype(np.float32) - least).reshape(n, 256)
+    return (d * q.astype(np.float32) - offset).reshape(n, 256)
 
 
 def _tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -120,14 +120,14 @@ DEQUANTIZABLE = tuple(_DEQUANTIZE)
 def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """A tensor's bytes -> its float32 values.   raw (nbytes,) uint8 -> shape
 
-    kind: the type's name, one of `DEQUANTIZABLE`. Raises ShapeError when the bytes are not as many as the shape has.
+    kind: the type's name, one of `DEQUANTIZABLE`. Raises ShapeError for a wrong number of bytes.
     """
     if kind not in _DEQUANTIZE:
         raise FormatError(f"tensors of type {kind} are not read; supported are {', '.join(DEQUANTIZABLE)}")
     blocks = _as_blocks("dequantize", raw, BY_NAME[kind], shape)
     out = np.empty((len(blocks), BY_NAME[kind].block_values), dtype=np.float32)
     step = _CHUNK_BLOCKS * 256 // BY_NAME[kind].block_values
-    with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN: the reader says where it is
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN, which the reader reports
         for start in range(0, len(blocks), step):
             out[start : start + step] = _DEQUANTIZE[kind](blocks[start : start + step])
     return out.reshape(shape)
@@ -138,10 +138,9 @@ def ternary_from_blocks(
 ) -> tuple[NDArray[np.int8], np.float32] | None:
     """A matrix in TQ1_0 or TQ2_0 -> the exact (w_t (N, K) int8, w_dequant_scale), or None if it has no single scale.
 
-    One matrix, one scale: every block of a b1.58 matrix that has a non-zero has the same d, and a block of zeros has
-    d = 0 or that d. Blocks whose scales differ come from a matrix that was not ternary before it was quantised; such
-    a matrix is dense, and computes with int8 activations as no model was trained. Raises FormatError for a scale that
-    is negative, NaN or Inf and for the code 3.
+    A b1.58 matrix has one scale: every block with a non-zero has the same d, and a block of zeros has d = 0 or that d.
+    If the scales differ, the matrix was not ternary before it was quantised: it is dense, and no model was trained with
+    int8 activations on such. Raises FormatError for a scale that is negative, NaN or Inf and for the code 3.
     """
     blocks = _as_blocks("ternary_from_blocks", raw, BY_NAME[kind], shape)
     scales = np.ascontiguousarray(blocks[:, -2:]).view(np.float16).reshape(-1).astype(np.float32)
@@ -167,18 +166,15 @@ def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int
     _require_whole_blocks(op, kind, shape)
     expected = kind.nbytes(int(np.prod(shape, dtype=object)))
     if raw.dtype != np.uint8 or raw.size != expected:
-        raise ShapeError(
-            op,
-            expected=f"{expected} bytes for {kind.name} of shape {list(shape)}",
-            got=f"{raw.dtype} of shape {raw.shape}",
-        )
+        wanted = f"{expected} bytes for {kind.name} of shape {list(shape)}"
+        raise ShapeError(op, expected=wanted, got=f"{raw.dtype} of shape {raw.shape}")
     return np.ascontiguousarray(raw).reshape(-1, kind.block_bytes)
 
 
 def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> None:
     if (shape[-1] if shape else 1) % kind.block_values:
         expected = f"rows of a multiple of {kind.block_values} values, which {kind.name} stores in one block"
-        raise ShapeError(op, expected=expected, got=f"shape {list(shape)}; another type (F16, Q8_0) takes it")
+        raise ShapeError(op, expected=expected, got=f"shape {list(shape)}; another type (F16, F32) takes it")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -187,8 +183,8 @@ def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> No
 def quantize(values: NDArray, kind: str) -> NDArray[np.uint8]:
     """Finite float values (..., K) -> the bytes (nbytes,) of a tensor of type F32, F16, BF16 or Q8_0.
 
-    Raises NumericsError when a value is NaN or Inf, or too large for the type; ShapeError when K is no multiple of the
-    type's block.
+    Raises NumericsError for NaN, Inf and values too large for the type, ShapeError if K is no multiple of the type's
+    block.
     """
     if kind not in ("F32", "F16", "BF16", "Q8_0"):
         raise FormatError(f"dense tensors are not written as {kind}; use F32, F16, BF16 or Q8_0")
@@ -219,9 +215,9 @@ def _to_q8_0(blocks: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np
 def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str) -> NDArray[np.uint8]:
     """(w_t (N, K) int8 in {-1, 0, +1}, scale) -> the bytes (nbytes,) of a matrix in TQ1_0 or TQ2_0.
 
-    The plane is exact. The scale is rounded to float16, so a reader gets float16(scale): up to 1 part in 2048 from the
-    float32 one; `scale_in_blocks` tells it. A block of zeros has scale 0, as ggml's own quantiser writes it.
-    Raises ShapeError when K is no multiple of 256, NumericsError for a scale that float16 cannot hold.
+    The codes are exact. The scale is rounded to float16 (see `scale_in_blocks`), by at most 1 part in 2048. A block of
+    zeros has scale 0, as in ggml's own quantiser.
+    Raises ShapeError if K is no multiple of 256, NumericsError for a scale that float16 cannot hold.
     """
     if kind not in _TERNARY_CODES:
         raise FormatError(f"ternary matrices have blocks in TQ1_0 and TQ2_0, not in {kind}")
@@ -246,7 +242,7 @@ def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str
 
 
 def scale_in_blocks(w_dequant_scale: float) -> np.float32:
-    """The scale that TQ1_0 and TQ2_0 blocks can hold: the nearest float16. NumericsError when that is 0 or Inf."""
+    """The scale as TQ1_0 and TQ2_0 store it: the nearest float16. NumericsError if that is 0 or Inf."""
     with np.errstate(over="ignore"):
         d = np.float16(w_dequant_scale)
     if not np.isfinite(d) or d <= 0:

@@ -1,39 +1,45 @@
-"""A GGUF's metadata -> `ModelConfig`, and back.
+"""A GGUF's metadata -> `ModelConfig`, and back. `ARCHITECTURES` says what general.architecture means.
 
-general.architecture says which transformer it is:
-
-    bitnet                   1bitLLM: silu, sub-norms
-    bitnet-25, bitnet-b1.58  2B-4T: relu2, sub-norms
-    llama                    LLaMA and Mistral shapes, ternary (Llama3-8B-1.58, Falcon3) or dense
-
-Numbers are float32 in the file: 1e-5 comes back as 9.99999975e-06, so the shortest decimal that means the same float32
-is taken. Source: llama.cpp, docs/gguf.md and convert_hf_to_gguf.py.
+Numbers are float32 in the file: 1e-5 would come back as 9.99999975e-06, so the shortest decimal with the same float32
+value is taken. Source: llama.cpp, docs/gguf.md and convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
-from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig, activation_name, yarn_scale
 from ...reference.layers import rope_frequencies
 from .file import GgufFile, Typed
 
-RELU2_ARCHITECTURES = ("bitnet-25", "bitnet-b1.58")
-BITNET_ARCHITECTURES = ("bitnet", *RELU2_ARCHITECTURES)
-ARCHITECTURES = (*BITNET_ARCHITECTURES, "llama")
+
+class Architecture(NamedTuple):
+    """What a value of general.architecture means."""
+
+    activation: str  # unless `<arch>.hidden_activation` says otherwise
+    sub_norms: bool
+    permuted: bool = False  # rows of q and k are in the order of interleaved RoPE
+
+
+ARCHITECTURES = {
+    "bitnet": Architecture("silu", sub_norms=True),  # 1bitLLM
+    "bitnet-b1.58": Architecture("relu2", sub_norms=True),  # 2B-4T
+    "bitnet-25": Architecture("relu2", sub_norms=True),  # the same, older name
+    "llama": Architecture("silu", sub_norms=False, permuted=True),  # LLaMA, Mistral; ternary (Falcon3) or dense
+}
 ROPE_FREQS = "rope_freqs.weight"
-_TENSORS_PER_LAYER = 9  # at least: two norms, seven linears
-# Texts by which a vocabulary marks the end of a turn, as llama.cpp looks for them
+_MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
+# Texts that mark the end of a turn; llama.cpp looks for the same
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<EOT>")
 
 
 class _Keys:
-    """The metadata of one architecture, with errors that name the key."""
+    """The metadata of one architecture. Its errors name the key."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.metadata = file, file.metadata
@@ -41,6 +47,7 @@ class _Keys:
         if not isinstance(self.arch, str) or self.arch not in ARCHITECTURES:
             expected = f"expected one of {', '.join(ARCHITECTURES)}"
             raise self.fail("general.architecture", f"{expected}, got {self.arch!r}: others are not supported")
+        self.architecture = ARCHITECTURES[self.arch]
 
     def fail(self, key: str, message: str) -> ConfigError:
         return ConfigError(message, path=self.file.path, field=key)
@@ -50,7 +57,7 @@ class _Keys:
         return self.metadata.get(f"{self.arch}.{key}", default)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not 0, which says the same as none."""
+        """Whether the key is there and not 0, which means the same as absent."""
         value = self.get(key)
         return value is not None and not (isinstance(value, int | float) and value == 0)
 
@@ -75,6 +82,22 @@ class _Keys:
         return shortest(value)
 
 
+def read_activation(file: GgufFile, evidence: list[str] | None = None) -> str:
+    """The feed-forward activation: `<arch>.hidden_activation`, or where that key is absent the architecture's.
+
+    evidence: gets a sentence when the two contradict each other. Raises ConfigError.
+    """
+    keys = _Keys(file)
+    implied, key = keys.architecture.activation, f"{keys.arch}.hidden_activation"
+    try:
+        activation = activation_name(keys.get("hidden_activation", implied), key)
+    except ConfigError as error:
+        raise keys.fail(key, error.message) from None
+    if evidence is not None and activation != implied:
+        evidence.append(f"activation: {activation}, by {key}; the architecture {keys.arch} alone would mean {implied}")
+    return activation
+
+
 def shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
     with np.errstate(over="ignore"):
@@ -83,7 +106,7 @@ def shortest(value: float) -> float:
 
 
 def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) -> ModelConfig:
-    """The configuration, but for `quantization`, which the tensors tell and the metadata do not.
+    """The configuration. The metadata do not describe `quantization`; see `evidence.find_ternary`.
 
     Raises ConfigError naming the key, FormatError when the tensors contradict the metadata.
     """
@@ -91,7 +114,7 @@ def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) ->
     shape = tensor_shape(file, "token_embd.weight", 2)
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     layers = keys.count("block_count")
-    if layers * _TENSORS_PER_LAYER > len(file.tensors):
+    if layers * _MIN_TENSORS_PER_LAYER > len(file.tensors):
         raise keys.fail(f"{keys.arch}.block_count", f"says {layers} blocks; the file has {len(file.tensors)} tensors")
     if shape[1] != hidden:
         raise keys.fail(f"{keys.arch}.embedding_length", f"says {hidden}; token_embd.weight has rows of {shape[1]}")
@@ -101,15 +124,15 @@ def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) ->
         got = file.typed["tokenizer.ggml.tokens"].type
         raise keys.fail("tokenizer.ggml.tokens", f"expected an array of strings, got {got}")
     if vocab != shape[0] or len(tokens) > vocab:
-        said = f"{vocab} and there are {len(tokens)} tokens" if tokens else f"{vocab}"
-        raise keys.fail(f"{keys.arch}.vocab_size", f"says {said}; token_embd.weight has {shape[0]} rows")
+        sizes = f"{vocab} and there are {len(tokens)} tokens" if tokens else f"{vocab}"
+        raise keys.fail(f"{keys.arch}.vocab_size", f"says {sizes}; token_embd.weight has {shape[0]} rows")
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise keys.fail(f"{keys.arch}.attention.value_length", "differs from key_length, which is not supported")
     if keys.count("rope.dimension_count", head_dim) != head_dim:
         raise keys.fail(f"{keys.arch}.rope.dimension_count", f"partial rotary embedding of {head_dim} is not supported")
     context = keys.count("context_length")
-    bitnet = keys.arch in BITNET_ARCHITECTURES
+    bitnet = keys.architecture.sub_norms
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     try:
         return ModelConfig(
@@ -121,7 +144,7 @@ def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) ->
             num_attention_heads=heads,
             num_key_value_heads=keys.count("attention.head_count_kv", heads),
             head_dim=head_dim,
-            activation="relu2" if keys.arch in RELU2_ARCHITECTURES else "silu",
+            activation=read_activation(file),
             norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
             max_position_embeddings=context,
             tie_word_embeddings="output.weight" not in file.tensors,
@@ -151,23 +174,19 @@ def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:
 
 def _biases(file: GgufFile, linears: tuple[str, ...]) -> bool:
     """Whether these linears of block 0 have biases: all, or none."""
-    found = [name for name in linears if f"blk.0.{name}.bias" in file.tensors]
-    if found and len(found) < len(linears):
-        raise FormatError(
-            f"{', '.join(found)} have a bias and the other linears of {', '.join(linears)} none; not supported",
-            path=file.path,
-            field=f"blk.0.{found[0]}.bias",
-        )
-    return bool(found)
+    biased = [name for name in linears if f"blk.0.{name}.bias" in file.tensors]
+    if biased and len(biased) < len(linears):
+        message = f"{', '.join(biased)} have a bias and the other linears of {', '.join(linears)} none; not supported"
+        raise FormatError(message, path=file.path, field=f"blk.0.{biased[0]}.bias")
+    return bool(biased)
 
 
 def _eos_ids(file: GgufFile) -> tuple[int, ...]:
-    """eos and end-of-turn ids. A file that names no end of turn is searched for the usual texts, as llama.cpp does."""
+    """eos and end-of-turn ids. If no key names an end of turn, tokens with the usual texts count, as in llama.cpp."""
     ids = [_token_id(file, name) for name in ("eos", "eot", "eom")]
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     if ids[1] is None:
-        wanted = set(_END_OF_TURN)
-        ids += [index for index, text in enumerate(tokens) if text in wanted]
+        ids += [index for index, text in enumerate(tokens) if text in _END_OF_TURN]
     return tuple(dict.fromkeys(value for value in ids if value is not None))
 
 
@@ -187,21 +206,20 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
     if ROPE_FREQS in keys.file.tensors:
         return _llama3_rope(keys, theta, head_dim)
     kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
-    where = f"{keys.arch}.rope.scaling.type"
     if kind == "none":
         return RopeConfig(theta=theta)
     factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear"))
     if kind == "linear":
         return RopeConfig(theta, "linear", factor)
     if kind != "yarn":
-        raise keys.fail(where, f"expected none, linear or yarn, got {kind!r}")
+        raise keys.fail(f"{keys.arch}.rope.scaling.type", f"expected none, linear or yarn, got {kind!r}")
     if not 0 < factor < 1e9:
         raise keys.fail(f"{keys.arch}.rope.scaling.factor", f"expected a number from 0 to 1e9, got {factor}")
-    apart = keys.get("rope.scaling.yarn_attn_factor", keys.get("rope.scaling.attn_factor", 1.0))
-    if isinstance(apart, bool) or not isinstance(apart, int | float) or not 0 < apart < 1e9:
-        where = f"{keys.arch}.rope.scaling.yarn_attn_factor"
-        raise keys.fail(where, f"expected a number from 0 to 1e9, got {apart!r}")
-    by_itself = _yarn_factor(factor)  # llama.cpp scales cos and sin by this, times what the file says apart
+    extra = keys.get("rope.scaling.yarn_attn_factor", keys.get("rope.scaling.attn_factor", 1.0))
+    if isinstance(extra, bool) or not isinstance(extra, int | float) or not 0 < extra < 1e9:
+        key = f"{keys.arch}.rope.scaling.yarn_attn_factor"
+        raise keys.fail(key, f"expected a number from 0 to 1e9, got {extra!r}")
+    own = yarn_scale(factor)  # llama.cpp scales cos and sin by this times the file's factor
     return RopeConfig(
         theta,
         "yarn",
@@ -209,58 +227,50 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
         keys.count("rope.scaling.original_context_length", context),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=by_itself if apart == 1 else float(str(np.float32(apart * by_itself))),
+        attention_factor=own if extra == 1 else float(str(np.float32(extra * own))),
     )
 
 
-def _yarn_factor(factor: float) -> float:
-    """What yarn scales cos and sin by, unless a model says otherwise."""
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float32]:
-    """What llama3 scaling divides each frequency by, (d/2,): the tensor rope_freqs.weight of a GGUF."""
+    """The divisor of each frequency in llama3 scaling, (d/2,): a GGUF's tensor rope_freqs.weight."""
     plain = rope_frequencies(RopeConfig(theta=rope.theta), head_dim)
     return (plain / rope_frequencies(rope, head_dim)).astype(np.float32)
 
 
 def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
-    """rope_freqs.weight holds divisors, not their formula: find the one of Llama 3 that gives them."""
+    """rope_freqs.weight holds divisors: find the parameters of Llama 3's formula that give them."""
     file = keys.file
     if tensor_shape(file, ROPE_FREQS, 1) != (head_dim // 2,) or file.tensors[ROPE_FREQS].type.name != "F32":
         raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=ROPE_FREQS)
-    found = file.read(ROPE_FREQS)
-    if np.all(found == 1):
+    divisors = file.read(ROPE_FREQS)
+    if np.all(divisors == 1):
         return RopeConfig(theta=theta)
-    factor = shortest(float(found.max())) if np.isfinite(found).all() else 0.0
+    factor = shortest(float(divisors.max())) if np.isfinite(divisors).all() else 0.0
     if 1 < factor < 1e9:
         for exponent in range(8, 21):
             rope = RopeConfig(theta, "llama3", factor, 2**exponent, low_freq_factor=1.0, high_freq_factor=4.0)
-            if np.allclose(llama3_divisors(rope, head_dim), found, rtol=1e-5, atol=0):
+            if np.allclose(llama3_divisors(rope, head_dim), divisors, rtol=1e-5, atol=0):
                 return rope
-    raise FormatError(
-        "these frequency divisors are not those of Llama 3 scaling (low_freq_factor 1, high_freq_factor 4)",
-        path=file.path,
-        offset=file.tensors[ROPE_FREQS].offset,
-        field=ROPE_FREQS,
-    )
+    message = "these frequency divisors are not those of Llama 3 scaling (low_freq_factor 1, high_freq_factor 4)"
+    raise FormatError(message, path=file.path, offset=file.tensors[ROPE_FREQS].offset, field=ROPE_FREQS)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def architecture(config: ModelConfig) -> str:
-    """The GGUF architecture of a model; ConfigError when there is none."""
-    if config.sub_norms:
-        return "bitnet-b1.58" if config.activation == "relu2" else "bitnet"
-    if config.activation == "silu":
-        return "llama"
-    raise ConfigError("relu2 without sub-norms is no architecture that GGUF has a name for", field="hidden_act")
+    """The GGUF architecture of a model. ConfigError if there is none."""
+    for name, (activation, sub_norms, _) in ARCHITECTURES.items():
+        if (activation, sub_norms) == (config.activation, config.sub_norms):
+            return name
+    norms = "with" if config.sub_norms else "without"
+    message = f"GGUF has no architecture for {config.activation} {norms} sub-norms; convert to native instead"
+    raise ConfigError(message, field="hidden_act")
 
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
-    """The metadata that describe a model, in the order in which bitnet.cpp's converter writes them. The tokenizer's
-    come after it. Raises ConfigError for what GGUF cannot say."""
+    """The metadata that describe a model, in the order of bitnet.cpp's converter. The tokenizer's come after them.
+    Raises ConfigError for what GGUF cannot say."""
     arch, rope = architecture(config), config.rope
     out = {"general.architecture": Typed("string", arch)}
 
@@ -291,15 +301,15 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("rope.scaling.original_context_length", "uint32", rope.original_max_position_embeddings)
         put("rope.scaling.yarn_beta_fast", "float32", rope.beta_fast)
         put("rope.scaling.yarn_beta_slow", "float32", rope.beta_slow)
-        if not math.isclose(rope.attention_factor, _yarn_factor(rope.factor), rel_tol=1e-6):
-            put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / _yarn_factor(rope.factor))
+        if not math.isclose(rope.attention_factor, yarn_scale(rope.factor), rel_tol=1e-6):
+            put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / yarn_scale(rope.factor))
     if rope.rope_type == "dynamic":
         raise ConfigError("dynamic RoPE scaling cannot be said in a GGUF", field="rope.rope_type")
     return out
 
 
 def special_token_metadata(config: ModelConfig) -> dict[str, Typed]:
-    """The ids of a model without vocabulary; with one, the tokenizer's own metadata say them."""
+    """The special tokens of a model without a vocabulary. Where there is one, the tokenizer's metadata name them."""
     out = {"tokenizer.ggml.model": Typed("string", "no_vocab")}
     ids = (config.bos_token_id, *config.eos_token_ids[:3])
     for name, value in zip(("bos", "eos", "eot", "eom"), ids, strict=False):

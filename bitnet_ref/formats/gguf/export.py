@@ -1,4 +1,4 @@
-"""Writing a model as a GGUF file, as bitnet.cpp's and llama.cpp's own tools lay it out, byte for byte.
+"""Writes a model as a GGUF file, byte for byte as bitnet.cpp's and llama.cpp's own tools do.
 
     f16, bf16, f32, q8_0   matrices as dequantised numbers, in that type
     i2_s                   ternary matrices in bitnet.cpp's type (x86 layout)
@@ -13,38 +13,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
-from ..checkpoint import (
-    Checkpoint,
-    Progress,
-    has_bias,
-    is_ternary,
-    linear_name,
-    linear_names,
-    linear_shape,
-    norm_sizes,
-)
+from ...reference.weights import DenseWeight, TernaryLinear, linear_name
+from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes
+from ..names import gguf_name
 from .blocks import blocks_from_ternary, quantize
 from .config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
+from .evidence import permute_rows, permuted_heads
 from .file import Typed
+from .ggml_types import BY_KIND, TERNARY_BLOCKS
 from .i2_s import StaleTail, fits_layout, pack_i2_s
-from .names import gguf_name, permute_rows
+from .tl import TLKind, pack_tl, tl_nbytes
+from .tl_tiles import KNOWN_TILES, read_kernel_config
 from .write import TensorToWrite, write_gguf
 
 DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
-BLOCK_KINDS = ("tq1_0", "tq2_0")
-TL_KINDS = ("tl1", "tl2")
+BLOCK_KINDS = tuple(name.lower() for name in TERNARY_BLOCKS)
+TL_KINDS: tuple[TLKind, ...] = ("tl1", "tl2")
 KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS)
 # llama_ftype: of llama.cpp, and for I2_S, TL1 and TL2 of bitnet.cpp
 _FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37}
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
-# The order of bitnet.cpp's converter: that of the tensors' names in Hugging Face checkpoints
+# The order of bitnet.cpp's converter, which is that of the tensors' names in Hugging Face checkpoints
 _NORM_ORDER = ("attn_norm", "ffn_sub_norm", "ffn_norm", "attn_sub_norm")
 _LINEAR_ORDER = ("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
 
@@ -59,13 +53,13 @@ def write_gguf_model(
     tl_tiles: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a model that any reader has opened. Streams: one matrix is in memory at a time.
+    """Write an open checkpoint with one matrix in memory at a time.
 
-    kind: one of `KINDS`; a type for ternary matrices takes ternary models only.
-    tokenizer: the metadata from "tokenizer.ggml.model" on; without it the file says that it has no vocabulary, and
-        which tokens begin and end a text.
-    dense_type: of the embedding and an untied head: F16, BF16, F32 or Q8_0. BF16 and F32 values are rounded to F16.
-    tl_tiles: the kernel_config.ini of the bitnet.cpp that will run a tl1 or tl2 file; not needed for the shapes that
+    kind: one of `KINDS`; the types for ternary matrices take ternary models only.
+    tokenizer: the metadata from "tokenizer.ggml.model" on. Without it the file has no vocabulary and only names the
+        tokens that begin and end a text.
+    dense_type: of the embedding and an untied head: F16, BF16, F32 or Q8_0.
+    tl_tiles: the kernel_config.ini of the bitnet.cpp that will run a tl1 or tl2 file; not needed for shapes that
         bitnet.cpp has tile sizes for.
 
     Raises FormatError for a kind that cannot hold this model and for a shape that does not fit the kind, ConfigError
@@ -84,23 +78,23 @@ def write_gguf_model(
     try:
         write_gguf(path, metadata, tensors, progress)
     except ShapeError as error:  # an embedding whose rows are no whole number of Q8_0 blocks
-        raise FormatError(str(error), path=path) from None
+        raise FormatError(str(error)) from None
 
 
 def _llama_cpp_order(tensor: TensorToWrite) -> tuple[int, str]:
-    """As llama.cpp's quantiser writes them: those outside the blocks first, then block by block, by name."""
+    """The order of llama.cpp's quantiser: tensors outside the blocks first, then block by block, by name."""
     name = tensor.name
     return (int(name.split(".")[1]) if name.startswith("blk.") else -1), name
 
 
 class _Tensors:
-    """The tensors of a model in the order of the file, each to be made when it is written."""
+    """The tensors of a model in the order of the file."""
 
     def __init__(
         self, checkpoint: Checkpoint, kind: str, dense_type: str, tl_tiles: str | os.PathLike[str] | None
     ) -> None:
         self.checkpoint, self.config, self.kind, self.dense_type = checkpoint, checkpoint.config, kind, dense_type
-        self.permuted = architecture(self.config) == "llama"
+        self.architecture = architecture(self.config)
         self.tail = StaleTail()
         self.scales: dict[str, np.float32] = {}  # of the TL matrices written so far
         self.tl_tiles = tl_tiles
@@ -109,24 +103,23 @@ class _Tensors:
     def _check(self) -> None:
         quantized = self.config.quantization
         if quantized is None and self.kind not in DENSE_KINDS:
-            raise FormatError(
-                f"this model is dense, and {self.kind} holds ternary matrices; use one of {', '.join(DENSE_KINDS)}"
-            )
+            targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
+            raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
         if quantized is not None and quantized.use_rms_norm:
             raise ConfigError("GGUF has no place for a norm inside a linear", field="use_rms_norm")
         for name in linear_names(self.config):
             n, k = linear_shape(self.config, name)
             if not is_ternary(self.config, name):
-                if quantized is not None and not self.permuted:
-                    arch = architecture(self.config)
-                    raise FormatError(f"is dense; in the architecture {arch} every linear is ternary", field=name)
+                if quantized is not None and self.config.sub_norms:
+                    message = f"is dense; in the architecture {self.architecture} every linear is ternary"
+                    raise FormatError(message, field=name)
                 continue
             if self.kind in BLOCK_KINDS and k % 256:
-                raise FormatError(
-                    f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use i2_s or f16", field=name
-                )
+                message = f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use gguf-i2_s or gguf-f16"
+                raise FormatError(message, field=name)
             if self.kind == "i2_s" and not fits_layout((n, k), "x86"):
-                raise FormatError(f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use f16", field=name)
+                message = f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use gguf-f16"
+                raise FormatError(message, field=name)
 
     def all(self) -> Iterator[TensorToWrite]:
         config = self.config
@@ -160,70 +153,50 @@ class _Tensors:
             raise FormatError("a ternary head is not written to GGUF; its readers take it as dense", field=name)
         return weight
 
-    def _heads(self, name: str) -> int:
-        short = name.rpartition(".")[2]
-        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
-        return heads.get(short, 0) if self.permuted else 0
+    def _permuted(self, name: str, w: NDArray) -> NDArray:
+        heads = permuted_heads(self.config, self.architecture, name)
+        return np.ascontiguousarray(permute_rows(w, heads)) if heads else w
 
     def _linear(self, name: str) -> Iterator[TensorToWrite]:
         shape, theirs = linear_shape(self.config, name), gguf_name(name)
-        heads = self._heads(name)
-        ternary = is_ternary(self.config, name)
-        dense_type = self.kind if self.kind in DENSE_KINDS else self.dense_type
-        type_name = {"tl2": "TL2/MXFP4"}.get(self.kind, self.kind.upper()) if ternary else dense_type.upper()
-        if ternary and self.kind in TL_KINDS:
-            from .tl import tl_nbytes
-
-            size = tl_nbytes(cast(Literal["tl1", "tl2"], self.kind), *shape)
-            yield TensorToWrite(f"{theirs}.weight", shape, type_name, lambda: self._packed(name, heads), size)
-            yield TensorToWrite(f"{theirs}.weight_scale", (1,), "F32", lambda: quantize(self._scale(name), "F32"))
-        else:
-            yield TensorToWrite(f"{theirs}.weight", shape, type_name, lambda: self._packed(name, heads))
+        kind = self.kind if self.kind in DENSE_KINDS or is_ternary(self.config, name) else self.dense_type.lower()
+        size = tl_nbytes(kind, *shape) if kind in TL_KINDS else None
+        matrix = partial(self._matrix, name, kind)
+        yield TensorToWrite(f"{theirs}.weight", shape, BY_KIND[kind].name, matrix, size)
+        if kind in TL_KINDS:
+            yield self._vector(f"{theirs}.weight_scale", 1, lambda: np.array([self.scales[name]], dtype=np.float32))
         if has_bias(self.config, name):
-            yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name, heads))
+            yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
 
-    def _bias(self, name: str, heads: int) -> NDArray:
+    def _bias(self, name: str) -> NDArray:
         bias = self.checkpoint.linear(name).bias
         assert bias is not None
-        return permute_rows(bias, heads) if heads else bias
+        return self._permuted(name, bias)
 
-    def _scale(self, name: str) -> NDArray:
-        return np.array([self.scales[name]], dtype=np.float32)
-
-    def _packed(self, name: str, heads: int) -> NDArray[np.uint8]:
+    def _matrix(self, name: str, kind: str) -> NDArray[np.uint8]:
         weight = self.checkpoint.linear(name)
         if isinstance(weight, DenseWeight):
-            array = permute_rows(weight.array, heads) if heads else weight.array
-            return quantize(array, (self.kind if self.kind in DENSE_KINDS else self.dense_type).upper())
-        w_t, scale = _ternary_of(weight)
-        w_t = np.ascontiguousarray(permute_rows(w_t, heads)) if heads else w_t
-        if self.kind == "i2_s":
+            return quantize(self._permuted(name, weight.array), kind.upper())
+        assert isinstance(weight, TernaryLinear)
+        w_t, scale = self._permuted(name, weight.ternary()), weight.w_dequant_scale
+        if kind == "i2_s":
             return self.tail.apply(pack_i2_s(w_t, float(scale)))
-        if self.kind in BLOCK_KINDS:
-            return blocks_from_ternary(w_t, float(scale), self.kind.upper())
-        if self.kind in TL_KINDS:
+        if kind in BLOCK_KINDS:
+            return blocks_from_ternary(w_t, float(scale), kind.upper())
+        if kind in TL_KINDS:
             self.scales[name] = np.float32(scale)
-            return self._tl(name, w_t)
-        return quantize(w_t * np.float32(scale), self.kind.upper())
+            return self._tl(name, kind, w_t)
+        return quantize(w_t * np.float32(scale), kind.upper())
 
-    def _tl(self, name: str, w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
-        from .tl import pack_tl
-        from .tl_tiles import known_tiles, read_kernel_config
-
-        kind, shape = cast(Literal["tl1", "tl2"], self.kind), (w_t.shape[0], w_t.shape[1])
-        known = known_tiles(kind, *shape)
-        tiles = known[0] if known is not None else None
+    def _tl(self, name: str, kind: TLKind, w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
+        shape = (w_t.shape[0], w_t.shape[1])
+        tiles = KNOWN_TILES[kind].get(shape, (None,))[0]
         if self.tl_tiles is not None:
             tiles = read_kernel_config(self.tl_tiles).get(shape)
         if tiles is None:
-            raise FormatError(
-                f"bitnet.cpp has no {kind} tile sizes for a matrix of {list(shape)}, and no file would tell them; give "
-                "tl_tiles, the kernel_config.ini with this shape, or use i2_s",
-                field=name,
+            message = (
+                f"bitnet.cpp has no {kind} tile sizes for a matrix of {list(shape)}, and the file could not store "
+                "them; give tl_tiles, the kernel_config.ini with this shape, or use gguf-i2_s"
             )
+            raise FormatError(message, field=name)
         return pack_tl(kind, w_t, tiles)
-
-
-def _ternary_of(weight: LinearWeight) -> tuple[NDArray[np.int8], np.float32]:
-    assert isinstance(weight, TernaryLinear)
-    return weight.ternary(), weight.w_dequant_scale

@@ -1,11 +1,9 @@
 """The GGUF container: metadata and tensors, with every number in the header checked before it is used.
 
 The file, little-endian: "GGUF", u32 version, u64 tensor count, u64 metadata count; the metadata (key, type, value); for
-each tensor its name, dimensions (fastest first), type and offset; then, aligned, the data. Versions 2 and 3 differ in
-nothing that a little-endian reader sees. A header says how many of everything there is, so nothing is allocated or
-looped over before the count has been compared with what is left of the file.
-
-Source: ggml, docs/gguf.md. What the tensors hold: `ggml_types`, `gguf_blocks`, `i2_s`. Writing: `gguf_write`.
+each tensor its name, dimensions (fastest first), type and offset; then, aligned, the data. Versions 2 and 3 look the
+same to a little-endian reader. Every count in the header is compared with the rest of the file before anything is
+allocated or looped over. Source: ggml, docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -14,22 +12,21 @@ import math
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError, OutOfMemory
-from ..binary_file import read_exactly
+from ...errors import FormatError
+from ..binary_file import BinaryFile
 from .ggml_types import TYPES, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_HEADER = 1 << 28  # a vocabulary of a million tokens with merges is far below
-# A number in a file makes objects many times its size, so these have limits beside that of the header's bytes
+# A few bytes of header make a much larger Python object, so counts have limits of their own
 MAX_TENSORS, MAX_KEYS, MAX_STRINGS = 1 << 17, 1 << 16, 1 << 22
 MAX_NAME = 64  # bytes of a tensor's name, as in ggml
 MAX_KEY = 65535
@@ -43,7 +40,7 @@ STRING, ARRAY = 8, 9
 NAME_OF = {code: name for code, (name, _) in SCALARS.items()} | {STRING: "string"}
 _U32, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
-# Types whose values are NumPy's as they lie there
+# Types that NumPy has too
 PLAIN_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -65,7 +62,7 @@ class Typed(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies: absolute byte offset in the file; shape as NumPy has it, rows first."""
+    """`offset` is absolute, in bytes; `shape` has rows first, as in NumPy."""
 
     name: str
     type: GgmlType
@@ -74,82 +71,54 @@ class GgufTensor:
     nbytes: int
 
 
-class GgufFile:
-    """An open GGUF file. `typed` and `metadata` describe it, `tensors` too; `read_raw` and `read` give one tensor.
+class GgufFile(BinaryFile):
+    """An open GGUF file. `typed`, `metadata` and `tensors` describe it; `read_raw` and `read` return one tensor.
 
     Scalars in the metadata are int, float, bool or str; an array of strings is a list, any other a NumPy array.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         try:
-            if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for ever
-                raise FormatError("is not a regular file", path=self.path)
-            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        except (OSError, ValueError) as problem:
-            why = getattr(problem, "strerror", None) or problem
-            raise FormatError(f"cannot be opened: {why}", path=self.path) from problem
-        try:
-            self.size = os.fstat(self._file.fileno()).st_size
             header = _Header(self)
-            self.version, self.alignment = header.version, header.alignment
-            self.typed: dict[str, Typed] = header.typed
-            self.tensors: dict[str, GgufTensor] = header.tensors
-            self.metadata: dict[str, Any] = {key: typed.value for key, typed in self.typed.items()}
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> GgufFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
+        self.version, self.alignment = header.version, header.alignment
+        self.typed: dict[str, Typed] = header.typed
+        self.tensors: dict[str, GgufTensor] = header.tensors
+        self.metadata: dict[str, Any] = {key: typed.value for key, typed in self.typed.items()}
 
     def read_raw(self, name: str, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
-        """The tensor's bytes as they lie in the file: all of them, or `count` from `start`."""
+        """The tensor's bytes: all of them, or `count` from `start`."""
         info = self.tensors[name]
         count = info.nbytes - start if count is None else count
         if not 0 <= start <= start + count <= info.nbytes:
             raise ValueError(f"{name}: bytes {start} to {start + count} of {info.nbytes}")
-        try:
-            data = np.empty(count, dtype=np.uint8)
-        except MemoryError as problem:
-            raise OutOfMemory(f"{self.path}: no memory for the {count} bytes of {name}") from problem
-        self.read_into(data.data, info.offset + start, name)
-        return data
+        return self.read_array(np.uint8, (count,), info.offset + start, name)
 
     def read(self, name: str) -> NDArray:
         """A tensor of a type that NumPy has too (F32, F16, BF16, ...), in that dtype and its shape."""
         info = self.tensors[name]
         dtype = PLAIN_DTYPES.get(info.type.name)
         if dtype is None:
-            wanted = ", ".join(PLAIN_DTYPES)
-            raise FormatError(
-                f"expected one of {wanted}, got {info.type.name}", path=self.path, offset=info.offset, field=name
-            )
+            message = f"expected one of {', '.join(PLAIN_DTYPES)}, got {info.type.name}"
+            raise FormatError(message, path=self.path, offset=info.offset, field=name)
         return self.read_raw(name).view(dtype).reshape(info.shape)
-
-    def read_into(self, target: memoryview, offset: int, field: str) -> None:
-        """Fill `target` from `offset` on. FormatError when the file has become shorter."""
-        read_exactly(self._file, self.path, target, offset, field)
 
 
 class _Header:
-    """The parse of one header, from front to back."""
+    """Parses a header from front to back."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.at = 0
         self.limit = min(file.size, MAX_HEADER)
-        self._buffer = bytearray()  # the file's beginning, as far as it was needed
-        self._magic()
+        self._buffer = bytearray()  # the file's beginning, as far as it has been parsed
+        self.version = self._read_version()
         n_tensors, n_values = self._number(_LENGTH, "tensor count"), self._number(_LENGTH, "metadata count")
-        self._affordable(n_values, 13, "metadata count", MAX_KEYS)  # a key's length, a type, one byte of value
-        self._affordable(n_tensors, 24, "tensor count", MAX_TENSORS)  # a name's length, a rank, a type, an offset
+        self._check_count(n_values, 13, "metadata count", MAX_KEYS)  # a key's length, a type, one byte of value
+        self._check_count(n_tensors, 24, "tensor count", MAX_TENSORS)  # a name's length, a rank, a type, an offset
         self._strings_left = MAX_STRINGS
         self.typed: dict[str, Typed] = {}
         for index in range(n_values):
@@ -161,62 +130,60 @@ class _Header:
             self.typed[key] = self._value(key)
         self.alignment = self._alignment()
         infos = [self._tensor_info(index) for index in range(n_tensors)]
-        self.tensors = self._place(infos)
+        self.tensors = self._locate(infos)
 
     def _fail(self, message: str, field: str, offset: int | None = None) -> FormatError:
         return FormatError(message, path=self.file.path, offset=self.at if offset is None else offset, field=field)
 
     def _need(self, count: int, field: str) -> int:
-        """Make sure that `count` more bytes are in the buffer; returns where they begin and steps over them."""
+        """Make sure that `count` more bytes are in the buffer, step over them, and return where they begin."""
         start, end = self.at, self.at + count
         if end > self.limit:
-            what = (
-                f"the file has {self.file.size}" if self.limit == self.file.size else f"at most {MAX_HEADER} are read"
-            )
-            raise self._fail(f"needs bytes up to {end}, {what}", field)
+            size = self.file.size
+            limit = f"the file has {size}" if self.limit == size else f"at most {MAX_HEADER} are read"
+            raise self._fail(f"needs bytes up to {end}, {limit}", field)
         if end > len(self._buffer):
             grown = min(self.limit, max(end, 2 * len(self._buffer), 1 << 16))
-            more = bytearray(grown - len(self._buffer))
-            self.file.read_into(memoryview(more), len(self._buffer), field)
-            self._buffer += more
+            chunk = bytearray(grown - len(self._buffer))
+            self.file.read_into(memoryview(chunk), len(self._buffer), field)
+            self._buffer += chunk
         self.at = end
         return start
 
     def _number(self, layout: struct.Struct, field: str) -> Any:
         return layout.unpack_from(self._buffer, self._need(layout.size, field))[0]
 
-    def _affordable(self, count: int, least_bytes: int, field: str, most: int | None = None) -> None:
+    def _check_count(self, count: int, min_bytes: int, field: str, max_count: int | None = None) -> None:
         """Refuse a count that the rest of the file cannot hold, before anything is done that often."""
-        if count * least_bytes > self.limit - self.at:
+        if count * min_bytes > self.limit - self.at:
             left = self.limit - self.at
-            raise self._fail(f"says {count}, but at {least_bytes} bytes or more each {left} bytes are too few", field)
-        if most is not None and count > most:
-            raise self._fail(f"says {count}, and at most {most} are read", field)
+            raise self._fail(f"says {count}, but at {min_bytes} bytes or more each {left} bytes are too few", field)
+        if max_count is not None and count > max_count:
+            raise self._fail(f"says {count}, and at most {max_count} are read", field)
 
-    def _magic(self) -> None:
-        magic = bytes(self._buffer_at(4, "magic"))
+    def _read_version(self) -> int:
+        magic = bytes(self._take_bytes(4, "magic"))
         if magic != MAGIC:
             raise self._fail(f"expected a GGUF file, which begins with {MAGIC!r}, got {magic!r}", "magic", 0)
         version = self._number(_U32, "version")
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in VERSIONS:
             if swapped in (1, *VERSIONS):
-                raise self._fail(
-                    f"this is a big-endian GGUF (version {swapped}); only little-endian is read", "version", 4
-                )
+                message = f"this is a big-endian GGUF (version {swapped}); only little-endian is read"
+                raise self._fail(message, "version", 4)
             hint = "; convert it again with current tools" if version == 1 else ""
             raise self._fail(f"expected GGUF version 2 or 3, got {version}{hint}", "version", 4)
-        self.version: int = version
+        return int(version)
 
-    def _buffer_at(self, count: int, field: str) -> memoryview:
+    def _take_bytes(self, count: int, field: str) -> memoryview:
         start = self._need(count, field)
         return memoryview(self._buffer)[start : start + count]
 
-    def _string(self, field: str, longest: int | None = None) -> str:
+    def _string(self, field: str, max_bytes: int | None = None) -> str:
         length = self._number(_LENGTH, field)
-        if longest is not None and length > longest:
-            raise self._fail(f"expected at most {longest} bytes, got {length}", field, self.at - 8)
-        self._affordable(length, 1, field)
+        if max_bytes is not None and length > max_bytes:
+            raise self._fail(f"expected at most {max_bytes} bytes, got {length}", field, self.at - 8)
+        self._check_count(length, 1, field)
         start = self._need(length, field)
         try:
             return self._buffer[start : self.at].decode("utf-8")
@@ -246,21 +213,21 @@ class _Header:
         if code not in NAME_OF:
             raise self._fail(f"expected an element type from 0 to 12, got {code}", key, start)
         if code == STRING:
-            self._affordable(count, 8, key, self._strings_left)
+            self._check_count(count, 8, key, self._strings_left)
             self._strings_left -= count
             return Typed("[string]", self._strings(key, count))
         name, layout = SCALARS[code]
         size = struct.calcsize(layout)
-        self._affordable(count, size, key)
-        data = self._buffer_at(count * size, key)
+        self._check_count(count, size, key)
+        data = self._take_bytes(count * size, key)
         values = np.frombuffer(data, np.uint8 if name == "bool" else np.dtype(name).newbyteorder("<"))
         if name == "bool" and values.size and values.max() > 1:
             bad = int(np.argmax(values > 1))
             raise self._fail(f"expected bools of 0 or 1, got {values[bad]} at index {bad}", key, start)
-        return Typed(f"[{name}]", values.astype(name))  # a copy: the buffer goes
+        return Typed(f"[{name}]", values.astype(name))  # a copy: the buffer is temporary
 
     def _strings(self, key: str, count: int) -> list[str]:
-        """A vocabulary has 128,000 of them, its merges 280,000: so one loop with few calls."""
+        """One loop with few calls: a vocabulary has 128,000 strings, its merges 280,000."""
         out: list[str] = []
         buffer, unpack, at = self._buffer, _LENGTH.unpack_from, self.at
         for index in range(count):
@@ -276,8 +243,8 @@ class _Header:
             try:
                 out.append(buffer[start:at].decode())
             except UnicodeDecodeError as problem:
-                where = start + problem.start
-                raise self._fail(f"not UTF-8 text: {problem.reason}", f"{key}[{index}]", where) from problem
+                at = start + problem.start
+                raise self._fail(f"not UTF-8 text: {problem.reason}", f"{key}[{index}]", at) from problem
         self.at = at
         return out
 
@@ -290,7 +257,7 @@ class _Header:
         return int(value)
 
     def _tensor_info(self, index: int) -> tuple[str, GgmlType, tuple[int, ...], int, int]:
-        """name, type, shape, offset in the data, and where in the header it says so"""
+        """name, type, shape, offset in the data, and the header's byte where this entry begins"""
         start = self.at
         field = f"tensor {index}"
         name = self._string(f"{field}, name", MAX_NAME)
@@ -314,21 +281,21 @@ class _Header:
             raise self._fail(f"the offset {offset} is no multiple of the alignment {self.alignment}", name, self.at - 8)
         return name, kind, shape, offset, start
 
-    def _place(self, infos: list[tuple[str, GgmlType, tuple[int, ...], int, int]]) -> dict[str, GgufTensor]:
-        """Absolute offsets and sizes; every tensor within the file, none over another."""
+    def _locate(self, infos: list[tuple[str, GgmlType, tuple[int, ...], int, int]]) -> dict[str, GgufTensor]:
+        """Absolute offsets and sizes. Refuses tensors that overlap or extend beyond the file."""
         data_start = -(-self.at // self.alignment) * self.alignment
         available = self.file.size - data_start
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         order = sorted(range(len(infos)), key=lambda index: infos[index][3])
         ends = dict(zip(order, [infos[index][3] for index in order[1:]] + [available], strict=False))
-        for index, (name, kind, shape, offset, where) in enumerate(infos):
-            if name in found:
-                raise self._fail("a tensor of this name has occurred before", name, where)
+        for index, (name, kind, shape, offset, entry) in enumerate(infos):
+            if name in tensors:
+                raise self._fail("a tensor of this name has occurred before", name, entry)
             nbytes = kind.nbytes(math.prod(shape)) if kind.known_size else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
-                lies = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
-                raise self._fail(f"{kind.name} of shape {list(shape)} would be {lies}", name, where)
+                span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
+                raise self._fail(f"{kind.name} of shape {list(shape)} would be {span}", name, entry)
             if offset + nbytes > ends[index]:
-                raise self._fail(f"overlaps the tensor after it, at byte {ends[index]} of the data", name, where)
-            found[name] = GgufTensor(name, kind, shape, data_start + offset, nbytes)
-        return found
+                raise self._fail(f"overlaps the tensor after it, at byte {ends[index]} of the data", name, entry)
+            tensors[name] = GgufTensor(name, kind, shape, data_start + offset, nbytes)
+        return tensors

@@ -1,8 +1,8 @@
-"""The tensor types of GGUF files: their ids, names and sizes. What their blocks hold is in `gguf_blocks` and `i2_s`.
+"""The tensor types of GGUF files: ids, names and sizes. `blocks`, `i2_s` and `tl` decode them.
 
 Two dialects use the same ids. bitnet.cpp has I2_S 36, I8_S 37, TL1 38 and TL2 39; llama.cpp has dropped 36 to 38 (they
-were repacked forms of IQ4_NL) and uses 39 for MXFP4. A tensor whose size the id does not tell has `block_bytes` 0: it
-reaches to the next tensor, or to the end of the file.
+were repacked forms of IQ4_NL) and uses 39 for MXFP4. A type whose id does not determine the size has `block_bytes` 0:
+such a tensor extends to the next one, or to the end of the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GgmlType:
-    """A block of `block_values` consecutive values of a row takes `block_bytes`; `tail_bytes` follow the tensor."""
+    """`block_values` consecutive values of a row take `block_bytes`; the tensor ends with `tail_bytes` more."""
 
     id: int
     name: str
@@ -28,6 +28,11 @@ class GgmlType:
         """Bytes of a tensor of that many values, a whole number of blocks."""
         return n_values // self.block_values * self.block_bytes + self.tail_bytes
 
+    @property
+    def kind(self) -> str:
+        """The type as `convert --to gguf-...` calls it: "i2_s", "tl2", "f16"."""
+        return "tl2" if self.name == "TL2/MXFP4" else self.name.lower()
+
 
 _TABLE = (
     *((0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22)),
@@ -42,4 +47,6 @@ _TABLE = (
 )
 TYPES: dict[int, GgmlType] = {row[0]: GgmlType(*row) for row in _TABLE}
 BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in TYPES.values()}
-I2_S, TL1, TL2 = TYPES[36], TYPES[38], TYPES[39]
+BY_KIND: dict[str, GgmlType] = {kind.kind: kind for kind in TYPES.values()}
+TERNARY_BLOCKS = ("TQ1_0", "TQ2_0")  # with a float16 scale in each block
+TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, "TL1", "TL2/MXFP4")

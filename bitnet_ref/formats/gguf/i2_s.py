@@ -1,15 +1,15 @@
-"""I2_S, bitnet.cpp's own tensor type: two bits a weight, code w_t + 1, and one float32 scale, to multiply by.
+"""I2_S, bitnet.cpp's own tensor type: two bits per weight, code w_t + 1, and one float32 scale, to multiply by.
 
-A matrix of n weights is n/4 bytes of codes and a tail of 32 bytes that begins with the scale. Where a weight lies in
-the n/4 bytes depends on the build of bitnet.cpp that wrote the file, and nothing in the file says which:
+A matrix of n weights is n/4 bytes of codes and a tail of 32 bytes that begins with the scale. The order of the codes
+depends on the build of bitnet.cpp that wrote the file, and no field says which it was:
 
     x86         blocks of 128 consecutive weights in 32 bytes: weight j at byte j % 32, shift 6 - 2 (j // 32)
     arm         blocks of  64 consecutive weights in 16 bytes: weight j at byte j % 16, shift 6 - 2 (j // 16)
     interleaved four rows: byte (row // 4) * K + column, shift 6 - 2 (row % 4)
 
-The first two run over the matrix as one line, so a block may reach into the next row. The codes are the same bits in
-every layout, so code 3, which never occurs, tells a damaged file but not the layout. `LayoutEvidence` looks for
-structure that only the right one shows.
+The first two run over the matrix as one line, so a block may reach into the next row. The invalid code 3 shows a
+damaged file but not the layout, because the same codes occur in every layout. `LayoutEvidence` looks for structure that
+only the right layout shows.
 
 Source: microsoft/BitNet, src/ggml-bitnet-mad.cpp, quantize_i2_s.
 """
@@ -57,8 +57,7 @@ def pack_i2_s(
 ) -> NDArray[np.uint8]:
     """(w_t (N, K) int8 in {-1, 0, +1}, scale) -> the tensor's bytes (N*K/4 + 32,).
 
-    tail: what stands in the 28 bytes after the scale, which nobody reads (`tail[4:]` of the 32): zeros, unless
-    the bytes that bitnet.cpp would have left there are wanted (see `StaleTail`).
+    tail: 32 bytes whose last 28 follow the scale. No reader uses them; `StaleTail` gives those of bitnet.cpp.
     """
     _check_shape("pack_i2_s", (w_t.shape[0], w_t.shape[1]), layout)
     if w_t.dtype != np.int8 or w_t.min() < -1 or w_t.max() > 1:
@@ -90,7 +89,7 @@ def unpack_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str = "x
 
 
 def i2_s_scale(raw: NDArray[np.uint8]) -> np.float32:
-    """The scale in the tail; FormatError when it is not a finite number above zero."""
+    """The scale in the tail. FormatError unless it is a finite number above zero."""
     scale = np.float32(raw[-TAIL_BYTES:][:4].view("<f4")[0])
     if not (np.isfinite(scale) and scale > 0):
         raise FormatError(f"expected a scale above zero in the tail, got {scale}")
@@ -98,17 +97,17 @@ def i2_s_scale(raw: NDArray[np.uint8]) -> np.float32:
 
 
 class StaleTail:
-    """What stands after the scale in files of bitnet.cpp's quantiser, so that ours can equal them byte for byte.
+    """The bytes after the scale as bitnet.cpp's quantiser writes them, so that our files equal its files.
 
-    It quantises tensor after tensor into one buffer that it does not clear, and writes 32 bytes of tail of which it has
-    set 4: the other 28 are codes of an earlier, larger tensor, or zeros.
+    It quantises all tensors into one buffer without clearing it, and sets only 4 of the 32 bytes of tail: the other 28
+    are codes of an earlier, larger tensor, or zeros.
     """
 
     def __init__(self) -> None:
         self._buffer = np.zeros(0, dtype=np.uint8)
 
     def apply(self, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """packed: the bytes of the next tensor, in the file's order; returned with the tail it would have had."""
+        """The bytes of the next tensor, in the file's order, with the tail that bitnet.cpp would have written."""
         if packed.size > self._buffer.size:
             self._buffer = np.concatenate([self._buffer, np.zeros(packed.size - self._buffer.size, dtype=np.uint8)])
         written = packed.size - TAIL_BYTES + 4
@@ -118,23 +117,23 @@ class StaleTail:
 
 # -- which layout ------------------------------------------------------------------------------------------------------
 
-_DECIDED = 40.0  # by how much the best layout's sum of squares must lead: by chance it moves by about 5 to 10
+_DECIDED = 40.0  # the lead that the best layout's sum of squares needs; by chance it moves by about 5 to 10
 _BLOCK = 128  # x86 and arm differ by a permutation inside each block of 128 columns
 
 
 class Judgement(NamedTuple):
     layout: str
-    decided: bool  # False: nothing spoke for one of them, and x86 was assumed
-    words: str  # for people: what was taken, and why
+    decided: bool  # False: the evidence was too weak, and x86 was assumed
+    words: str  # a sentence: the layout and the reason
 
 
 class LayoutEvidence:
-    """Finds the layout in what training leaves behind: an input that a layer uses little has few non-zero weights.
+    """Finds the layout from a trace of training: an input that a layer uses little has few non-zero weights.
 
-    So the share of non-zeros in each column goes with something that the file stores outside the codes, or in rows: the
-    weights of the norm before the matrix, or, for down_proj, the non-zeros of the same neuron's row in gate_proj and
-    up_proj. Read in a wrong layout the columns change places and nothing goes with anything. `add` compares one matrix
-    with one such vector under every layout; z^2 is about 1 by chance, and 10 to 300 in trained models.
+    So the share of non-zeros in each column correlates with a vector that does not depend on the layout of the columns:
+    the weights of the norm before the matrix, or, for down_proj, the non-zeros of the same neuron's row in gate_proj
+    and up_proj. In a wrong layout the columns are mixed and the correlation is lost. `add` compares one matrix with one
+    such vector under every layout; z^2 is about 1 by chance, and 10 to 300 in trained models.
     """
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class LayoutEvidence:
         self.comparisons = 0
 
     def densities(self, raw: NDArray[np.uint8], shape: tuple[int, int]) -> dict[str, tuple[NDArray, NDArray]]:
-        """layout -> share of non-zeros (of each column (K,), of each row (N,)), for the layouts that the shape fits."""
+        """layout -> share of non-zeros (per column (K,), per row (N,)), for the layouts that the shape fits."""
         out = {}
         for layout in LAYOUTS:
             if fits_layout(shape, layout):
@@ -150,14 +149,14 @@ class LayoutEvidence:
                 out[layout] = nonzero.mean(axis=0, dtype=np.float32), nonzero.mean(axis=1, dtype=np.float32)
         return out
 
-    def add(self, columns: dict[str, NDArray], goes_with: dict[str, NDArray]) -> None:
-        """One comparison: layout -> column shares (K,), and layout -> the vector (K,) that they should go with."""
+    def add(self, columns: dict[str, NDArray], vectors: dict[str, NDArray]) -> None:
+        """One comparison: layout -> column shares (K,), and layout -> the vector (K,) they should correlate with."""
         self.comparisons += 1
         for layout in LAYOUTS:
-            if layout not in columns or layout not in goes_with:
-                self.sums[layout] = -np.inf  # a matrix that has no such layout rules it out
+            if layout not in columns or layout not in vectors:
+                self.sums[layout] = -np.inf  # the matrix's shape rules this layout out
             else:
-                self.sums[layout] += _squared_z(columns[layout], goes_with[layout])
+                self.sums[layout] += _squared_z(columns[layout], vectors[layout])
 
     def judge(self) -> Judgement:
         """The verdict so far."""
@@ -172,13 +171,12 @@ class LayoutEvidence:
         if np.isfinite(lead) and (lead < _DECIDED or self.sums[best] < 2 * self.sums[second]):
             words = f"I2_S layout: x86 assumed; the weights do not tell (agreement of columns, 1 is chance: {figures})"
             return Judgement("x86" if np.isfinite(self.sums["x86"]) else best, False, words)
-        return Judgement(
-            best, True, f"I2_S layout: {best}, by the weights' columns (agreement, 1 is chance: {figures})"
-        )
+        words = f"I2_S layout: {best}, by the weights' columns (agreement, 1 is chance: {figures})"
+        return Judgement(best, True, words)
 
 
 def _squared_z(a: NDArray, b: NDArray) -> float:
-    """Squared z-score of the correlation between two vectors, block means taken out."""
+    """Squared z-score of the correlation between two vectors, after subtracting the mean of each block."""
     width = _BLOCK if a.size % _BLOCK == 0 else a.size
     x, y = (v.astype(np.float64).reshape(-1, width) for v in (a, b))
     x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
@@ -187,5 +185,5 @@ def _squared_z(a: NDArray, b: NDArray) -> float:
 
 
 def same_for_all(vector: NDArray) -> dict[str, NDArray]:
-    """A vector that does not depend on the layout, for `LayoutEvidence.add`."""
+    """The same vector for every layout, for `LayoutEvidence.add`."""
     return dict.fromkeys(LAYOUTS, vector)

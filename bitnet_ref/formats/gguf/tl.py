@@ -1,13 +1,13 @@
-"""TL1 and TL2 matrices of bitnet.cpp -> weights, with the tile sizes that no file carries.
+"""Decodes TL1 and TL2 matrices of bitnet.cpp, whose tile sizes no file stores.
 
-Where they come from, the first that is there: the caller, a kernel_config.ini, bitnet.cpp's own choice for the shapes
-of the models it knows, and for another shape what the bytes themselves show.
+The tile sizes come from the first of these that is there: the caller, a kernel_config.ini, bitnet.cpp's own choice for
+the shapes of the models it knows, and the bytes themselves.
 
-What they can show. Every nibble of TL1 is legal in every tiling. In TL2 a value's nibble and its sign bit are found
-from each other without the tile sizes, so the exact checks (|v| <= 13, no sign without a value, zeros behind the end)
-tell only how many columns are stored as pairs. The order of the tiles shows in statistics alone: in a trained matrix
-some rows and some columns have more zeros than others, and a wrong order mixes them. A matrix without such a pattern,
-a random one for instance, is equally likely in every order; that is reported as an error, and nothing is guessed.
+What the bytes show: every nibble of TL1 is legal in every tiling. In TL2 a value's nibble and its sign bit can be
+located without the tile sizes, so the exact checks (|v| <= 13, no sign without a value, zeros behind the end) only
+show how many columns are stored as pairs. The order of the tiles shows in statistics alone: in a trained matrix some
+rows and some columns have more zeros than others, and a wrong order mixes them. A matrix without such a pattern, for
+instance a random one, is equally likely in every order. That is an error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from ...errors import FormatError
 from .tl1 import TL1_VALID, TL1_WEIGHTS, checked_bytes, pack_tl1, tl1_nbytes, unpack_tl1
 from .tl2 import pack_tl2, tl2_nbytes, tl2_problem, tl2_sections, unpack_tl2
-from .tl_tiles import Tiles, TLKind, candidates, known_tiles, nest, read_kernel_config
+from .tl_tiles import KNOWN_TILES, Tiles, TLKind, candidates, read_kernel_config
 
-_SIGMAS = 8.0  # by how much one order must beat all others: about one in 10^15 by chance, times some hundred orders
+_SIGMAS = 8.0  # how far one order must be ahead of all others: about one in 10^15 by chance, times some hundred orders
 _POOL = 8  # neighbouring rows that are counted together; all tilings keep them together
-_SHOWN = 6
+_MAX_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class TLMatrix:
-    """A decoded matrix: w_t (N, K) int8, the tiles it was read in, and in words why these."""
+    """A decoded matrix: w_t (N, K) int8, its tiles, and a sentence about where they come from."""
 
     w_t: NDArray[np.int8]
     tiles: Tiles
@@ -39,7 +39,7 @@ class TLMatrix:
 
 
 def tl_nbytes(kind: TLKind, n: int, k: int) -> int:
-    """Bytes of a TL1 or TL2 matrix (N, K) in a GGUF file; the same for all tile sizes. The F32 scale is apart."""
+    """Bytes of a TL1 or TL2 matrix (N, K) in a GGUF file, for all tile sizes, without the scale."""
     return tl1_nbytes(n, k) if kind == "tl1" else tl2_nbytes(n, k)
 
 
@@ -65,12 +65,12 @@ def decode_tl(
 ) -> TLMatrix:
     """data (tl_nbytes,) uint8 -> the matrix (N, K), its tiles and where they come from.
 
-    tiles: (BM, BK, bm), which then is not questioned. config: a kernel_config.ini, or what `read_kernel_config` made of
-    it. field: the tensor's name, for messages. Finding tiles (`infer_tiles`) takes longer than decoding: of many
-    matrices of one shape, look at one and give its `tiles` to the others.
+    tiles: (BM, BK, bm), used without question. config: a kernel_config.ini, or the result of `read_kernel_config`.
+    field: the tensor's name, for messages. Finding tiles (`infer_tiles`) takes longer than decoding: give the `tiles`
+    of the first matrix of a shape to the others.
 
-    Raises ShapeError (another number of bytes, tiles that do not fit) and FormatError (bytes that no such matrix has;
-    no telling which tiles; the bytes speak against the tiles that bitnet.cpp uses for the shape).
+    Raises ShapeError (wrong number of bytes, tiles that do not fit) and FormatError (bytes that no such matrix has;
+    undecidable tiles; bytes that contradict the tiles that bitnet.cpp uses for the shape).
     """
     checked_bytes(f"decode_tl({kind})", data, tl_nbytes(kind, n, k))
     if tiles is not None:
@@ -93,10 +93,10 @@ def decode_tl(
 def infer_tiles(
     kind: TLKind, data: NDArray[np.uint8], n: int, k: int, *, field: str | None = None
 ) -> tuple[Tiles, str]:
-    """The tiles of a matrix by its shape and its bytes, and the reason in words.
+    """The tiles of a matrix by its shape and its bytes, and a sentence with the reason.
 
-    Raises FormatError: no tiling at all fits the bytes; several do and nothing tells them apart (the message lists them
-    and says how to name one); or the bytes clearly speak for others than bitnet.cpp uses for this shape.
+    Raises FormatError: no tiling fits the bytes; several do and cannot be told apart (the message lists them and says
+    how to choose); or the bytes clearly contradict the tiles that bitnet.cpp uses for this shape.
     """
     flat = checked_bytes(f"infer_tiles({kind})", data, tl_nbytes(kind, n, k))
     possible = candidates(kind, n, k)
@@ -110,10 +110,10 @@ def infer_tiles(
     scores, dof = _scores(kind, flat, n, k, fitting)
     order = np.argsort(-scores, kind="stable")
     best = fitting[order[0]]
-    # The noise of a chi-square with this many degrees of freedom and this much pattern in it, twice over.
+    # Twice the noise of a chi-square with this many degrees of freedom and this much pattern in it
     noise = float(np.sqrt(2 * (2 * dof + 4 * max(0.0, scores[order[0]]))))
     lead = float(scores[order[0]] - scores[order[1]]) / noise if len(fitting) > 1 else np.inf
-    preset = known_tiles(kind, n, k)
+    preset = KNOWN_TILES[kind].get((n, k))
     if preset is not None and preset[0] in fitting:
         usual, model = preset
         why = f"as bitnet.cpp uses for this shape ({model})"
@@ -121,28 +121,25 @@ def infer_tiles(
             return usual, f"{why}; the zeros per row and column confirm it ({lead:.0f} sigmas before any other order)"
         ahead = float(scores[order[0]] - scores[fitting.index(usual)]) / noise
         if ahead > _SIGMAS:
-            raise FormatError(
+            message = (
                 f"bitnet.cpp uses {usual} for a matrix ({n}, {k}), but its zeros per row and column speak for {best} "
-                f"({ahead:.0f} sigmas); give tiles=(BM, BK, bm), or the kernel_config.ini that it was made with",
-                field=field,
+                f"({ahead:.0f} sigmas); give tiles=(BM, BK, bm), or the kernel_config.ini that it was made with"
             )
+            raise FormatError(message, field=field)
         return usual, f"{why}; the bytes do not tell it from {len(fitting) - 1} other orders"
     if len(fitting) == 1:
         return best, "the only ones that fit the shape and the bytes"
     if lead > _SIGMAS:
         return best, f"by the zeros per row and column: {lead:.0f} sigmas before the next of {len(fitting)} orders"
-    shown = ", ".join(str(tuple(fitting[i])) for i in order[:_SHOWN]) + (", ..." if len(fitting) > _SHOWN else "")
-    raise FormatError(
+    shown = ", ".join(str(tuple(fitting[i])) for i in order[:_MAX_SHOWN]) + (
+        ", ..." if len(fitting) > _MAX_SHOWN else ""
+    )
+    message = (
         f"the tile sizes of this {kind.upper()} matrix ({n}, {k}) are not in the file, and its bytes do not clearly "
         f"tell {len(fitting)} possible orders apart: (BM, BK, bm) = {shown}. Give tiles=(BM, BK, bm), or the "
-        "kernel_config.ini that bitnet.cpp made it with",
-        field=field,
+        "kernel_config.ini that bitnet.cpp made it with"
     )
-
-
-def same_order(kind: TLKind, n: int, k: int, one: Tiles, other: Tiles) -> bool:
-    """Whether two tilings of a matrix (N, K) are the same order of weights, and so the same bytes."""
-    return nest(kind, n, k, one) == nest(kind, n, k, other)
+    raise FormatError(message, field=field)
 
 
 def _problem(kind: TLKind, data: NDArray[np.uint8], n: int, k: int, tail: int) -> tuple[int, str] | None:
@@ -160,8 +157,8 @@ def _problem(kind: TLKind, data: NDArray[np.uint8], n: int, k: int, tail: int) -
 def _scores(
     kind: TLKind, data: NDArray[np.uint8], n: int, k: int, tilings: list[Tiles]
 ) -> tuple[NDArray[np.float64], int]:
-    """How much the share of zeros differs between rows and between columns in each order of the tiles, as the excess of
-    a chi-square, and its degrees of freedom. Of all orders the right one explains the most."""
+    """For each order of the tiles, how much the share of zeros differs between rows and between columns, as the excess
+    of a chi-square; and the degrees of freedom. The right order has the largest excess."""
     scores = np.zeros(len(tilings), dtype=np.float64)
     counted: dict[tuple[int, int], list[_Counts]] = {}
     for number, (big_m, big_k, small_m) in enumerate(tilings):
@@ -176,8 +173,8 @@ def _scores(
 
 
 def _excess(counts: _Counts, n: int, columns: int, big_m: int, big_k: int, small_m: int) -> float:
-    """The chi-square of the zeros per 8 rows and per column against one share for all, less its degrees of freedom:
-    near 0 where the order is wrong, or there is no pattern to see."""
+    """The chi-square of the zeros per 8 rows and per column against one common share, minus its degrees of freedom.
+    It is near 0 if the order is wrong or the matrix has no pattern."""
     by_row, by_column = counts
     small_k = by_column.shape[1]
     loops = n // big_m, columns // big_k, big_m // small_m, big_k // small_k
@@ -206,7 +203,7 @@ def _tl1_counts(data: NDArray[np.uint8], small_m: int) -> _Counts:
 def _tl2_counts(data: NDArray[np.uint8], n: int, k: int, tail: int) -> list[_Counts]:
     """Of the triples, tiles of 32 rows and 6 columns: (tiles, 4), (tiles, 6). Of the pairs: (tiles, 4), (tiles, 4).
 
-    The groups of eight rows stand in another order, but in the same one everywhere."""
+    The groups of eight rows are in another order, but the same one everywhere."""
     _, values_end, signs_end, pairs_end = tl2_sections(n, k, tail)
     parts = []
     for part, zeros in ((data[:values_end], _TRIPLE_ZEROS), (data[signs_end:pairs_end], _PAIR_ZEROS)):

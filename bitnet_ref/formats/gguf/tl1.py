@@ -1,4 +1,4 @@
-"""TL1, bitnet.cpp's layout for ARM: four weights a byte, as two base-3 pairs, in tiles of tiles.
+"""TL1, bitnet.cpp's layout for ARM: four weights per byte, as two base-3 pairs, in nested tiles.
 
 A pair is the nibble 3*w0 + w1 + 4 (0..8), the first pair of a byte in its high nibble; the four weights are neighbours
 in a row. Bytes run over [N/BM][K/BK][BM/bm][BK/by][bm/16][by/4][16 rows], by = 256/bm.
@@ -15,15 +15,15 @@ from .tl_tiles import Tiles, check_tiles
 
 
 def tl1_nbytes(n: int, k: int) -> int:
-    """Bytes of a TL1 matrix (N, K). The scale is a tensor of its own, `<name>_scale`.
+    """Bytes of a TL1 matrix (N, K). The scale is a separate tensor, `<name>_scale`.
 
-    (ggml_nbytes says 32 more: bitnet.cpp's reader finds the scale right behind, in the tensor that follows.)
+    (ggml_nbytes gives 32 more: bitnet.cpp's reader takes the scale from the tensor that follows.)
     """
     return n * k // 4
 
 
 def _four_weights() -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-    """byte -> its four int8 weights as one uint32; byte -> is it two nibbles of 0..8."""
+    """byte -> its four int8 weights as one uint32; byte -> whether it is two nibbles of 0..8."""
     byte = np.arange(256, dtype=np.int16)
     high, low = byte >> 4, byte & 15
     weights = np.stack([high // 3, high % 3, low // 3, low % 3], axis=1) - 1
@@ -65,7 +65,7 @@ def unpack_tl1(data: NDArray[np.uint8], n: int, k: int, tiles: Tiles) -> NDArray
 def pack_tl1(w_t: NDArray[np.int8], tiles: Tiles) -> NDArray[np.uint8]:
     """w_t (N, K) int8 in {-1, 0, +1} -> (N*K/4,) uint8, byte for byte what bitnet.cpp's converter writes.
 
-    Raises ShapeError: no ternary int8 matrix, or tiles that do not fit it.
+    Raises ShapeError for a matrix that is not ternary int8 and for tiles that do not fit it.
     """
     n, k = checked_ternary("pack_tl1", w_t)
     check_tiles("tl1", n, k, tiles)
@@ -81,7 +81,7 @@ def pack_tl1(w_t: NDArray[np.int8], tiles: Tiles) -> NDArray[np.uint8]:
 
 
 def checked_bytes(op: str, data: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """`data` flattened, if it is uint8 and has `size` bytes; else ShapeError."""
+    """`data` flattened. ShapeError unless it is uint8 and has `size` bytes."""
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.size != size:
         got = f"{data.size} of {data.dtype}" if isinstance(data, np.ndarray) else type(data).__name__
         raise ShapeError(op, expected=f"{size} bytes, as a uint8 array", got=got)
@@ -89,7 +89,7 @@ def checked_bytes(op: str, data: NDArray[np.uint8], size: int) -> NDArray[np.uin
 
 
 def checked_ternary(op: str, w_t: NDArray[np.int8]) -> tuple[int, int]:
-    """The shape of an int8 matrix whose values are -1, 0 and +1; else ShapeError."""
+    """The shape of `w_t`. ShapeError unless it is an int8 matrix of -1, 0 and +1."""
     if not isinstance(w_t, np.ndarray) or w_t.dtype != np.int8 or w_t.ndim != 2:
         got = f"{w_t.dtype} {w_t.shape}" if isinstance(w_t, np.ndarray) else type(w_t).__name__
         raise ShapeError(op, expected="an int8 matrix (N, K)", got=got)

@@ -1,4 +1,4 @@
-"""TL2, bitnet.cpp's layout for x86: three weights in five bits, the columns that are left over as TL1-like pairs.
+"""TL2, bitnet.cpp's layout for x86: three weights in five bits, the remaining columns as pairs like TL1's.
 
 A triple is v = 9*w0 + 3*w1 + w2: |v| (0..13) in a nibble, its sign elsewhere. With K2 = K mod BK and K3 = K - K2:
 1. |v| of the first K3 columns: [N/BM][K3/BK][BM/32][BK/6][32 rows] bytes, two triples of a row in each, the first in
@@ -26,7 +26,7 @@ _BITS = np.arange(15, -1, -1, dtype=np.uint16)
 
 
 class Sections(NamedTuple):
-    """Where the parts of a TL2 matrix end, in bytes from its start, and how many columns are triples."""
+    """k3: the number of columns stored as triples. The others: where each part ends, in bytes from the start."""
 
     k3: int
     values_end: int
@@ -37,13 +37,13 @@ class Sections(NamedTuple):
 def tl2_nbytes(n: int, k: int) -> int:
     """Bytes of a TL2 matrix (N, K), padding included, as the converter writes it; the same for all tile sizes.
 
-    The scale is a tensor of its own, `<name>_scale`. (ggml_nbytes rounds up to 32 and adds 32, as for TL1.)
+    The scale is a separate tensor, `<name>_scale`. (ggml_nbytes rounds up to 32 and adds 32, as for TL1.)
     """
     return max(0, (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8)
 
 
 def tl2_sections(n: int, k: int, tail: int) -> Sections:
-    """The sections when `tail` columns are pairs."""
+    """The sections of a matrix (N, K) with `tail` columns stored as pairs."""
     k3 = k - tail
     values_end = n * k3 // 6
     signs_end = values_end + n * k3 // 24
@@ -51,7 +51,7 @@ def tl2_sections(n: int, k: int, tail: int) -> Sections:
 
 
 def _three_weights() -> NDArray[np.int8]:
-    """(32, 3): |v| + 16 * sign -> w0, w1, w2; a row of 2s where that is no triple."""
+    """(32, 3): |v| + 16 * sign -> w0, w1, w2; a row of 2s for an index that is no triple."""
     table = np.full((32, 3), 2, dtype=np.int8)
     for v in range(-13, 14):
         w0, rest = divmod(v + 13, 9)
@@ -63,8 +63,8 @@ _TRIPLES = _three_weights()
 
 
 def tl2_problem(data: NDArray[np.uint8], n: int, k: int, tail: int) -> tuple[int, str] | None:
-    """(offset, what) of the first byte that cannot be so if `tail` columns are pairs; None if all can. One bad byte may
-    hide others behind it. The order of the tiles plays no part: value and sign bytes run in the same one."""
+    """(offset, message) of the first byte that is impossible if `tail` columns are pairs, or None. The result does not
+    depend on the order of the tiles, which is the same for value and sign bytes."""
     _, values_end, signs_end, pairs_end = tl2_sections(n, k, tail)
     if pairs_end > data.size:
         return data.size, f"the matrix would need {pairs_end} bytes"
@@ -94,9 +94,8 @@ def tl2_problem(data: NDArray[np.uint8], n: int, k: int, tail: int) -> tuple[int
 
 def _triples(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Value bytes -> |v| (blocks, 32 rows, 8 triples), a block being 24 columns."""
-    nibbles = np.stack([values >> 4, values & 15], axis=-1).reshape(
-        -1, 4, 4, 8, 2
-    )  # block, byte column, group, row, nibble
+    pairs = np.stack([values >> 4, values & 15], axis=-1)
+    nibbles = pairs.reshape(-1, 4, 4, 8, 2)  # block, byte column, group, row, nibble
     return nibbles[:, :, _ROW_GROUPS].transpose(0, 2, 3, 1, 4).reshape(-1, 32, 8)
 
 
@@ -139,7 +138,7 @@ def unpack_tl2(data: NDArray[np.uint8], n: int, k: int, tiles: Tiles) -> NDArray
 def pack_tl2(w_t: NDArray[np.int8], tiles: Tiles) -> NDArray[np.uint8]:
     """w_t (N, K) int8 in {-1, 0, +1} -> (tl2_nbytes(N, K),) uint8, byte for byte what bitnet.cpp's converter writes.
 
-    Raises ShapeError: no ternary int8 matrix, or tiles that do not fit it.
+    Raises ShapeError for a matrix that is not ternary int8 and for tiles that do not fit it.
     """
     n, k = checked_ternary("pack_tl2", w_t)
     check_tiles("tl2", n, k, tiles)
@@ -153,10 +152,8 @@ def pack_tl2(w_t: NDArray[np.int8], tiles: Tiles) -> NDArray[np.uint8]:
         rows = w_t[tile * big_m : (tile + 1) * big_m]
         v = 9 * rows[:, 0:k3:3] + 3 * rows[:, 1:k3:3] + rows[:, 2:k3:3]  # (BM, K3/3) int8
         blocks = v.reshape(ms, 32, k3 // big_k, big_k // 24, 8).transpose(2, 0, 3, 1, 4).reshape(-1, 32, 8)
-        nibbles = (
-            np.abs(blocks).view(np.uint8).reshape(-1, 4, 8, 4, 2)[:, _ROW_GROUPS]
-        )  # block, group, row, byte, nibble
-        nibbles = nibbles.transpose(0, 3, 1, 2, 4)
+        nibbles = np.abs(blocks).view(np.uint8).reshape(-1, 4, 8, 4, 2)  # block, group, row, byte, nibble
+        nibbles = nibbles[:, _ROW_GROUPS].transpose(0, 3, 1, 2, 4)
         values[tile] = (nibbles[..., 0] << 4 | nibbles[..., 1]).ravel()
         bits = (blocks < 0).reshape(-1, 2, 16, 8).transpose(0, 2, 3, 1).reshape(-1, 16)
         signs[tile] = np.packbits(bits, axis=-1).view(">u2").astype("<u2").view(np.uint8).ravel()

@@ -1,7 +1,7 @@
-"""Tile sizes of bitnet.cpp's TL1 and TL2 layouts: which are possible, what order each means, where they stand.
+"""Tile sizes of bitnet.cpp's TL1 and TL2 layouts: which are possible, and in what order each puts the weights.
 
-A TL file does not say in which tiles its bytes run. bitnet.cpp takes them from `include/kernel_config.ini`, which
-stays in the build folder. Choosing among candidates by what the bytes show is `tl.py`.
+A TL file does not store its tile sizes. bitnet.cpp reads them from `include/kernel_config.ini`, which stays in the
+build folder. `tl.py` chooses among candidates by the bytes.
 """
 
 from __future__ import annotations
@@ -31,59 +31,27 @@ class Tiles(NamedTuple):
     bm: int  # rows of the inner tile; it is 256 / bm (TL1) or 192 / bm (TL2) columns wide
 
 
-# What setup_env.py gives to codegen_tl1.py and codegen_tl2.py for the shapes (out, in) of the models it knows. It uses
-# the 3B kernels for BitNet 2B-4T as well, whose shapes are others: the converter refuses that model as TL1 or TL2.
-_PRESETS: dict[TLKind, dict[str, dict[tuple[int, int], Tiles]]] = {
-    "tl1": {
-        "bitnet_b1_58-large": {
-            (1536, 4096): Tiles(256, 128, 32),
-            (1536, 1536): Tiles(128, 64, 64),
-            (4096, 1536): Tiles(256, 128, 32),
-        },
-        "bitnet_b1_58-3B": {
-            (3200, 8640): Tiles(160, 64, 32),
-            (3200, 3200): Tiles(320, 128, 64),
-            (8640, 3200): Tiles(320, 64, 32),
-        },
-        "Llama3-8B-1.58-100B-tokens": {
-            (14336, 4096): Tiles(256, 128, 32),
-            (4096, 14336): Tiles(128, 64, 64),
-            (1024, 4096): Tiles(256, 128, 32),
-            (4096, 4096): Tiles(128, 64, 64),
-        },
-    },
-    "tl2": {
-        "bitnet_b1_58-large": {
-            (1536, 4096): Tiles(256, 96, 32),
-            (1536, 1536): Tiles(128, 192, 32),
-            (4096, 1536): Tiles(256, 96, 32),
-        },
-        "bitnet_b1_58-3B": {
-            (3200, 8640): Tiles(160, 96, 32),
-            (3200, 3200): Tiles(320, 96, 32),
-            (8640, 3200): Tiles(320, 96, 32),
-        },
-        "Llama3-8B-1.58-100B-tokens": {
-            (14336, 4096): Tiles(256, 96, 32),
-            (4096, 14336): Tiles(128, 96, 32),
-            (1024, 4096): Tiles(256, 96, 32),
-            (4096, 4096): Tiles(128, 96, 32),
-        },
-    },
+# The tile sizes that setup_env.py gives to codegen_tl1.py and codegen_tl2.py for the shapes (out, in) of the models it
+# knows: model, shape, TL1, TL2. It uses the 3B kernels for BitNet 2B-4T as well, whose shapes differ: the converter
+# refuses that model as TL1 or TL2.
+_LARGE, _3B, _LLAMA3 = "bitnet_b1_58-large", "bitnet_b1_58-3B", "Llama3-8B-1.58-100B-tokens"
+_PRESETS = (
+    (_LARGE, (1536, 4096), Tiles(256, 128, 32), Tiles(256, 96, 32)),
+    (_LARGE, (1536, 1536), Tiles(128, 64, 64), Tiles(128, 192, 32)),
+    (_LARGE, (4096, 1536), Tiles(256, 128, 32), Tiles(256, 96, 32)),
+    (_3B, (3200, 8640), Tiles(160, 64, 32), Tiles(160, 96, 32)),
+    (_3B, (3200, 3200), Tiles(320, 128, 64), Tiles(320, 96, 32)),
+    (_3B, (8640, 3200), Tiles(320, 64, 32), Tiles(320, 96, 32)),
+    (_LLAMA3, (14336, 4096), Tiles(256, 128, 32), Tiles(256, 96, 32)),
+    (_LLAMA3, (4096, 14336), Tiles(128, 64, 64), Tiles(128, 96, 32)),
+    (_LLAMA3, (1024, 4096), Tiles(256, 128, 32), Tiles(256, 96, 32)),
+    (_LLAMA3, (4096, 4096), Tiles(128, 64, 64), Tiles(128, 96, 32)),
+)
+# kind -> shape -> (tiles, model) of bitnet.cpp's own set-up
+KNOWN_TILES: dict[TLKind, dict[tuple[int, int], tuple[Tiles, str]]] = {
+    "tl1": {shape: (tl1, model) for model, shape, tl1, _ in _PRESETS},
+    "tl2": {shape: (tl2, model) for model, shape, _, tl2 in _PRESETS},
 }
-
-
-def known_tiles(kind: TLKind, n: int, k: int) -> tuple[Tiles, str] | None:
-    """(tiles, model) that bitnet.cpp's own set-up uses for a matrix of that shape, or None."""
-    for model, shapes in _PRESETS[kind].items():
-        if (n, k) in shapes:
-            return shapes[n, k], model
-    return None
-
-
-def known_shapes(kind: TLKind) -> dict[tuple[int, int], Tiles]:
-    """(N, K) -> tiles, for every shape that bitnet.cpp's own set-up knows."""
-    return {shape: tiles for shapes in _PRESETS[kind].values() for shape, tiles in shapes.items()}
 
 
 def tiles_problem(kind: TLKind, n: int, k: int, tiles: Tiles) -> str | None:
@@ -121,9 +89,9 @@ def check_tiles(kind: TLKind, n: int, k: int, tiles: Tiles) -> None:
 
 
 def nest(kind: TLKind, n: int, k: int, tiles: Tiles) -> tuple[tuple[str, int, int], ...]:
-    """The order in which inner tiles follow one another: (axis, stride, count), outermost first.
+    """The loops over inner tiles: (axis, stride, count), outermost first.
 
-    Loops that come to the same are merged, so two tilings give the same bytes exactly if their nests are equal.
+    Loops that can be joined are merged, so two tilings give the same bytes exactly if their nests are equal.
     """
     big_m, big_k, small_m = tiles
     small_k = 256 // small_m if kind == "tl1" else TL2_COLUMNS
@@ -132,12 +100,9 @@ def nest(kind: TLKind, n: int, k: int, tiles: Tiles) -> tuple[tuple[str, int, in
     if kind == "tl1":
         loops += [("m", 16, small_m // 16), ("k", 4, small_k // 4)]
     merged = _merge(loops)
-    if kind == "tl2" and k % big_k:  # the pairs run over [m BM][k 32][m 32], and begin at another byte
-        tail = k % big_k
-        merged += (
-            ("tail", tail, 1),
-            *_merge([("m", big_m, n // big_m), ("k", 32, tail // 32), ("m", 32, big_m // 32)]),
-        )
+    if kind == "tl2" and (tail := k % big_k):  # the pairs run over [m BM][k 32][m 32], and begin at another byte
+        loops = [("m", big_m, n // big_m), ("k", 32, tail // 32), ("m", 32, big_m // 32)]
+        merged += (("tail", tail, 1), *_merge(loops))
     return merged
 
 
@@ -147,7 +112,7 @@ def _merge(loops: list[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...
         if count == 1:
             continue
         if merged and merged[-1][0] == axis and merged[-1][1] == stride * count:
-            stride, count = stride, count * merged.pop()[2]
+            count *= merged.pop()[2]
         merged.append((axis, stride, count))
     return tuple(merged)
 
@@ -157,16 +122,16 @@ def candidates(kind: TLKind, n: int, k: int) -> list[Tiles]:
 
     Its generators make kernels for bm 32 and 64 (TL1), and 32 (TL2).
     """
-    found: dict[tuple[tuple[str, int, int], ...], Tiles] = {}
-    preset = known_tiles(kind, n, k)
-    every = _every(kind, n, k)
-    for tiles in every if preset is None else (preset[0], *every):  # so that a known shape shows its usual numbers
+    by_nest: dict[tuple[tuple[str, int, int], ...], Tiles] = {}
+    known = KNOWN_TILES[kind].get((n, k))
+    tilings = _tilings(kind, n, k)
+    for tiles in tilings if known is None else (known[0], *tilings):  # so that a known shape shows its usual numbers
         if tiles_problem(kind, n, k, tiles) is None:
-            found.setdefault(nest(kind, n, k, tiles), tiles)
-    return list(found.values())
+            by_nest.setdefault(nest(kind, n, k, tiles), tiles)
+    return list(by_nest.values())
 
 
-def _every(kind: TLKind, n: int, k: int) -> Iterator[Tiles]:
+def _tilings(kind: TLKind, n: int, k: int) -> Iterator[Tiles]:
     tails = (0,) if kind == "tl1" else range(0, min(TL2_MAX_TAIL, k - 1) + 1, 32)
     columns = sorted({big_k for tail in tails for big_k in _divisors(k - tail)})
     for small_m in (32, 64) if kind == "tl1" else (TL2_ROWS,):
@@ -181,8 +146,8 @@ def _divisors(number: int) -> list[int]:
 def read_kernel_config(path: str | os.PathLike[str]) -> dict[tuple[int, int], Tiles]:
     """(N, K) -> tiles, from bitnet.cpp's `kernel_config.ini` (sections with m, k, bm, bk and bmm).
 
-    Raises FormatError: no such file, not an ini file, a key that is missing or no positive integer, or one shape given
-    twice with different tiles.
+    Raises FormatError: no such file, not an ini file, a key that is missing or no positive integer, or one shape with
+    two different tiles.
     """
     source = Path(os.fspath(path))
     parser = ConfigParser(interpolation=None)
@@ -195,9 +160,8 @@ def read_kernel_config(path: str | os.PathLike[str]) -> dict[tuple[int, int], Ti
         values = [_positive(parser.get(section, key, fallback=None), source, f"{section}.{key}") for key in _INI_KEYS]
         shape, tiles = (values[0], values[1]), Tiles(*values[2:])
         if table.setdefault(shape, tiles) != tiles:
-            raise FormatError(
-                f"the shape {shape} has {tiles} here, and {table[shape]} in another section", path=source, field=section
-            )
+            message = f"the shape {shape} has {tiles} here, and {table[shape]} in another section"
+            raise FormatError(message, path=source, field=section)
     if not table:
         raise FormatError("no kernel in it: expected sections with the keys m, k, bm, bk and bmm", path=source)
     return table

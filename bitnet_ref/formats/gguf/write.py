@@ -1,4 +1,4 @@
-"""Writing a GGUF file: metadata, then tensor after tensor, each made when its turn comes."""
+"""Writes a GGUF file: metadata, then tensor after tensor, each computed just before it is written."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CODE_OF = {name: code for code, name in NAME_OF.items()}
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor of a file to be written: `produce` is called once, when its turn comes, and gives its bytes."""
+    """A tensor to be written. `produce` is called once, just before it is written, and returns its bytes."""
 
     name: str
     shape: tuple[int, ...]  # rows first
     type: str  # "F16", "I2_S", ...
     produce: Callable[[], NDArray[np.uint8]]
-    nbytes: int | None = None  # of a type whose size the shape does not tell (TL1, TL2)
+    nbytes: int | None = None  # for the types whose size does not follow from the shape (TL1, TL2)
 
 
 def write_gguf(
@@ -36,10 +36,10 @@ def write_gguf(
     tensors: Iterable[TensorToWrite],
     progress: Progress | None = None,
 ) -> None:
-    """Write a GGUF of version 3, tensor after tensor: no more than one of them is in memory, and equal input gives
-    equal bytes. `path` is the old file or the new one, no third (see `atomic`).
+    """Write a GGUF of version 3 with one tensor in memory at a time. Equal input gives equal bytes. An interrupt leaves
+    the old file or none (see `atomic`).
 
-    progress: called with (tensors written, tensors in all).
+    progress: called with (tensors written, tensors in total).
     Tensors are aligned to the metadata's general.alignment, or 32 bytes when it has none.
     """
     tensors = list(tensors)
@@ -63,9 +63,8 @@ def write_gguf(
         for done, (tensor, size) in enumerate(zip(tensors, sizes, strict=True), 1):
             data = tensor.produce()
             if data.size != size or data.dtype != np.uint8:
-                raise FormatError(
-                    f"expected {size} bytes to write, got {data.dtype} {data.shape}", path=path, field=tensor.name
-                )
+                message = f"expected {size} bytes to write, got {data.dtype} {data.shape}"
+                raise FormatError(message, path=path, field=tensor.name)
             file.write(np.ascontiguousarray(data).data)
             file.write(bytes(-size % alignment))
             if progress is not None:

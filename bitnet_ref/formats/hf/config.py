@@ -1,17 +1,24 @@
 """config.json of a Hugging Face checkpoint, in its old and new spellings -> `ModelConfig`.
 
-A key that is absent takes the default of transformers' class for that model_type, because that is what the checkpoint
-was saved against; the sizes, which no default could guess, must be there.
+An absent key takes the default of transformers' class for that model_type, because the checkpoint was saved against
+it. The sizes have no sensible default and are required.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...reference.config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig
+from ...reference.config import (
+    LARGEST_INT,
+    ROPE_TYPES,
+    ModelConfig,
+    QuantizationConfig,
+    RopeConfig,
+    activation_name,
+    yarn_scale,
+)
 from ...system.json_file import read_json_object
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -41,12 +48,12 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def read_hf_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
-    """Read and check config.json. ConfigError names the file, the key, what was expected and what was found."""
+    """Read and check config.json. ConfigError names the file, the key, and what was expected."""
     return parse_hf_config(read_json_object(path, ConfigError, MAX_CONFIG_BYTES), path, allow_unquantized)
 
 
 def parse_hf_config(raw: dict[str, Any], path: Path, allow_unquantized: bool = False) -> ModelConfig:
-    """`allow_unquantized`: take a bitnet config without quantization_config as a dense model instead of refusing it."""
+    """`allow_unquantized`: accept a bitnet config without quantization_config as a dense model."""
     try:
         return _parse(raw, allow_unquantized)
     except ConfigError as error:
@@ -63,11 +70,15 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
     defaults = _CLASS_DEFAULTS[model_type]
 
     def get(key: str, default: Any = None) -> Any:
-        """The value, where neither absent nor null; else transformers' default for the class; else `default`."""
-        value = raw.get(key)
-        if value is not None:
-            return value
-        return default if key in raw else defaults.get(key, default)
+        """The value; if the key is absent transformers' default for the class; if that is absent or null `default`."""
+        value = raw.get(key, defaults.get(key))
+        return default if value is None else value
+
+    def token_ids(key: str) -> Any:
+        """The value; but not a class's default id that is beyond a smaller vocabulary."""
+        value, vocab = get(key), raw["vocab_size"]
+        beyond = key not in raw and _is_int(vocab) and _is_int(value) and value >= vocab
+        return None if beyond else value
 
     for key in _REQUIRED:
         if raw.get(key) is None:
@@ -87,27 +98,17 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
     if head_dim is None:
         hidden = raw["hidden_size"]
         if not _is_int(hidden) or not _is_int(heads) or heads < 1 or hidden % heads:
-            raise ConfigError(
-                f"is absent, and hidden_size {hidden!r} is no multiple of {heads!r} heads", field="head_dim"
-            )
+            message = f"is absent, and hidden_size {hidden!r} is no multiple of {heads!r} heads"
+            raise ConfigError(message, field="head_dim")
         head_dim = hidden // heads
-    eos = get("eos_token_id", [])
-    if _is_int(raw.get("vocab_size")) and "eos_token_id" not in raw and _is_int(eos) and eos >= raw["vocab_size"]:
-        eos = []  # the class's default id, for a model with a smaller vocabulary
-    bos = get("bos_token_id")
-    if _is_int(raw.get("vocab_size")) and "bos_token_id" not in raw and _is_int(bos) and bos >= raw["vocab_size"]:
-        bos = None
+    eos = token_ids("eos_token_id")
     max_positions = get("max_position_embeddings")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
+        **{key: raw[key] for key in _REQUIRED},
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        activation=get("hidden_act", "silu"),
+        activation=activation_name(get("hidden_act", "silu"), "hidden_act"),
         norm_eps=get("rms_norm_eps"),
         max_position_embeddings=max_positions,
         tie_word_embeddings=get("tie_word_embeddings", False),
@@ -117,8 +118,8 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
         sliding_window=get("sliding_window") if model_type == "mistral" else None,
         rope=_rope(raw, get("rope_theta", 10000.0), max_positions),
         quantization=quantization,
-        bos_token_id=bos,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        bos_token_id=token_ids("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     )
 
 
@@ -127,12 +128,11 @@ def _is_int(value: Any) -> bool:
 
 
 def _one_bit_llm_quantization(raw: dict[str, Any]) -> QuantizationConfig:
-    """1bitLLM's checkpoints (large, 3B) have bf16/f16 master weights and say so by weight_bits 1, input_bits 8."""
+    """1bitLLM's checkpoints (large, 3B) hold bf16 or f16 masters, marked by weight_bits 1 and input_bits 8."""
     for key, expected in (("weight_bits", 1), ("input_bits", 8)):
         if raw.get(key) != expected:
-            raise ConfigError(
-                f"expected {expected} (BitNet b1.58 as 1bitLLM writes it), got {raw.get(key)!r}", field=key
-            )
+            message = f"expected {expected} (BitNet b1.58 as 1bitLLM writes it), got {raw.get(key)!r}"
+            raise ConfigError(message, field=key)
     return QuantizationConfig(linear_class="autobitlinear", quantization_mode="online")
 
 
@@ -152,16 +152,13 @@ def _quantization(raw: Any) -> QuantizationConfig | None:
         skipped = ["lm_head"]
     if not isinstance(skipped, list) or not all(isinstance(name, str) and name for name in skipped):
         raise ConfigError(f"expected a list of names, got {skipped!r}", field=f"{field}.modules_to_not_convert")
-    given = {
-        key: raw[key]
-        for key in ("linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps")
-        if raw.get(key) is not None
-    }
+    keys = ("linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps")
+    given = {key: raw[key] for key in keys if raw.get(key) is not None}
     return QuantizationConfig(modules_to_not_convert=tuple(skipped), **given)
 
 
 def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
-    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # of both the old wins, as in transformers
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # the old key wins, as in transformers
     params = raw.get(field) or {}
     if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
         raise ConfigError(f"expected one flat object for all layers, got {params!r}", field=field)
@@ -173,11 +170,9 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
     partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"partial rotary embedding ({partial!r}) is not supported", field="partial_rotary_factor")
-    if not isinstance(rope_type, str) or rope_type not in ("default", "linear", "dynamic", "llama3", "yarn"):
-        raise ConfigError(
-            f"RoPE type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3, yarn",
-            field=f"{field}.rope_type",
-        )
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        message = f"RoPE type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        raise ConfigError(message, field=f"{field}.rope_type")
     if rope_type == "default":
         return RopeConfig(theta=theta)
     # As transformers: a top-level key wins, then the object's own, then the model's whole context.
@@ -205,19 +200,14 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
 
 
 def _yarn_attention_factor(params: dict[str, Any], factor: Any, field: str) -> Any:
-    """What yarn scales cos and sin by: given, or 0.1 ln(factor) + 1, or the quotient of two such (DeepSeek's)."""
+    """What yarn scales cos and sin by: the given factor, 0.1 ln(factor) + 1, or DeepSeek's quotient of two of these."""
     if params.get("attention_factor") is not None:
         return params["attention_factor"]
     numbers = {"factor": factor, "mscale": params.get("mscale"), "mscale_all_dim": params.get("mscale_all_dim")}
     for key, value in numbers.items():
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < 1e9):
             raise ConfigError(f"expected a number from 0 to 1e9, got {value!r}", field=f"{field}.{key}")
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if numbers["mscale"] and numbers["mscale_all_dim"]:
-        return mscale(numbers["mscale"]) / mscale(numbers["mscale_all_dim"])
-    return mscale(1.0)
+        return yarn_scale(factor, numbers["mscale"]) / yarn_scale(factor, numbers["mscale_all_dim"])
+    return yarn_scale(factor)

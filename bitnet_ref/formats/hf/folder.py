@@ -1,12 +1,11 @@
-"""A Hugging Face folder: config.json, and model.safetensors or the shards its index lists.
+"""A Hugging Face folder: config.json, and model.safetensors or the shards that its index lists.
 
-Every tensor is checked as it is read: there, of the right shape and dtype, finite, no invalid ternary code.
+Every tensor is checked as it is read: present, of the right shape and dtype, finite, without invalid ternary codes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,61 +16,42 @@ from numpy.typing import NDArray
 from ...errors import FormatError, TokenizerError
 from ...reference import quantization
 from ...reference.config import ModelConfig
-from ...reference.weights import DenseWeight, InputNorm, LinearWeight, ModelWeights, TernaryWeight
-from ...system.json_file import parse_json_object, read_bounded, read_json_object
+from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
+from ...system.json_file import parse_json_object, read_json_object
+from ..binary_file import Closeable
 from ..checkpoint import (
     Checkpoint,
-    Prepare,
-    Progress,
     ReadOptions,
     has_bias,
-    hf_module,
     is_ternary,
     linear_shape,
     norm_size,
-    read_weights,
+    read_tokenizer_folder,
 )
 from ..finite import first_not_finite
+from ..names import hf_module, hf_modules
 from ..packing import pack_from_hf
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
 from .config import read_hf_config
 
-MAX_INDEX_BYTES = MAX_TOKENIZER_BYTES = 64 << 20
+MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32")
-# Our name -> the names under which checkpoints have it (transformers' first, then 1bitLLM's).
-_NORM_NAMES = {
-    "attn_norm": ("input_layernorm.weight",),
-    "ffn_norm": ("post_attention_layernorm.weight",),
-    "attn_sub_norm": ("self_attn.attn_sub_norm.weight", "self_attn.inner_attn_ln.weight"),
-    "ffn_sub_norm": ("mlp.ffn_sub_norm.weight", "mlp.ffn_layernorm.weight"),
-}
-# What a tokenizer consists of in a hub repository; config.json is not among them.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template.jinja"),
-)
 
 
-class CheckpointTensors:
-    """The tensors of one checkpoint, whatever the number of files. Remembers which were taken."""
+class CheckpointTensors(Closeable):
+    """The tensors of one checkpoint in one file or several. `taken` remembers which were read."""
 
     def __init__(self, path: Path) -> None:
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}
-        self._single: SafetensorsFile | None = None  # also of a file without tensors
+        self.metadata: dict[str, str] = {}  # of a checkpoint that is one file
         self.taken: set[str] = set()
         try:
             self._open(path)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> CheckpointTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._stack.close()
@@ -89,30 +69,24 @@ class CheckpointTensors:
     def path_of(self, name: str) -> Path:
         return self._files[name].path
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Of a checkpoint that is one file."""
-        return self._single.metadata if self._single is not None else {}
-
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order, at most `size` at a time: each is overwritten by the next."""
+        """The tensor's bytes in order, at most `size` at a time. Each block overwrites the one before."""
         return self._files[name].blocks(name, size)
 
     def fail(self, name: str, message: str) -> FormatError:
-        """The error to raise about a tensor: it names the file, and the tensor's place there when it has one."""
+        """The error to raise about a tensor. It names the file, and the tensor's place if it has one."""
         if name not in self._files:
             return FormatError(message, path=self.main, field=name)
         return FormatError(message, path=self.path_of(name), offset=self.info(name).offset, field=name)
 
     def take(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOATS) -> NDArray:
-        """Read a tensor that must be there with that shape and one of those dtypes."""
+        """Read a tensor, which must have that shape, one of those dtypes, and finite values."""
+        expected = f"expected {' or '.join(dtypes)} of shape {list(shape)}"
         if name not in self._files:
-            raise self.fail(name, f"the tensor is missing; expected {_list(dtypes)} of shape {list(shape)}")
+            raise self.fail(name, f"the tensor is missing; {expected}")
         info = self.info(name)
         if info.shape != shape or info.dtype not in dtypes:
-            raise self.fail(
-                name, f"expected {_list(dtypes)} of shape {list(shape)}, got {info.dtype} of shape {list(info.shape)}"
-            )
+            raise self.fail(name, f"{expected}, got {info.dtype} of shape {list(info.shape)}")
         self.taken.add(name)
         array = self._files[name].read(name)
         if info.dtype in _FLOATS and (bad := first_not_finite(array)) is not None:
@@ -120,32 +94,28 @@ class CheckpointTensors:
         return array
 
     def _open(self, path: Path) -> None:
+        shard_of: dict[str, str] | None = None
         if path.is_file():
-            self.main, shards, placed = path, [path], None
+            self.main = path
         elif (path / INDEX_FILE).is_file() and not (path / SINGLE_FILE).is_file():
             self.main = path / INDEX_FILE
-            placed = _read_index(self.main)
-            shards = [path / name for name in dict.fromkeys(placed.values())]
+            shard_of = _read_index(self.main)
         else:
-            self.main, placed = path / SINGLE_FILE, None
-            shards = [self.main]
+            self.main = path / SINGLE_FILE
             if not self.main.is_file():
                 raise FormatError(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}", path=path)
+        shards = [self.main] if shard_of is None else [path / name for name in dict.fromkeys(shard_of.values())]
         for shard in shards:
             file = self._stack.enter_context(SafetensorsFile(shard))
-            self._single = file if len(shards) == 1 else None
+            self.metadata = file.metadata if len(shards) == 1 else {}
             for name in file.tensors:
-                if placed is not None and placed.get(name) != shard.name:
-                    said = f"in {placed[name]}" if name in placed else "nowhere"
-                    raise FormatError(f"the index {INDEX_FILE} places this tensor {said}", path=shard, field=name)
+                if shard_of is not None and shard_of.get(name) != shard.name:
+                    place = f"in {shard_of[name]}" if name in shard_of else "nowhere"
+                    raise FormatError(f"the index {INDEX_FILE} places this tensor {place}", path=shard, field=name)
                 self._files[name] = file
-        for name, shard_name in (placed or {}).items():
+        for name, shard_name in (shard_of or {}).items():
             if name not in self._files:
                 raise FormatError(f"is not in {shard_name}, where the index places it", path=self.main, field=name)
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return " or ".join(names)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -171,38 +141,10 @@ def stays_inside(folder: Path, file: Path) -> bool:
     return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
 
 
-def load_hf_weights(
-    path: str | os.PathLike[str],
-    config: ModelConfig,
-    progress: Progress | None = None,
-    prepare: Prepare | None = None,
-) -> ModelWeights:
-    """The weights of a folder (or of one .safetensors file) that `config` describes.
-
-    prepare: what to make of each linear's weight as soon as it is read (a backend's own layout).
-    FormatError names the file, the tensor, what was expected and what was found; a tensor that no part of the model
-    uses is an error too, because it means that the config describes another model.
-    """
-    with HfCheckpoint(Path(path), config=config) as checkpoint:
-        return read_weights(checkpoint, progress, lambda layer: prepare)
-
-
-def hf_norm_names(name: str) -> list[str]:
-    """Our name of a norm -> the tensor names under which checkpoints have it, transformers' first."""
-    if name == "final_norm":
-        return ["model.norm.weight"]
-    _, index, norm = name.split(".")
-    return [f"model.layers.{index}.{theirs}" for theirs in _NORM_NAMES[norm]]
-
-
-def _may_be_ignored(name: str) -> bool:
-    return name.endswith(".rotary_emb.inv_freq")  # old LLaMA checkpoints carry this constant
-
-
 class HfCheckpoint(Checkpoint):
     """A Hugging Face folder, or one .safetensors file in such a folder.
 
-    config: instead of that of config.json, by a caller who counts on no more layers than there are tensors.
+    config: used instead of config.json, by a caller that has checked it.
     """
 
     def __init__(self, path: Path, options: ReadOptions | None = None, config: ModelConfig | None = None) -> None:
@@ -222,14 +164,39 @@ class HfCheckpoint(Checkpoint):
     def close(self) -> None:
         self.tensors.close()
 
+    def fail(self, tensor: str, message: str) -> FormatError:
+        return self.tensors.fail(tensor, message)
+
     def embedding(self) -> DenseWeight:
         shape = (self.config.vocab_size, self.config.hidden_size)
-        return DenseWeight(self.tensors.take("model.embed_tokens.weight", shape))
+        return DenseWeight(self.tensors.take(f"{hf_module('embedding')}.weight", shape))
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        names = hf_norm_names(name)
-        found = next((theirs for theirs in names if theirs in self.tensors), names[0])
-        return self._vector(found, norm_size(self.config, name))
+        tensors = [f"{module}.weight" for module in hf_modules(name)]
+        stored = next((tensor for tensor in tensors if tensor in self.tensors), tensors[0])
+        return self._vector(stored, norm_size(self.config, name))
+
+    def linear(self, name: str) -> LinearWeight:
+        module, quantized = hf_module(name), self.config.quantization
+        out_features, in_features = linear_shape(self.config, name)
+        bias = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
+        if quantized is None or not is_ternary(self.config, name):
+            return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias)
+        input_norm = None
+        if quantized.use_rms_norm:
+            input_norm = InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), quantized.rms_norm_eps)
+        if self._scale_convention == "absmean":
+            w = self.tensors.take(f"{module}.weight", (out_features, in_features)).astype(np.float32)
+            w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)
+            packed = quantization.pack_ternary(w_t)
+        else:
+            packed = self.packed_plane(f"{module}.weight", out_features, in_features)
+            scale = self.scale(f"{module}.weight_scale")
+            if self._scale_convention == "divide":
+                scale = np.float32(1.0) / scale
+            elif bias is not None:
+                bias = bias * scale  # AutoBitLinear adds the bias before it multiplies by the scale
+        return TernaryWeight(packed, in_features, scale, bias, input_norm)
 
     def master(self, name: str) -> NDArray | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
@@ -238,7 +205,7 @@ class HfCheckpoint(Checkpoint):
         return w if quantization.split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = "model.embed_tokens.weight" if name == "embedding" else f"{hf_module(name)}.weight"
+        tensor = f"{hf_module(name)}.weight"
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]
@@ -246,49 +213,25 @@ class HfCheckpoint(Checkpoint):
     def tied_head(self, embedding: DenseWeight) -> DenseWeight:
         name = "lm_head.weight"
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
-            raise self.tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
+            raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
         return embedding
 
     def finish(self) -> None:
-        left = [name for name in self.tensors.names if name not in self.tensors.taken and not _may_be_ignored(name)]
-        if left:
-            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-            raise self.tensors.fail(
-                left[0], f"this tensor is no part of a {self.config.model_type} model as config.json says{more}"
-            )
+        unused = [name for name in self.tensors.names if name not in self.tensors.taken]
+        unused = [name for name in unused if not name.endswith(".rotary_emb.inv_freq")]  # a constant of old LLaMA files
+        self.refuse_unused(unused, f"a {self.config.model_type} model as config.json describes it")
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        found = [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
-        files = {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES) for path in found}
+        files = read_tokenizer_folder(self.folder)
         if "tokenizer.json" not in files and "tokenizer.model" not in files:
             return {}
         name = "generation_config.json"
-        said = parse_json_object(files.get(name, b"{}"), TokenizerError, self.folder / name)
+        generation = parse_json_object(files.get(name, b"{}"), TokenizerError, self.folder / name)
         ids = {"bos_token_id": self.config.bos_token_id, "eos_token_id": list(self.config.eos_token_ids) or None}
-        missing = {key: value for key, value in ids.items() if value is not None and said.get(key) is None}
-        if missing:  # config.json has them, and does not travel
-            files[name] = json.dumps(said | missing, indent=2).encode() + b"\n"
+        missing = {key: value for key, value in ids.items() if value is not None and generation.get(key) is None}
+        if missing:  # config.json has them, and is not among the tokenizer's files
+            files[name] = json.dumps(generation | missing, indent=2).encode() + b"\n"
         return files
-
-    def linear(self, name: str) -> LinearWeight:
-        module, quantized = hf_module(name), self.config.quantization
-        out_features, in_features = linear_shape(self.config, name)
-        bias_vector = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
-        if quantized is None or not is_ternary(self.config, name):
-            return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias_vector)
-        input_norm = None
-        if quantized.use_rms_norm:
-            input_norm = InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), quantized.rms_norm_eps)
-        if self._scale_convention == "absmean":
-            packed, scale = self.quantize_master(f"{module}.weight", out_features, in_features)
-        else:
-            packed = self.packed_plane(f"{module}.weight", out_features, in_features)
-            scale = self.scale(f"{module}.weight_scale")
-            if self._scale_convention == "divide":
-                scale = np.float32(1.0) / scale
-            elif bias_vector is not None:
-                bias_vector = bias_vector * scale  # AutoBitLinear adds the bias before it multiplies by the scale
-        return TernaryWeight(packed, in_features, scale, bias_vector, input_norm)
 
     @property
     def _scale_convention(self) -> str | None:
@@ -297,31 +240,21 @@ class HfCheckpoint(Checkpoint):
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:
         return self.tensors.take(name, (size,)).astype(np.float32)
 
-    def quantize_master(self, name: str, out_features: int, in_features: int) -> tuple[NDArray[np.uint8], np.float32]:
-        """Full-precision master weights -> ternary, by absmean, or by their own scale if they are ternary already."""
-        w = self.tensors.take(name, (out_features, in_features)).astype(np.float32)
-        w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)
-        return quantization.pack_ternary(w_t), scale
-
     def packed_plane(self, name: str, out_features: int, in_features: int) -> NDArray[np.uint8]:
-        if name in self.tensors and self.tensors.info(name).dtype in _FLOATS:  # saved unpacked: -1.0, 0.0, 1.0
+        """A ternary matrix in our packing, stored as 2-bit codes or, unpacked, as the floats -1, 0 and 1."""
+        if name in self.tensors and self.tensors.info(name).dtype in _FLOATS:
             w = self.tensors.take(name, (out_features, in_features)).astype(np.float32)
             bad = (w != 0) & (np.abs(w) != 1)
             if bad.any():
                 index = [int(i) for i in np.argwhere(bad)[0]]
-                raise self.tensors.fail(name, f"holds {w[tuple(index)]} at index {index}; expected -1, 0 or 1")
+                raise self.fail(name, f"holds {w[tuple(index)]} at index {index}; expected -1, 0 or 1")
             return quantization.pack_ternary(w.astype(np.int8))
         if out_features % 4:
-            raise self.tensors.fail(name, f"packed rows come in fours, but config.json says {out_features} outputs")
+            raise self.fail(name, f"packed rows come in fours, but config.json says {out_features} outputs")
         plane = self.tensors.take(name, (out_features // 4, in_features), ("U8",))
-        if (at := quantization.first_invalid_code(plane)) is not None:
-            raise self.tensors.fail(name, f"holds the invalid ternary code 3 in byte {list(at)} (0x{plane[at]:02x})")
+        self.check_codes(name, plane)
         return pack_from_hf(plane)
 
     def scale(self, name: str) -> np.float32:
         shape = () if name in self.tensors and self.tensors.info(name).shape == () else (1,)
-        scale = self.tensors.take(name, shape).astype(np.float32).reshape(-1)[0]
-        with np.errstate(over="ignore"):
-            if scale <= 0 or not np.isfinite(np.float32(1.0) / scale):
-                raise self.tensors.fail(name, f"expected a scale above zero, got {scale}")
-        return scale
+        return self.checked_scale(name, self.tensors.take(name, shape).astype(np.float32).reshape(-1)[0])

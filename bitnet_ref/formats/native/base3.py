@@ -1,9 +1,9 @@
-"""Ternary matrices at 1.6 bits a weight: five to a byte, for storage. Computing starts from two bits (`quantization`).
+"""Ternary matrices at 1.6 bits per weight, five in a byte, for storage. Kernels start from two bits (`quantization`).
 
     byte j of row n  =  c[5j] + 3 c[5j+1] + 9 c[5j+2] + 27 c[5j+3] + 81 c[5j+4]        c = w_t + 1, in 0..2
 
-3^5 = 243, so bytes 243 to 255 never occur. log2(3) = 1.585 bits is the least a ternary weight can take; this is 1%
-above it, and 20% below two bits. A row whose length is no multiple of 5 ends in code 1, a zero weight.
+3^5 = 243, so bytes 243 to 255 never occur. The minimum is log2(3) = 1.585 bits per weight; this is 1% above it and 20%
+below two bits. A row whose length is no multiple of 5 is padded with code 1, a zero weight.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TRITS_PER_BYTE = 5
 BYTE_VALUES = 3**TRITS_PER_BYTE
 _ZEROS = 121  # the byte of five zero weights: 1 + 3 + 9 + 27 + 81
 _PLACES = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
-_BLOCK_BYTES = 1 << 18  # base-3 bytes decoded at a time: what is made of them stays in cache
+_BLOCK_BYTES = 1 << 18  # base-3 bytes decoded at a time: the result stays in cache
 
-# Byte -> its five weights as 2-bit codes, the first in the lowest bits: ten bits. Four such are five whole bytes of the
-# 2-bit form, so that form is made without ever holding a weight by itself.
+# Byte -> its five weights as 2-bit codes, the first in the lowest bits: ten bits. Four of these make five whole bytes
+# of the 2-bit form, so no weight is ever unpacked.
 _DIGITS = np.arange(BYTE_VALUES)[:, None] // _PLACES % 3  # (243, 5)
 _BYTE_TO_CODES = (_DIGITS << (2 * np.arange(TRITS_PER_BYTE))).sum(axis=1).astype(np.uint64)  # (243,)
 

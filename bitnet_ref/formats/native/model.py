@@ -1,6 +1,6 @@
-"""The native file, `NAME.bitnet.safetensors`: a whole model in one safetensors file, as bitnet_ref computes with it.
+"""The native file, `NAME.bitnet.safetensors`: a whole model in one safetensors file, in the layout we compute with.
 
-Tensors carry the model's own names. A linear is ternary, with a bias, with a norm inside, as the config has it:
+Tensors carry our own names. The config says whether a linear is ternary, has a bias, or has a norm inside:
 
     embedding                             (V, D)  BF16, F16 or F32; `lm_head.weight` too unless it is tied
     blocks.0.attn_norm ... final_norm     (D,)    F32
@@ -11,10 +11,10 @@ Tensors carry the model's own names. A linear is ternary, with a bias, with a no
                         .bias             (N,)    F32        .input_norm  (K,) F32
     tokenizer/tokenizer.json ...          (n,)    U8: the tokenizer's files, byte for byte, chat template among them
 
-Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization says how the
-checkpoint was made, not how this file stores it) and `content_hash`, a SHA-256 over everything else.
+Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization describes the source
+checkpoint, not this file) and `content_hash`, a SHA-256 over everything else.
 
-A file of an older version is migrated as it is opened: see `MIGRATIONS`. Writing is in `native_writer`.
+Files of older versions are migrated when they are opened: see `MIGRATIONS`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import parse_json_object
-from ..checkpoint import Checkpoint, Progress, ReadOptions, has_bias, is_ternary, linear_shape, norms_of_layer
-from ..hf.folder import MAX_TOKENIZER_BYTES, TOKENIZER_FILES, CheckpointTensors
+from ..checkpoint import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_FILES,
+    Checkpoint,
+    Progress,
+    ReadOptions,
+    has_bias,
+    is_ternary,
+    linear_shape,
+    norm_size,
+)
+from ..hf.folder import CheckpointTensors
 from ..safetensors import DTYPES, TensorInfo
 from .base3 import TRITS_PER_BYTE, first_invalid_byte, unpack_base3
 
@@ -42,14 +52,14 @@ FORMAT, VERSION = "bitnet_ref", 1
 TOKENIZER_PREFIX = "tokenizer/"
 _HASH_BLOCK = 1 << 22
 
-# version n -> what makes a file of version n one of n + 1. It may change the metadata, and the names: a dictionary
-# from the name that this version of the package looks for to the tensor's name in the file.
+# version n -> the function that turns a file of version n into one of n + 1, by changing its metadata and its names: a
+# dictionary from the name that the reader looks for to the tensor's name in the file.
 Migration = Callable[[dict[str, str], dict[str, str]], None]
 MIGRATIONS: dict[int, Migration] = {}
 
 
 class NativeCheckpoint(Checkpoint):
-    """A native file, opened. `evidence` says which storage its planes have."""
+    """An open native file. `evidence` says how its ternary matrices are stored."""
 
     def __init__(
         self,
@@ -79,26 +89,29 @@ class NativeCheckpoint(Checkpoint):
     def close(self) -> None:
         self.tensors.close()
 
+    def fail(self, tensor: str, message: str) -> FormatError:
+        return self.tensors.fail(self._names.get(tensor, tensor), message)
+
     # -- header --------------------------------------------------------------------------------------------------------
 
     def _bad(self, key: str, message: str) -> FormatError:
         return FormatError(message, path=self.path, offset=8, field=f"__metadata__.{key}")
 
     def _migrate(self, version: int, migrations: Mapping[int, Migration]) -> None:
-        said = self._metadata.get("format")
-        if said != FORMAT:
-            message = f"expected {FORMAT!r}, got {said!r}: not a native file, whatever its name; if it belongs to a "
-            raise self._bad("format", message + "Hugging Face folder, load the folder")
+        stored_format = self._metadata.get("format")
+        if stored_format != FORMAT:
+            message = (
+                f"expected {FORMAT!r}, got {stored_format!r}: not a native file, whatever its name; if it belongs "
+            )
+            raise self._bad("format", message + "to a Hugging Face folder, load the folder")
         text = self._metadata.get("format_version", "")
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and text == str(int(text)) and int(text)):
             raise self._bad("format_version", f"expected a whole number from 1, got {text[:100]!r}")
         self.stored_version = int(text)
         if self.stored_version > version:
-            raise self._bad(
-                "format_version",
-                f"the file is of version {text}, and this bitnet_ref reads up to version {version}: "
-                "pip install --upgrade bitnet-ref, or write the file again with this one",
-            )
+            message = f"the file is of version {text}, and this bitnet_ref reads up to version {version}: "
+            remedy = "pip install --upgrade bitnet-ref, or write the file again with this one"
+            raise self._bad("format_version", message + remedy)
         for step in range(self.stored_version, version):
             migrations[step](self._metadata, self._names)
 
@@ -122,17 +135,11 @@ class NativeCheckpoint(Checkpoint):
     def _take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
         return self.tensors.take(self._names.get(name, name), shape, dtypes or ("BF16", "F16", "F32"))
 
-    def _fail(self, name: str, message: str) -> FormatError:
-        return self.tensors.fail(self._names.get(name, name), message)
-
     def embedding(self) -> DenseWeight:
         return DenseWeight(self._take("embedding", (self.config.vocab_size, self.config.hidden_size)))
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        sizes = {"final_norm": self.config.hidden_size}
-        if name != "final_norm":
-            sizes = norms_of_layer(self.config, int(name.split(".")[1]))
-        return self._take(name, (sizes[name],), "F32")
+        return self._take(name, (norm_size(self.config, name),), "F32")
 
     def linear(self, name: str) -> LinearWeight:
         cfg = self.config
@@ -140,38 +147,36 @@ class NativeCheckpoint(Checkpoint):
         bias = self._take(f"{name}.bias", (n,), "F32") if has_bias(cfg, name) else None
         if not is_ternary(cfg, name):
             return DenseWeight(self._take(f"{name}.weight", (n, k)), bias)
-        packed = self._trits(name, n, k) if f"{name}.trits" in self._names else self._packed(name, n, k)
-        scale = np.float32(self._take(f"{name}.w_dequant_scale", (), "F32"))
-        with np.errstate(over="ignore"):
-            if scale <= 0 or not np.isfinite(np.float32(1.0) / scale):
-                raise self._fail(f"{name}.w_dequant_scale", f"expected a scale above zero, got {scale}")
+        read_plane = self._read_trits if f"{name}.trits" in self._names else self._read_packed
+        packed = read_plane(name, n, k)
+        tensor = f"{name}.w_dequant_scale"
+        scale = self.checked_scale(tensor, np.float32(self._take(tensor, (), "F32")))
         input_norm = None
         if cfg.quantization is not None and cfg.quantization.use_rms_norm:
             input_norm = InputNorm(self._take(f"{name}.input_norm", (k,), "F32"), cfg.quantization.rms_norm_eps)
         return TernaryWeight(packed, k, scale, bias, input_norm)
 
-    def _packed(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
+    def _read_packed(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
         name += ".packed"
         packed = self._take(name, (n, -(-k // quantization.CODES_PER_BYTE)), "U8")
-        if (at := quantization.first_invalid_code(packed)) is not None:
-            raise self._fail(name, f"holds the invalid ternary code 3 in byte {list(at)} (0x{packed[at]:02x})")
+        self.check_codes(name, packed)
         self._check_padding(name, packed[:, -1] >> np.uint8(2 * (k % 4)), 0x55 >> 2 * (k % 4), k % 4)
         return packed
 
-    def _trits(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
+    def _read_trits(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
         name += ".trits"
         trits = self._take(name, (n, -(-k // TRITS_PER_BYTE)), "U8")
         if (at := first_invalid_byte(trits)) is not None:
-            raise self._fail(name, f"holds {trits[at]} in byte {list(at)}; expected five trits, 0 to 242")
+            raise self.fail(name, f"holds {trits[at]} in byte {list(at)}; expected five trits, 0 to 242")
         place = 3 ** (k % TRITS_PER_BYTE)
         self._check_padding(name, trits[:, -1] // np.uint8(place), 121 // place, k % TRITS_PER_BYTE)
         return unpack_base3(trits, k)
 
     def _check_padding(self, name: str, last: NDArray[np.uint8], zeros: int, used: int) -> None:
-        """The places of a row's last byte beyond K are zero weights: a matrix has one form only."""
+        """The rest of a row's last byte must hold zero weights, so that a matrix has one form only."""
         if used and (last != zeros).any():
             row = int(np.flatnonzero(last != zeros)[0])
-            raise self._fail(name, f"row {row} goes on after its last weight; expected zero weights as padding")
+            raise self.fail(name, f"row {row} goes on after its last weight; expected zero weights as padding")
 
     def dense_dtype(self, name: str) -> np.dtype:
         tensor = name if name == "embedding" else f"{name}.weight"
@@ -187,9 +192,9 @@ class NativeCheckpoint(Checkpoint):
             short = name.removeprefix(TOKENIZER_PREFIX)
             info = self._info(name)
             if short not in TOKENIZER_FILES:
-                raise self._fail(name, f"expected one of {', '.join(TOKENIZER_FILES)} after {TOKENIZER_PREFIX!r}")
+                raise self.fail(name, f"expected one of {', '.join(TOKENIZER_FILES)} after {TOKENIZER_PREFIX!r}")
             if len(info.shape) != 1 or info.nbytes > MAX_TOKENIZER_BYTES:
-                raise self._fail(name, f"expected at most {MAX_TOKENIZER_BYTES} bytes, got the shape {info.shape}")
+                raise self.fail(name, f"expected at most {MAX_TOKENIZER_BYTES} bytes, got the shape {info.shape}")
             files[short] = self._take(name, info.shape, "U8").tobytes()
         return files
 
@@ -197,24 +202,21 @@ class NativeCheckpoint(Checkpoint):
         return self.tensors.info(self._names[name])
 
     def finish(self) -> None:
-        self.tokenizer_files()  # part of the file: a broken one is found at load, not at the first prompt
-        used = self.tensors.taken
-        left = [name for name, stored in self._names.items() if stored not in used]
-        if left:
-            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-            raise self._fail(left[0], f"this tensor is no part of the model that the file's config describes{more}")
+        self.tokenizer_files()  # checked here, so that a damaged one is found by `load`
+        unused = [name for name, stored in self._names.items() if stored not in self.tensors.taken]
+        self.refuse_unused(unused, "the model that the file's config describes")
 
     # -- content hash --------------------------------------------------------------------------------------------------
 
     @property
     def content_hash(self) -> str:
-        """What the file says of itself: "sha256:" and 64 hexadecimal digits."""
+        """The stored hash: "sha256:" and 64 hexadecimal digits."""
         return self.stored_metadata.get("content_hash", "")
 
     def verify(self, progress: Progress | None = None) -> str:
-        """Compute the content hash from every byte and return it. FormatError if the file says another.
+        """Compute the content hash from every byte and return it. FormatError if it differs from the stored one.
 
-        It reads the whole file once more, at about 0.4 GB/s where the processor has no SHA instructions.
+        Reads the whole file, at about 0.4 GB/s on a processor without SHA instructions.
         """
         digests = {}
         for number, name in enumerate(self.tensors.names):
@@ -224,17 +226,18 @@ class NativeCheckpoint(Checkpoint):
             digests[name] = (info.dtype, info.shape, digest.hexdigest())
             if progress is not None:
                 progress(number + 1, len(self.tensors.names))
-        found = content_hash(self.stored_metadata, digests)
-        if found != self.content_hash:
-            message = f"the file says {self.content_hash[:100]!r}, its content gives {found}: it was changed or damaged"
+        computed = content_hash(self.stored_metadata, digests)
+        if computed != self.content_hash:
+            stored = self.content_hash[:100]
+            message = f"the file says {stored!r}, its content gives {computed}: it was changed or damaged"
             raise self._bad("content_hash", message)
-        return found
+        return computed
 
 
 def content_hash(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
     """The hash of a file's content. tensors: name -> (dtype, shape, SHA-256 of its bytes in hexadecimal).
 
-    It does not depend on the order of the tensors in the file, so it can be had while writing, one tensor at a time.
+    It does not depend on the order of the tensors, so a writer can compute it one tensor at a time.
     """
     facts = {
         "metadata": {key: value for key, value in metadata.items() if key != "content_hash"},

@@ -1,4 +1,4 @@
-"""`write_native`: any checkpoint -> a native file, one matrix in memory at a time, byte-reproducible."""
+"""`write_native`: writes any checkpoint as a native file, one matrix in memory at a time, with reproducible bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, ShapeError
 from ...reference.config import ModelConfig
+from ...reference.quantization import CODES_PER_BYTE
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.atomic import atomic_path
 from ..checkpoint import (
@@ -39,9 +40,9 @@ def write_native(
 ) -> str:
     """Write all of a checkpoint (weights, config, tokenizer) to `path`, which must end in .bitnet.safetensors.
 
-    storage: "2bit", or "base3" for planes 20% smaller that take longer to read; the same model either way.
-    progress: called with (parts done, parts in all).
-    Returns the content hash. The same model gives the same bytes, and an interrupt leaves the old file or none.
+    storage: "2bit", or "base3": matrices 20% smaller that take longer to read. The model is the same.
+    progress: called with (parts done, parts in total).
+    Returns the content hash. The same model gives the same bytes; an interrupt leaves the old file or none.
     """
     if storage not in STORAGES:
         raise ConfigError(f"expected {' or '.join(STORAGES)}, got {storage!r}", field="storage")
@@ -73,51 +74,48 @@ def write_native(
             del part
             if progress is not None:
                 progress(number + 1, total)
-        found = content_hash(metadata, digests)
-        writer.set_metadata("content_hash", found)
-    return found
+        computed = content_hash(metadata, digests)
+        writer.set_metadata("content_hash", computed)
+    return computed
 
 
 def _layout(checkpoint: Checkpoint, storage: str) -> Layout:
-    """Every tensor of the model, as its config has it."""
+    """Every tensor of the model, from the configuration alone."""
     config = checkpoint.config
-    out: Layout = {
+    layout: Layout = {
         "embedding": (dtype_name(checkpoint.dense_dtype("embedding")), (config.vocab_size, config.hidden_size))
     }
-    out |= {name: ("F32", (size,)) for name, size in norm_sizes(config).items()}
+    layout |= {name: ("F32", (size,)) for name, size in norm_sizes(config).items()}
     for name in all_linears(config):
         n, k = linear_shape(config, name)
         if has_bias(config, name):
-            out[f"{name}.bias"] = "F32", (n,)
+            layout[f"{name}.bias"] = "F32", (n,)
         if not is_ternary(config, name):
-            out[f"{name}.weight"] = dtype_name(checkpoint.dense_dtype(name)), (n, k)
+            layout[f"{name}.weight"] = dtype_name(checkpoint.dense_dtype(name)), (n, k)
             continue
-        base3 = storage == "base3"
-        out[name + (".trits" if base3 else ".packed")] = "U8", (n, -(-k // (TRITS_PER_BYTE if base3 else 4)))
-        out[f"{name}.w_dequant_scale"] = "F32", ()
+        suffix, per_byte = (".trits", TRITS_PER_BYTE) if storage == "base3" else (".packed", CODES_PER_BYTE)
+        layout[name + suffix] = "U8", (n, -(-k // per_byte))
+        layout[f"{name}.w_dequant_scale"] = "F32", ()
         if config.quantization is not None and config.quantization.use_rms_norm:
-            out[f"{name}.input_norm"] = "F32", (k,)
-    return out
+            layout[f"{name}.input_norm"] = "F32", (k,)
+    return layout
 
 
 def _tensors(
     config: ModelConfig, name: str, part: LinearWeight | NDArray[np.float32], storage: str
 ) -> Iterator[tuple[str, NDArray]]:
-    """(name, array) of what one part of the model is in the file. ShapeError if it is not as the config says."""
+    """(name, array) of each tensor that stores one part of the model. ShapeError if the part contradicts the config."""
     if isinstance(part, np.ndarray):
         yield name, part
         return
-    quantized = config.quantization
     if name == "embedding" and isinstance(part, DenseWeight):
         yield name, part.array
         return
-    if isinstance(part, DenseWeight):
-        is_as_said = not is_ternary(config, name)
-    else:
-        eps = quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
-        norm = getattr(part, "input_norm", None)
-        is_as_said = is_ternary(config, name) and (None if norm is None else norm.eps) == eps
-    if not is_as_said or (part.bias is not None) != has_bias(config, name):
+    quantized, norm = config.quantization, getattr(part, "input_norm", None)
+    eps = quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
+    agrees = isinstance(part, DenseWeight) or (None if norm is None else norm.eps) == eps
+    agrees = agrees and isinstance(part, DenseWeight) != is_ternary(config, name)
+    if not agrees or (part.bias is not None) != has_bias(config, name):
         raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(part).__name__}")
     if part.bias is not None:
         yield f"{name}.bias", part.bias

@@ -1,4 +1,4 @@
-"""Constant parts of an ONNX graph, computed: what a MatMul gets through transposes, casts and dequantisers."""
+"""Computes the constant parts of an ONNX graph: a MatMul's weight after transposes, casts and dequantisers."""
 
 from __future__ import annotations
 
@@ -12,38 +12,24 @@ from ...errors import FormatError
 from .file import OnnxFile, unpack_bits
 from .library import DTYPES
 
-_MAX_DEPTH = 16  # nodes between an initialiser and who uses it
+_MAX_DEPTH = 16  # nodes between an initialiser and its use
 _PASSING = ("Identity", "Cast", "Transpose", "DequantizeLinear")
 MATMULS = ("MatMul", "Gemm", "MatMulNBits")
 
-
-# The attributes that are looked at, and what ONNX says they are
+# The attributes that are used, and their types in ONNX
 _INTEGERS = ("axis", "block_size", "to", "transA", "transB", "N", "K", "bits")
 _ATTRIBUTE_TYPES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "alpha": float, "beta": float, "perm": list}
 
 
-def attributes(node: Any) -> dict[str, Any]:
-    """The numbers and lists of numbers among a node's attributes."""
-    out: dict[str, Any] = {}
-    for attribute in node.attribute:
-        if attribute.type == 2:
-            out[attribute.name] = attribute.i
-        elif attribute.type == 1:
-            out[attribute.name] = attribute.f
-        elif attribute.type == 7:
-            out[attribute.name] = list(attribute.ints)
-    return out
-
-
 class Constants:
-    """What of a graph's values is known without running it."""
+    """The values of a graph that are known without running it."""
 
     def __init__(self, file: OnnxFile) -> None:
         self.file = file
         self._producers = {output: node for node in file.model.graph.node for output in node.output if output}
 
     def root(self, value: str) -> str | None:
-        """The initialiser that a value is made of by transposing, casting or dequantising; None: it is no constant."""
+        """The initialiser that a value is computed from by transposing, casting or dequantising, or None."""
         for _ in range(_MAX_DEPTH):
             if value in self.file.tensors:
                 return value
@@ -88,8 +74,12 @@ class Constants:
         return w if given.get("transB", 0) else w.T
 
     def _attributes(self, node: Any) -> dict[str, Any]:
-        """`attributes`, of the types that ONNX says."""
-        given = attributes(node)
+        """The numbers and lists of numbers among a node's attributes, checked against `_ATTRIBUTE_TYPES`."""
+        given: dict[str, Any] = {}
+        for attribute in node.attribute:
+            if attribute.type in (1, 2, 7):
+                value = {1: attribute.f, 2: attribute.i, 7: list(attribute.ints)}[attribute.type]
+                given[attribute.name] = value
         for name, expected in _ATTRIBUTE_TYPES.items():
             if name in given and not isinstance(given[name], expected):
                 raise self.fail(node, f"expected {name} to be of type {expected.__name__}, got {given[name]}")
@@ -99,7 +89,7 @@ class Constants:
         return self.file.fail(f"node {node.name or node.op_type}", message)
 
     def _dequantized(self, node: Any, x: NDArray, given: dict[str, Any], depth: int) -> NDArray:
-        """(x - zero_point) * scale; one scale for all, for each index of `axis`, or for each block along it."""
+        """(x - zero_point) * scale, with one scale for all values, per index of `axis`, or per block along it."""
         if x.dtype.kind not in "iu" or x.dtype.itemsize > 4 or len(node.input) < 2:
             raise self.fail(node, f"expected integers of at most 32 bits and a scale, got {x.dtype}")
         scale = self.value(node.input[1], depth + 1).astype(np.float32)
@@ -120,9 +110,9 @@ class Constants:
                 expected = (*x.shape[:axis], blocks, *x.shape[axis + 1 :])
                 if scale.shape != expected:
                     raise self.fail(node, f"expected scales of shape {list(expected)}, got {list(scale.shape)}")
-                which = np.arange(length) // block
-                scale = scale.take(which, axis)
-                zero = zero.take(which, axis) if zero.ndim else zero
+                block_of = np.arange(length) // block
+                scale = scale.take(block_of, axis)
+                zero = zero.take(block_of, axis) if zero.ndim else zero
             elif scale.shape != (length,):
                 raise self.fail(node, f"expected {length} scales, got shape {list(scale.shape)}")
             else:

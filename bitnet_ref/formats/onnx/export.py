@@ -1,7 +1,6 @@
-"""A model -> an .onnx file that onnxruntime computes as the NumPy backend does, with the large tensors beside it.
+"""Writes a model as an .onnx file, with the large tensors beside it. onnxruntime computes what the NumPy backend does.
 
-The file holds everything to read the model back: `onnx_model` reads its metadata and initialisers. A tokenizer's files
-are no part of it; they lie beside it, as is the custom.
+The file holds everything to read the model back: see `onnx.model`. The tokenizer's files lie beside it.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ..checkpoint import Checkpoint, Progress
 from .graph import IR_VERSION, OPSET, DecoderGraph
 from .library import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
 
-EXTERNAL_BYTES = 1024  # tensors of at least so many bytes go to the file beside, as in onnx's own converter
-_ALIGNMENT = 4096  # a page: onnxruntime maps what begins on one
+EXTERNAL_BYTES = 1024  # tensors of at least this size go to the file beside, as in onnx's own converter
+_ALIGNMENT = 4096  # a page: onnxruntime maps tensors that begin on one
 
 
 class _Tensors:
-    """Makes TensorProtos; writes the large ones to `data` as they come, so that none is held longer than that."""
+    """Makes TensorProtos. The data of large ones goes to the file `data` at once, so that none is kept in memory."""
 
     def __init__(self, data: BinaryIO | None, location: str, external_bytes: int) -> None:
         self._onnx = import_onnx()
@@ -58,17 +57,17 @@ def export_onnx(
     external_bytes: int | None = EXTERNAL_BYTES,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write an open checkpoint as ONNX, one matrix at a time -> the files: `path`, and `<path>.data` with large ones
+    """Write an open checkpoint as ONNX, one matrix at a time. Returns the files: `path`, and `<path>.data`.
 
     Inputs input_ids, attention_mask (past and new tokens), position_ids (int64), past_key_values.N.key and .value
     (batch, kv_heads, past, head_dim) float32, which may be of length 0; outputs logits (batch, sequence, vocab) and
-    present.N.key and .value, float32. Opset 18. Ternary matrices are stored in 2 bits a weight, others as they are.
+    present.N.key and .value, float32. Opset 18. Ternary matrices are stored in 2 bits per weight, others as they are.
 
-    progress: called with (parts done, parts in all).
-    external_bytes: tensors of at least so many bytes go to the file beside; None keeps all in one file, below 1 GB.
+    progress: called with (parts done, parts in total).
+    external_bytes: tensors of at least this size go to the file beside; None keeps all in one file, below 1 GB.
 
-    Both files are complete before either takes its name; the old model goes first, so that it never meets new data.
-    Equal models give equal bytes. NaN in an activation, which our backends report, goes unnoticed here.
+    Both files are complete before either gets its name; an old model is removed first, so that it never reads new data.
+    Equal models give equal bytes. Unlike our backends, the graph does not report NaN in an activation.
     Raises BackendUnavailable without the onnx package, ShapeError, and what reading the checkpoint raises.
     """
     helper = import_onnx().helper
@@ -92,7 +91,7 @@ def export_onnx(
 
 
 def write_onnx_folder(checkpoint: Checkpoint, folder: Path, progress: Progress | None = None) -> None:
-    """model.onnx, its data and the tokenizer's files, in a folder that is there."""
+    """Write model.onnx, its data and the tokenizer's files into an existing folder."""
     export_onnx(folder / MODEL_FILE, checkpoint, progress=progress)
     for name, data in checkpoint.tokenizer_files().items():
         (folder / name).write_bytes(data)

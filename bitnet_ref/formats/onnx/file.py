@@ -1,9 +1,8 @@
-"""Reading an .onnx file without trusting it: the message, and its tensors one at a time, inside or beside it."""
+"""Reads an .onnx file that is not trusted: the message, and its tensors one at a time, from inside or beside it."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError, OutOfMemory
 from ...system.json_file import read_bounded
+from ..binary_file import BinaryFile
 from ..finite import first_not_finite
 from ..hf.folder import stays_inside
 from .library import DTYPES, MAX_MODEL_BYTES, import_onnx
 
 MAX_RANK = 8
-# TensorProto.DataType of the types below a byte -> (bits, signed)
-_SMALL_TYPES = {21: (4, False), 22: (4, True), 25: (2, False), 26: (2, True)}
+SMALL_TYPES = {21: "UINT4", 22: "INT4", 25: "UINT2", 26: "INT2"}  # TensorProto.DataType of the types below a byte
 _MAX_DIM = 2**62
 
 
@@ -65,7 +64,7 @@ class OnnxFile:
         return FormatError(message, path=self.path, field=name or "a tensor without a name")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape, all of it checked."""
+        """The tensor's shape, checked."""
         if name not in self._shapes:
             dims = tuple(self.tensors[name].dims)
             if len(dims) > MAX_RANK or any(dim < 0 for dim in dims) or math.prod(dim or 1 for dim in dims) > _MAX_DIM:
@@ -74,14 +73,15 @@ class OnnxFile:
         return self._shapes[name]
 
     def read(self, name: str) -> NDArray:
-        """The tensor, of its own memory; types of 2 and 4 bits as int8 or uint8. Floats are finite."""
+        """The tensor in its own memory; types of 2 and 4 bits as int8 or uint8. Floats are finite."""
         tensor, shape = self.tensors[name], self.shape(name)
         count = math.prod(shape)
-        if tensor.data_type in _SMALL_TYPES:
-            bits, signed = _SMALL_TYPES[tensor.data_type]
+        if tensor.data_type in SMALL_TYPES:
+            kind = SMALL_TYPES[tensor.data_type]
+            bits = int(kind[-1])
             codes = self._bytes(name, np.dtype(np.uint8), -(-count * bits // 8))
             flat = unpack_bits(codes, bits)[:count]
-            if signed:
+            if kind.startswith("INT"):
                 flat = ((flat ^ (1 << (bits - 1))).view(np.int8) - np.int8(1 << (bits - 1))).astype(np.int8)
             return flat.reshape(shape)
         if tensor.data_type not in DTYPES:
@@ -93,7 +93,7 @@ class OnnxFile:
         return array
 
     def _bytes(self, name: str, dtype: np.dtype, count: int) -> NDArray:
-        """`count` elements from wherever the tensor keeps them."""
+        """`count` elements, from the file beside, raw_data or a typed field."""
         tensor, nbytes = self.tensors[name], count * dtype.itemsize
         little = dtype.newbyteorder("<")
         if tensor.data_location == 1:  # EXTERNAL
@@ -105,17 +105,14 @@ class OnnxFile:
         return self._typed(name, dtype, count)
 
     def _typed(self, name: str, dtype: np.dtype, count: int) -> NDArray:
-        """From the fields that hold a number an element."""
+        """From the fields that hold one number per element."""
         tensor = self.tensors[name]
         fields = {"float32": "float_data", "float64": "double_data", "int64": "int64_data"}
         field = fields.get(dtype.name, "uint64_data" if dtype.name in ("uint32", "uint64") else "int32_data")
         values = getattr(tensor, field)
         if len(values) != count:
             raise self.fail(name, f"expected {count} elements for its shape, got {len(values)} in {field}")
-        if field != "int32_data":
-            wide = np.array(values, dtype=np.uint64 if field == "uint64_data" else dtype)
-        else:
-            wide = np.array(values, dtype=np.int32)
+        wide = np.array(values, dtype={"uint64_data": np.uint64, "int32_data": np.int32}.get(field, dtype))
         stored = np.dtype(np.uint16) if dtype.kind not in "iub" and dtype.itemsize == 2 else dtype  # bits of a float
         narrow = wide.astype(stored)
         if wide.dtype.kind in "iu" and not np.array_equal(narrow.astype(wide.dtype), wide):
@@ -123,49 +120,32 @@ class OnnxFile:
         return narrow.view(dtype) if stored.itemsize == dtype.itemsize and stored != dtype else narrow
 
     def _external(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """The tensor's bytes in a file beside; nothing is allocated before that file is known to have them."""
+        """The tensor's bytes in a file beside. Nothing is allocated before that file is known to have them."""
         entries = {entry.key: entry.value for entry in self.tensors[name].external_data}
         location = entries.get("location", "")
         if not location or "\0" in location or location in (".", "..") or Path(location).name != location:
             raise self.fail(name, f"external data: expected the name of a file of the same folder, got {location!r}")
         path = self.path.parent / location
-        numbers = {}
+        numbers = []
         for key, default in (("offset", 0), ("length", nbytes)):
             text = entries.get(key, str(default))
             if not text.isascii() or not text.isdigit() or len(text) > 19:
                 raise self.fail(name, f"external data: expected a whole number of bytes as {key}, got {text!r}")
-            numbers[key] = int(text)
-        offset, length = numbers["offset"], numbers["length"]
+            numbers.append(int(text))
+        offset, length = numbers
         if length != nbytes:
             raise self.fail(name, f"external data: expected {nbytes} bytes for its shape and type, got {length}")
         if not path.is_file() or not stays_inside(self.path.parent, path):
             raise self.fail(name, f"external data: {location} is no file of the model's folder")
-        try:
-            with open(path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if offset + length > size:
-                    raise FormatError(
-                        f"{length} bytes are said to lie here, the file has {size}",
-                        path=path,
-                        offset=offset,
-                        field=name,
-                    )
-                array = np.empty(nbytes, dtype=np.uint8)
-                file.seek(offset)
-                done = 0
-                while done < nbytes:
-                    if not (more := file.readinto(array.data[done:])):
-                        raise FormatError(f"the file ends after {done} of {nbytes} bytes", path=path, field=name)
-                    done += more
-                return array
-        except MemoryError as problem:
-            raise OutOfMemory(f"{path}: no memory for the {nbytes} bytes of {name}") from problem
-        except OSError as problem:
-            raise FormatError(f"cannot be read: {problem.strerror or problem}", path=path, field=name) from problem
+        with BinaryFile(path) as file:
+            if offset + length > file.size:
+                message = f"{length} bytes are said to lie here, the file has {file.size}"
+                raise FormatError(message, path=path, offset=offset, field=name)
+            return file.read_array(np.uint8, (nbytes,), offset, name)
 
 
 def _texts(model: Any) -> Iterator[Any]:
-    """Every name and text of the message that this package looks at."""
+    """Every name and text of the message that this package uses."""
     for entry in model.metadata_props:
         yield from (entry.key, entry.value)
     tensors = list(model.graph.initializer)
@@ -183,7 +163,7 @@ def _texts(model: Any) -> Iterator[Any]:
 
 
 def unpack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """codes (..., n) of 8/bits numbers a byte, the first in the lowest bits -> (..., n * 8/bits) uint8
+    """codes (..., n) of 8/bits numbers per byte, the first in the lowest bits -> (..., n * 8/bits) uint8
 
     >>> unpack_bits(np.array([0b10_01_00_11], dtype=np.uint8), 2).tolist()
     [3, 0, 1, 2]

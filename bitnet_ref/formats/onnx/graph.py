@@ -1,8 +1,8 @@
-"""A decoder as an ONNX graph: `model.forward` once more, spelled in ONNX's primitive operators.
+"""Builds a decoder as an ONNX graph: the forward pass in ONNX's primitive operators.
 
-The nodes follow the numerical contract to the letter: the same roundings in the same places, float64 where `layers`
-takes float64. So the int8 activations, and with them the exact accumulators, are those of the NumPy backend.
-Inputs, outputs and node names are those of the usual exporters (optimum, torch.onnx).
+The nodes follow the numerical contract exactly: the same roundings in the same places, float64 where `layers` uses it.
+So the int8 activations and the exact accumulators equal those of the NumPy backend. Inputs, outputs and node names are
+those of the usual exporters (optimum, torch.onnx).
 
 Axes: B batch, S tokens of this call, P past tokens, T = P + S; the rest as in `model`. R = H / G queries a kv head.
 """
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import ConfigError
 from ...reference import quantization
 from ...reference.layers import rope_frequencies
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight
-from ..checkpoint import Checkpoint, Progress, hf_module, linear_name, part_count
-from ..hf.folder import hf_norm_names
+from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight, linear_name
+from ..checkpoint import Checkpoint, Progress, part_count
+from ..names import hf_module
 from .library import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
 from .nodes import AddTensor, Graph
 
@@ -34,6 +35,10 @@ class DecoderGraph:
         self.source, self.cfg, self.g = checkpoint, checkpoint.config, Graph(add_tensor)
         self._progress, self._done = progress, 0
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears
+        self._activations = {"relu2": self.relu2, "silu": self.silu}
+        if self.cfg.activation not in self._activations:
+            message = f"expected one of {', '.join(self._activations)} for ONNX, got {self.cfg.activation!r}"
+            raise ConfigError(message, field="hidden_act")
 
     def build(self) -> Any:
         """The GraphProto."""
@@ -56,7 +61,7 @@ class DecoderGraph:
         with g.scope("model"):
             table, table_dtype = self.table()
             with g.scope("embed_tokens"):
-                x = self.widened(g("Gather", table, "input_ids", axis=0), table_dtype)  # (B, S, D)
+                x = self.widen(g("Gather", table, "input_ids", axis=0), table_dtype)  # (B, S, D)
             rope, mask = self.rope_tables(), self.mask()
             for i in range(cfg.num_hidden_layers):
                 with g.scope(f"layers.{i}"):
@@ -83,12 +88,12 @@ class DecoderGraph:
     # -- once for all layers -------------------------------------------------------------------------------------------
 
     def table(self) -> tuple[str, np.dtype]:
-        """The embedding (V, D), in the dtype of its file"""
+        """The embedding (V, D), in its stored dtype"""
         embedding = self.source.embedding()
         self._tick()
         if self.cfg.tie_word_embeddings:
             self.source.tied_head(embedding)
-        return self.g.weight("model.embed_tokens.weight", embedding.array), embedding.array.dtype
+        return self.g.weight(f"{hf_module('embedding')}.weight", embedding.array), embedding.array.dtype
 
     def rope_tables(self) -> tuple[str, str]:
         """cos and sin of every token's angles, (B, 1, S, d/2) float32: the angles in float64, rounded once."""
@@ -108,7 +113,7 @@ class DecoderGraph:
             else:
                 inv_freq = g.constant(rope_frequencies(rope, head_dim), _DOUBLE)  # (d/2,)
             angles = g("Mul", position, inv_freq)
-            # cos x = sin(x + pi/2): onnxruntime 1.20 has no Cos in float64, and the last bit of float64 is of no matter
+            # cos x = sin(x + pi/2): onnxruntime 1.20 has no float64 Cos, and the last bit of float64 does not matter
             tables = [g("Sin", g("Add", angles, g.constant(np.pi / 2, _DOUBLE))), g("Sin", angles)]
             if rope.rope_type == "yarn":
                 tables = [g("Mul", table, g.constant(rope.attention_factor, _DOUBLE)) for table in tables]
@@ -116,7 +121,7 @@ class DecoderGraph:
             return cos, sin
 
     def mask(self) -> str:
-        """Who may look at whom: (B, 1, R*S, T) bool. Row r*S + s is token s for the r-th query of a group."""
+        """Which keys each query sees: (B, 1, R*S, T) bool. Row r*S + s is token s for the r-th query of a group."""
         g, cfg = self.g, self.cfg
         with g.scope("mask"):
             past = g("Gather", g("Shape", "past_key_values.0.key"), g.constant(2, np.int64), axis=0)
@@ -156,18 +161,18 @@ class DecoderGraph:
                 y = self.linear(h, linear_name(index, part))
             return g("Transpose", g("Reshape", y, g.ints(0, 0, count, head_dim)), perm=[0, 2, 1, 3])
 
-        q = self.turned(heads("q_proj", cfg.num_attention_heads), rope)
-        k = self.turned(heads("k_proj", kv_heads), rope)
+        q = self.apply_rope(heads("q_proj", cfg.num_attention_heads), rope)
+        k = self.apply_rope(heads("k_proj", kv_heads), rope)
         v = heads("v_proj", kv_heads)
         for part, new in (("key", k), ("value", v)):
             g("Concat", f"past_key_values.{index}.{part}", new, axis=2)  # (B, G, T, d)
             g.nodes[-1].output[0] = f"present.{index}.{part}"
         q = g.cast(g("Reshape", q, g.ints(0, kv_heads, -1, head_dim)), _DOUBLE)  # (B, G, R*S, d)
         keys, values = (g.cast(f"present.{index}.{part}", _DOUBLE) for part in ("key", "value"))  # (B, G, T, d)
-        # q k^T. Not as Transpose and MatMul: onnxruntime up to 1.23 fuses these two into what it lacks in float64
+        # q k^T. Not Transpose and MatMul: onnxruntime up to 1.23 fuses these into an operator it lacks in float64
         scores = g("Einsum", q, keys, equation="bgqd,bgtd->bgqt")  # (B, G, R*S, T)
         scores = g.cast(g("Mul", scores, g.constant(head_dim**-0.5, _DOUBLE)), _FLOAT)
-        # The lowest number, not -inf: a row of padding, which sees nothing, then stays finite
+        # The lowest number, not -inf: a row of padding, which sees no key, then stays finite
         scores = g("Where", mask, scores, g.constant(np.finfo(np.float32).min, _FLOAT))
         z = g("MatMul", g.cast(self.softmax(scores), _DOUBLE), values)  # (B, G, R*S, d)
         z = g("Reshape", g.cast(z, _FLOAT), g.ints(0, cfg.num_attention_heads, -1, head_dim))  # (B, H, S, d)
@@ -178,7 +183,7 @@ class DecoderGraph:
         with g.scope("o_proj"):
             return self.linear(z, linear_name(index, "o_proj"))
 
-    def turned(self, x: str, rope: tuple[str, str]) -> str:
+    def apply_rope(self, x: str, rope: tuple[str, str]) -> str:
         """`layers.apply_rope`: x (B, H, S, d) -> (B, H, S, d)"""
         g, (cos, sin), half = self.g, rope, self.cfg.head_dim // 2
         first, second = g("Split", x, g.ints(half, half), outputs=2, axis=-1)
@@ -201,7 +206,7 @@ class DecoderGraph:
         with g.scope("up_proj"):
             up = self.linear(h, linear_name(index, "up_proj"))
         with g.scope("act_fn"):
-            act = self.relu2(gate) if cfg.activation == "relu2" else self.silu(gate)
+            act = self._activations[cfg.activation](gate)
         h = g("Mul", act, up)
         if cfg.sub_norms:
             with g.scope("ffn_sub_norm"):
@@ -226,7 +231,7 @@ class DecoderGraph:
     def norm(self, x: str, name: str) -> str:
         """One of the model's own norms"""
         self._tick()
-        return self.rms_norm(x, hf_norm_names(name)[0], self.source.norm(name), self.cfg.norm_eps)
+        return self.rms_norm(x, f"{hf_module(name)}.weight", self.source.norm(name), self.cfg.norm_eps)
 
     def rms_norm(self, x: str, name: str, weight: NDArray, eps: float) -> str:
         """`layers.rms_norm`: the mean of squares in float64"""
@@ -242,7 +247,7 @@ class DecoderGraph:
         self._tick()
         if isinstance(w, DenseWeight):
             y = self.matmul(x, self.g.weight(f"{name}.weight", w.array), w.array.dtype)
-            return self.biased(y, name, w)
+            return self.add_bias(y, name, w)
         assert isinstance(w, TernaryLinear)
         g = self.g
         if w.input_norm is not None:
@@ -251,12 +256,12 @@ class DecoderGraph:
         acc = g("MatMulInteger", x_u8, self.ternary(name, w), g.constant(128, np.uint8))  # int32, exact
         w_dequant_scale = g.weight(name + SCALE_SUFFIX, np.asarray(w.w_dequant_scale, dtype=np.float32))
         y = g("Mul", g.cast(acc, _FLOAT), g("Div", w_dequant_scale, x_quant_scale))
-        return self.biased(y, name, w)
+        return self.add_bias(y, name, w)
 
     def quantize_activations(self, x: str) -> tuple[str, str]:
         """`quantization.quantize_activations`, token by token -> (B, S, K) uint8 = x_q + 128, x_quant_scale (B, S, 1).
 
-        The 128 is a zero point that MatMulInteger takes off again: onnxruntime has fast kernels for uint8 times int8
+        The 128 is a zero point that MatMulInteger subtracts again: onnxruntime has fast kernels for uint8 times int8
         and none for int8 times int8 (22 times slower on a processor with VNNI).
         """
         if x not in self._quantized:
@@ -272,8 +277,8 @@ class DecoderGraph:
     def ternary(self, name: str, w: TernaryLinear) -> str:
         """The matrix (K, out) int8, unpacked from the 2-bit initialiser (out, ceil(K/4)) uint8 of `quantization`.
 
-        onnxruntime computes these four nodes once, as it loads the model: the file is a quarter of the size, and the
-        product as fast as with int8 in the file.
+        onnxruntime computes these four nodes once, when it loads the model. So the file is a quarter of the size, and
+        the product as fast as with int8 in the file.
         """
         g, (n, k) = self.g, w.shape
         packed = w.packed if isinstance(w, TernaryWeight) else quantization.pack_ternary(w.ternary())
@@ -286,10 +291,10 @@ class DecoderGraph:
 
     def matmul(self, x: str, matrix: str, dtype: np.dtype) -> str:
         """x times the transpose of a dense initialiser, in float32"""
-        return self.g("MatMul", x, self.g("Transpose", self.widened(matrix, dtype), perm=[1, 0]))
+        return self.g("MatMul", x, self.g("Transpose", self.widen(matrix, dtype), perm=[1, 0]))
 
-    def biased(self, y: str, name: str, w: LinearWeight) -> str:
+    def add_bias(self, y: str, name: str, w: LinearWeight) -> str:
         return y if w.bias is None else self.g("Add", y, self.g.weight(f"{name}.bias", w.bias))
 
-    def widened(self, x: str, dtype: np.dtype) -> str:
+    def widen(self, x: str, dtype: np.dtype) -> str:
         return x if dtype == np.float32 else self.g.cast(x, _FLOAT)

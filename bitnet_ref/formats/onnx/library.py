@@ -1,4 +1,4 @@
-"""What reading and writing .onnx have in common: the `onnx` package, its dtypes, the names in our own exports."""
+"""Shared by the reader and the writer of .onnx: the `onnx` package, its dtypes, the names in our own exports."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from ...errors import BackendUnavailable
 
-FORMAT_KEY, CONFIG_KEY = "bitnet_ref.format", "bitnet_ref.reference.config"  # metadata_props of our exports
+FORMAT_KEY, CONFIG_KEY = "bitnet_ref.format", "bitnet_ref.config"  # metadata_props of our exports
 FORMAT_VERSION = "1"
 MODEL_FILE = "model.onnx"  # in a folder of its own
-MAX_MODEL_BYTES = 2**31 - 1  # protobuf's limit of one message
+MAX_MODEL_BYTES = 2**31 - 1  # protobuf's limit per message
 PACKED_SUFFIX, SCALE_SUFFIX = ".weight_packed", ".weight_scale"  # of a ternary linear's two initialisers
 
 # TensorProto.DataType -> NumPy's dtype, of the types that take whole bytes

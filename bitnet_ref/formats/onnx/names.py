@@ -1,10 +1,10 @@
-"""Which node or initialiser of an exported decoder is which part of the model, by the names that exporters leave.
+"""Finds the parts of a model in an exported decoder by the names that exporters leave on nodes and initialisers.
 
     torch.onnx, optimum   model.layers.0.mlp.up_proj.weight, or onnx::MatMul_12 into /model/layers.0/mlp/up_proj/MatMul
     torch.onnx, dynamo    val_108 into a node whose metadata has the module's name (pkg.torch.onnx.name_scopes)
     onnxruntime-genai     model.layers.0.attn.q_proj.MatMul.weight, model.layers.28.final_norm_layernorm.weight
 
-Only names are read, and constants; what the graph computes is not looked at: the configuration says that.
+Only names and constants are read. What the graph computes is not analysed: the configuration describes it.
 """
 
 from __future__ import annotations
@@ -13,30 +13,23 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import FormatError
-from ...reference.weights import ATTENTION_LINEARS
+from ...reference.weights import linear_name
+from ..names import BLOCK_PART_OF_HF, GGUF_LINEARS
 from .constants import MATMULS, Constants
 from .file import OnnxFile
 
+_NORMS = {theirs: ours for theirs, ours in BLOCK_PART_OF_HF.items() if ours.endswith("_norm")}
 _START, _END = r"(?:^|[./'\"])", r"(?=[./'\"]|$)"
 _LINEAR = re.compile(
     _START + r"layers[./](\d{1,6})[./](?:self_attn|attn|attention|mlp|feed_forward)[./]"
-    r"(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|down_proj)" + _END
+    rf"({'|'.join(GGUF_LINEARS)}|qkv_proj)" + _END
 )
 _HEAD = re.compile(_START + "lm_head" + _END)
 _NORM = re.compile(
-    _START + r"layers[./](\d{1,6})[./](?:(?:self_attn|attn|mlp)[./])?(input_layernorm|post_attention_layernorm|"
-    r"attn_sub_norm|inner_attn_ln|ffn_sub_norm|ffn_layernorm|final_norm_layernorm)" + _END
+    _START + r"layers[./](\d{1,6})[./](?:(?:self_attn|attn|mlp)[./])?"
+    rf"({'|'.join(_NORMS)}|final_norm_layernorm)" + _END
 )
 _FINAL_NORM = re.compile(r"(?:^|[./'\"]|model[./])norm" + _END)
-_OUR_NORM = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "attn_sub_norm": "attn_sub_norm",
-    "inner_attn_ln": "attn_sub_norm",
-    "ffn_sub_norm": "ffn_sub_norm",
-    "ffn_layernorm": "ffn_sub_norm",
-}
 _NORM_NODES = (
     *("Mul", "RMSNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"),
     "LayerNormalization",  # as genai names the first one
@@ -44,9 +37,9 @@ _NORM_NODES = (
 
 
 class ModelNames:
-    """The parts of a model in a graph: `linears`, `norms` (value names) and `embedding`, under our names.
+    """The parts of a model in a graph, by our names: `linears`, `norms` and `embedding`.
 
-    A linear whose q, k and v are one matrix is "blocks.N.attn.qkv_proj".
+    If q, k and v are one matrix, it is "blocks.N.attn.qkv_proj".
     """
 
     def __init__(self, file: OnnxFile, constants: Constants) -> None:
@@ -71,7 +64,7 @@ class ModelNames:
                 self._place_embedding(node)
 
     def bias(self, node: Any) -> str | None:
-        """The constant vector that a MatMul's product is added to; None: there is none."""
+        """The constant vector that is added to a MatMul's product, or None."""
         place = {"Gemm": 2, "MatMulNBits": 5}.get(node.op_type)
         if place is not None and len(node.input) > place and node.input[place]:
             return node.input[place]
@@ -84,7 +77,7 @@ class ModelNames:
         return None
 
     def _texts(self, node: Any) -> Iterator[str]:
-        """What may tell the module that a node belongs to: its name, its metadata."""
+        """The texts that may contain the name of a node's module: its name and its metadata."""
         yield node.name
         for entry in node.metadata_props:
             if entry.key == "pkg.torch.onnx.name_scopes":
@@ -97,14 +90,14 @@ class ModelNames:
         for text in (root, *self._texts(node)):
             if match := _LINEAR.search(text):
                 layer, linear = int(match[1]), match[2]
-                part = "attn" if linear in (*ATTENTION_LINEARS, "qkv_proj") else "mlp"
-                name = f"blocks.{layer}.{part}.{linear}"
+                name = f"blocks.{layer}.attn.qkv_proj" if linear == "qkv_proj" else linear_name(layer, linear)
             elif _HEAD.search(text):
                 name = "lm_head"
             else:
                 continue
             if name in self.linears and self.linears[name].input[1] != node.input[1]:
-                raise self._twice(name)
+                message = "two matrices have this name; of a model exported more than once, give one part"
+                raise self.file.fail(name, message)
             self.linears.setdefault(name, node)
             return
 
@@ -112,7 +105,7 @@ class ModelNames:
         if len(self.file.shape(tensor)) != 1 or text.endswith(".bias"):
             return
         if match := _NORM.search(text):
-            name = f"blocks.{int(match[1])}.{_OUR_NORM[match[2]]}" if match[2] in _OUR_NORM else "final_norm"
+            name = f"blocks.{int(match[1])}.{_NORMS[match[2]]}" if match[2] in _NORMS else "final_norm"
         elif _FINAL_NORM.search(text) and "layers" not in text:
             name = "final_norm"
         else:
@@ -126,6 +119,3 @@ class ModelNames:
         named = any("embed_tokens" in text for text in (root, *self._texts(node)))
         if named or (self.embedding is None and node.input[1] == "input_ids"):
             self.embedding = node.input[0]
-
-    def _twice(self, name: str) -> FormatError:
-        return self.file.fail(name, "two matrices go by this name; of a model exported more than once, give one part")

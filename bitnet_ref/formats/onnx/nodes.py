@@ -1,4 +1,4 @@
-"""An ONNX graph in the making: nodes, initialisers, names as torch's exporter gives them."""
+"""Collects the nodes and initialisers of an ONNX graph, with names like those of torch's exporter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AddTensor = Callable[[str, NDArray, bool], Any]
 
 
 class Graph:
-    """Nodes and initialisers in the making. Calling it adds a node and gives the name of its output."""
+    """The nodes and initialisers of a graph. Calling it adds a node and returns the name of its output."""
 
     def __init__(self, add_tensor: AddTensor) -> None:
         self._onnx = import_onnx()
@@ -26,7 +26,7 @@ class Graph:
         self.initializers: list[Any] = []
 
     def __call__(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
-        """Add a node; the name of its output, or a list of names."""
+        """Add a node. Returns the name of its output, or a list of names."""
         base = f"{self._scope}/{op_type}"
         count = self._counts[base] = self._counts.get(base, -1) + 1
         name = f"{base}_{count}" if count else base
@@ -47,7 +47,7 @@ class Graph:
         return name
 
     def constant(self, value: Any, dtype: type) -> str:
-        """A small initialiser, shared by all that ask for the same value."""
+        """A small initialiser; equal values share one."""
         array: NDArray = np.asarray(value, dtype=dtype)
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:

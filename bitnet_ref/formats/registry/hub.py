@@ -1,7 +1,7 @@
-"""`pull`: a repository of the Hugging Face hub into the store, through huggingface_hub (the extra `hub`).
+"""`pull`: fetches a repository of the Hugging Face hub into the store with huggingface_hub (the extra `hub`).
 
-The hub is asked what a revision holds; `choose_files` decides which of it a model needs; each of those is fetched at
-the very commit that was answered, compared with the size and hash the hub gave, and opened before it counts.
+The hub lists the files of a revision, and `choose_files` selects those of a model. They are fetched at the listed
+commit, compared with the hub's sizes and hashes, and opened before they enter the store.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from ...errors import FormatError, HubError, RegistryError
+from .add import Files, file_facts, new_entry, now
 from .names import Reference, choose_files, parse_reference
-from .store import Entry, Notice, Store, describe, digest_of, file_facts, now
+from .store import Entry, Notice, Store
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 INSTALL = "pip install 'bitnet-ref[hub]'"
-Progress = Callable[[str, int, int], None]  # (file, its number from 1, how many)
+Progress = Callable[[str, int, int], None]  # (file, its number from 1, number of files)
 
 
 def pull(
@@ -34,10 +36,10 @@ def pull(
 ) -> Entry:
     """Fetch "org/repo", or "org/repo@revision" (a branch, a tag or a commit), and store it.
 
-    name: what to call it here, instead of "org/repo".   files: which of several .gguf or native files to take.
-    An interrupted pull leaves the store as it was, and is taken up where it stopped when it is repeated within a day.
-    Raises HubError when the hub cannot be reached, RegistryError when it has no such model, FormatError when what it
-    has is none.
+    name: its name in the store, instead of "org/repo".   files: which of several .gguf or native files to take.
+    An interrupted pull leaves the store unchanged; repeated within a day, it continues where it stopped.
+    Raises HubError if the hub cannot be reached, RegistryError if it has no such model, FormatError if the files are no
+    model.
     """
     wanted, store = parse_reference(reference), store or Store()
     local = Reference(wanted.name) if name is None else parse_reference(name)
@@ -46,7 +48,7 @@ def pull(
     if "/" not in wanted.name:
         raise RegistryError(f"expected ORG/REPO as the hub has it, got {wanted.name!r}")
     hub = _huggingface_hub()
-    with _explained(hub, wanted):
+    with _explain_errors(hub, wanted):
         api = hub.HfApi()
         info = api.model_info(wanted.name, revision=wanted.revision, files_metadata=True)
     commit = str(info.sha)
@@ -57,29 +59,26 @@ def pull(
     revision = wanted.revision or "main"
     key = sha256("\n".join([wanted.name, commit, *names]).encode()).hexdigest()[:16]
     with store.staging(f"pull-{key}", notice) as staged:
-        for old in reversed(store.entries()):  # the same files under another name or revision, or just pulled
+        for old in reversed(store.entries()):  # the same files may be there under another name or revision
             if (old.origin, old.commit, sorted(old.files)) == (wanted.name, commit, names) and store.path(old).exists():
                 return store.commit(staged, replace(old, name=local.name, revision=revision, time=now()))
         _check_space(staged, sum(listed[each].size or 0 for each in names))
         for number, each in enumerate(names):
             if progress is not None:
                 progress(each, number + 1, len(names))
-            with _explained(hub, wanted):
+            with _explain_errors(hub, wanted):
                 api.hf_hub_download(wanted.name, each, revision=commit, local_dir=staged)
-        for other in staged.iterdir():  # the client's notes on the download
+        for other in staged.iterdir():  # the client's own files about the download
             if other.name not in names:
                 shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
-        found = file_facts(staged, names)
+        received = file_facts(staged, names)
         try:
-            _compare(found, listed, reference)
-            kind, summary = describe(staged, main)
+            _compare(received, listed, reference)
+            origin = {"source": "hub", "origin": wanted.name, "revision": revision, "commit": commit}
+            entry = new_entry(staged, received, main, local.name, **origin)
         except Exception:
-            shutil.rmtree(staged)  # not to be taken up again
+            shutil.rmtree(staged)  # so that it is not continued
             raise
-        entry = Entry(
-            name=local.name, digest=digest_of(found), source="hub", origin=wanted.name, revision=revision,
-            commit=commit, time=now(), files=found, main=main, kind=kind, summary=summary,
-        )  # fmt: skip
         return store.commit(staged, entry)
 
 
@@ -93,8 +92,8 @@ def _huggingface_hub() -> Any:
 
 
 @contextmanager
-def _explained(hub: Any, wanted: Reference) -> Iterator[None]:
-    """What the client raises, as one line that says what to do."""
+def _explain_errors(hub: Any, wanted: Reference) -> Iterator[None]:
+    """Turn the client's exceptions into one line that says what to do."""
     errors = hub.errors
     try:
         yield
@@ -119,24 +118,21 @@ def _first_line(problem: BaseException) -> str:
     return lines[0][:300] if lines else type(problem).__name__
 
 
-def _check_space(folder: Any, needed: int) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise RegistryError(
-            f"{needed} bytes are to be fetched, and {free} are free in {folder}; BITNET_REF_HOME moves it"
-        )
+        message = f"{needed} bytes are to be fetched, and {free} are free in {folder}; BITNET_REF_HOME moves it"
+        raise RegistryError(message)
 
 
-def _compare(found: dict[str, dict[str, Any]], listed: dict[str, Any], reference: str) -> None:
-    """What came against what the hub said of it."""
-    for name, facts in found.items():
-        said = listed[name]
-        lfs = getattr(said, "lfs", None)
-        if said.size is not None and said.size != facts["size"]:
-            raise FormatError(
-                f"{name} of {reference} has {facts['size']} bytes, and the hub says {said.size}", field=name
-            )
+def _compare(received: Files, listed: dict[str, Any], reference: str) -> None:
+    """Compare the fetched files with the hub's listing."""
+    for name, facts in received.items():
+        expected = listed[name]
+        lfs = getattr(expected, "lfs", None)
+        if expected.size is not None and expected.size != facts["size"]:
+            message = f"{name} of {reference} has {facts['size']} bytes, and the hub says {expected.size}"
+            raise FormatError(message, field=name)
         if lfs is not None and lfs.sha256 != facts["sha256"]:
-            raise FormatError(
-                f"{name} of {reference} is not what the hub says (SHA-256 differs); pull again", field=name
-            )
+            message = f"{name} of {reference} is not what the hub says (SHA-256 differs); pull again"
+            raise FormatError(message, field=name)

@@ -1,72 +1,81 @@
-"""`Profile`: what `Model.profile` gives. It watches the model while it is entered, and says where the time went."""
+"""`Profile`, which `Model.profile` returns: it watches a model while it is entered, and tells where the time went."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .timed import Step, TimedBackend, timed
-from .tree import PHASES, OpTime, Phase, Places
+from ...backends.loaded import LoadedModel
+from ...backends.run import run
+from ...errors import GenerationError
+from ..figures import icicles
+from .report import TableRow, as_html, as_table, as_text, table_rows, write_trace
+from .timed import PATHS, StepTimer
+from .tree import KINDS, OpTime, Phase, Step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ...api import Model
-
 KEPT_CALLS = 100_000  # of the first steps, for `save`: some 15 MB
-MOST_PENDING = 20_000  # calls that wait to be added up
-_lock = threading.Lock()  # of who watches which model
+_lock = threading.Lock()  # guards which profiles watch which model
 
 
 class Profile:
-    """Where the time of everything that a model computes inside a `with` went.
+    """Where the time went of everything that a model computes inside a `with`.
 
         with model.profile() as profile:
             model.generate("Once upon a time")
         print(profile)
 
-    The model's backend is a timed copy meanwhile, so everything is seen that runs on this model: streams, chat
-    sessions, other threads' calls, an engine's. Profiles may be nested or overlap, and entered again, which goes on
-    adding. A step that was under way when the profile was entered or left is not counted. With several threads at work
-    their steps overlap, and `forward_s` may exceed `wall_s`.
+    path: "ops" computes each operation by itself, so that all are seen; `generate` without a profile is faster where
+    its backend fuses operations. "blocks" computes the two blocks of each layer as the backend fuses them, and
+    "replayed" times each step as `generate` computes it, in one piece.
 
-    On a device every operation is waited for, and steps are computed, not replayed from a record.
+    Every step that runs on this model is seen (each call of `LoadedModel.run`): those of streams, chat sessions, other
+    threads and engines. Profiles of one path may be nested or overlap, and be entered again to go on adding. A step
+    that was under way when the profile was entered or left is not counted. Steps of several threads overlap, so
+    `forward_s` may exceed `wall_s`. On a device every operation is waited for.
 
-    Watching costs some 3 us an operation, which counts as time between the operations: measured, 0.3 ms of a decoding
-    step of storyteller's 1.7 (74 operations), and as little of a large model's.
+    Watching costs some 4 us per operation, which counts as time between the operations.
 
-    `phases` maps "prefill", "decode", "mixed" and "other" (see `timed.read_attention`) to what was done of each; `ops`
-    are the operations of all of them. `outcome` is what `model.profile(prompt)` generated.
+    `phases` maps "prefill", "decode" and "mixed" to what the steps of each kind took; `ops` are the operations of all
+    of them. `outcome` is what `model.profile(prompt)` generated.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: LoadedModel, path: str = "ops") -> None:
+        """Raises GenerationError for an unknown path."""
+        if path not in PATHS:
+            raise GenerationError(f"path: expected {', '.join(PATHS)}, got {path!r}")
+        self.model, self.path = model, path
+        self.backend = model.backend.name
         self.outcome: Any = None
         self.profiler_s = 0.0  # that the profile itself took between the steps
         self.threads: list[int] = []  # those that ran steps, by threading.get_ident()
-        self.backend = model.backend.name
-        self._places = Places(model.weights)
+        self.phases: dict[str, Phase] = {}
+        self.steps: list[Step] = []  # the first ones, with at most KEPT_CALLS calls
+        self.calls = 0  # of operations, in all steps
         self._lock = threading.Lock()
-        self._phases: dict[str, Phase] = {}
-        self._kept: list[Step] = []
-        self._calls = 0
-        self._pending: list[Step] = []  # not in the tree yet: that is done when somebody looks, not between the steps
-        self._pending_calls = 0
         self._entered, self._started_s, self._wall_s = 0, 0.0, 0.0
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Profile:
+        """Raises GenerationError while a profile of another path is entered on the same model."""
         with _lock:
+            timer = self.model.run_pass
+            if not isinstance(timer, StepTimer):
+                timer = self.model.run_pass = StepTimer(self.model.weights, self.path)
+            elif timer.path != self.path:
+                raise GenerationError(
+                    f"path: this model is being profiled by path {timer.path!r}; leave that one first"
+                )
             self._entered += 1
             if self._entered == 1:
-                backend: Any = self.model.backend
-                if not isinstance(backend, TimedBackend):
-                    backend = self.model.backend = timed(backend)
-                backend.watch.sinks = (*backend.watch.sinks, self)
+                timer.sinks = (*timer.sinks, self.add)
                 self._started_s = time.perf_counter()
         return self
 
@@ -76,68 +85,33 @@ class Profile:
             if self._entered:
                 return
             self._wall_s += time.perf_counter() - self._started_s
-            backend: Any = self.model.backend
-            backend.watch.sinks = tuple(sink for sink in backend.watch.sinks if sink is not self)
-            if not backend.watch.sinks:
-                self.model.backend = backend.watch.inner
+            timer = self.model.run_pass
+            assert isinstance(timer, StepTimer)
+            timer.sinks = tuple(sink for sink in timer.sinks if sink != self.add)
+            if not timer.sinks:
+                self.model.run_pass = run
 
-    def take(self, step: Step) -> None:
-        """A step is over (called by the timed backend, on the step's thread)."""
+    def add(self, step: Step, forward: OpTime) -> None:
+        """Count a step and add the tree of its times. Called on the step's thread."""
         started_s = time.perf_counter()
         with self._lock:
             if not self._entered or step.start_s < self._started_s:
                 return
             if step.thread not in self.threads:
                 self.threads.append(step.thread)
-            self._pending.append(step)
-            self._pending_calls += len(step.raw)
-            if self._pending_calls > MOST_PENDING:
-                self._add_up()
+            phase = self.phases.setdefault(step.kind, Phase(step.kind))
+            phase.tokens += step.tokens
+            phase.forward.add(forward)
+            if self.calls + len(step.spans) <= KEPT_CALLS:
+                self.steps.append(step)
+            self.calls += len(step.spans)
             self.profiler_s += time.perf_counter() - started_s
 
-    def _add_up(self) -> None:
-        """What is pending goes into the tree. The caller holds the lock."""
-        for step in self._pending:
-            phase = self._phases.setdefault(step.kind, Phase(step.kind))
-            phase.tokens += step.tokens
-            for span in self._places.spans(step):
-                node = phase.forward
-                for name in span.path[1:]:
-                    node = node.child(name)
-                node.calls += 1
-                node.total_s += span.end_s - span.start_s
-                node.nbytes += span.nbytes
-            if self._calls + len(step.raw) <= KEPT_CALLS:
-                self._kept.append(step)
-            self._calls += len(step.raw)
-        self._pending, self._pending_calls = [], 0
-
-    # -- what it found -------------------------------------------------------------------------------------------------
-
-    @property
-    def phases(self) -> dict[str, Phase]:
-        """By kind, what was done of each."""
-        with self._lock:
-            self._add_up()
-            return self._phases
-
-    @property
-    def steps(self) -> list[Step]:
-        """The first ones, while they have KEPT_CALLS calls at most."""
-        with self._lock:
-            self._add_up()
-            return self._kept
-
-    @property
-    def calls(self) -> int:
-        """Of operations, in all steps."""
-        with self._lock:
-            self._add_up()
-            return self._calls
+    # -- results -------------------------------------------------------------------------------------------------------
 
     @property
     def wall_s(self) -> float:
-        """Time inside the `with`, so far, less what the profile itself took between the steps."""
+        """Time inside the `with`, so far, without what the profile itself took between the steps."""
         running = time.perf_counter() - self._started_s if self._entered else 0.0
         return self._wall_s + running - self.profiler_s
 
@@ -148,26 +122,26 @@ class Profile:
 
     @property
     def outside_s(self) -> float:
-        """Time in no step: choosing tokens, tokenizer, Python, waiting. 0 where the steps of threads overlap more."""
+        """Time outside all steps: choosing tokens, tokenizer, Python, waiting. 0 if steps of threads overlap more."""
         return max(0.0, self.wall_s - self.forward_s)
 
     @property
     def ops(self) -> list[OpTime]:
-        """The operations that the model's text asks for, of all phases, slowest first."""
-        found: dict[str, OpTime] = {}
-        for phase in self.phases.values():
+        """The operations of the model's text, of all phases and places, slowest first."""
+        ops: dict[str, OpTime] = {}
+        for phase in self.in_order():
             for name, op in phase.ops().items():
-                found.setdefault(name, OpTime(name)).add(op)
-        return sorted(found.values(), key=lambda op: -op.total_s)
+                ops.setdefault(name, OpTime(name)).add(op)
+        return sorted(ops.values(), key=lambda op: -op.total_s)
 
     def in_order(self) -> list[Phase]:
-        """The phases that there were."""
-        phases = self.phases
-        return [phases[kind] for kind in PHASES if kind in phases]
+        """The phases, in the order of KINDS."""
+        with self._lock:
+            return [self.phases[kind] for kind in KINDS if kind in self.phases]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; times in seconds."""
-        names = ("backend", "wall_s", "forward_s", "outside_s", "profiler_s", "calls")
+        names = ("backend", "path", "wall_s", "forward_s", "outside_s", "profiler_s", "calls")
         return {
             **{name: getattr(self, name) for name in names},
             "threads": len(self.threads),
@@ -175,45 +149,38 @@ class Profile:
             "ops": [op.to_dict() for op in self.ops],
         }
 
-    def table(self, *, blocks: bool = False) -> Any:
-        """A rich table of the phases, the parts of the model and their operations. blocks: each block for itself."""
-        from .report import table
+    @property
+    def caption(self) -> str:
+        """The heading of the tables: the backend, the path, the time."""
+        words = f"{self.backend}, path {self.path!r}, {self.wall_s:.3f} s"
+        fastest = self.model.backend.paths[-1]
+        if fastest not in ("ops", self.path):
+            words += f" (generate runs the path {fastest!r})"
+        return words + (f", steps of {len(self.threads)} threads, which overlap" if len(self.threads) > 1 else "")
 
-        return table(self, blocks)
+    def _rows(self, blocks: bool = False) -> Iterator[TableRow]:
+        return table_rows(self.in_order(), self.wall_s, self.outside_s, blocks)
+
+    def table(self, *, blocks: bool = False) -> Any:
+        """A rich table of the phases, the parts of the model and their operations. blocks: each block by itself."""
+        return as_table(self._rows(blocks))
 
     def __str__(self) -> str:
-        from .report import as_text
-
-        return as_text(self)
+        return as_text(self.caption, self._rows())
 
     def __repr__(self) -> str:
         return f"<bitnet_ref.Profile of {self.wall_s:.3f} s, {self.forward_s:.3f} s of them in the model>"
 
     def _repr_html_(self) -> str:
-        from .report import as_html
-
-        return as_html(self)
+        return as_html(self.caption, self._rows())
 
     def plot(self) -> Figure:
-        """A flame-like figure of each phase: what lies under a bar is inside of it, and widths are times. Needs
-        matplotlib (`pip install 'bitnet-ref[notebooks]'`)."""
-        from ..figures import icicles
-
-        return icicles([(title(phase), phase.merged()) for phase in self.in_order()])
+        """A figure of each phase like a flame graph from the top: what lies under a bar is part of it, and widths are
+        times. Needs matplotlib (`pip install 'bitnet-ref[notebooks]'`)."""
+        return icicles([(phase.title, phase.merged()) for phase in self.in_order()])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the first KEPT_CALLS calls as a Chrome trace, which Perfetto and speedscope open. The file is whole
-        or not there."""
-        from .export import write_trace
-
-        return write_trace(self, Path(path))
-
-
-def title(phase: Phase) -> str:
-    """ "decode: 31 steps, 31 tokens, 1.52 ms a token" """
-    steps = phase.forward.calls
-    words = f"{phase.kind}: {steps} step{'s' if steps != 1 else ''}"
-    if not phase.tokens:
-        return words
-    each = phase.forward.total_s / phase.tokens * 1e3
-    return f"{words}, {phase.tokens} token{'s' if phase.tokens != 1 else ''}, {each:.3g} ms a token"
+        """Write the first KEPT_CALLS calls as a Chrome trace, which Perfetto and speedscope open."""
+        kept = sum(len(step.spans) for step in self.steps)
+        about = {"backend": self.backend, "path": self.path, "calls": self.calls, "calls_kept": kept}
+        return write_trace(self.steps, about, Path(path))

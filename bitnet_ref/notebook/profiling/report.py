@@ -1,14 +1,16 @@
-"""A profile as a table: in the shell, in text, in a notebook."""
+"""A profile as a table (in the shell, in text, in a notebook) and as a Chrome trace."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .profile import Profile, title
-from .tree import OpTime
+from ...system.atomic import atomic_path
+from .tree import OpTime, Phase, Step
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,52 +19,43 @@ COLUMNS = ("", "calls", "ms", "share", "own ms", "mean us", "MB", "GB/s")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of the table. `level` 0 is a phase, or what is outside of all."""
+class TableRow:
+    """A line of the table. `level` 0 is a phase, or the time outside all phases."""
 
     level: int
-    name: str
     node: OpTime
+    name: str
     share: float  # of the wall time
 
     def cells(self) -> tuple[str, ...]:
-        """As text, in the order of COLUMNS. `own ms`: what no operation inside took."""
+        """As text, in the order of COLUMNS. `own ms`: without the operations inside."""
         node = self.node
-        inside = f"{node.self_s * 1e3:.2f}" if node.children else ""
+        own = f"{node.self_s * 1e3:.2f}" if node.children else ""
+        mean = f"{node.mean_s * 1e6:.1f}" if node.calls else ""
         read = (f"{node.nbytes / 1e6:.1f}", f"{node.gb_per_s or 0:.1f}") if node.nbytes else ("", "")
-        times = (f"{node.total_s * 1e3:.2f}", f"{self.share:.1%}", inside)
-        return ("  " * self.level + self.name, str(node.calls or ""), *times, *_mean(node), *read)
+        total = f"{node.total_s * 1e3:.2f}"
+        return ("  " * self.level + self.name, str(node.calls or ""), total, f"{self.share:.1%}", own, mean, *read)
 
 
-def _mean(node: OpTime) -> tuple[str]:
-    return (f"{node.mean_s * 1e6:.1f}" if node.calls else "",)
+def table_rows(phases: Sequence[Phase], wall_s: float, outside_s: float, blocks: bool = False) -> Iterator[TableRow]:
+    """From the top down. blocks: each block by itself, else all blocks in one line."""
 
+    def row(level: int, node: OpTime, name: str) -> TableRow:
+        return TableRow(level, node, name, node.total_s / (wall_s or 1.0))
 
-def rows(profile: Profile, blocks: bool = False) -> Iterator[Row]:
-    """From the top down; blocks: each block for itself, else all blocks in one line."""
-    wall_s = profile.wall_s or 1.0
-
-    def below(node: OpTime, level: int) -> Iterator[Row]:
+    def below(node: OpTime, level: int) -> Iterator[TableRow]:
         for child in node.children.values():
-            yield Row(level, child.name, child, child.total_s / wall_s)
+            yield row(level, child, child.name)
             yield from below(child, level + 1)
 
-    for phase in profile.in_order():
+    for phase in phases:
         top = phase.forward if blocks else phase.merged()
-        yield Row(0, title(phase), top, top.total_s / wall_s)
+        yield row(0, top, phase.title)
         yield from below(top, 1)
-    outside = OpTime("outside", total_s=profile.outside_s)
-    yield Row(0, "outside the model: choosing tokens, text, Python", outside, outside.total_s / wall_s)
+    yield row(0, OpTime("outside", total_s=outside_s), "outside the model: choosing tokens, text, Python")
 
 
-def caption(profile: Profile) -> str:
-    words = f"{profile.backend}, {profile.wall_s:.3f} s"
-    if len(profile.threads) > 1:
-        words += f", steps of {len(profile.threads)} threads, which overlap"
-    return words
-
-
-def table(profile: Profile, blocks: bool = False) -> Table:
+def as_table(rows: Iterator[TableRow]) -> Table:
     """For a rich console."""
     from rich.table import Table
     from rich.text import Text
@@ -70,35 +63,58 @@ def table(profile: Profile, blocks: bool = False) -> Table:
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=None)
     for index, column in enumerate(COLUMNS):
         out.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for row in rows(profile, blocks):
+    for row in rows:
         style = "bold" if row.level == 0 else "dim" if row.share < 0.01 else ""
         out.add_row(*(Text(cell) for cell in row.cells()), style=style)
     return out
 
 
-def as_text(profile: Profile) -> str:
-    """The table in plain text, as wide as it has to be."""
+def as_text(caption: str, rows: Iterator[TableRow]) -> str:
+    """The table in plain text, as wide as it needs to be."""
     from rich.console import Console
 
-    plain: dict[str, Any] = {"highlight": False, "emoji": False, "markup": False}
-    out = Console(width=160, color_system=None, force_jupyter=False, **plain)
+    out = Console(width=160, color_system=None, force_jupyter=False, highlight=False, emoji=False, markup=False)
     with out.capture() as capture:
-        out.print(table(profile))
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    return "\n".join([caption(profile), *lines])
+        out.print(as_table(rows))
+    return "\n".join([caption, *(line.rstrip() for line in capture.get().splitlines())])
 
 
-def as_html(profile: Profile) -> str:
+def as_html(caption: str, rows: Iterator[TableRow]) -> str:
     """The table with a bar behind each share."""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
-    body = "".join(_html_row(row) for row in rows(profile))
-    return f"<table><caption>{html.escape(caption(profile))}</caption><tr>{head}</tr>{body}</table>"
+    body = ""
+    for row in rows:
+        name, *cells = (html.escape(cell.strip()) for cell in row.cells())
+        width = f"{100 * min(1.0, row.share):.1f}%"
+        style = f"text-align:left;padding-left:{0.5 + row.level}em;font-weight:{'normal' if row.level else 'bold'};"
+        style += f"background:linear-gradient(90deg,#3b6fb633 {width},transparent {width})"
+        body += f'<tr><td style="{style}">{name}</td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
-def _html_row(row: Row) -> str:
-    name, calls, total, share, *more = (html.escape(cell.strip()) for cell in row.cells())
-    width = f"{100 * min(1.0, row.share):.1f}%"
-    bar = f"background:linear-gradient(90deg,#3b6fb633 {width},transparent {width})"
-    weight = "bold" if row.level == 0 else "normal"
-    first = f'<td style="text-align:left;padding-left:{0.5 + row.level}em;font-weight:{weight};{bar}">{name}</td>'
-    return f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in (calls, total, share, *more))}</tr>"
+def write_trace(steps: Sequence[Step], about: dict[str, Any], path: Path) -> Path:
+    """The steps as a Chrome trace, one row per thread; the file is complete or not there at all.
+
+    Format: JSON {"traceEvents": [...]}, a complete ("X") event for each call, `ts` and `dur` in microseconds (the Trace
+    Event Format of the Chromium project). https://ui.perfetto.dev and https://www.speedscope.app open it.
+    """
+    zero = min((step.start_s for step in steps), default=0.0)
+    threads: dict[int, int] = {}
+    events: list[dict[str, Any]] = []
+    for step in steps:
+        row = threads.setdefault(step.thread, len(threads))
+
+        def event(
+            name: str, start_s: float, end_s: float, facts: dict[str, Any], step: Step = step, row: int = row
+        ) -> None:
+            times = {"ts": round((start_s - zero) * 1e6, 3), "dur": round((end_s - start_s) * 1e6, 3)}
+            events.append({"name": name, "cat": step.kind, "ph": "X", **times, "pid": 0, "tid": row, "args": facts})
+
+        event(step.kind, step.start_s, step.end_s, {"tokens": step.tokens})
+        for span in step.spans:
+            facts = {"block": span.block, "bytes": span.nbytes}
+            event(span.name, span.start_s, span.end_s, {key: value for key, value in facts.items() if value})
+    with atomic_path(path) as temporary:
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+        temporary.write_text(text, encoding="utf-8")
+    return path

@@ -1,224 +1,174 @@
-"""A backend whose operations are timed: a copy of another one, of a subclass of its class that is made here.
+"""Passes of a model with their parts timed, by one of the execution paths of its backend:
 
-Being of a subclass, it times the parts of a fused operation too, where the backend composes it: what `linears` asks of
-`self.quantize_activations` comes by here. An operation that is one compiled kernel has no parts to show.
+"ops"       each operation by itself; the parts of a `linears` too
+"blocks"    the two blocks of each layer as a whole, as the backend fuses them
+"replayed"  the whole pass up to the head, by the fastest way that applies: what `generate` runs
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ...backends import Backend, ScreenedHead
-from ...reference.cache import TokenBatch
+import numpy as np
+from numpy.typing import NDArray
 
-# What is no operation on numbers. `running` is timed too, but as the step that holds the others.
-NOT_TIMED = frozenset({"prepare", "prepare_for", "prepare_model", "place", "at_layer", "from_host", "run", "new_cache"})
-NOT_TIMED |= {"prepared_layout", "synchronize", "running", "close", "prompt_tokens"}
-OPS = frozenset(
-    name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")
-) - frozenset(NOT_TIMED)
+from ...backends import Backend
+from ...backends.observe import Around, Observed
+from ...backends.run import Logits, run
+from ...backends.split import SplitBackend
+from ...reference.cache import KVCache, TokenBatch
+from ...reference.config import ModelConfig
+from ...reference.weights import LayerWeights, LinearWeight, ModelWeights
+from .tree import HALVES, OpTime, Span, Step
 
-# What an operation is about: its weights, or what attention reads. It says where in the model the call stands.
-_SUBJECT: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    **dict.fromkeys(("linear", "linears", "lm_head", "head_candidates", "dense_matmul"), itemgetter(1)),
-    **dict.fromkeys(("ternary_matmul", "rms_norm"), itemgetter(1)),
-    "embed": itemgetter(0),
-    "attention": itemgetter(1, 2, 4),  # cache, batch, window
-}
-_WAYS = frozenset({"linear", "linears"})  # inside another operation they are only the way to its parts
+PATHS = ("ops", "blocks", "replayed")
+READ_WEIGHTS = ("linears", "head_rows", "dense_matmul", "ternary_matmul")  # their second argument; a norm is small
+NAMED = ("rms_norm", "linears", "dense_matmul", "ternary_matmul")  # their name includes that of the weight
 
 
-class Call(NamedTuple):
-    """One call of one operation. While a step runs they are plain tuples, which cost a third of the time to make."""
+class TimedBackend(Observed):
+    """An observed backend that also passes each block to `around`, composed of its operations or, by the path
+    "blocks", as a whole. By the path "replayed" it passes the whole pass up to the head."""
 
-    op: str
-    subject: Any
-    depth: int  # how many others it is inside of
-    start_s: float  # time.perf_counter()
-    end_s: float
-    nbytes: int = 0  # that it read, where its subject alone does not say
+    def __init__(self, inner: Backend, around: Around, path: str) -> None:
+        super().__init__(inner, around)
+        self.path = path
 
+    def hidden(self, *args: Any) -> NDArray:
+        if self.path == "replayed":
+            return self.around("hidden", self.inner.hidden, args)
+        return super().hidden(*args)
 
-@dataclass(frozen=True)
-class Step:
-    """What ran inside one `Backend.running()`, on one thread: a forward pass, or the head alone."""
+    def attention_block(self, *args: Any) -> NDArray:
+        block = self.inner.attention_block if self.path == "blocks" else super().attention_block
+        return self.around("attention_block", block, args)
 
-    thread: int  # threading.get_ident()
-    start_s: float
-    end_s: float
-    raw: list[tuple[Any, ...]]  # the fields of a Call each, in the order of their beginning
-    kind: str  # see `read_attention`
-    tokens: int
-
-    @property
-    def calls(self) -> list[Call]:
-        return [Call(*each) for each in self.raw]
+    def feed_forward(self, *args: Any) -> NDArray:
+        block = self.inner.feed_forward if self.path == "blocks" else super().feed_forward
+        return self.around("feed_forward", block, args)
 
 
-class Sink(Protocol):
-    """Who wants to know of the steps."""
+class StepTimer:
+    """Computes passes as `run` does, and gives each step and its times to `sinks`. See `LoadedModel.run_pass`."""
 
-    def take(self, step: Step) -> None: ...
+    def __init__(self, weights: ModelWeights, path: str) -> None:
+        self.path = path
+        self.sinks: tuple[Callable[[Step, OpTime], None], ...] = ()
+        self.names = {id(weights.final_norm): "final_norm"}
+        for index, layer in enumerate(weights.layers):
+            self.names[id(layer)] = f"blocks.{index}"
+            for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
+                self.names[id(getattr(layer, name))] = name
+        for name, weight in weights.linears():
+            self.names[id(weight)] = name.rpartition(".")[2]
 
-
-class _Here:
-    """What is going on in a thread."""
-
-    __slots__ = ("calls", "depth", "running")
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.depth = 0
-        self.running = 0
-
-
-class _Threads(threading.local):
-    """`here`: of the thread that asks."""
-
-    def __init__(self) -> None:
-        self.here = _Here()
-
-
-@dataclass
-class Watch:
-    """The state of a timed backend: `sinks` get every step when it is over."""
-
-    inner: Backend
-    sinks: tuple[Sink, ...] = ()
-    threads: _Threads = field(default_factory=_Threads)
-
-    def finish(self, start_s: float) -> None:
-        """The step of this thread that began at `start_s` is over."""
-        end_s, here = time.perf_counter(), self.threads.here
-        calls, here.calls = here.calls, []
-        if not self.sinks:
-            return
-        kind, tokens = read_attention(calls)
-        step = Step(threading.get_ident(), start_s, end_s, calls, kind, tokens)
-        for sink in self.sinks:
-            sink.take(step)
-
-
-def read_attention(calls: list[tuple[Any, ...]]) -> tuple[str, int]:
-    """Notes what each call of attention read, and lets go of the cache.   -> the kind of the step, its tokens
-
-    Kinds: "prefill" (several tokens of each sequence), "decode" (one; so a prompt of one token is one too), "mixed",
-    "other" (no attention: the head alone, say).
-    """
-    batch, window, kind, nbytes = None, None, "other", 0
-    for at, call in enumerate(calls):
-        if call[0] != "attention":
-            continue
-        op, subject, depth, start_s, end_s, _ = call
-        cache, this_batch, this_window = subject
-        if this_batch is not batch or this_window != window:  # the same for all layers
-            batch, window = this_batch, this_window
-            kind, seen = seen_by(batch, window)
-            nbytes = round(seen * cache.bytes_per_token / cache.layers)
-        calls[at] = (op, None, depth, start_s, end_s, nbytes)
-    return kind, 0 if batch is None else len(batch)
-
-
-def seen_by(batch: TokenBatch, window: int | None) -> tuple[str, int]:
-    """-> the kind of a batch, and how many past and present tokens it attends to, each counted once."""
-    batch = getattr(batch, "host", batch)  # where a backend has placed it elsewhere
-    ends: dict[int, list[int]] = {}  # of each slot: first and last position, tokens
-    for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
-        end = ends.setdefault(slot, [position, position, 0])
-        end[0], end[1], end[2] = min(end[0], position), max(end[1], position), end[2] + 1
-    counts = {count for _, _, count in ends.values()}
-    kind = "decode" if counts == {1} else "mixed" if 1 in counts else "prefill"
-    begins = {slot: 0 if window is None else max(0, first - window + 1) for slot, (first, _, _) in ends.items()}
-    return kind, sum(last + 1 - begins[slot] for slot, (_, last, _) in ends.items())
-
-
-class TimedBackend:
-    """What every timed backend is besides being of its backend's class. See `timed`."""
-
-    watch: Watch
-
-
-def timed(inner: Backend) -> Any:
-    """A backend that computes as `inner` does, and times it. It shares its state; `inner` itself is left as it is.
-
-    -> an instance of both `TimedBackend` and type(inner)
-    """
-    backend = copy.copy(inner)
-    backend.__class__ = _timed_class(type(inner))
-    backend.watch = Watch(inner)  # type: ignore[attr-defined]
-    return backend
-
-
-_classes: dict[type, Any] = {}  # a timed class of each backend's
-
-
-def _timed_class(base: type[Backend]) -> Any:
-    if base not in _classes:
-        _classes[base] = _make_class(base)
-    return _classes[base]
-
-
-def _make_class(base: type[Backend]) -> Any:
-    waits = base.synchronize is not Backend.synchronize  # a device: what was asked for goes on when the call is over
-    ops = OPS if waits else OPS - {"to_host"}
-    methods: dict[str, Any] = {op: _timing(op, getattr(base, op), waits) for op in ops}
-    # `run` as the reference has it: a step that is replayed as a whole has no operations to time.
-    own = {"running": _running(base.running), "run": Backend.run}
-    return type(f"Timed{base.__name__}", (TimedBackend, base), {**methods, **own})
-
-
-def _timing(op: str, function: Callable[..., Any], waits: bool) -> Callable[..., Any]:
-    clock, subject_of, is_way, is_head = time.perf_counter, _SUBJECT.get(op), op in _WAYS, op == "head_candidates"
-
-    def method(self: Any, *args: Any, **more: Any) -> Any:
-        here = self.watch.threads.here
-        depth = here.depth
-        if is_way and depth:
-            return function(self, *args, **more)
-        subject = None if subject_of is None else subject_of(args)
-        calls, at, nbytes = here.calls, len(here.calls), 0
-        calls.append(None)
-        here.depth = depth + 1
-        start_s = clock()
+    def __call__(
+        self,
+        be: Backend,
+        w: ModelWeights,
+        cfg: ModelConfig,
+        batch: TokenBatch,
+        cache: KVCache,
+        top: Any = None,
+        path: str | None = None,
+    ) -> Logits:
+        """`run`. A pass whose caller names its path is computed by that path, and not timed."""
+        if path is not None:
+            return run(be, w, cfg, batch, cache, top, path)
+        clock = OpClock(be, self.names, batch, cache, cfg)
+        if isinstance(be, SplitBackend) and self.path != "replayed":
+            timed: Backend = be.with_backends([TimedBackend(part.backend, clock, self.path) for part in be.parts])
+        else:
+            timed = TimedBackend(be, clock, self.path)
+        start_s = time.perf_counter()
         try:
-            result = function(self, *args, **more)
-            if waits:
-                self.synchronize()
-            if is_head and isinstance(subject, ScreenedHead):
-                nbytes = subject.screen_nbytes + sum(len(found.ids) for found in result) * subject.array[:1].nbytes
+            return run(timed, w, cfg, batch, cache, top)
+        finally:
+            end_s = time.perf_counter()
+            clock.forward.total_s = end_s - start_s
+            step = Step(clock.kind, len(batch), threading.get_ident(), start_s, end_s, clock.spans)
+            for sink in self.sinks:
+                sink(step, clock.forward)
+
+
+class OpClock:
+    """The `around` of one pass: times each call and adds it to the tree."""
+
+    def __init__(self, be: Backend, names: dict[int, str], batch: TokenBatch, cache: KVCache, cfg: ModelConfig) -> None:
+        self.synchronize, self.names = be.synchronize, names
+        self.kind, attended = describe_batch(batch.on_host, cfg.sliding_window)
+        self.cache_bytes = attended * cache.bytes_per_token // cache.layers  # of one layer
+        self.forward = self.node = OpTime("forward", calls=1)
+        self.block = ""
+        self.spans: list[Span] = []
+
+    def __call__(self, op: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        outer, spans = self.node, self.spans
+        if op in HALVES:
+            self.block = self.names[id(args[1])]
+            block = outer.child(self.block)
+            self.node = block.child(op)
+        else:
+            self.node = outer.child(self._name(op, args))
+        node, at, result = self.node, len(spans), None
+        spans.append(Span(node.name, self.block, 0.0, 0.0, 0))
+        start_s = time.perf_counter()
+        try:
+            result = call(*args)
+            self.synchronize()  # a device goes on computing after the call
             return result
         finally:
-            end_s = clock()
-            here.depth = depth
-            calls[at] = (op, subject, depth, start_s, end_s, nbytes)
-            if not depth and not here.running:  # asked for by itself, outside a forward pass
-                self.watch.finish(start_s)
+            end_s = time.perf_counter()
+            nbytes = self._nbytes(op, args, result)
+            spans[at] = Span(node.name, self.block, start_s, end_s, nbytes)
+            node.calls += 1
+            node.total_s += end_s - start_s
+            node.nbytes += nbytes
+            self.node = outer
+            if op in HALVES:
+                block.calls += op == HALVES[-1]
+                block.total_s += end_s - start_s
+                self.block = ""
 
-    method.__name__, method.__doc__ = op, function.__doc__
-    return method
+    def _name(self, op: str, args: tuple[Any, ...]) -> str:
+        weights = weights_of(args) if op in NAMED else ()
+        return " ".join([op, *(self.names.get(id(weight), "?") for weight in weights)])
+
+    def _nbytes(self, op: str, args: tuple[Any, ...], result: Any) -> int:
+        """Bytes of the weights, and for attention of the keys and values, that the call read."""
+        if op == "hidden":
+            w: ModelWeights = args[0]
+            return sum(weight.nbytes for layer in w.layers for _, weight in layer.linears()) + self.cache_bytes * len(
+                w.layers
+            )
+        if op in HALVES:
+            layer: LayerWeights = args[1]
+            names = (
+                ("q_proj", "k_proj", "v_proj", "o_proj") if op == HALVES[0] else ("gate_proj", "up_proj", "down_proj")
+            )
+            return sum(getattr(layer, name).nbytes for name in names) + self.cache_bytes * (op == HALVES[0])
+        if op == "attention":
+            return self.cache_bytes
+        if op == "head_rows" and result is not None and hasattr(args[1], "screen_nbytes"):
+            return args[1].screen_nbytes + sum(len(rows.ids) for rows in result) * args[1].array[:1].nbytes
+        return sum(weight.nbytes for weight in weights_of(args)) if op in READ_WEIGHTS else 0
 
 
-def _running(function: Callable[..., Any]) -> Callable[..., Any]:
-    @contextmanager
-    def running(self: Any) -> Iterator[None]:
-        here = self.watch.threads.here
-        start_s = time.perf_counter()
-        here.running += 1
-        try:
-            with function(self):
-                yield
-        finally:
-            here.running -= 1
-            if not here.running:
-                self.watch.finish(start_s)
+def weights_of(args: tuple[Any, ...]) -> Sequence[LinearWeight]:
+    """The weights that an op is given as its second argument: one or several."""
+    return args[1] if isinstance(args[1], tuple | list) else (args[1],)
 
-    running.__doc__ = function.__doc__
-    return running
+
+def describe_batch(batch: TokenBatch, window: int | None) -> tuple[str, int]:
+    """-> the kind of a step, and how many past and present tokens it attends to, each counted once."""
+    slots, counts = np.unique(batch.slots, return_counts=True)
+    kind = "decode" if counts.max() == 1 else "mixed" if counts.min() == 1 else "prefill"
+    attended = 0
+    for slot in slots:
+        positions = batch.positions[batch.slots == slot]
+        first_seen = 0 if window is None else max(0, int(positions.min()) - window + 1)
+        attended += int(positions.max()) + 1 - first_seen
+    return kind, attended

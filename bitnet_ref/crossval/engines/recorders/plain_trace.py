@@ -1,4 +1,4 @@
-"""A trace file in NumPy alone: crossval/README.md is the format. What the other scripts of this folder write with."""
+"""Writes a trace file with NumPy alone, for the other scripts of this folder. crossval/README.md has the format."""
 
 import json
 import sys
@@ -11,14 +11,14 @@ _DTYPES = {"float32": "F32", "int8": "I8", "int32": "I32"}
 def run(record):
     """Read a list of jobs, as JSON, from the standard input, record each, and print a line of JSON for each.
 
-    record: job -> (name -> array, engine, engine_dtype).   The line: {"failed": null}, or why.
+    record: job -> (name -> array, engine, engine_dtype).   The line: {"failed": null}, or the reason.
     """
     for job in json.load(sys.stdin):
         failed = None
         try:
             tensors, engine, dtype = record(job)
             write(job["out"], tensors, job["tokens"], engine, dtype)
-        except (Exception, SystemExit) as problem:  # the next job may fare better
+        except (Exception, SystemExit) as problem:  # the next job may succeed
             failed = f"{type(problem).__name__}: {problem}"
         print(json.dumps({"failed": failed}), flush=True)
 

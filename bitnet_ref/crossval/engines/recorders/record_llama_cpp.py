@@ -1,12 +1,12 @@
-r"""Runs a GGUF in llama.cpp, through llama-cpp-python, and records the tensors of its graph that a trace has names for.
+r"""Runs a GGUF in llama.cpp, through llama-cpp-python, and records the tensors of its graph that have a trace name.
 
     echo '[{"model": FILE, "tokens": [1, 17], "out": FILE, "interleaved": false, "heads": [4, 2]}]' \
         | python record_llama_cpp.py
 
 ggml calls back for each tensor that it has computed; llama.cpp names them (attn_norm-0, Qcur-0, ...). The KV cache is
-float32 here and flash attention is off, as either would round otherwise.
-interleaved: RoPE turns neighbours (the architecture llama), so q and k come in that order, and are put back.
-heads: how many query and kv heads there are.
+float32 and flash attention is off, because both would round differently.
+interleaved: RoPE rotates neighbours (the architecture llama); q and k are put back into the order of halves.
+heads: the number of query and kv heads.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ import numpy as np
 import plain_trace
 from llama_cpp import llama_cpp as api
 
-# llama.cpp's name -> ours below blocks.N. A name may come several times, as the tensor is reshaped: `graph_name`.
+# llama.cpp's name -> ours below blocks.N. A name may come several times, because the tensor is reshaped.
 BLOCK = {
     "attn_norm": "ln1.hook_normalized",
     "Qcur": "attn.q_proj.hook_out",
@@ -47,7 +47,7 @@ BLOCK = {
 }
 WHOLE = {"embd": "hook_embed", "inp_embd": "hook_embed", "result_norm": "ln_final.hook_normalized"}
 WHOLE |= {"result_output": "lm_head.hook_out"}
-MOVES = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # the same numbers again
+MOVES = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # ops that change no number
 F32 = 0
 
 
@@ -62,8 +62,8 @@ class GgmlTensor(ctypes.Structure):
     )
 
 
-def ggml():
-    """The library below llama.cpp, as llama-cpp-python has loaded it."""
+def load_ggml():
+    """The ggml library that llama-cpp-python has loaded."""
     folder = os.path.join(os.path.dirname(llama_cpp.__file__), "lib")
     for pattern in ("*ggml-base.so", "*ggml-base.dylib", "*ggml-base.dll"):
         for path in glob(os.path.join(folder, pattern)):
@@ -87,7 +87,7 @@ class Watch:
         return name is not None if ask else True
 
     def name(self, tensor):
-        """Our name of a tensor of the graph, None for what has none."""
+        """Our name of a tensor of the graph; None if it has none."""
         given, op = self.lib.ggml_get_name(tensor).decode(), self.lib.ggml_op_desc(tensor).decode()
         if given in WHOLE:
             return WHOLE[given]
@@ -107,10 +107,10 @@ class Watch:
         if name.endswith("hook_pattern"):
             return array[0, :, : self.n, : self.n].copy()  # (H, N, cache), padded
         rows = array.reshape(-1, *shape[2:]) if name.endswith(("rot_q", "rot_k")) else array.reshape(-1, shape[3])
-        return self.half(rows, name) if self.interleaved else rows
+        return self.to_halves(rows, name) if self.interleaved else rows
 
-    def half(self, rows, name):
-        """q and k from the order of interleaved RoPE to that of halves."""
+    def to_halves(self, rows, name):
+        """q and k from the order of interleaved RoPE to the order of halves."""
         for letter, count in zip("qk", self.heads, strict=True):
             if name.endswith((f"{letter}_proj.hook_out", f"rot_{letter}")):
                 pairs = rows.reshape(len(rows), count, -1, 2)
@@ -120,15 +120,17 @@ class Watch:
 
 def record(path, tokens, interleaved, heads):
     """-> name -> array"""
-    quiet = api.llama_log_callback(lambda level, text, _u: sys.stderr.write(text.decode()) if level >= 4 else None)
-    api.llama_log_set(quiet, None)
+    print_errors = api.llama_log_callback(
+        lambda level, text, _u: sys.stderr.write(text.decode()) if level >= 4 else None
+    )
+    api.llama_log_set(print_errors, None)
     api.llama_backend_init()
     options = api.llama_model_default_params()
     options.n_gpu_layers = 0
     model = api.llama_model_load_from_file(path.encode(), options)
     if not model:
         sys.exit("llama.cpp cannot load the file")
-    watch = Watch(ggml(), len(tokens), interleaved, heads)
+    watch = Watch(load_ggml(), len(tokens), interleaved, heads)
     settings = api.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = max(64, len(tokens))
     settings.n_threads = settings.n_threads_batch = min(4, os.cpu_count() or 1)
@@ -152,8 +154,8 @@ def record(path, tokens, interleaved, heads):
 
 
 def run(job):
-    found = record(job["model"], job["tokens"], job["interleaved"], job["heads"])
-    return found, f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "float32"
+    tensors = record(job["model"], job["tokens"], job["interleaved"], job["heads"])
+    return tensors, f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "float32"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Runs a Hugging Face folder in transformers, with eager attention, and records what its modules read and give.
+"""Runs a Hugging Face folder in transformers, with eager attention, and records inputs and outputs of its modules.
 
     echo '[{"model": FOLDER, "tokens": [1, 17, 5], "out": FILE, "dtype": "float32"}]' | python record_transformers.py
 
-one_at_a_time: a call for each token, with a cache; for RoPE that depends on how long the call is.
+one_at_a_time: one call per token, with a cache; for RoPE that depends on the length of the call.
 """
 
 import os
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers compiles its BitLinear; the plain text is what is compared
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers would compile its BitLinear
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
@@ -19,12 +19,12 @@ from transformers.integrations.bitnet import BitLinear
 
 LINEARS = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 LINEARS += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-INNER_NORMS = {"self_attn.attn_sub_norm": "hook_z", "mlp.ffn_sub_norm": "hook_post"}  # and the name of what they read
-FEEDS = {"self_attn.o_proj": "hook_z", "mlp.down_proj": "hook_post"}  # where there is no sub-norm
+SUB_NORMS = {"self_attn.attn_sub_norm": "hook_z", "mlp.ffn_sub_norm": "hook_post"}  # and the names of their inputs
+READERS = {"hook_z": "self_attn.o_proj", "hook_post": "mlp.down_proj"}  # of the same tensors, without sub-norms
 
 
 class Hooks:
-    """Module inputs and outputs under the trace's names. `seen`: name -> one array a call, along the tokens."""
+    """Records module inputs and outputs. `seen`: name -> one array per call, each along its tokens."""
 
     def __init__(self, model):
         self.seen = {}
@@ -55,15 +55,14 @@ class Hooks:
         self.output(layer, f"{block}.hook_resid_post")
         modules = dict(layer.named_modules())
         for path in LINEARS:
-            self.linear(modules[path], f"{block}.{ours(path)}")
-        for path, name in INNER_NORMS.items():
-            parent = f"{block}.{ours(path).rpartition('.')[0]}"
+            self.linear(modules[path], f"{block}.{our_name(path)}")
+        for path, name in SUB_NORMS.items():
+            parent = f"{block}.{our_name(path).rpartition('.')[0]}"
             if path in modules:
                 self.input(modules[path], f"{parent}.{name}")
                 self.output(modules[path], f"{parent}.sub_norm.hook_normalized")
             else:
-                feeds = next(linear for linear, fed in FEEDS.items() if fed == name)
-                self.input(modules[feeds], f"{parent}.{name}")
+                self.input(modules[READERS[name]], f"{parent}.{name}")
         attention = layer.self_attn
         attention.register_forward_hook(lambda _m, _i, out: self.pattern(f"{block}.attn.hook_pattern", out))
 
@@ -76,7 +75,7 @@ class Hooks:
         if getattr(module, "rms_norm", None) is not None:
             self.output(module.rms_norm, f"{name}.rms_norm.hook_normalized")
         if not isinstance(module, BitLinear):
-            return  # AutoBitLinear multiplies dequantised floats: it has no integers to show
+            return  # AutoBitLinear multiplies dequantised floats: there are no integers
         quantize, rescale = module.activation_quant, module.post_quant_process
 
         def activation_quant(x, *args):
@@ -92,12 +91,12 @@ class Hooks:
         module.activation_quant, module.post_quant_process = activation_quant, post_quant_process
 
 
-def ours(path):
+def our_name(path):
     """self_attn.q_proj -> attn.q_proj"""
     return path.replace("self_attn.", "attn.")
 
 
-def widened(model, dtype):
+def widen(model, dtype):
     """transformers 5 leaves some parameters of a packed model in the file's dtype; widening is exact."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -113,7 +112,7 @@ def load(folder, dtype):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
-    return widened(model, dtype) if dtype == torch.float32 else model.eval()
+    return widen(model, dtype) if dtype == torch.float32 else model.eval()
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """The mistakes that engines make, each as a change of the reference that can be run and compared with a candidate.
 
-`forward_hypotheses(setting, candidate)` gives those about the forward pass. `prompts` has the ones about token
-ids and stopping, which no forward pass shows.
+`forward_hypotheses` lists those of the forward pass; `prompts` those of token ids and stopping.
 """
 
 from __future__ import annotations
@@ -10,24 +9,17 @@ from collections.abc import Mapping
 
 from numpy.typing import NDArray
 
-from ..variants import Setting
-from . import activations, attention, blocks, layouts, linears
-from .base import Hypothesis, Kind
+from ..variants import Hypothesis, Setting
+from .activations import HYPOTHESES as ACTIVATIONS
+from .attention import HYPOTHESES as ATTENTION
+from .blocks import HYPOTHESES as BLOCKS
+from .layouts import HYPOTHESES as LAYOUTS
+from .linears import HYPOTHESES as LINEARS
+from .linears import zero_hypotheses
 
-__all__ = ["HYPOTHESES", "Hypothesis", "Kind", "forward_hypotheses"]
-
-HYPOTHESES: tuple[Hypothesis, ...] = (
-    *blocks.HYPOTHESES,
-    *linears.HYPOTHESES,
-    *activations.HYPOTHESES,
-    *layouts.HYPOTHESES,
-    *attention.HYPOTHESES,
-)
+HYPOTHESES: tuple[Hypothesis, ...] = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION)
 
 
 def forward_hypotheses(setting: Setting, candidate: Mapping[str, NDArray]) -> tuple[Hypothesis, ...]:
-    """All of them, with those that are made from what is seen in the candidate's tensors (which linears are zeros).
-
-    A hypothesis whose `change` of the setting is None does not apply to the model.
-    """
-    return (*HYPOTHESES, *linears.zero_hypotheses(setting, candidate))
+    """All of HYPOTHESES, and those about linears whose results in the candidate are all zeros."""
+    return (*HYPOTHESES, *zero_hypotheses(setting, candidate))

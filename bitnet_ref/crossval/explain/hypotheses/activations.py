@@ -7,25 +7,22 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ....backends import Backend
+from ....reference import layers
 from ....reference.quantization import SCALE_FLOOR
-from ....reference.weights import DenseWeight, TernaryLinear, TernaryWeight
-from ..variants import Setting
-from .base import Hypothesis, Kind, listed_in
+from ....reference.weights import TernaryLinear, TernaryWeight
+from ..patterns import Kind
+from ..variants import Hypothesis, Op, Setting
 from .linears import ACC, OUT, has_ternary
-
-HYPOTHESES: list[Hypothesis] = []
-hypothesis = listed_in(HYPOTHESES)
 
 INT8 = "*_proj.hook_x_int8 *_proj.hook_x_scale"
 
 
 def _quantize(
-    s: Setting, scale_of: Callable[[NDArray], NDArray], rounded: Callable[[NDArray], NDArray] = np.rint
+    s: Setting, scale_of: Callable[[NDArray], NDArray], round_values: Callable[[NDArray], NDArray] = np.rint
 ) -> Setting | None:
-    def quantize_activations(be: Backend, x: NDArray) -> tuple[NDArray, NDArray]:
+    def quantize_activations(op: Op, x: NDArray) -> tuple[NDArray, NDArray]:
         scale = scale_of(np.abs(x).max(axis=-1, keepdims=True)).astype(x.dtype)
-        return np.clip(rounded(x * scale), -128, 127).astype(np.int8), scale
+        return np.clip(round_values(x * scale), -128, 127).astype(np.int8), scale
 
     return s.with_ops(quantize_activations=quantize_activations) if has_ternary(s) else None
 
@@ -34,121 +31,124 @@ def _absmax(largest: NDArray) -> NDArray:
     return np.float32(127) / np.maximum(largest, np.float32(SCALE_FLOOR))
 
 
-@hypothesis(
-    "round_half_away",
-    INT8,
-    "activations at a tie are rounded away from zero",
-    "Round half to even: rint, nearbyint, torch.round; C's round() and lround() go away from zero.",
-    Kind.NEARLY,
-)
-def _(s: Setting) -> Setting | None:
-    return _quantize(s, _absmax, lambda v: np.copysign(np.floor(np.abs(v) + np.float32(0.5)), v))
-
-
-@hypothesis("round_half_up", INT8, "activations are rounded by floor(x + 0.5)", "Round half to even.", Kind.NEARLY)
-def _(s: Setting) -> Setting | None:
-    return _quantize(s, _absmax, lambda v: np.floor(v + np.float32(0.5)))
-
-
-@hypothesis(
-    "truncated", INT8, "activations are cut, not rounded, to int8", "Round before the cast to int8.", Kind.NEARLY
-)
-def _(s: Setting) -> Setting | None:
-    return _quantize(s, _absmax, np.trunc)
-
-
-@hypothesis(
-    "activation_scale_per_tensor",
-    INT8,
-    "one activation scale for all tokens of the call",
-    "absmax runs over each token's own features.",
-)
-def _(s: Setting) -> Setting | None:
+def scale_per_tensor(s: Setting) -> Setting | None:
+    """The largest value of the whole call, not of each token, sets the scale."""
     if len(s.tokens) == 1:
         return None
     return _quantize(s, lambda largest: _absmax(np.full_like(largest, largest.max())))
 
 
-@hypothesis(
-    "activation_floor_missing",
-    INT8,
-    "the activation scale has no floor: 127 / max|x| for a token of (almost) zeros",
-    "x_scale = 127 / max(max|x|, 1e-5).",
-)
-def _(s: Setting) -> Setting | None:
-    return _quantize(s, lambda largest: np.float32(127) / largest)
-
-
-@hypothesis("activation_floor_added", INT8, "1e-5 is added to max|x|", "It is a floor: max(max|x|, 1e-5).", Kind.NEARLY)
-def _(s: Setting) -> Setting | None:
-    return _quantize(s, lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR)))
-
-
-@hypothesis("activation_scale_128", INT8, "activations are scaled by 128 / max|x|", "The factor is 127.", Kind.NEARLY)
-def _(s: Setting) -> Setting | None:
-    return _quantize(s, lambda largest: _absmax(largest) * np.float32(128 / 127))
-
-
 def _blockwise(s: Setting, size: int) -> Setting | None:
-    """Scales for blocks of `size` features: the accumulators get an axis (N, blocks, out), summed once scaled."""
+    """Scales for blocks of `size` features: the accumulators get an axis (N, blocks, out), summed after scaling."""
     linears = [w for _, w in s.weights.linears() if isinstance(w, TernaryWeight)]
     if not linears or any(w.in_features % size for w in linears) or all(w.in_features == size for w in linears):
         return None
 
-    def quantize_activations(be: Backend, x: NDArray) -> tuple[NDArray, NDArray]:
+    def quantize_activations(op: Op, x: NDArray) -> tuple[NDArray, NDArray]:
         blocks = x.reshape(len(x), -1, size)
-        at = np.abs(blocks).argmax(axis=-1)[..., None]
-        largest = np.take_along_axis(blocks, at, axis=-1)  # (N, blocks, 1), with its sign, as llama.cpp takes it
+        index = np.abs(blocks).argmax(axis=-1)[..., None]
+        largest = np.take_along_axis(blocks, index, axis=-1)  # (N, blocks, 1), with its sign, as llama.cpp takes it
         scale = np.where(largest != 0, np.float32(-127) / np.where(largest != 0, largest, 1), 0)
         x_q = np.minimum(np.rint(blocks * scale), 127).astype(np.int8)
         return x_q.reshape(x.shape), scale[..., 0]
 
-    def ternary_matmul(be: Backend, x_q: NDArray, w: TernaryLinear) -> NDArray:
+    def ternary_matmul(op: Op, x_q: NDArray, w: TernaryLinear) -> NDArray:
         n = w.shape[0]
         weights = w.ternary().reshape(n, -1, size).transpose(1, 2, 0).astype(np.float32)  # (blocks, size, out)
         acc = x_q.reshape(len(x_q), -1, size).transpose(1, 0, 2).astype(np.float32) @ weights
         return acc.transpose(1, 0, 2).astype(np.int32)
 
-    def dequantize(be: Backend, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(op: Op, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
         step = np.divide(np.float32(1), x_quant_scale, out=np.zeros_like(x_quant_scale), where=x_quant_scale != 0)
         return (acc * step[..., None]).sum(axis=1, dtype=np.float32) * w.w_dequant_scale
 
     return s.with_ops(quantize_activations=quantize_activations, ternary_matmul=ternary_matmul, dequantize=dequantize)
 
 
-@hypothesis(
-    "activation_blocks_of_256",
-    f"{INT8} {ACC} {OUT}",
-    "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
-    "The model was trained with one scale a token; expect small differences everywhere.",
-)
-def _(s: Setting) -> Setting | None:
-    return _blockwise(s, 256)
-
-
-@hypothesis(
-    "activation_blocks_of_32",
-    f"{INT8} {ACC} {OUT}",
-    "activations are quantised in blocks of 32 (Q8_0)",
-    "One scale a token.",
-)
-def _(s: Setting) -> Setting | None:
-    return _blockwise(s, 32)
-
-
-@hypothesis(
-    "activations_not_quantised",
-    f"{INT8} {ACC} {OUT}",
-    "activations are not quantised: dense products with the dequantised weights",
-    "Quantise the input of every BitLinear to int8.",
-    Kind.NEARLY,
-)
-def _(s: Setting) -> Setting | None:
-    def matmul(be: Backend, x: NDArray, w: TernaryLinear) -> NDArray:
-        return Backend.dense_matmul(be, x, DenseWeight(w.ternary().astype(np.float32)))
-
-    return (
-        s.with_ops(quantize_activations=lambda be, x: (x, np.ones((len(x), 1), dtype=x.dtype)), ternary_matmul=matmul)
-        if has_ternary(s)
-        else None
+def _without_quantization(s: Setting) -> Setting | None:
+    if not has_ternary(s):
+        return None
+    return s.with_ops(
+        quantize_activations=lambda op, x: (x, np.ones((len(x), 1), dtype=x.dtype)),
+        ternary_matmul=lambda op, x, w: layers.dense_matmul(x, w.ternary().astype(np.float32)),
     )
+
+
+HYPOTHESES = (
+    Hypothesis(
+        "round_half_away",
+        INT8,
+        "activations at a tie are rounded away from zero",
+        "Round half to even: rint, nearbyint, torch.round. C's round() and lround() round away from zero.",
+        lambda s: _quantize(s, _absmax, lambda v: np.copysign(np.floor(np.abs(v) + np.float32(0.5)), v)),
+        Kind.NEARLY,
+    ),
+    Hypothesis(
+        "round_half_up",
+        INT8,
+        "activations are rounded by floor(x + 0.5)",
+        "Round half to even.",
+        lambda s: _quantize(s, _absmax, lambda v: np.floor(v + np.float32(0.5))),
+        Kind.NEARLY,
+    ),
+    Hypothesis(
+        "truncated",
+        INT8,
+        "activations are truncated, not rounded, to int8",
+        "Round before the cast to int8.",
+        lambda s: _quantize(s, _absmax, np.trunc),
+        Kind.NEARLY,
+    ),
+    Hypothesis(
+        "activation_scale_per_tensor",
+        INT8,
+        "one activation scale for all tokens of the call",
+        "absmax runs over each token's own features.",
+        scale_per_tensor,
+    ),
+    Hypothesis(
+        "activation_floor_missing",
+        INT8,
+        "the activation scale has no floor: 127 / max|x| for a token of (almost) zeros",
+        "x_scale = 127 / max(max|x|, 1e-5).",
+        lambda s: _quantize(s, lambda largest: np.float32(127) / largest),
+    ),
+    Hypothesis(
+        "activation_floor_added",
+        INT8,
+        "1e-5 is added to max|x|",
+        "It is a floor: max(max|x|, 1e-5).",
+        lambda s: _quantize(s, lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR))),
+        Kind.NEARLY,
+    ),
+    Hypothesis(
+        "activation_scale_128",
+        INT8,
+        "activations are scaled by 128 / max|x|",
+        "The factor is 127.",
+        lambda s: _quantize(s, lambda largest: _absmax(largest) * np.float32(128 / 127)),
+        Kind.NEARLY,
+    ),
+    Hypothesis(
+        "activation_blocks_of_256",
+        f"{INT8} {ACC} {OUT}",
+        "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
+        "The model was trained with one scale per token; expect small differences everywhere.",
+        lambda s: _blockwise(s, 256),
+    ),
+    Hypothesis(
+        "activation_blocks_of_32",
+        f"{INT8} {ACC} {OUT}",
+        "activations are quantised in blocks of 32 (Q8_0)",
+        "One scale per token.",
+        lambda s: _blockwise(s, 32),
+    ),
+    Hypothesis(
+        "activations_not_quantised",
+        f"{INT8} {ACC} {OUT}",
+        "activations are not quantised: dense products with the dequantised weights",
+        "Quantise the input of every BitLinear to int8.",
+        _without_quantization,
+        Kind.NEARLY,
+    ),
+)

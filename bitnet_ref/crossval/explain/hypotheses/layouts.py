@@ -9,17 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....reference.weights import DenseWeight, LinearWeight, TernaryWeight
-from ..variants import Setting, with_matrix
-from .base import Hypothesis, Kind, listed_in
-
-HYPOTHESES: list[Hypothesis] = []
-hypothesis = listed_in(HYPOTHESES)
+from ..patterns import Kind
+from ..variants import Hypothesis, Setting, with_matrix
 
 SHOWS = "*_proj.hook_acc_int32 *_proj.hook_out"
+SHOWS_Q = "*.q_proj.hook_acc_int32 *.q_proj.hook_out"
 
 
 def _matrices(s: Setting, change: Callable[[NDArray], NDArray | None]) -> Setting | None:
-    """Every ternary matrix changed; None unless all of them can be."""
+    """Every ternary matrix of the blocks changed; None if `change` returns None for one of them."""
     changed: dict[int, NDArray] = {}
     for _, w in s.weights.linears():
         if isinstance(w, TernaryWeight) and w is not s.weights.lm_head:
@@ -30,27 +28,9 @@ def _matrices(s: Setting, change: Callable[[NDArray], NDArray | None]) -> Settin
     return s.map_ternary(lambda _, w: with_matrix(w, changed[id(w)])) if changed else None
 
 
-@hypothesis(
-    "hf_rows_adjacent",
-    SHOWS,
-    "a packed byte's four rows are taken as neighbours",
-    "Hugging Face packs strided: byte row r holds rows r, r+R, r+2R, r+3R with R = out/4.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    # the codes of byte row r, bits 2i, belong to row r + iR and are put to row 4r + i
-    return _matrices(s, lambda w: None if len(w) % 4 else w.reshape(4, -1, w.shape[1]).swapaxes(0, 1).reshape(w.shape))
-
-
-@hypothesis(
-    "own_rows_strided",
-    SHOWS,
-    "rows packed as neighbours are read as Hugging Face's strided ones",
-    "Read the file with the layout that wrote it.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    return _matrices(s, lambda w: None if len(w) % 4 else w.reshape(-1, 4, w.shape[1]).swapaxes(0, 1).reshape(w.shape))
+def _row_groups(w: NDArray, shape: tuple[int, int]) -> NDArray | None:
+    """The rows of w in `shape`, one of (4, -1) and (-1, 4), read in the order of the transposed shape."""
+    return None if len(w) % 4 else w.reshape(*shape, w.shape[1]).swapaxes(0, 1).reshape(w.shape)
 
 
 def _in_blocks(w: NDArray, size: int, order: NDArray) -> NDArray | None:
@@ -60,59 +40,7 @@ def _in_blocks(w: NDArray, size: int, order: NDArray) -> NDArray | None:
 
 _PLACES = np.arange(128)
 _BYTE, _QUARTER = _PLACES % 32, _PLACES // 32  # x86: weight j of a block is in byte j % 32, quarter j // 32
-_ARM_PLACE = (_BYTE // 16) * 64 + _QUARTER * 16 + _BYTE % 16  # what the same bits are when read as two ARM blocks of 64
-
-
-@hypothesis(
-    "i2s_bits_reversed",
-    SHOWS,
-    "I2_S bytes are read from the low bits up",
-    "In I2_S the first 32 weights of a block of 128 are in bits 6-7, the last in bits 0-1.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    return _matrices(s, lambda w: _in_blocks(w, 128, (3 - _QUARTER) * 32 + _BYTE))
-
-
-@hypothesis(
-    "i2s_x86_read_as_arm",
-    SHOWS,
-    "I2_S written in x86 blocks (128 weights in 32 bytes) is read in ARM blocks (64 in 16)",
-    "Nothing in the file says which: take the order of the machine that wrote it.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    return _matrices(s, lambda w: _in_blocks(w, 128, np.argsort(_ARM_PLACE)))
-
-
-@hypothesis(
-    "i2s_arm_read_as_x86",
-    SHOWS,
-    "I2_S written in ARM blocks (64 weights in 16 bytes) is read in x86 blocks (128 in 32)",
-    "Nothing in the file says which: take the order of the machine that wrote it.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    return _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE))
-
-
-@hypothesis(
-    "four_in_a_byte_reversed",
-    SHOWS,
-    "the four codes of a byte are read in reverse",
-    "Where a byte holds four neighbours, the first is in the lowest bits.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    return _matrices(s, lambda w: None if w.shape[1] % 4 else _in_blocks(w, 4, np.array([3, 2, 1, 0])))
-
-
-@hypothesis("signs_flipped", SHOWS, "+1 and -1 are exchanged", "Codes 0, 1, 2 stand for -1, 0, +1.", Kind.SCALED)
-def _(s: Setting) -> Setting | None:
-    return _matrices(s, np.negative)
-
-
-# -- q and k -----------------------------------------------------------------------------------------------------------
+_ARM_PLACE = (_BYTE // 16) * 64 + _QUARTER * 16 + _BYTE % 16  # the place of the same bits in two ARM blocks of 64
 
 
 def interleaving(heads: int, head_dim: int) -> NDArray[np.int64]:
@@ -130,30 +58,84 @@ def _take_rows(w: LinearWeight, order: NDArray) -> LinearWeight:
 
 
 def permute_qk(s: Setting, *, back: bool = False) -> Setting:
-    """q and k with their rows in llama.cpp's order, or with that order undone once too often."""
+    """q and k with their rows in llama.cpp's order; back: with that order undone once too often."""
     q, k = (interleaving(n, s.config.head_dim) for n in (s.config.num_attention_heads, s.config.num_key_value_heads))
     if back:
         q, k = np.argsort(q), np.argsort(k)
     return s.map_layers(lambda w: replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k)))
 
 
-@hypothesis(
-    "qk_permuted",
-    "*.q_proj.hook_acc_int32 *.q_proj.hook_out",
-    "the rows of q and k are in llama.cpp's order for interleaved RoPE, but RoPE is half-split",
-    "Un-permute q and k of `llama` architecture GGUF files; bitnet architectures are not permuted.",
-    Kind.PERMUTED,
+HYPOTHESES = (
+    Hypothesis(
+        "hf_rows_adjacent",
+        SHOWS,
+        "a packed byte's four rows are taken as neighbours",
+        "Hugging Face packs strided: byte row r holds rows r, r+R, r+2R, r+3R with R = out/4.",
+        lambda s: _matrices(s, lambda w: _row_groups(w, (4, -1))),  # row r + iR goes to row 4r + i
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "own_rows_strided",
+        SHOWS,
+        "rows packed as neighbours are read as Hugging Face's strided ones",
+        "Read the file with the layout that wrote it.",
+        lambda s: _matrices(s, lambda w: _row_groups(w, (-1, 4))),
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "i2s_bits_reversed",
+        SHOWS,
+        "I2_S bytes are read from the low bits up",
+        "In I2_S the first 32 weights of a block of 128 are in bits 6-7, the last in bits 0-1.",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, (3 - _QUARTER) * 32 + _BYTE)),
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "i2s_x86_read_as_arm",
+        SHOWS,
+        "I2_S written in x86 blocks (128 weights in 32 bytes) is read in ARM blocks (64 in 16)",
+        "The file does not say which: take the order of the machine that wrote it.",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.argsort(_ARM_PLACE))),
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "i2s_arm_read_as_x86",
+        SHOWS,
+        "I2_S written in ARM blocks (64 weights in 16 bytes) is read in x86 blocks (128 in 32)",
+        "The file does not say which: take the order of the machine that wrote it.",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE)),
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "four_in_a_byte_reversed",
+        SHOWS,
+        "the four codes of a byte are read in reverse",
+        "Where a byte holds four neighbours, the first is in the lowest bits.",
+        lambda s: _matrices(s, lambda w: None if w.shape[1] % 4 else _in_blocks(w, 4, np.array([3, 2, 1, 0]))),
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "signs_flipped",
+        SHOWS,
+        "+1 and -1 are exchanged",
+        "Codes 0, 1, 2 stand for -1, 0, +1.",
+        lambda s: _matrices(s, np.negative),
+        Kind.SCALED,
+    ),
+    Hypothesis(
+        "qk_permuted",
+        SHOWS_Q,
+        "the rows of q and k are in llama.cpp's order for interleaved RoPE, but RoPE is half-split",
+        "Un-permute q and k of `llama` architecture GGUF files; bitnet architectures are not permuted.",
+        lambda s: permute_qk(s) if s.config.head_dim > 2 else None,
+        Kind.PERMUTED,
+    ),
+    Hypothesis(
+        "qk_unpermuted_twice",
+        SHOWS_Q,
+        "the rows of q and k were un-permuted though they were not permuted",
+        "Only `llama` architecture GGUF files are permuted; bitnet ones and Hugging Face's are not.",
+        lambda s: permute_qk(s, back=True) if s.config.head_dim > 4 else None,
+        Kind.PERMUTED,
+    ),
 )
-def _(s: Setting) -> Setting | None:
-    return permute_qk(s) if s.config.head_dim > 2 else None
-
-
-@hypothesis(
-    "qk_unpermuted_twice",
-    "*.q_proj.hook_acc_int32 *.q_proj.hook_out",
-    "the rows of q and k were un-permuted though they were not permuted",
-    "Only `llama` architecture GGUF files are permuted; bitnet ones and Hugging Face's are not.",
-    Kind.PERMUTED,
-)
-def _(s: Setting) -> Setting | None:
-    return permute_qk(s, back=True) if s.config.head_dim > 4 else None

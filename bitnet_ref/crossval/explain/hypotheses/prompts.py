@@ -1,7 +1,7 @@
-"""Mistakes before and after the forward pass: in the prompt's token ids, in stopping, in stepping.
+"""Mistakes before and after the forward pass: in the prompt's token ids, in stopping, in the positions of new tokens.
 
-They are tested like the others: the reference's own ids are changed, or its greedy generation is run again with the
-mistake made, and the outcome must equal the candidate's.
+To test one, the reference's own ids are changed, or its greedy generation is run with the mistake made. The result must
+equal the candidate's ids.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ....backends.loaded import LoadedModel
+from ....backends.paged_cache import PagedKVCache
+from ....errors import TokenizerError
 from ....reference.cache import TokenBatch
 from ....tokenizers.base import END_OF_TURN
 
 if TYPE_CHECKING:
-    from ....api import Model
     from ....tokenizers import Tokenizer
 
 Ids = list[int]
@@ -25,7 +28,7 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class TokenHypothesis:
-    """A mistake in ids.   wrong: the ids that it would give, or None where it has no place."""
+    """A mistake in ids.   wrong: the ids that it would give, or None where it does not apply."""
 
     name: str
     cause: str
@@ -39,10 +42,9 @@ class TokenHypothesis:
 def prompt_hypotheses(
     ids: Sequence[int], candidate_ids: Sequence[int], tokenizer: Tokenizer | None, prompt: str | None
 ) -> list[TokenHypothesis]:
-    """What may have become of a prompt: `ids` are the reference's, `prompt` the text it was encoded from, if known."""
+    """Mistakes in encoding a prompt: `ids` are the reference's, `prompt` the text they were encoded from, if known."""
     right, bos = list(ids), tokenizer.bos_id if tokenizer else None
-    known = tokenizer is not None and prompt is not None
-    found = [
+    hypotheses = [
         TokenHypothesis(
             "bos_twice",
             "the prompt begins with BOS twice: the template writes it and the tokenizer adds it",
@@ -66,31 +68,29 @@ def prompt_hypotheses(
             ),
         ),
     ]
-    if known:
-        assert tokenizer is not None
-        assert prompt is not None
-        found += [
-            TokenHypothesis(name, cause, remedy, lambda change=change: _encoded(tokenizer, prompt, change))  # type: ignore[misc]
+    if tokenizer is not None and prompt is not None:
+        hypotheses += [
+            TokenHypothesis(name, cause, remedy, partial(_encode_changed, tokenizer, prompt, change))
             for name, cause, remedy, change in _TEXT_CHANGES
         ]
-        found.append(
+        hypotheses.append(
             TokenHypothesis(
                 "special_tokens_as_text",
                 "special tokens in the prompt were encoded as plain text",
                 "Parse special tokens when encoding a rendered template (parse_special=true in llama.cpp).",
-                lambda: _as_text(tokenizer, right, list(candidate_ids)),
+                partial(_special_tokens_as_text, tokenizer, right, list(candidate_ids)),
             )
         )
-    return found
+    return hypotheses
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str, change: Callable[[str], str]) -> Ids | None:
+def _encode_changed(tokenizer: Tokenizer, prompt: str, change: Callable[[str], str]) -> Ids | None:
     changed = change(prompt)
     return None if changed == prompt else tokenizer.encode(changed)
 
 
-def _as_text(tokenizer: Tokenizer, right: Ids, candidate: Ids) -> Ids | None:
-    """The candidate's own ids, if they spell the prompt, special tokens and all, without one of its special tokens."""
+def _special_tokens_as_text(tokenizer: Tokenizer, right: Ids, candidate: Ids) -> Ids | None:
+    """The candidate's ids, if they decode to the prompt's text but contain none of its special tokens."""
     specials = [token for token in right[1:] if tokenizer.is_special(token)]
     if not specials or any(token in candidate for token in specials):
         return None
@@ -131,9 +131,9 @@ _TEXT_CHANGES: tuple[tuple[str, str, str, Callable[[str], str]], ...] = (
     ),
     (
         "prompt_stripped",
-        "white space around the prompt was stripped",
+        "whitespace around the prompt was stripped",
         "Encode the prompt as it is.",
-        lambda text: text if text.endswith(_OPEN) else text.strip(),  # there the space alone says it better
+        lambda text: text if text.endswith(_OPEN) else text.strip(),  # `template_space_missing` covers those
     ),
 )
 
@@ -142,40 +142,38 @@ _TEXT_CHANGES: tuple[tuple[str, str, str, Callable[[str], str]], ...] = (
 
 
 def generation_hypotheses(
-    model: Model, prompt_ids: Sequence[int], generated: Sequence[int], candidate: Sequence[int]
+    model: LoadedModel, prompt_ids: Sequence[int], generated: Sequence[int], candidate: Sequence[int]
 ) -> list[TokenHypothesis]:
     """Why a greedy continuation of the same prompt differs: `generated` is the reference's, with its end token."""
-    prompt, right, other = list(prompt_ids), list(generated), list(candidate)
-    n = len(other)
+    prompt, right, n = list(prompt_ids), list(generated), len(candidate)
 
-    def goes_on() -> Ids | None:  # as far as the candidate went, past the reference's end token
+    def continue_past_end() -> Ids | None:
         if not right or n <= len(right) or right[-1] not in _end_ids(model):
             return None
         ends = frozenset(_end_ids(model)) - {right[-1]}
         return greedy(model, prompt, n, ends)
 
-    if n < len(right) and right[:n] == other:  # all that it says is right
+    if n < len(right) and right[:n] == list(candidate):
         return [
             TokenHypothesis(
                 "stops_early",
-                "the generation stops at a token that does not end it, or at a smaller limit",
+                "the generation stops at a token that is no end token, or at a smaller limit",
                 "Compare the stop tokens, stop strings and max_tokens.",
                 lambda: right[:n],
             )
         ]
-    what = "an end token"
-    if right and (named := _name_of(model, right[-1])):
-        what = f"the end token {named}"
+    end_name = _name_of(model, right[-1]) if right else None
+    end_token = f"the end token {end_name}" if end_name else "an end token"
     return [
         TokenHypothesis(
             "eot_not_a_stop",
-            f"{what} does not end the generation",
+            f"{end_token} does not end the generation",
             "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001.",
-            goes_on,
+            continue_past_end,
         ),
         TokenHypothesis(
             "prefill_logits_of_the_previous_position",
-            "the first new token is taken from the logits of the last prompt token but one",
+            "the first new token is taken from the logits of the second-to-last prompt token",
             "After a batched prefill, read the row (first row of the sequence) + length - 1.",
             lambda: greedy(model, prompt, n, first_from=-2) if len(prompt) > 1 else None,
         ),
@@ -201,7 +199,7 @@ def generation_hypotheses(
 
 
 def greedy(
-    model: Model,
+    model: LoadedModel,
     prompt: Sequence[int],
     n: int,
     end_ids: frozenset[int] | None = None,
@@ -209,37 +207,39 @@ def greedy(
     first_from: int = -1,
     shift: int = 0,
 ) -> Ids:
-    """At most n new tokens, the most likely each time; stops after an end token (None: the model's own).
+    """At most n new tokens, each the most likely one.
 
-    first_from: the prompt position whose logits choose the first one.   shift: of the new tokens' positions.
+    end_ids: stop after one of them; None takes the model's own.
+    first_from: the prompt position whose logits choose the first new token.   shift: of the new tokens' positions.
     """
     ends = frozenset(_end_ids(model)) if end_ids is None else end_ids
-    cache = model.new_cache(slots=1, capacity=len(prompt) + n + max(shift, 0))
-    cache.fill_with_zeros()  # a gap holds them
-    logits = model.forward(TokenBatch.of([(0, 0, prompt)]), cache)[first_from]
+    capacity = len(prompt) + n + max(shift, 0)
+    cache = model.new_cache(slots=1, capacity=capacity, page_size=capacity)
+    assert isinstance(cache, PagedKVCache)
+    cache.fill_with_zeros()  # a gap left by `shift` holds zeros
+    logits = model.run(TokenBatch.of([(0, 0, prompt)]), cache).all()[first_from]
     new: Ids = []
     while len(new) < n:
         new.append(int(np.argmax(logits)))
         if new[-1] in ends or len(new) == n:
             break
-        logits = model.forward(TokenBatch.of([(0, len(prompt) + len(new) - 1 + shift, new[-1:])]), cache)[-1]
+        step = TokenBatch.of([(0, len(prompt) + len(new) - 1 + shift, new[-1:])])
+        logits = model.run(step, cache).all()[-1]
     return new
 
 
-def _end_ids(model: Model) -> tuple[int, ...]:
+def _end_ids(model: LoadedModel) -> tuple[int, ...]:
     tokenizer = tokenizer_of(model)
     return (*model.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))
 
 
-def _name_of(model: Model, token: int) -> str | None:
+def _name_of(model: LoadedModel, token: int) -> str | None:
     tokenizer = tokenizer_of(model)
     return tokenizer.id_to_token(token) if tokenizer and token < tokenizer.vocab_size else None
 
 
-def tokenizer_of(model: Model) -> Tokenizer | None:
+def tokenizer_of(model: LoadedModel) -> Tokenizer | None:
     """The model's tokenizer, or None where its folder has none."""
-    from ....errors import TokenizerError
-
     try:
         return model.tokenizer
     except TokenizerError:

@@ -1,18 +1,32 @@
-"""What a wrong tensor looks like beside the right one: the first clue to a cause, before anything is tested."""
+"""How a wrong tensor relates to the right one: the first clue to a cause, before any hypothesis is tested."""
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .explain.hypotheses.base import Kind
+_MAX_RESIDUAL = 0.02  # SCALED: share of the difference that may remain after the best factor is applied
 
-_LEFT_OVER = 0.02  # share of the difference that a tensor which is "the right one times a number" may leave unexplained
+
+class Kind(StrEnum):
+    """The relation of a wrong tensor to the right one."""
+
+    ZEROS = "all zeros"
+    SCALED = "the right tensor times one number"
+    PERMUTED = "the right values in another order"
+    SHIFTED = "the right rows at other tokens"
+    WRAPPED = "the right integers modulo 2^16"
+    ROUNDED = "the right values with fewer bits"
+    MASKED = "other places masked"
+    NEARLY = "off by one at a few places"
+    OTHER = "other values"
 
 
 def kind_of(right: NDArray, wrong: NDArray) -> Kind:
-    """The simplest relation between two tensors of one name. Both any shape and numeric dtype."""
+    """The first Kind that fits two tensors of any numeric dtype; OTHER where their shapes differ."""
     if right.shape != wrong.shape:
         return Kind.OTHER
     r, w = right.astype(np.float64), wrong.astype(np.float64)
@@ -28,28 +42,28 @@ def kind_of(right: NDArray, wrong: NDArray) -> Kind:
         if np.abs(difference).max(initial=0) <= 1 and (difference == 0).mean() > 0.5:
             return Kind.NEARLY
     ratio = scale_ratio(r, w)
-    if ratio and np.linalg.norm(w - ratio * r) < _LEFT_OVER * np.linalg.norm(w - r):
+    if ratio and np.linalg.norm(w - ratio * r) < _MAX_RESIDUAL * np.linalg.norm(w - r):
         return Kind.SCALED
     if r.ndim and len(r) > 2 and any(np.allclose(w[1:-1], np.roll(r, by, axis=0)[1:-1]) for by in (1, -1)):
         return Kind.SHIFTED
     if np.allclose(np.sort(r, axis=None), np.sort(w, axis=None), rtol=1e-5):
         return Kind.PERMUTED
-    for short in (ml_dtypes.bfloat16, np.float16):
+    for narrow in (ml_dtypes.bfloat16, np.float16):
         with np.errstate(over="ignore"):
-            if np.array_equal(w.astype(short).astype(np.float64), w) and np.allclose(w, r, rtol=1e-2):
+            if np.array_equal(w.astype(narrow).astype(np.float64), w) and np.allclose(w, r, rtol=1e-2):
                 return Kind.ROUNDED
     return Kind.OTHER
 
 
 def scale_ratio(right: NDArray, wrong: NDArray) -> float:
-    """The number that times `right` comes nearest to `wrong` (least squares); 0 where right is all zeros."""
+    """The least-squares factor: wrong ~ factor * right. 0 where right is all zeros."""
     r, w = right.astype(np.float64).ravel(), wrong.astype(np.float64).ravel()
     square = float(r @ r)
     return float(r @ w) / square if square else 0.0
 
 
 def relative_error(right: NDArray, wrong: NDArray) -> float:
-    """|wrong - right| / |right|, lengths over all elements; inf where the shapes differ or wrong is not finite."""
+    """Relative L2 error |wrong - right| / |right|. inf where the shapes differ or `wrong` is not finite."""
     if right.shape != wrong.shape:
         return float("inf")
     r, w = right.astype(np.float64), wrong.astype(np.float64)

@@ -1,4 +1,4 @@
-"""What was computed, in hashes: a model's shape, its weights, a file. They tie a trace or a receipt to its subject."""
+"""SHA-256 of a model's config, of its weights and of a file. They tie a trace or a receipt to what was computed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from ..reference.config import ModelConfig
 from ..reference.quantization import pack_ternary
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 
-_BLOCK_BYTES = 1 << 22
-_known: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()
 
 
 def config_hash(config: ModelConfig) -> str:
-    """SHA-256 of every field of the config, as JSON with sorted keys."""
+    """The hash of every field of the config, as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def weight_hash(w: ModelWeights) -> str:
-    """SHA-256 of a model's weights, whatever layout a backend keeps them in and whatever file they came from.
+    """The hash of a model's weights. It does not depend on the backend's layout or on the file they came from.
 
     Ternary matrices enter as the packed codes of `quantization` and their scale, dense ones as they are stored.
     """
-    if w not in _known:
+    if w not in _cache:
         digest = hashlib.sha256()
         _add(digest, "embedding", w.embedding)
         for name, weight in w.linears():
@@ -38,8 +37,14 @@ def weight_hash(w: ModelWeights) -> str:
             for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
                 _add_array(digest, f"blocks.{index}.{name}", getattr(layer, name))
         _add_array(digest, "final_norm", w.final_norm)
-        _known[w] = digest.hexdigest()
-    return _known[w]
+        _cache[w] = digest.hexdigest()
+    return _cache[w]
+
+
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """The hash of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
@@ -58,12 +63,3 @@ def _add_array(digest: hashlib._Hash, name: str, array: NDArray | None) -> None:
         return
     digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def file_hash(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's bytes, read a block at a time."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from helpers import prepared, random_ternary, rng, run_python
 
-from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cpu import backend as cython_backend
-from bitnet_ref.backends.cpu import kernel_manager
-from bitnet_ref.backends.cpu.backend import CythonBackend, choose_simd, layouts, simd_variants, why_unavailable
+from bitnet_ref.backends import Backend, choose_backend
+from bitnet_ref.backends.cpu import extension
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.extension import choose_simd, layouts, simd_variants, why_unavailable
 from bitnet_ref.errors import BackendUnavailable
 from bitnet_ref.reference.weights import TernaryWeight
 
@@ -22,7 +22,7 @@ def _no_wish(monkeypatch):
 
 
 def test_the_scalar_set_has_every_method_and_takes_2_bits():
-    found = {method.name: method for method in kernel_manager.methods("scalar")}
+    found = {method.name: method for method in extension.describe_methods("scalar")}
     assert tuple(found) == tuple(layouts()) == LAYOUTS
     assert [method.chosen for method in found.values()] == [True, False, False]
     assert all(method.reason is None and "scalar" in method.kernel_sets for method in found.values())
@@ -33,7 +33,7 @@ def test_a_set_without_a_kernel_says_who_has_one():
     if "avx2" not in layouts()["2-bit"][1]:
         pytest.skip("an x86-64 build")
     with pytest.raises(BackendUnavailable, match=r"avx2.*no kernel for 1\.6-bit.*scalar, avx512, amx"):
-        kernel_manager.choose_layout("1.6", "avx2")
+        extension.choose_layout("1.6", "avx2")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_set_without_a_kernel_says_who_has_one():
 def test_the_environment_chooses_and_the_argument_has_the_last_word(monkeypatch, wish, layout):
     monkeypatch.setenv("BITNET_REF_WEIGHTS", wish)
     assert CythonBackend(threads=1, simd="scalar").layout == layout
-    assert [m.why for m in kernel_manager.methods("scalar") if m.chosen] == ["BITNET_REF_WEIGHTS asks for it"]
+    assert [m.why for m in extension.describe_methods("scalar") if m.chosen] == ["BITNET_REF_WEIGHTS asks for it"]
     assert CythonBackend(threads=1, simd="scalar", layout="2-bit").layout == "2-bit"
 
 
@@ -97,7 +97,7 @@ def test_a_model_writes_the_same_text_by_every_method(wish):
 
 def test_a_set_with_wrong_sums_is_not_taken(monkeypatch):
     """As a kernel would be that goes wrong only on a processor that nobody has tried it on."""
-    real = cython_backend._cpu
+    real = extension._cpu
     bad = [name for name, lacks in simd_variants().items() if lacks is None][-1]
     number = list(simd_variants()).index(bad)
 
@@ -110,12 +110,39 @@ def test_a_set_with_wrong_sums_is_not_taken(monkeypatch):
             if kernels == number and len(acc) > 1:
                 acc[-1, -1] += 1
 
-    monkeypatch.setattr(cython_backend, "_cpu", Wrong())
+    monkeypatch.setattr(extension, "_cpu", Wrong())
     simd_variants.cache_clear()
     try:
-        assert "not those of the scalar kernels" in simd_variants()[bad]
+        assert "its sums differ from those of the scalar kernels" in simd_variants()[bad]
         assert choose_simd() != bad
         with pytest.raises(BackendUnavailable, match="cannot run here"):
             choose_simd(bad)
     finally:
         simd_variants.cache_clear()
+
+
+def test_the_layouts_of_a_kernel_set():
+    assert extension.layouts_for("scalar") == list(LAYOUTS)
+    for name in simd_variants():
+        assert extension.layouts_for(name)[0] == "2-bit"
+
+
+def test_without_the_extension_the_reason_is_said(monkeypatch):
+    """A wheel without it, or a compiler that was missing: no kernel set, and an error that says what to install."""
+    monkeypatch.setattr(extension, "_cpu", None)
+    monkeypatch.setattr(extension, "_import_error", "was not built", raising=False)
+    for cached in (simd_variants, layouts):
+        cached.cache_clear()
+    try:
+        assert simd_variants() == layouts() == {}
+        assert extension.describe_methods() == []
+        with pytest.raises(BackendUnavailable, match=r"no kernel sets: the compiled extension was not built; install"):
+            choose_simd()
+        with pytest.raises(BackendUnavailable, match="no kernel sets"):
+            choose_simd("scalar")
+        with pytest.raises(BackendUnavailable, match="backend 'cython' cannot run here: the compiled extension"):
+            choose_backend("cython")
+        assert choose_backend("auto", dtype="float64").name == "numpy"
+    finally:
+        for cached in (simd_variants, layouts):
+            cached.cache_clear()

@@ -1,0 +1,110 @@
+"""Execution paths: all agree as they are; a mistake in one of them is noticed, wherever `generate` passes."""
+
+import numpy as np
+import pytest
+from helpers import GOLDEN, model
+
+from bitnet_ref.backends import choose_backend, paged_cache
+from bitnet_ref.backends.cpu import backend as cpu_backend
+from bitnet_ref.backends.cpu import kernels, replay
+from bitnet_ref.crossval import paths, self_check
+from bitnet_ref.crossval.paths import check_paths
+from bitnet_ref.generation import sampling
+from bitnet_ref.reference import layers
+
+cython_only = pytest.mark.skipif(cpu_backend._cpu is None, reason="the extension is not built")
+TOKENS = self_check.read_answers()["tokens"]
+
+
+def failed(name="cython"):
+    """The paths that fail for that backend on the shipped model."""
+    checks = check_paths(lambda **settings: choose_backend(name, threads=2, **settings), model("storyteller"), TOKENS)
+    return [check.path for check in checks if not check.passed]
+
+
+def failed_answers(name):
+    return [check.path for check in self_check.check_backend(name, 2).paths if not check.passed]
+
+
+def test_every_path_agrees(backend_name):
+    check = self_check.check_backend(backend_name, 2)
+    assert check.passed, [each for each in check.paths if not each.passed]
+    names = [each.path for each in check.paths]
+    be = choose_backend(backend_name, threads=2)
+    assert {*be.paths, "recorded", "divided layers", "text", "text, 3 prompts"} <= set(names)
+    assert all(each.compared > 0 for each in check.paths)
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-dense", "mistral-dense-window8", "rope-dynamic"])
+def test_every_path_of_other_models_agrees(case):
+    reference = model(GOLDEN / case)
+    tokens = [i % reference.config.vocab_size for i in TOKENS]
+    checks = check_paths(lambda **settings: choose_backend("auto", threads=2, **settings), reference, tokens)
+    assert [check for check in checks if not check.passed] == []
+
+
+@cython_only
+def test_another_gate_in_the_fused_block(monkeypatch):
+    """What doctor and crossval did not see when generate had a path of its own."""
+    monkeypatch.setattr(kernels, "GATES", {"relu2": 2, "silu": 1})
+    assert "blocks" in failed()
+
+
+@cython_only
+def test_a_replayed_step_that_keeps_its_positions(monkeypatch):
+    fill = replay.KernelStep.fill
+
+    def stale(self, batch, x, cos, sin):
+        positions = self._batch.positions.copy()
+        fill(self, batch, x, cos, sin)
+        if self.is_recorded:
+            self._batch.positions[:] = positions
+
+    monkeypatch.setattr(replay.KernelStep, "fill", stale)
+    problems = failed()
+    assert "replayed, decoding" in problems
+    assert not any(path.startswith("blocks") for path in problems)
+
+
+@cython_only
+def test_a_screen_that_loses_a_row(monkeypatch):
+    right = cpu_backend.surviving_rows
+    monkeypatch.setattr(cpu_backend, "surviving_rows", lambda *args: right(*args)[:-1])
+    assert "screened head" in failed()
+
+
+def test_pages_in_another_order(monkeypatch):
+    right = paged_cache.PagedKVCache.pages_of
+    monkeypatch.setattr(paged_cache.PagedKVCache, "pages_of", lambda *args: right(*args)[..., ::-1])
+    assert "ops, pages" in failed("numpy")
+
+
+def test_a_narrow_cache_that_truncates(monkeypatch):
+    def truncate(x, dtype):
+        return (np.trunc(x * 4) / 4).astype(dtype), None
+
+    right = paged_cache.narrow
+    monkeypatch.setattr(paged_cache, "narrow", lambda x, t: truncate(x, t) if t == np.float16 else right(x, t))
+    if cpu_backend._cpu is not None:
+        assert failed() == ["cache float16"]
+
+
+def test_a_mistake_that_the_reference_shares(monkeypatch):
+    """RoPE's tables serve every backend on the CPU: only the known answers can tell."""
+    right = layers.rope_frequencies
+    monkeypatch.setattr(layers, "rope_frequencies", lambda *args: right(*args) * 1.01)
+    assert "answers: logits" in failed_answers("numpy")
+
+
+def test_a_mistake_in_sampling(monkeypatch):
+    assert "answers: sampled texts" not in failed_answers("numpy")
+    monkeypatch.setattr(sampling, "_count_min_p", lambda scaled, min_p: len(scaled))
+    assert "answers: sampled texts" in failed_answers("numpy")
+
+
+def test_a_check_that_breaks_fails_alone():
+    def broken():
+        raise ZeroDivisionError("no")
+
+    first, second = paths.run_checks([("a", broken), ("b", lambda: (1, None, "fine"))])
+    assert (first.passed, first.detail, second.passed) == (False, "ZeroDivisionError: no", True)
