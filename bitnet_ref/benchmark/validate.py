@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
-from ..crossval.tolerances import NARROW_FLOATS, EPSILON, MODEL_FLOOR_IN_EPSILONS
+from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
 from ..reference.weights import LinearWeight, TernaryLinear, TernaryWeight, plain_weights

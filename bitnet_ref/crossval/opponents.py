@@ -25,7 +25,9 @@ from ..system.atomic import atomic_path
 from .compare import Comparison, compare
 from .explain.diagnose import Diagnosis, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
+from .paths import PathCheck, check_paths
 from .report import Evidence, Section, evidence, html_report
+from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import Greedy, token_parity
 from .trace import Trace, record_to_file
@@ -48,6 +50,7 @@ class Crossing:
     rule: str | None = None
     contract: Comparison | None = None  # then: with the unchanged reference
     greedy: Greedy | None = None  # of an engine that prints tokens only
+    paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
 
     @property
     def agrees(self) -> bool | None:
@@ -57,7 +60,8 @@ class Crossing:
         if self.greedy is not None and not self.greedy.agrees:
             return False
         compared = bool(self.comparisons) or self.greedy is not None
-        return self.failed is None and compared and all(comparison.agrees for comparison in self.comparisons)
+        agree = all(comparison.agrees for comparison in self.comparisons) and all(check.passed for check in self.paths)
+        return self.failed is None and (compared or bool(self.paths)) and agree
 
     @property
     def verdict(self) -> str:
@@ -68,8 +72,11 @@ class Crossing:
             return f"FAILED: {self.failed}"
         if self.greedy is not None:
             return self.greedy.verdict
+        wrong = next((check for check in self.paths if not check.passed), None)
+        if wrong is not None and all(comparison.agrees for comparison in self.comparisons):
+            return f"DIFFERS on the execution path {wrong.path!r}: {wrong.detail}"
         if not self.comparisons:
-            return "nothing was compared"
+            return f"AGREES: {len(self.paths)} execution paths" if self.paths else "nothing was compared"
         shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
@@ -98,6 +105,7 @@ class Crossing:
             "failed": self.failed,
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "paths": [check.to_dict() for check in self.paths],
             "rule": self.rule,
             "contract": None if self.contract is None else self.contract.to_dict(),
             "greedy": None if self.greedy is None else self.greedy.to_dict(),
@@ -117,7 +125,7 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
 
 
 def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | None = None) -> list[Crossing]:
-    """Every backend except the reference, and cython with every kernel set, teacher-forced and free-running.
+    """Every backend, and cython with every kernel set: teacher-forced, free-running, and by every execution path.
 
     only: names as in the result ("cython", "cython avx2", "cupy"); None takes all.
     """
@@ -143,8 +151,6 @@ def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | No
 def list_backends(threads: int) -> Iterator[tuple[str, Callable[..., Backend], str | None]]:
     """(name, its constructor, why it cannot run here) of every opponent among our backends."""
     for name, reason in available_backends().items():
-        if name == "numpy":
-            continue
         yield name, partial(choose_backend, name, threads=threads), reason
         if name == "cython":
             from ..backends.cpu.backend import CythonBackend
@@ -160,14 +166,18 @@ def _cross_backend(
     crossing = Crossing(name)
     path = folder / f"{name}.safetensors"
     try:
-        candidate = reference.on(make())
-        crossing.comparisons.append(teacher_forced(reference, candidate, tokens))
-        record_to_file(candidate, tokens, path)
-        with Trace(path) as trace:
-            free = compare(right, trace, reference.config)
-            crossing.comparisons.append(free)
-            crossing.evidence = evidence(right, trace, free)
-            crossing.causes = diagnose(reference, tokens, trace, free)
+        if name != "numpy":  # which is the reference itself
+            candidate = reference.on(make())
+            crossing.comparisons.append(teacher_forced(reference, candidate, tokens))
+            record_to_file(candidate, tokens, path)
+            with Trace(path) as trace:
+                free = compare(right, trace, reference.config)
+                crossing.comparisons.append(free)
+                crossing.evidence = evidence(right, trace, free)
+                crossing.causes = diagnose(reference, tokens, trace, free)
+        crossing.paths = check_paths(make, reference, tokens, quick=is_emulated(name))
+        if is_shipped(reference):
+            crossing.paths += check_answers(reference.on(make()), quick=is_emulated(name))
     except (BackendError, NumericsError) as error:
         crossing.failed = f"{type(error).__name__}: {error}"
     finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
+from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..reference import layers
 from ..reference.cache import TokenBatch
@@ -85,15 +87,10 @@ def _checks(
     plain = _whole(model, tokens, "ops")
     yield "ops", lambda: _judge_logits(plain, reference, tokens)
     for path in be.paths:
-        if path != "ops":
-            yield path, lambda path=path: _equal(_whole(model, tokens, path), plain)
-        yield f"{path}, in chunks", lambda path=path: _equal(_in_chunks(model, tokens, path), plain)
-        yield f"{path}, decoding", lambda path=path: _equal(_decoding(model, tokens, path), plain)
-        yield f"{path}, 3 sequences", lambda path=path: _several(model, tokens, path)
-        yield f"{path}, pages", lambda path=path: _equal(_over_pages(model, tokens, path), plain)
+        yield from _path_checks(model, tokens, path, plain)
     for dtype in ("float16", "int8"):
         if dtype in be.cache_dtypes:
-            yield f"cache {dtype}", lambda dtype=dtype: _narrow_cache(model, tokens, dtype)
+            yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
@@ -111,6 +108,18 @@ def _checks(
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
 
 
+def _path_checks(
+    model: Model, tokens: list[int], path: str, plain: NDArray
+) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    """The path with a whole prompt, in chunks, decoding, beside other sequences, and over pages."""
+    if path != "ops":
+        yield path, lambda: _equal(_whole(model, tokens, path), plain)
+    yield f"{path}, in chunks", lambda: _equal(_in_chunks(model, tokens, path), plain)
+    yield f"{path}, decoding", lambda: _equal(_decoding(model, tokens, path), plain)
+    yield f"{path}, 3 sequences", lambda: _several(model, tokens, path)
+    yield f"{path}, pages", lambda: _equal(_over_pages(model, tokens, path), plain)
+
+
 # -- ways through a pass: logits (T, V) of one sequence ----------------------------------------------------------------
 
 
@@ -119,7 +128,8 @@ def _whole(model: Model, tokens: list[int], path: str | None) -> NDArray:
 
 
 def _in_chunks(model: Model, tokens: list[int], path: str | None) -> NDArray:
-    cache, logits, start = model.new_cache(1, len(tokens)), [], 0
+    cache, start = model.new_cache(1, len(tokens)), 0
+    logits: list[NDArray] = []
     while start < len(tokens):
         chunk = tokens[start : start + CHUNKS[len(logits) % len(CHUNKS)]]
         logits.append(model.run(TokenBatch.of([(0, start, chunk)]), cache, path=path).all())
@@ -139,9 +149,10 @@ def _decoding(model: Model, tokens: list[int], path: str | None) -> NDArray:
 def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
     """A pool of small pages in reverse order, which the sequence gets as it grows."""
     needed = -(-len(tokens) // PAGE_SIZE)
-    cache = model.new_cache(2, len(tokens), page_size=PAGE_SIZE, pages=needed + 1)
-    cache.page_table[1, :needed] = np.arange(needed, 0, -1)  # type: ignore[attr-defined]
-    logits, start = [], 0
+    cache, start = model.new_cache(2, len(tokens), page_size=PAGE_SIZE, pages=needed + 1), 0
+    assert isinstance(cache, PagedKVCache)
+    cache.page_table[1, :needed] = np.arange(needed, 0, -1)
+    logits: list[NDArray] = []
     while start < len(tokens):
         stop = _prefill(tokens) if start == 0 else start + 1
         logits.append(model.run(TokenBatch.of([(1, start, tokens[start:stop])]), cache, path=path).all())
@@ -331,7 +342,7 @@ def _engine(model: Model, prompts: list[list[int]]) -> Any:
 def _sampled(make: MakeBackend, reference: Model, tokens: list[int]) -> Outcome:
     """Sampling with a seed: the same tokens from a screened head as from the whole one."""
     texts = []
-    settings = {"max_tokens": 5, "temperature": 0.8, "top_k": 20, "seed": 1, "repetition_penalty": 1.1}
+    settings: dict[str, Any] = {"max_tokens": 5, "temperature": 0.8, "top_k": 20, "seed": 1, "repetition_penalty": 1.1}
     for head in ("screened", "exact"):
         out: Any = reference.on(make(head=head)).generate(tokens[: _prefill(tokens)], ignore_eos=True, **settings)
         texts.append(out.token_ids)

@@ -58,9 +58,7 @@ def self_check() -> list[BackendCheck]:
 
 def check_backend(name: str, threads: int) -> BackendCheck:
     """One backend: exact accumulators, all execution paths, known answers."""
-    from ..backends.cuda import emulation_wanted
-
-    quick = name == "cupy" and emulation_wanted()
+    quick = is_emulated(name)
     try:
         model = load(MODEL, backend=name, threads=threads)
         reference = load(MODEL, backend="numpy", threads=threads)
@@ -72,11 +70,23 @@ def check_backend(name: str, threads: int) -> BackendCheck:
             answers["greedy"][0]["prompt_ids"] + answers["greedy"][0]["token_ids"],
             quick=quick,
         )
-        paths += run_checks(_answers(model, answers, quick))
+        paths += check_answers(model, quick=quick)
     except Exception as error:  # an old extension beside new Python files, a broken driver: that is what doctor is for
         return BackendCheck(name, False, 0, 0, [], f"{type(error).__name__}: {error}")
     passed = accumulators > 0 and unequal == 0 and all(check.passed for check in paths)
     return BackendCheck(name, passed, accumulators, unequal, paths)
+
+
+def is_emulated(name: str) -> bool:
+    """Whether the backend of that name is the CUDA emulation, which is slow."""
+    from ..backends.cuda import emulation_wanted
+
+    return name == "cupy" and emulation_wanted()
+
+
+def is_shipped(model: Model) -> bool:
+    """Whether the known answers are this model's."""
+    return model.path == ASSETS / MODEL
 
 
 def read_answers() -> dict[str, Any]:
@@ -99,7 +109,12 @@ def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[in
 # -- known answers -----------------------------------------------------------------------------------------------------
 
 
-def _answers(model: Model, answers: dict[str, Any], quick: bool) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def check_answers(model: Model, *, quick: bool = False) -> list[PathCheck]:
+    """The shipped model on any backend against its known answers. quick: fewer, for the emulated GPU."""
+    return run_checks(_checks(model, read_answers(), quick))
+
+
+def _checks(model: Model, answers: dict[str, Any], quick: bool) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     yield "answers: logits", lambda: _logits(model, answers)
     greedy = answers["greedy"][: 1 if quick else None]
     yield "answers: greedy texts", lambda: _greedy(model, greedy, 6 if quick else None)

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from bitnet_ref.backends.split_backend import Part, SplitBackend, SplitKVCache
 from click.testing import CliRunner
 from helpers import BITNET, GOLDEN, TINY, golden, model, rng, run_python, tiny_tensors, write_checkpoint
 
@@ -21,7 +22,6 @@ from bitnet_ref.backends.cuda import cupy_device, footprint
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.placement import Costs, Placement, divide_layers
-from bitnet_ref.backends.split_backend import Part, SplitBackend, SplitKVCache
 from bitnet_ref.benchmark import synthetic_model
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.tolerances import LOGITS_FLOOR

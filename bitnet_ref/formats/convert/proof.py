@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend, available_backends, choose_backend
-from ...backends.record import checked_forward
+from ...backends.paged_cache import CacheSpec
+from ...backends.run import run
 from ...errors import TokenizerError
 from ...reference.cache import TokenBatch
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
@@ -277,5 +278,5 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> ND
     layers: Any = _Layers(checkpoint, be, tick)
     head = read_head(checkpoint, embedding, be.prepare)
     weights = ModelWeights(embedding, layers, checkpoint.norm("final_norm"), head)
-    cache = be.new_cache(config, 1, count)
-    return checked_forward(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)
+    cache = be.new_cache(config, CacheSpec(slots=1, capacity=count))
+    return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache).all()
