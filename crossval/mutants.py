@@ -22,8 +22,10 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import io
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -31,7 +33,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,7 @@ from known_mutants import KNOWN
 from mutant_texts import same, small_models, write_texts
 from python_mutants import PACKAGE, Mutant, executed_lines, python_mutants
 
-TIMEOUT_S = 120
+TIMEOUT_S, CPU_LIMIT_S = 400, 90  # of one mutant
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,11 @@ class Verdict:
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-def judge(mutant: Mutant | None, models: dict[str, str], right: dict[str, Any], extension: Path | None) -> list[str]:
-    """The verdict on a mutant, in this process, which has not imported the package yet. None: nothing is edited."""
+def judge(
+    mutant: Mutant | None, models: dict[str, str], right: dict[str, Any], extension: Path | None
+) -> Iterator[tuple[str, str]]:
+    """(state, detail) of a mutant, in this process, which has not imported the package yet. The last one counts; the
+    one before it counts if the process ends early. mutant None: nothing is edited."""
     os.environ["BITNET_REF_MUTANT"] = str(mutant.number if mutant else 0)
     sys.meta_path.insert(0, Finder(mutant, extension))
     try:
@@ -67,28 +72,52 @@ def judge(mutant: Mutant | None, models: dict[str, str], right: dict[str, Any], 
                 break
         else:
             if mutant is not None:
-                return ["no change", ""]
+                yield "no change", ""
+                return
             name = "storyteller"
     except Exception as error:
-        return ["error", first_line(error)]
+        yield "error", first_line(error)
+        return
+    yield "noticed", f"{name}: the checks crashed, or did not end"
     os.environ["BITNET_REF_NUM_THREADS"] = "1"  # as many mutants at a time as there are processors
-    commands = [["doctor"], ["crossval", "backends", models[name.split(",")[0]]]]
-    for command in commands[::-1] if mutant and mutant.file.startswith(("backends", "kernels")) else commands:
+    model = models[name.split(",")[0]]
+    commands = [["doctor", "--json"], ["crossval", "backends", model, "--json"]]
+    if model != "storyteller" or (mutant and mutant.file.startswith(("backends", "kernels"))):
+        commands.reverse()  # what finds it sooner
+    for command in commands:
         if outcome := ask(command):
-            return ["noticed", f"{name}; {command[0]}: {outcome}"]
-    return ["survived", name]
+            yield "noticed", f"{name}; {command[0]}: {outcome}"
+            return
+    yield "survived", name
 
 
 def ask(command: list[str]) -> str:
-    """What a `bitnet-ref` command notices: its exit code or exception; "" when it finds nothing wrong."""
+    """What a `bitnet-ref` command notices, "" when it finds nothing wrong."""
     from bitnet_ref.cli import main
 
+    out = io.StringIO()
     try:
-        main(command)
+        with contextlib.redirect_stdout(out):
+            main(command)
     except SystemExit as end:
+        if end.code == 1:  # a comparison differs
+            return first_failure(json.loads(out.getvalue()))
         return f"exit code {end.code}" if end.code else ""
     except Exception as error:
         return first_line(error)
+    return ""
+
+
+def first_failure(found: Any) -> str:
+    """The first check in a command's JSON that did not pass, from the inside out."""
+    children = list(found.values()) if isinstance(found, dict) else found if isinstance(found, list) else []
+    for child in children:
+        if failure := first_failure(child):
+            return failure
+    if isinstance(found, dict) and False in (found.get("passed"), found.get("agrees")):
+        return ": ".join(
+            str(found[key]) for key in ("opponent", "backend", "path", "detail", "verdict") if key in found
+        )
     return ""
 
 
@@ -122,45 +151,48 @@ class Loader(importlib.machinery.SourceFileLoader):
         return compile(self.text, self.path, "exec", dont_inherit=True)
 
 
-def in_child(work: Callable[[], Any]) -> tuple[int, int]:
-    """Start `work` in a forked process. Returns its pid and the pipe on which its result arrives as JSON."""
+def in_child(work: Callable[[], Iterable[Any]]) -> tuple[int, int]:
+    """Start `work` in a forked process. Returns its pid, and the pipe on which each result arrives as a line of JSON."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:
         os.close(write)
         return pid, read
     os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
         os.dup2(silence, stream)
-    try:
-        answer = json.dumps({"result": work()})
-    except BaseException:
-        answer = json.dumps({"failed": traceback.format_exc()})
     with os.fdopen(write, "w") as out:
-        out.write(answer)
+        try:
+            for result in work():
+                out.write(json.dumps({"result": result}) + "\n")
+                out.flush()
+        except BaseException:
+            out.write(json.dumps({"failed": traceback.format_exc()}) + "\n")
     os._exit(0)
 
 
-def run_all(works: Sequence[Callable[[], Any]], jobs: int, done: Callable[[int, Any], None]) -> None:
-    """Run each work in a process of its own, `jobs` at a time. done(index, answer) gets {"result": ...}, {"failed": a
-    traceback}, or None after a crash or time-out."""
+def run_all(works: Sequence[Callable[[], Iterable[Any]]], jobs: int, done: Callable[[int, Any], None]) -> None:
+    """Run each work in a process of its own, `jobs` at a time. done(index, answer) gets its last {"result": ...}, or
+    {"failed": traceback}, or None after a crash or time-out without any."""
     waiting, running = list(enumerate(works))[::-1], {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 index, work = waiting.pop()
                 pid, pipe = in_child(work)
-                running[pipe] = (index, pid, time.monotonic() + TIMEOUT_S, [])
+                running[pipe] = (index, pid, time.monotonic() + TIMEOUT_S, bytearray())
             ready, _, _ = select.select(list(running), [], [], 1.0)
-            for pipe, (index, pid, deadline, parts) in list(running.items()):
+            for pipe, (index, pid, deadline, received) in list(running.items()):
                 part = os.read(pipe, 1 << 20) if pipe in ready else None
                 if part:
-                    parts.append(part)
+                    received += part
                 elif part == b"" or time.monotonic() > deadline:
                     del running[pipe]
                     end_child(pid, pipe)
-                    done(index, json.loads(b"".join(parts)) if parts and part == b"" else None)
+                    lines = received.splitlines()
+                    done(index, json.loads(lines[-1]) if lines else None)
     finally:
         for pipe, (_, pid, _, _) in running.items():
             end_child(pid, pipe)
@@ -190,7 +222,7 @@ PRELOADED = (
 def run_child(work: Callable[[], Any]) -> Any:
     """The result of `work` in a process of its own."""
     out: list[Any] = []
-    run_all([work], 1, lambda _, answer: out.append(answer))
+    run_all([lambda: [work()]], 1, lambda _, answer: out.append(answer))
     if out[0] is None or "failed" in out[0]:
         raise RuntimeError(f"without any mutant: {out[0] and out[0]['failed']}")
     return out[0]["result"]
@@ -277,7 +309,7 @@ def main() -> int:
     for name in PRELOADED:  # once, for all the processes that are forked from this one
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-mutants-") as folder:
-        models = {"storyteller": "storyteller"} | run_child(lambda: small_models(Path(folder)))
+        models = run_child(lambda: small_models(Path(folder))) | {"storyteller": "storyteller"}
         python = kernels = []
         if wish.python != 0:
             executed = run_child(lambda: executed_lines(lambda: dict(write_texts(models))))
