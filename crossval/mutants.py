@@ -152,7 +152,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 def in_child(work: Callable[[], Iterable[Any]]) -> tuple[int, int]:
-    """Start `work` in a forked process. Returns its pid, and the pipe on which each result arrives as a line of JSON."""
+    """Start `work` in a forked process. Returns its pid, and the pipe on which each result is a line of JSON."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -242,27 +242,30 @@ def kernel_mutants() -> list[Mutant]:
 
 
 def judge_all(
-    mutants: Sequence[Mutant], extension: Path | None, models: dict[str, str], jobs: int
+    mutants: Sequence[Mutant], extension: Path | None, models: dict[str, str], jobs: int, control: bool
 ) -> list[tuple[Mutant, Verdict]]:
-    """The verdicts, printed as they come. First the checks must pass without any edit."""
+    """The verdicts, printed as they come. control: also that the checks pass without any edit, else RuntimeError."""
     right = run_child(lambda: texts_of(models, extension))
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[Mutant | None, Verdict] = {}
+
+    judged: list[Mutant | None] = [None, *mutants] if control else [*mutants]
 
     def done(index: int, answer: dict[str, Any] | None) -> None:
-        if answer is None:
-            verdicts[index] = Verdict("error", "crashed, or did not end")
-        elif "failed" in answer:
+        if answer is not None and "failed" in answer:
             raise RuntimeError(answer["failed"])
-        else:
-            verdicts[index] = Verdict(*answer["result"])
-        name = mutants[index - 1].name if index else "no edit"
-        print(f"{len(verdicts):5} {verdicts[index].state:9}  {name}  [{verdicts[index].detail}]", flush=True)
+        verdict = verdicts[judged[index]] = Verdict(
+            *answer["result"] if answer else ("error", "crashed or did not end")
+        )
+        mutant = judged[index]
+        print(
+            f"{len(verdicts):5} {verdict.state:9}  {mutant.name if mutant else 'no edit'}  [{verdict.detail}]",
+            flush=True,
+        )
 
-    works = [partial(judge, mutant, models, right, extension) for mutant in (None, *mutants)]
-    run_all(works, jobs, done)
-    if verdicts[0].state != "survived":
-        raise RuntimeError(f"without an edit the checks find: {verdicts[0].detail}")
-    return [(mutant, verdicts[index]) for index, mutant in enumerate(mutants, 1)]
+    run_all([partial(judge, mutant, models, right, extension) for mutant in judged], jobs, done)
+    if control and verdicts.pop(None).state != "survived":
+        raise RuntimeError("without an edit the checks find something, see above")
+    return [(mutant, verdicts[mutant]) for mutant in mutants]
 
 
 def texts_of(models: dict[str, str], extension: Path | None) -> dict[str, Any]:
@@ -302,6 +305,9 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=19, help="another choice of N")
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     arguments.add_argument("--list", action="store_true", help="name the mutants and stop")
+    arguments.add_argument(
+        "--no-control", action="store_true", help="do not check first that all is well without edits"
+    )
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there too")
     wish = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # ends the children too
@@ -319,9 +325,10 @@ def main() -> int:
         if wish.list:
             print("\n".join(mutant.name for mutant in [*python, *kernels]))
             return 0
-        verdicts = judge_all(python, None, models, wish.jobs) if python else []
+        control = not wish.no_control
+        verdicts = judge_all(python, None, models, wish.jobs, control) if python else []
         if kernels:
-            verdicts += judge_all(kernels, build(PACKAGE.parent), models, wish.jobs)
+            verdicts += judge_all(kernels, build(PACKAGE.parent), models, wish.jobs, control)
     return report(verdicts, wish.json)
 
 
