@@ -21,7 +21,7 @@ from .formats.prepared import PreparedFile
 from .generation import ChatSession, TokenStream, generate, stream
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
-from .system.sharing import identity, shared
+from .system.sharing import file_identity, share_by_key
 
 if TYPE_CHECKING:
     from .notebook.profiling import Profile
@@ -127,8 +127,8 @@ def load(
         return read()
     plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
     computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
-    key = str(path), identity(path), computing, reading, cache_dtype, options.prepared
-    return shared(key, read, is_usable=lambda model: not model.is_closed)
+    key = str(path), file_identity(path), computing, reading, cache_dtype, options.prepared
+    return share_by_key(key, read, is_usable=lambda model: not model.is_closed)
 
 
 def _gather(

@@ -1,17 +1,16 @@
-"""Attention of tokens that are decoded on the CuPy backend, by the kernels for them or by the general ones."""
+"""Attention of decoded tokens on the CuPy backend, with RoPE and the append in its kernels, or op by op."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from cupy_runs import kernels_asked_for
-from helpers import of_one_layer, rng
+from helpers import call, of_one_layer, rng
 
-from bitnet_ref.backends.cuda.attention import Attention
 from bitnet_ref.backends.cuda.cache import DeviceBatch, DeviceKVCache
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
 
@@ -30,39 +29,43 @@ class Decoding:
     padding: int = 0  # how often the last one is there again, as in a recorded step
     scale: float = 1.0  # of q, k and v
 
-    def run(self, be, decode_kernels=True, put_off=True):
-        """-> z, keys and values kept, the kernels of attention that it took"""
+    def run(self, be, fused=True):
+        """-> z, keys and values in the cache, the kernels of attention that it took. Not fused: op by op."""
         config, count, capacity = of_one_layer(self.kv_heads, self.group, self.head_dim), len(self.lengths), 300
         dice, sizes = rng(self.head_dim, *self.lengths), (self.kv_heads, self.head_dim)
         pages = None if self.page_size is None else count * -(-capacity // self.page_size)
-        cache = DeviceKVCache(be.ws, config, count, capacity, self.kind, page_size=self.page_size, pages=pages)
-        for pool in cache._pools:
+        spec = CacheSpec(count, capacity, page_size=self.page_size, pages=pages)
+        cache = DeviceKVCache(be.ws, config, spec, self.kind)
+        for pool in cache.pools:
             be.ws.device.fill(pool, 0xFF)  # what was never written is no number
         if pages is not None:
             cache.page_table[:] = dice.permutation(pages).reshape(cache.page_table.shape)
         for slot, length in enumerate(self.lengths):
             k, v = (dice.standard_normal((length - 1, *sizes)).astype(np.float32) for _ in range(2))
-            cache.append(0, TokenBatch.of([(slot, 0, [0] * (length - 1))]), k, v)
+            call(be, "append", cache, 0, TokenBatch.of([(slot, 0, [0] * (length - 1))]), k, v)
         order = dice.permutation(count)
         host = TokenBatch.of([(int(slot), self.lengths[slot] - 1, [0]) for slot in order])
-        be.place(host)  # which sees to it that the tables of RoPE reach so far
         rows = np.minimum(np.arange(count + self.padding), count - 1)
         sheet = be.ws.upload(np.stack([host.tokens, host.positions, host.slots])[:, rows])
-        batch = DeviceBatch(sheet[0], sheet[1], sheet[2], None, host)
+        batch = DeviceBatch(sheet[0], sheet[1], sheet[2], None, host, decodes=True)
         heads = self.kv_heads * self.group, self.kv_heads, self.kv_heads
         shapes = [(count, n, self.head_dim) for n in heads]
         q, k, v = (be.ws.upload((self.scale * dice.standard_normal(s)).astype(np.float32)[rows]) for s in shapes)
-        with pytest.MonkeyPatch.context() as patch, cache.putting_off(host) if put_off else nullcontext():
-            patch.setattr(be, "_attention", Attention(be.ws, decode_kernels))
+        with pytest.MonkeyPatch.context() as patch:
             names = kernels_asked_for(patch, be.ws.device)
-            turned = be.rope(q, k, *be.rope_tables(batch.positions, RopeConfig(), self.head_dim))
-            cache.append(0, batch, turned[1], v)
-            z = be.to_host(be.attention(turned[0], cache, batch, 0, self.window))
+            rope = be.rope_tables(batch.positions, RopeConfig(), self.head_dim)
+            if fused:
+                z = be._attend_new(q, k, v, rope, self.window, batch, cache, 0)
+            else:
+                q, k = be.rope(q, k, *rope)
+                be.append(cache, 0, batch, k, v)
+                z = be.attention(q, cache, batch, 0, self.window)
+            z = be.to_host(z)
         return z, cache.stored(0, host), [name for name in names if name.startswith("attention")]
 
 
-def decode_kernels_of(kind):
-    return [f"attention_scores_decode_{kind}", f"attention_values_decode_{kind}"]
+def fused_kernels(kind, group=1):
+    return [f"attention_append_scores_{kind}", f"attention_values_{1 if group <= 8 else 4}_{kind}"]
 
 
 def same_bits(found, expected):

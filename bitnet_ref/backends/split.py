@@ -116,6 +116,7 @@ class SplitBackend(Backend):
             raise ShapeError("SplitBackend", expected="two or more runs of layers, one after the other", got=got)
         self.parts = tuple(parts)
         self._lock = threading.RLock()
+        self._computing = [len(parts) - 1]  # the number of the part whose arrays `to_host` gets; shared by copies
         backends = [part.backend for part in parts]
         self.name = "+".join(dict.fromkeys(be.name for be in backends))
         self.dtype = backends[0].dtype
@@ -171,7 +172,8 @@ class SplitBackend(Backend):
             return self.op_by_op().hidden(w, cfg, batch, cache)
         assert isinstance(cache, SplitKVCache)
         x = self.parts[0].backend.embed_on_host(w.embedding, batch.tokens)  # (N, D)
-        for part, own_cache in zip(self.parts, cache.parts, strict=True):
+        for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
+            self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
             rope = be.rope_tables(placed.positions, cfg.rope, cfg.head_dim)
             layers = w.layers[part.first : part.stop]
@@ -192,17 +194,18 @@ class SplitBackend(Backend):
         return self._last.from_host(array)
 
     def to_host(self, array: NDArray) -> NDArray:
-        """Of what the last part gave; inside a recorded pass, of any part."""
-        for part in self.parts:
-            array = part.backend.to_host(array)
-        return array
+        """An array of the part that computes now; after a pass, of the last part."""
+        return self.parts[self._computing[0]].backend.to_host(array)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         with self._lock, ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.backend.running())
-            yield
+            try:
+                yield
+            finally:
+                self._computing[0] = len(self.parts) - 1  # also after a pass that failed in an earlier part
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from .cache import measure_cache
 from .ceiling import MemoryReader, measure_ceiling
 from .cuda_kernels import measure_cuda_kernels
 from .gpu import measure_gpu
-from .gpu_goals import Plan
+from .gpu_goals import GpuPlan
 from .kernels import candidates, measure_kernels
 from .models import bytes_of_step, measure_model
 from .peers import PEERS, measure_peer
@@ -29,9 +29,9 @@ from .validate import check_linear, check_model
 __all__ = [
     "PEERS",
     "SHAPES",
+    "GpuPlan",
     "Load",
     "MemoryReader",
-    "Plan",
     "bytes_of_step",
     "candidates",
     "check_linear",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from ..reference.config import ModelConfig
-from .cuda_kernels import SHAPES_2B_4T_FUSED
-from .record import Record, to_json
+from .cuda_kernels import MIN_SHARE, SHAPES_2B_4T_FUSED, TARGET_SHARES
+from .record import Record
 from .synthetic import SHAPES
 from .timing import Timing
 from .validate import Check
@@ -24,7 +24,7 @@ NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """What is measured. The targets apply to the default plan; tests take small shapes and few tokens."""
 
     shapes: dict[str, ModelConfig] = field(default_factory=lambda: dict(SHAPES))
@@ -65,6 +65,21 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Case:
+    """One decoding to measure: `batch` sequences of a model of that shape."""
+
+    name: str
+    batch: int = 1
+    dtype: str = "float32"
+    backend: str = "cupy"
+
+    @property
+    def subject(self) -> str:
+        """Names the model and what computes it."""
+        return f"{self.name} {self.dtype} {self.backend}"
+
+
+@dataclass(frozen=True)
 class Goal:
     """One thing that is measured, and its target."""
 
@@ -74,6 +89,10 @@ class Goal:
     target: float | None = None
     at_most: bool = False  # the target is an upper limit
     note: str = ""  # further targets, in words
+    case: Case | None = None  # the decoding that is measured
+    over: Case | None = None  # the one that it is divided by
+    shape: tuple[int, int] = (0, 0)  # (N, K), of a kernel
+    quantized: bool = False  # the peer's weights
 
     @property
     def words(self) -> str:
@@ -82,6 +101,33 @@ class Goal:
             return self.note
         bound = f"{'<=' if self.at_most else '>='} {self.target:,.4g} {self.unit}"
         return f"{bound} ({self.note})" if self.note else bound
+
+
+def goals(plan: GpuPlan) -> list[Goal]:
+    """Everything that is asked, in the order of PARTS."""
+    main, large, dense = (plan.title(name) for name in (MAIN, LARGE, DENSE))
+    one, batch = Case(MAIN), plan.large_batch
+    share = {shape: 100 * TARGET_SHARES.get(shape, MIN_SHARE) for shape in plan.kernel_shapes}
+    return [
+        *(Goal("kernels", f"GEMV {n}x{k} over a copy", "%", share[n, k], shape=(n, k)) for n, k in share),
+        Goal("decode", f"{main}, batch 1", "tok/s", 1500, note="stretch 2,400", case=one),
+        *(
+            Goal("batches", f"{main}, batch {n} over 1", "x", BATCHES.get(n), case=Case(MAIN, n), over=one)
+            for n in plan.batches
+        ),
+        Goal("prefill", f"{main}, prompt of {plan.prefill_tokens:,}", "ms", 40, at_most=True),
+        Goal("7b", f"{large}, packed weights", "GB", 2.6, at_most=True),
+        Goal("7b", f"{large}, batch 1", "tok/s", 600, case=Case(LARGE)),
+        Goal("7b", f"{large}, batch {batch}", "tok/s", 8000, case=Case(LARGE, batch)),
+        *(Goal("dense", f"{dense}, {dtype}", "tok/s", 100, case=Case(DENSE, dtype=dtype)) for dtype in NARROW),
+        *(
+            Goal("precision", f"{main}, {t} over float32", "x", 1.3, note="to 1.5", case=Case(MAIN, dtype=t), over=one)
+            for t in NARROW
+        ),
+        Goal("cpu", f"{main}, GPU over CPU", "x", 50, case=one, over=Case(MAIN, backend="cython")),
+        Goal("peers", f"{main} over transformers' BitNet", "x", 10, quantized=True),
+        Goal("peers", f"{main} over transformers' bf16", "x", 2.5),
+    ]
 
 
 @dataclass(frozen=True)
@@ -109,7 +155,7 @@ class GpuBench(Record):
     device: str
     emulated: bool
     software: dict[str, str]  # versions of CuPy, CUDA and the driver
-    plan: Plan
+    plan: GpuPlan
     parts: tuple[str, ...]
     copy_bytes: int  # read and written
     copy_samples_s: list[float]
@@ -137,18 +183,14 @@ class GpuBench(Record):
         return self.copy_bytes / median(self.copy_samples_s) / 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values. In a row "found" is the value and "more" the note."""
+        """Everything as plain JSON values. In a row "found" is the value, and "more" the note."""
         rows = []
         for row in self.rows:
-            goal = asdict(row.goal)
+            goal = {name: getattr(row.goal, name) for name in ("part", "what", "unit", "target", "at_most")}
             verdict = {"found": row.value, "met": self.met(row), "why": row.why, "differs": row.differs}
-            rows.append({**goal, "more": goal.pop("note"), **verdict, **row.facts})
-        return {
-            **super().to_dict(),
-            "copy": to_json(Timing.of(self.copy_samples_s)),
-            "plan": self.plan.to_dict(),
-            "rows": rows,
-        }
+            rows.append({**goal, "more": row.goal.note, **verdict, **row.facts})
+        timing = Timing.of(self.copy_samples_s).to_dict()
+        return {**super().to_dict(), "copy": timing, "plan": self.plan.to_dict(), "rows": rows}
 
 
 class Differs(Exception):
@@ -156,7 +198,7 @@ class Differs(Exception):
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingRun:
     """Repetitions of one decoding."""
 
     batch: int

@@ -119,60 +119,20 @@ class ModelBench(Record):
     head_rows: float | None = None  # logits computed per token, on average
     peak_memory_bytes: int | None = None  # without the buffer of the plain read
     profiles: dict[str, PassProfile] = field(default_factory=dict)  # "prompt", "decode", when asked for
+    read_gb_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None  # at the best time
+    decode_tokens_per_s: float | None = None  # of the best step
+    decode_tokens_per_s_median: float | None = None
+    bound_tokens_per_s: float | None = None  # the best read's bandwidth over the bytes of a token
+    of_bound: float | None = None  # the best step over the best read's bound
+    of_bound_median: float | None = None  # median over median
+    prompt_bound_tokens_per_s: float | None = None  # the best rate of the product instruction over a token's work
+    of_prompt_bound: float | None = None
+    of_prompt_bound_median: float | None = None
 
     @property
     def equal(self) -> bool:
         return self.check.equal
-
-    @property
-    def read_gb_per_s(self) -> float | None:
-        return self.read.giga_per_s(self.read_bytes) if self.read else None
-
-    @property
-    def prompt_tokens_per_s(self) -> float | None:
-        """At the best time; `prompt` has the median."""
-        return self.prompt_tokens / self.prompt.best_s if self.prompt else None
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Of the best step."""
-        return 1 / self.decode.best_s if self.decode else None
-
-    @property
-    def decode_tokens_per_s_median(self) -> float | None:
-        return 1 / self.decode.median_s if self.decode else None
-
-    @property
-    def bound_tokens_per_s(self) -> float | None:
-        """The best plain read's bandwidth over the bytes of a token."""
-        return self.read_bytes / self.read.best_s / self.step_bytes.total if self.read else None
-
-    @property
-    def of_bound(self) -> float | None:
-        """Best step over the best read's bound."""
-        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read)
-
-    @property
-    def of_bound_median(self) -> float | None:
-        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, "median_s")
-
-    @property
-    def prompt_bound_tokens_per_s(self) -> float | None:
-        """The best rate of the product instruction over a token's multiply-adds."""
-        if self.peak is None or self.ternary_multiply_adds == 0:
-            return None
-        return self.peak_multiply_adds / self.peak.best_s / self.ternary_multiply_adds
-
-    @property
-    def of_prompt_bound(self) -> float | None:
-        """Best prompt over the best rate's bound."""
-        work = self.prompt_tokens * self.ternary_multiply_adds
-        return ratio(work, self.prompt, self.peak_multiply_adds, self.peak) if work else None
-
-    @property
-    def of_prompt_bound_median(self) -> float | None:
-        work = self.prompt_tokens * self.ternary_multiply_adds
-        return ratio(work, self.prompt, self.peak_multiply_adds, self.peak, "median_s") if work else None
 
     @property
     def fits_in_cache(self) -> bool:
@@ -187,15 +147,10 @@ class ModelBench(Record):
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; of a profile's operations, those of all places together."""
         facts = super().to_dict()
-        for name, profile in self.profiles.items():
-            ops = [
-                {
-                    "op": op.name,
-                    **{key: value for key, value in op.to_dict().items() if key not in ("name", "children")},
-                }
-                for op in profile.ops
-            ]
-            facts["profiles"][name]["ops"] = ops
+        names = ("calls", "total_s", "nbytes", "gb_per_s")
+        for part, profile in self.profiles.items():
+            ops = [{"op": op.name, **{name: getattr(op, name) for name in names}} for op in profile.ops]
+            facts["profiles"][part]["ops"] = ops
         return facts
 
 
@@ -283,18 +238,34 @@ def measure_model(
     profiles = profile_model(model, prompt, new_tokens) if profile else {}
     if profile:
         tick()
+    step_bytes = bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows))
+    read, prompt_time, decode_time = Timing.of(reads), Timing.of(prompts), Timing.of(decodes)
+    work_per_token = bench.ternary_multiply_adds
+    peak_time = Timing.of(peaks) if peaks and work_per_token else None
+    of_memory = step_bytes.total, decode_time, reader.nbytes, read
+    of_peak = prompt_tokens * work_per_token, prompt_time, peak_multiply_adds, peak_time
     return replace(
         bench,
-        step_bytes=bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows)),
-        read=Timing.of(reads),
-        peak=Timing.of(peaks) if peaks else None,
-        prompt=Timing.of(prompts),
-        decode=Timing.of(decodes),
+        step_bytes=step_bytes,
+        read=read,
+        peak=peak_time,
+        prompt=prompt_time,
+        decode=decode_time,
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
         head_rows=mean(head_rows),
         peak_memory_bytes=max(memory_before, memory_after - reader.nbytes),
         profiles=profiles,
+        read_gb_per_s=read.giga_per_s(reader.nbytes),
+        prompt_tokens_per_s=prompt_tokens / prompt_time.best_s,
+        decode_tokens_per_s=1 / decode_time.best_s,
+        decode_tokens_per_s_median=1 / decode_time.median_s,
+        bound_tokens_per_s=reader.nbytes / read.best_s / step_bytes.total,
+        of_bound=ratio(*of_memory),
+        of_bound_median=ratio(*of_memory, "median_s"),
+        prompt_bound_tokens_per_s=peak_multiply_adds / peak_time.best_s / work_per_token if peak_time else None,
+        of_prompt_bound=ratio(*of_peak),
+        of_prompt_bound_median=ratio(*of_peak, "median_s"),
     )
 
 

@@ -1,4 +1,4 @@
-"""The shell interface, `bitnet-ref`: one module a command. `main` is the entry point.
+"""The shell interface, `bitnet-ref`: one module per command. `main` is the entry point. May import every room.
 
 Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 a backend (or program) is not available,
 70 a bug in bitnet_ref itself, 130 interrupted.
@@ -40,19 +40,7 @@ def cli() -> None:
     """
 
 
-for command in (
-    generate,
-    chat,
-    inspect,
-    pull,
-    list_models,
-    rm,
-    convert,
-    crossval,
-    bench,
-    doctor,
-    lab,
-):  # --help's order
+for command in (generate, chat, inspect, pull, list_models, rm, convert, crossval, bench, doctor, lab):  # as in --help
     cli.add_command(command)
 
 
@@ -60,4 +48,4 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     prepare_streams()
     cli.main(args, prog_name="bitnet-ref")
-    raise AssertionError("click exits by itself")
+    raise AssertionError("cli.main does not return")

@@ -191,7 +191,7 @@ def gpu(
     and the rest goes on. BITNET_REF_CUDA=emulated runs everything on the host: with --layers 1 and --new-tokens 2, only
     to see that it runs.
     """
-    from ..benchmark.gpu import Plan, measure_gpu
+    from ..benchmark.gpu import GpuPlan, measure_gpu
 
     def on_row(bench: GpuBench) -> None:
         if not sys.stderr.isatty():  # no progress bar is drawn there; an interrupted run has shown its results
@@ -202,7 +202,7 @@ def gpu(
 
     if out is not None and not out.parent.is_dir():  # an error now, not after the first measurement
         raise click.UsageError(f"--out {out}: there is no folder {out.parent}")
-    plan = Plan(layers=layers, new_tokens=new_tokens, repeats=repeats)
+    plan = GpuPlan(layers=layers, new_tokens=new_tokens, repeats=repeats)
     python = versus_python or sys.executable
     with LoadingBar("measuring") as bar:
         bench = measure_gpu(plan, only or PARTS, index=device, python=python, on_row=on_row, progress=bar)

@@ -12,7 +12,7 @@ import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options
-from .shell import DIFFERS, AnyFunction, LoadingBar, print_json, show, wants_json
+from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, print_json, show, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,15 +147,8 @@ def draw_table(
     out: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, header: bool = True
 ) -> None:
     """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
-    from rich.table import Table
-
-    table = Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        is_number = index >= left
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
+    titles = columns if header else [""] * len(columns)
+    out.print(make_table([title if i < left else f">{title}|" for i, title in enumerate(titles)], rows))
 
 
 def in_threads(threads: int) -> str:

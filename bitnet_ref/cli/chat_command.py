@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import BitNetRefError
-from .generate_command import Reply, load_model
-from .generation_options import given_only, model_options, sampling_options
+from .generate_command import Reply
+from .generation_options import given_only, load_model, model_options, sampling_options
 from .shell import (
     INTERRUPTED,
     SectionedCommand,
     common_options,
     error_facts,
+    error_message,
     exit_code,
     paint,
     print_json,
@@ -54,23 +56,23 @@ def chat(system: str | None, **options: Any) -> None:
 def ask(
     session: ChatSession, content: str, on_chunk: Callable[[StreamChunk], None] | None = None
 ) -> tuple[Reply, GenerationStats, list[int]]:
-    """One exchange: the reply, its figures, and the token ids of its prompt."""
-    ids = session.prompt(content)
-    stream = session.stream(content)
-    reply = Reply()
+    """One exchange: the reply, its statistics, and the token ids of its prompt."""
+    ids, stream, reply = session.prompt(content), session.stream(content), Reply()
     reply.follow(stream, on_chunk)
     return reply, stream.stats, ids
 
 
-def talk(session: ChatSession) -> None:
-    """The loop for people."""
-    import contextlib
+def say(text: str) -> None:
+    """A remark beside the conversation, on stderr."""
+    click.echo(paint(text, sys.stderr, dim=True), err=True)
 
+
+def talk(session: ChatSession) -> None:
+    """The conversation with a person."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing
 
-    hint = f"[{session.model.backend.name}] /reset starts anew, /exit leaves, Ctrl-C stops an answer"
-    click.echo(paint(hint, sys.stderr, dim=True), err=True)
+    say(f"[{session.model.backend.name}] /reset starts anew, /exit leaves, Ctrl-C stops an answer")
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -82,42 +84,43 @@ def talk(session: ChatSession) -> None:
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
-            click.echo(paint("\nnothing to stop; /exit or Ctrl-D leaves", sys.stderr, dim=True), err=True)
+            say("\nnothing to stop; /exit or Ctrl-D leaves")
             continue
         if message in EXIT:
             return
         if message == RESET:
             session.reset()
-            click.echo(paint("a new conversation", sys.stderr, dim=True), err=True)
+            say("a new conversation")
             continue
         if not message:
             continue
         try:
             reply, stats, _ = ask(session, message, lambda chunk: write_text(chunk.text))
         except BitNetRefError as error:
-            say_error(str(error))
+            say_error(error_message(error))
             continue
         write_text("\n")
         say_dropped(stats)
         if reply.finish_reason == "interrupted":
-            click.echo(paint("stopped", sys.stderr, dim=True), err=True)
+            say("stopped")
         elif reply.finish_reason == "length":
-            why = "the context is full: /reset starts anew" if session.full else "cut at --max-tokens"
-            click.echo(paint(f"[{why}]", sys.stderr, dim=True), err=True)
+            say("[the context is full: /reset starts anew]" if session.full else "[cut at --max-tokens]")
         elif reply.finish_reason == "filtered":
-            click.echo(paint("[filtered]", sys.stderr, dim=True), err=True)
+            say("[filtered]")
 
 
 def say_dropped(stats: GenerationStats) -> None:
-    """What the model did not see of the conversation, on stderr."""
+    """Say what the model did not see of the conversation."""
     for count, what in ((stats.dropped_messages, "message"), (stats.dropped_tokens, "token")):
         if count:
-            text = f"[the oldest {what if count == 1 else f'{count} {what}s'} dropped: the context is full]"
-            click.echo(paint(text, sys.stderr, dim=True), err=True)
+            say(f"[the oldest {what if count == 1 else f'{count} {what}s'} dropped: the context is full]")
 
 
 def answer_lines(session: ChatSession) -> None:
-    """The loop for programs: a message a line in, an object a line out. The last failure's code is the exit code."""
+    """The conversation with a program: each line in is a message, each line out an object.
+
+    The exit code is that of the last failure.
+    """
     code = 0
     for message in messages_of(sys.stdin):
         if message in EXIT:
@@ -140,7 +143,7 @@ def answer_lines(session: ChatSession) -> None:
 
 
 def messages_of(lines: Any) -> Iterator[str]:
-    """Each line's message; empty lines are none."""
+    """The message of each line that is not empty."""
     for line in lines:
         text = line.strip()
         if not text:

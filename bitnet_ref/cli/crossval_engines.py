@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import click
 
-from .crossval_command import crossval, finish, load_and_encode, load_model, outputs, what_to_run
+from .crossval_command import crossval, finish, load_and_encode, load_reference, outputs, what_to_run
 from .shell import common_options
 
 _ENGINES = {
@@ -18,8 +17,8 @@ _ENGINES = {
 }
 
 
-def _register(name: str, says: str) -> None:
-    @crossval.command(name.replace("_", "-"), short_help=says)
+def _register(name: str, summary: str) -> None:
+    @crossval.command(name.replace("_", "-"), short_help=summary)
     @click.argument("model", default="storyteller")
     @what_to_run
     @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
@@ -32,26 +31,24 @@ def _register(name: str, says: str) -> None:
         tokens: str | None,
         python: str | None,
         only: tuple[str, ...],
-        html_path: Path | None,
-        receipt: Path | None,
-        require: bool,
+        **options: Any,
     ) -> None:
         from ..crossval import cross_engine
 
         loaded, ids = load_and_encode(model, prompt, tokens)
         loaded.check_tokens(ids)
-        found = cross_engine(name, model, ids, python=python, only=only or None)
-        finish(name, model, loaded, ids, found, None, html_path, receipt, require)
+        crossings = cross_engine(name, model, ids, python=python, only=only or None)
+        finish(name, model, loaded, ids, crossings, **options)
 
     command.help = (
-        f"Run MODEL in {says[0]}{says[1:]}\n\nThe engine records each op that it can, which is then held to the "
-        "reference's. It may live in another interpreter: --python. What it does otherwise by design is said, and the "
-        "reference then does so too."
+        f"Run MODEL in {summary}\n\nThe engine records each op that it can, which is then compared with the "
+        "reference's. It may be in another interpreter: --python. Where it differs by design, the report says "
+        "so, and the reference computes the same way."
     )
 
 
-for _name, _says in _ENGINES.items():
-    _register(_name, _says)
+for _name, _summary in _ENGINES.items():
+    _register(_name, _summary)
 
 
 @crossval.command("bitnet-cpp", short_help="A built bitnet.cpp, or any program with llama-cli's options.")
@@ -64,26 +61,18 @@ for _name, _says in _ENGINES.items():
 @outputs
 @common_options
 def bitnet_cpp(
-    model: str,
-    binary: str,
-    prompt: str | None,
-    max_tokens: int,
-    prints: str,
-    options: str,
-    html_path: Path | None,
-    receipt: Path | None,
-    require: bool,
+    model: str, binary: str, prompt: str | None, max_tokens: int, prints: str, options: str, **outputs: Any
 ) -> None:
     """Run BINARY -m MODEL -p PROMPT -n N --temp 0 and compare its greedy tokens with the reference's.
 
-    A MODEL that is no GGUF is written as one first, with I2_S matrices.
+    A MODEL that is not a GGUF is first written as one, with I2_S matrices.
     """
     from ..crossval import cross_bitnet_cpp
     from ..crossval.opponents import PROMPT
 
     given: dict[str, Any] = {"count": max_tokens, "prints": prints, "options": shlex.split(options)}
     text = PROMPT if prompt is None else prompt
-    loaded = load_model(model)
-    found = cross_bitnet_cpp(model, binary, prompt=text, **given)
-    ids = [] if found.greedy is None else loaded.tokenizer.encode(text)
-    finish("bitnet_cpp", model, loaded, ids, [found], None, html_path, receipt, require)
+    loaded = load_reference(model)
+    crossing = cross_bitnet_cpp(model, binary, prompt=text, **given)
+    ids = [] if crossing.greedy is None else loaded.tokenizer.encode(text)
+    finish("bitnet_cpp", model, loaded, ids, [crossing], **outputs)

@@ -1,4 +1,4 @@
-"""`bitnet-ref generate`: continue a prompt, streaming; and the loop that chat uses too."""
+"""`bitnet-ref generate`: continue a prompt, streaming; and the loop that chat also uses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import click
 
 from ..errors import GenerationError, TokenizerError
 from ..system.memory import peak_memory_bytes
-from .generation_options import LOAD_OPTIONS, given_only, model_options, sampling_options, several_options
+from .generation_options import given_only, load_model, model_options, sampling_options, several_options
 from .shell import (
     INTERRUPTED,
-    LoadingBar,
     SectionedCommand,
     common_options,
     console,
@@ -52,14 +51,14 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
     ids = encode(model, prompt) if ids is None else ids
     params = given_only(options)
     with show_profile(model) if profile else nullcontext():
-        show_text(model, prompt, ids, params, raw_ids)
+        if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
+            show_several(model, ids, params, raw_ids)
+        else:
+            show_text(model, prompt, ids, params, raw_ids)
 
 
 def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    """Generate, and show it."""
-    if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
-        show_several(model, ids, params, raw_ids)
-        return
+    """Generate one text and show it as it comes."""
     reply = Reply()
     stream = model.stream(ids, **params)
     if wants_json():
@@ -69,11 +68,11 @@ def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any],
         reply.follow(stream, on_chunk=lambda chunk: write_text(f"{chunk.token_id} "))
         write_text("\n")
     else:
-        glue = None
+        restorer = None
         if sys.stdout.isatty() and not params["echo"]:
             click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
-            glue = Glue(model, ids)
-        reply.follow(stream, on_chunk=lambda chunk: write_text(chunk.text if glue is None else glue.text(chunk)))
+            restorer = SpaceRestorer(model, ids)
+        reply.follow(stream, on_chunk=lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
         write_text("\n")
     if not wants_json():
         say_stats(stream.stats)
@@ -83,45 +82,41 @@ def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any],
 
 @contextmanager
 def show_profile(model: Model) -> Iterator[None]:
-    """Where the time of what runs inside went, on stderr, also when it was interrupted."""
+    """Show on stderr where the time of the `with` block went, also when it is interrupted."""
     profile = model.profile()
     try:
         with profile:
             yield
     finally:
-        out = console(sys.stderr)
-        out.print(profile.table())
+        console(sys.stderr).print(profile.table())
 
 
 def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    """Texts that are certain only when all of them are."""
-    found = model.generate(ids, **params)
-    outs = cast("list[Generation]", found if isinstance(found, list) else [found])
+    """Generate several texts and show them at the end."""
+    result = model.generate(ids, **params)
+    outs = cast("list[Generation]", result if isinstance(result, list) else [result])
     stats = outs[0].stats
     if wants_json():
-        facts = [
-            {name: value for name, value in vars_of(out).items() if name not in ("prompt_token_ids", "stats")}
-            for out in outs
-        ]
-        print_json({"choices": facts, "prompt_token_ids": ids, "stats": stats_facts(stats)})
+        print_json({"choices": [*map(choice_facts, outs)], "prompt_token_ids": ids, "stats": stats_facts(stats)})
         return
     for number, out in enumerate(outs):
         if number:
             click.echo(paint("---", sys.stdout, dim=True))
-        write_text(" ".join(map(str, out.token_ids)) if raw_ids else out.text)
-        write_text("\n")
+        write_text((" ".join(map(str, out.token_ids)) if raw_ids else out.text) + "\n")
     say_stats(stats)
 
 
-def vars_of(out: Generation) -> dict[str, Any]:
-    """A generation's fields, with what is not there left out."""
-    found = {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
-    overflows = [asdict(overflow) for overflow in found.pop("overflows")]
-    return {**found, "overflows": overflows} if overflows else found
+def choice_facts(out: Generation) -> dict[str, Any]:
+    """One of several texts, for --json: its fields without those that are None."""
+    facts = {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
+    for name in ("prompt_token_ids", "stats"):
+        del facts[name]
+    overflows = [asdict(overflow) for overflow in facts.pop("overflows")]
+    return facts | ({"overflows": overflows} if overflows else {})
 
 
 def encode(model: Model, prompt: str) -> list[int]:
-    """The prompt's token ids, by the model's tokenizer."""
+    """The prompt's token ids."""
     try:
         tokenizer = model.tokenizer
     except TokenizerError as error:
@@ -130,18 +125,9 @@ def encode(model: Model, prompt: str) -> list[int]:
     return tokenizer.encode(prompt)
 
 
-def load_model(options: dict[str, Any]) -> Model:
-    """Load what the model options say; takes them out of `options`."""
-    from ..api import load
-
-    given = {name: options.pop(name) for name in LOAD_OPTIONS}
-    with LoadingBar(f"loading {given['model']}") as bar:
-        return load(given.pop("model"), progress=bar, **given)
-
-
 @dataclass
 class Reply:
-    """What has come of a stream so far. Ctrl-C ends it and keeps that."""
+    """The text of a stream so far. Ctrl-C ends the stream and keeps the text."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -187,20 +173,21 @@ def stats_facts(stats: GenerationStats) -> dict[str, Any]:
     return {**asdict(stats), **speeds, "peak_memory_bytes": peak_memory_bytes()}
 
 
-class Glue:
-    """What stands between the prompt and its continuation: a SentencePiece text that begins anew drops its space."""
+class SpaceRestorer:
+    """Puts back the space between a prompt and its continuation, which SentencePiece drops at the start of a text."""
 
     def __init__(self, model: Model, prompt_ids: list[int]) -> None:
-        self.tokenizer, self.ids, self.known = model.tokenizer, prompt_ids, False
-        self.start = len(prompt_ids)
+        self.tokenizer, self.prompt_ids = model.tokenizer, prompt_ids
+        self.new_ids: list[int] = []
+        self.is_done = False
 
     def text(self, chunk: StreamChunk) -> str:
-        self.ids = [*self.ids, chunk.token_id]
-        if self.known or not chunk.text:
+        self.new_ids.append(chunk.token_id)
+        if self.is_done or not chunk.text:
             return chunk.text
-        self.known = True
-        before, alone = self.tokenizer.decode(self.ids[: self.start]), self.tokenizer.decode(self.ids[self.start :])
-        whole = self.tokenizer.decode(self.ids)
+        self.is_done = True
+        before, alone = self.tokenizer.decode(self.prompt_ids), self.tokenizer.decode(self.new_ids)
+        whole = self.tokenizer.decode([*self.prompt_ids, *self.new_ids])
         gap = whole[len(before) : len(whole) - len(alone)]
         return f" {chunk.text}" if gap == " " and whole == before + gap + alone else chunk.text
 
@@ -211,16 +198,16 @@ def say_stats(stats: GenerationStats) -> None:
     new = f"{stats.generated_tokens} new token{'s' if stats.generated_tokens != 1 else ''}"
     parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
     if stats.cache_dtype not in ("float32", "float64"):
-        parts.append(f"{stats.cache_dtype} cache of {size_in_words(stats.cache_bytes_per_token)} a token")
+        parts.append(f"{stats.cache_dtype} cache of {size_in_words(stats.cache_bytes_per_token)} per token")
     if stats.dropped_tokens:
-        again = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
-        parts.append(f"{stats.dropped_tokens} oldest tokens dropped{again}")
+        recomputed = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
+        parts.append(f"{stats.dropped_tokens} oldest tokens dropped{recomputed}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
     click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
 
 
 def read_stdin() -> str:
-    """All of standard input, less its last line end."""
+    """All of standard input, without the last line end."""
     data = sys.stdin.buffer.read()
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")

@@ -1,106 +1,120 @@
-"""The options of `generate` and `chat`: which model, and the parameters of `SamplingParams`, which checks them."""
+"""Options that several commands have: the model, how to read it, and the parameters of `SamplingParams`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..backends import HEADS, NAMES
 from ..backends.cache_dtypes import CACHE_DTYPES
-from .shell import AnyFunction, SectionOption
+from .shell import AnyFunction, LoadingBar, SectionOption
 
+if TYPE_CHECKING:
+    from ..api import Model
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+DTYPE_HELP = "Computing in: float64 needs numpy, 16 bits need cupy.  [default: float32]"
 HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
-CACHE_HELP = "How keys and values are kept: the narrow ones change the logits (bench cache).  [default: --dtype]"
+CACHE_HELP = "Stored keys and values: narrow dtypes change the logits (bench cache).  [default: --dtype]"
 OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
-OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or go on without the oldest tokens.  [default: error]"
-GPU_LAYERS_HELP = "Layers that cards compute, or all; the CPU has the rest.  [default: as many as fit]"
+OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or drop the oldest tokens.  [default: error]"
+GPU_LAYERS_HELP = "Layers on GPUs, or all; the CPU has the rest.  [default: as many as fit]"
 LOAD_OPTIONS = (
     *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
     *("devices", "gpu_layers", "memory_limit"),
 )
+INI_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), default="float32", help=DTYPE_HELP)
 
 
 def section(title: str) -> Callable[..., Any]:
-    """`click.option` under a title of --help."""
+    """`click.option` in a section of --help."""
     return partial(click.option, cls=SectionOption, section=title)
 
 
-def apply_options(function: AnyFunction, options: list[Callable[[AnyFunction], AnyFunction]]) -> AnyFunction:
-    """In the order in which --help shows them."""
+def apply_options(function: AnyFunction, options: Sequence[Callable[[AnyFunction], AnyFunction]]) -> AnyFunction:
+    """Add options in the order in which --help shows them."""
     for option in reversed(options):
         function = option(function)
     return function
 
 
 def model_options(function: AnyFunction) -> AnyFunction:
-    """Which model, computed by what: the parameters of `bitnet_ref.load`."""
+    """The parameters of `bitnet_ref.load`."""
     option = section("Model")
     options = [
         option("--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."),
         option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
-        option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]"),
-        option("--dtype", type=click.Choice(("float32", "float64")), default="float32", show_default=True),
+        option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]"),
+        dtype_option(cls=SectionOption, section="Model"),
         option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
         option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
-        option("--prepared", is_flag=True, help="Keep the weights as computed beside the model; map them next time."),
-        option("--devices", metavar="N,N", callback=_numbers, help="Cards that share the layers.  [default: 0]"),
-        option("--gpu-layers", metavar="N", callback=_count, help=GPU_LAYERS_HELP),
-        option("--memory-limit", metavar="BYTES", help="Of each card's memory, like 8GiB.  [default: what is free]"),
-        option("--allow-unquantized", is_flag=True, help="Take a bitnet model that names no quantisation."),
+        option("--prepared", is_flag=True, help="Store the weights as computed beside the model; map them next time."),
+        option("--devices", metavar="N,N", callback=_read_numbers, help="GPUs that share the layers.  [default: 0]"),
+        option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
+        option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
+        option("--allow-unquantized", is_flag=True, help="Accept a bitnet model without quantization_config."),
+    ]
+    return apply_options(function, options)
+
+
+def layout_options(function: AnyFunction) -> AnyFunction:
+    """What a GGUF may not say about itself: parameters of `ReadOptions`."""
+    layouts = click.Choice(("x86", "arm", "interleaved"))
+    options = [
+        click.option("--i2s-layout", "i2_s_layout", type=layouts, help="The layout of a GGUF's I2_S tensors."),
+        click.option("--tl-tiles", type=INI_FILE, help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors."),
     ]
     return apply_options(function, options)
 
 
 def sampling_options(function: AnyFunction) -> AnyFunction:
-    """One text: how long, how to choose tokens, what may be said. What is not given is left to `SamplingParams`."""
+    """The parameters of one text. `SamplingParams` has the defaults of those that are not given."""
     end, choice, text = section("Length and end"), section("Choice of tokens"), section("What may be said")
+    many = partial(text, multiple=True, metavar="TEXT")
     options = [
-        end("--max-tokens", type=int, help="New tokens at most.  [default: 64 (chat: 512), or what fits]"),
-        end("--min-tokens", type=int, help="No end before so many.  [default: 0]"),
-        end("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given again."),
-        end(
-            "--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End at this token. May be given again."
-        ),
-        end("--ignore-eos", is_flag=True, help="Go on after the model's end tokens."),
+        end("--max-tokens", type=int, help="Maximum of new tokens.  [default: 64 (chat: 512), or what fits]"),
+        end("--min-tokens", type=int, help="Do not end before so many tokens.  [default: 0]"),
+        end("--stop", multiple=True, metavar="TEXT", help="End before this text. May be repeated."),
+        end("--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End at this token. May be repeated."),
+        end("--ignore-eos", is_flag=True, help="Continue after the model's end tokens."),
         end("--overflow", type=click.Choice(OVERFLOW), help=OVERFLOW_HELP),
         end("--window", type=int, help="Tokens that the model sees at a time.  [default: its context]"),
         end("--sink-tokens", type=int, help="First tokens that --overflow sinks keeps.  [default: 4]"),
-        choice("--temperature", type=float, help="0 takes the likeliest token.  [default: 0]"),
-        choice("--top-k", type=int, help="Sample among the k likeliest.  [default: no limit]"),
-        choice("--top-p", type=float, help="Sample among the likeliest that reach p.  [default: 1]"),
-        choice("--min-p", type=float, help="Leave out what is less likely than p times the likeliest.  [default: 0]"),
+        choice("--temperature", type=float, help="0 takes the most likely token.  [default: 0]"),
+        choice("--top-k", type=int, help="Sample among the k most likely tokens.  [default: no limit]"),
+        choice("--top-p", type=float, help="Sample among the most likely tokens that reach p.  [default: 1]"),
+        choice("--min-p", type=float, help="Exclude tokens below p times the most likely one.  [default: 0]"),
         choice("--typical-p", type=float, help="Locally typical sampling, mass p.  [default: 1]"),
-        choice("--repetition-penalty", type=float, help="Divides the logits of tokens so far.  [default: 1]"),
-        choice("--presence-penalty", type=float, help="Taken off the logits of generated tokens.  [default: 0]"),
-        choice("--frequency-penalty", type=float, help="The same for each time generated.  [default: 0]"),
-        choice("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases, help="May be given again."),
-        choice("--seed", type=int, help="Same seed, same text.  [default: random]"),
-        text("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never say this. May be given again."),
-        text(
-            "--filter", multiple=True, metavar="TEXT", help="End, and hide it, where this is said. May be given again."
-        ),
-        text("--guided-json", metavar="SCHEMA", callback=_content, help="Match a JSON schema; @FILE reads it."),
+        choice("--repetition-penalty", type=float, help="Divides the logits of earlier tokens.  [default: 1]"),
+        choice("--presence-penalty", type=float, help="Subtracted once from generated tokens' logits.  [default: 0]"),
+        choice("--frequency-penalty", type=float, help="Subtracted for each time generated.  [default: 0]"),
+        choice("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_read_biases, help="May be repeated."),
+        choice("--seed", type=int, help="The same seed gives the same text.  [default: random]"),
+        many("--bad-word", "bad_words", help="Never generate this. May be repeated."),
+        many("--filter", help="End where this is generated, and hide it. May be repeated."),
+        text("--guided-json", metavar="SCHEMA", callback=_read_content, help="Match a JSON schema; @FILE reads it."),
         text("--guided-regex", metavar="REGEX", help="Match a regular expression."),
-        text("--guided-choice", multiple=True, metavar="TEXT", help="Say one of these. May be given again."),
-        text("--guided-grammar", metavar="LARK", callback=_content, help="Match a Lark grammar; @FILE reads it."),
+        many("--guided-choice", help="Generate one of these. May be repeated."),
+        text("--guided-grammar", metavar="LARK", callback=_read_content, help="Match a Lark grammar; @FILE reads it."),
     ]
     return apply_options(function, options)
 
 
 def several_options(function: AnyFunction) -> AnyFunction:
-    """Several texts, and what to tell of them."""
+    """How many texts, and what to write about them."""
     several, output = section("Several texts"), section("Output")
     options = [
         several("-n", "--n", type=int, help="Texts for the prompt.  [default: 1]"),
         several("--num-beams", type=int, help="Beam search.  [default: 1]"),
-        several("--length-penalty", type=float, help="A beam's score is divided by length to this.  [default: 1]"),
-        several("--early-stopping", type=click.Choice(tuple(EARLY)), callback=_early, help="When beams are enough."),
-        output("--logprobs", type=int, metavar="K", help="With --json: ln p of the K likeliest at each place."),
+        several("--length-penalty", type=float, help="Divide a beam's score by length to this power.  [default: 1]"),
+        several("--early-stopping", type=click.Choice(tuple(EARLY)), callback=_read_early, help="When beams end."),
+        output("--logprobs", type=int, metavar="K", help="With --json: ln p of the K most likely at each position."),
         output("--echo", is_flag=True, help="Begin with the prompt."),
     ]
     return apply_options(function, options)
@@ -111,22 +125,31 @@ def given_only(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, ())}
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+def load_model(options: dict[str, Any]) -> Model:
+    """Load the model that `model_options` describe, and remove those from `options`."""
+    from ..api import load
+
+    load_options = {name: options.pop(name) for name in LOAD_OPTIONS if name in options}
+    with LoadingBar(f"loading {load_options['model']}") as bar:
+        return load(load_options.pop("model"), progress=bar, **load_options)
+
+
+def _read_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
     try:
         return None if value is None else [int(number) for number in value.split(",")]
     except ValueError:
-        raise click.BadParameter(f"expected numbers of cards like 0,1, got {value!r}") from None
+        raise click.BadParameter(f"expected numbers of GPUs like 0,1, got {value!r}") from None
 
 
-def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    if value in (None, "all"):
+def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "all":
         return value
     if not value.isdecimal():
         raise click.BadParameter(f"expected a number of layers, or all, got {value!r}")
     return int(value)
 
 
-def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, float] | None:
+def _read_biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, float] | None:
     biases = {}
     for value in values:
         token, _, bias = value.partition("=")
@@ -137,12 +160,12 @@ def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     return biases or None
 
 
-def _content(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def _read_content(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     return content_of(value)
 
 
 def content_of(value: str | None) -> str | None:
-    """A text that is given as it is, or as the file that @FILE names."""
+    """A text, or with @FILE the file's content."""
     if value is None or not value.startswith("@"):
         return value
     try:
@@ -151,5 +174,5 @@ def content_of(value: str | None) -> str | None:
         raise click.BadParameter(f"{value[1:]}: {problem}") from problem
 
 
-def _early(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | str | None:
+def _read_early(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | str | None:
     return None if value is None else EARLY[value]

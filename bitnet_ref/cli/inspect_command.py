@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .shell import BAD_FILE, LoadingBar, common_options, print_json, show, size_in_words, wants_json
+from .generation_options import layout_options
+from .shell import (
+    BAD_FILE,
+    LoadingBar,
+    common_options,
+    make_table,
+    print_json,
+    show,
+    size_in_words,
+    styled,
+    wants_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    from ..inspection import Inspection, TensorView, TernaryMatrix, TokenizerFacts
+    from ..inspection import Inspection, TernaryMatrix, TokenizerFacts
     from ..reference.config import ModelConfig
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -22,19 +32,10 @@ SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold 
 
 @click.command(short_help="Say what a model folder or file is, and what is odd about it.")
 @click.argument("path")
-@click.option(
-    "--tensor", metavar="NAME", help="Show this one tensor: by our name (blocks.0.attn.q_proj) or the file's."
-)
-@click.option(
-    "--i2s-layout", type=click.Choice(["x86", "arm", "interleaved"]), help="How the I2_S tensors of a GGUF lie."
-)
-@click.option(
-    "--tl-tiles",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors.",
-)
+@click.option("--tensor", metavar="NAME", help="Show one tensor: by our name (blocks.0.attn.q_proj) or the file's.")
+@layout_options
 @common_options
-def inspect(path: str, tensor: str | None, i2s_layout: str | None, tl_tiles: Path | None) -> None:
+def inspect(path: str, tensor: str | None, **layout: Any) -> None:
     """Say what PATH is and what is odd about it: a folder, or a .gguf, .safetensors, .bitnet.safetensors or .onnx file.
     (Also the name of a shipped model.)
 
@@ -43,13 +44,13 @@ def inspect(path: str, tensor: str | None, i2s_layout: str | None, tl_tiles: Pat
     from ..formats.checkpoint import ReadOptions
     from ..inspection import inspect_model, show_tensor
 
-    options = ReadOptions(i2_s_layout=i2s_layout, tl_tiles=tl_tiles)
+    options = ReadOptions(**layout)
     if tensor is not None:
         view = show_tensor(path, tensor, options)
         if wants_json():
             print_json(view.statistics())
         else:
-            show(lambda out: draw_view(view, out))
+            show(lambda out: out.print(styled(view.text(out.width, is_unicode(out))), soft_wrap=True))
         return
     with LoadingBar("reading layers") as bar:
         found = inspect_model(path, progress=bar, options=options)
@@ -61,29 +62,18 @@ def inspect(path: str, tensor: str | None, i2s_layout: str | None, tl_tiles: Pat
         raise click.exceptions.Exit(BAD_FILE)
 
 
-def draw_view(view: TensorView, out: Console) -> None:
-    from rich.text import Text
-
-    out.print(Text(view.text(out.width, is_unicode(out))), soft_wrap=True)
-
-
 def draw(found: Inspection, out: Console) -> None:
-    """The whole report, top to bottom."""
-    from rich.text import Text
-
-    out.print(Text(found.path, style="bold"), soft_wrap=True)
+    out.print(styled(found.path, "bold"), soft_wrap=True)
     if found.header_only:
         out.print(f"A .safetensors file without a config.json beside it: {len(found.tensors)} tensors.\n")
         draw_metadata(found, out)
         draw_tensors(found, out)
         draw_sizes(found, out)
         return
-    headline = [found.family or "A model that cannot be told from its configuration"]
-    if found.parameters:
-        headline.append(f"{number_in_words(found.parameters)} parameters")
-    if found.nbytes:
-        headline.append(size_in_words(found.nbytes))
-    out.print("\n".join((headline[0], ", ".join(headline[1:]))).rstrip() + "\n")
+    sizes = [f"{number_in_words(found.parameters)} parameters"] if found.parameters else []
+    sizes += [size_in_words(found.nbytes)] if found.nbytes else []
+    family = found.family or "A model that cannot be told from its configuration"
+    out.print(f"{family}\n{', '.join(sizes)}".rstrip() + "\n")
     draw_facts(found, out)
     draw_sizes(found, out)
     draw_ternary(found, out)
@@ -95,22 +85,16 @@ def draw(found: Inspection, out: Console) -> None:
 def draw_facts(found: Inspection, out: Console) -> None:
     rows: list[tuple[str, str]] = []
     if found.format is not None:
-        named = f", architecture {found.architecture}" if found.format.startswith("GGUF") and found.architecture else ""
+        named = f", architecture {found.architecture}" if found.is_gguf and found.architecture else ""
         rows.append(("format", found.format + named))
     rows += [("evidence" if number == 0 else "", words) for number, words in enumerate(found.evidence)]
     if found.config is not None:
         rows += config_rows(found, found.config)
     if found.tokenizer is not None:
         rows += tokenizer_rows(found.tokenizer, found.config)
-    if not rows:
-        return
-    table = plain_table()
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    for name, value in rows:
-        table.add_row(name, value)
-    out.print(table)
-    out.print()
+    if rows:
+        out.print(make_table(("|", ""), rows, style="cyan"))
+        out.print()
 
 
 def config_rows(found: Inspection, cfg: ModelConfig) -> list[tuple[str, str]]:
@@ -150,56 +134,44 @@ def tokenizer_rows(facts: TokenizerFacts, cfg: ModelConfig | None) -> list[tuple
 def draw_sizes(found: Inspection, out: Console) -> None:
     if not found.sizes:
         return
-    table = plain_table("Where the bytes are")
-    for name in ("", "tensors", "size", "share"):
-        table.add_column(name, justify="right" if name else "left", header_style="dim")
-    table.add_column("")
-    ink = "█" if is_unicode(out) else "#"
-    for row in found.sizes:
-        size, share = size_in_words(row.nbytes), f"{row.share:.1%}"
-        table.add_row(row.kind, str(row.tensors), size, share, ink * round(bar_width(out) * row.share))
-    out.print(table)
+    ink, width = "█" if is_unicode(out) else "#", bar_width(out)
+    rows = [
+        (size.kind, str(size.tensors), size_in_words(size.nbytes), f"{size.share:.1%}", ink * round(width * size.share))
+        for size in found.sizes
+    ]
+    out.print(make_table(("", ">tensors", ">size", ">share", ""), rows, title="Where the bytes are"))
     out.print()
 
 
 def draw_ternary(found: Inspection, out: Console) -> None:
-    """Two tables: by kind of linear, and by layer."""
+    """The shares of -1, 0 and +1 by kind of linear, and by layer."""
     if not found.ternary:
         return
-    for by, title in (("kind", "Ternary weights by kind"), ("layer", "Ternary weights by layer")):
-        table = plain_table(title)
-        for name in (by, "shape", "-1", "0", "+1") if by == "kind" else (by, "-1", "0", "+1"):
-            table.add_column(name, justify="left" if name in ("kind", "shape") else "right", header_style="dim")
-        table.add_column("")
-        table.add_column("scale", header_style="dim", no_wrap=True)
+    for by, columns in (("kind", ("kind", "shape")), ("layer", (">layer",))):
+        rows: list[list[Any]] = []
         for key, shares in found.ternary_shares(by).items():
             group = [matrix for matrix in found.ternary if getattr(matrix, by) == key]
-            cells: list[Any] = [str(key)]
-            if by == "kind":
-                shapes = sorted({matrix.shape for matrix in group})
-                cells.append(f"{shapes[0][0]} x {shapes[0][1]}" + (" ..." if len(shapes) > 1 else ""))
-            cells += [f"{share:.1%}" for share in shares]
-            table.add_row(*cells, share_bar(shares, bar_width(out), is_unicode(out)), scale_range(group))
-        out.print(table)
+            (rows_count, width), *others = sorted({matrix.shape for matrix in group})
+            shape = [f"{rows_count} x {width}{' ...' if others else ''}"] if by == "kind" else []
+            bar = share_bar(shares, bar_width(out), is_unicode(out))
+            rows.append([str(key), *shape, *(f"{share:.1%}" for share in shares), bar, scale_range(group)])
+        columns = (*columns, ">-1", ">0", ">+1", "", "scale|")
+        out.print(make_table(columns, rows, title=f"Ternary weights by {by}"))
         out.print()
 
 
 def share_bar(shares: tuple[float, float, float], width: int, unicode: bool) -> Text:
-    """-1, 0 and +1 as one bar of three inks, which differ without colour too."""
-    from rich.text import Text
-
-    first, last = round(width * shares[0]), round(width * shares[2])
-    inks = ("▓", "░", "█") if unicode else ("-", ".", "+")
-    bar = Text()
-    for ink, count, style in zip(
-        inks, (first, max(0, width - first - last), last), ("blue", "dim", "red"), strict=True
-    ):
+    """-1, 0 and +1 as one bar of three characters, which differ without colour too."""
+    minus, plus = round(width * shares[0]), round(width * shares[2])
+    inks = "▓░█" if unicode else "-.+"
+    bar = styled("")
+    for ink, count, style in zip(inks, (minus, width - minus - plus, plus), ("blue", "dim", "red"), strict=True):
         bar.append(ink * count, style=style)
     return bar
 
 
 def scale_range(group: list[TernaryMatrix]) -> str:
-    """The smallest and the largest scale that a weight of the group is multiplied by."""
+    """The smallest and the largest w_dequant_scale of a group."""
     scales = [matrix.w_dequant_scale for matrix in group if matrix.w_dequant_scale is not None]
     if not scales:
         return "unknown"
@@ -208,13 +180,11 @@ def scale_range(group: list[TernaryMatrix]) -> str:
 
 
 def draw_tensors(found: Inspection, out: Console) -> None:
-    table = plain_table("Tensors")
-    for name in ("name", "dtype", "shape", "size"):
-        table.add_column(name, justify="right" if name == "size" else "left", header_style="dim", overflow="fold")
-    for tensor in found.tensors:
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(tensor.name, tensor.dtype, shape, size_in_words(tensor.nbytes))
-    out.print(table)
+    rows = [
+        (tensor.name, tensor.dtype, " x ".join(map(str, tensor.shape)) or "scalar", size_in_words(tensor.nbytes))
+        for tensor in found.tensors
+    ]
+    out.print(make_table(("name", "dtype", "shape", ">size"), rows, title="Tensors"))
     out.print()
 
 
@@ -226,32 +196,25 @@ def draw_metadata(found: Inspection, out: Console) -> None:
 
 
 def draw_findings(found: Inspection, out: Console) -> None:
-    """Errors, warnings and notes, each with its place."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """Errors, warnings and notes: one line for each fault, however many tensors share it."""
     if not found.findings:
-        out.print(Text("Nothing odd about it.", style="green"))
+        out.print(styled("Nothing odd about it.", "green"))
         return
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in found.findings:
-        place = [Path(finding.path).name] if finding.path else [finding.part]
-        place += [f"byte {finding.offset}"] if finding.offset is not None else []
-        place += [finding.field] if finding.field else []
-        message = Text.assemble((", ".join(place), "bold"), ": ", finding.message)
-        table.add_row(Text(f"{finding.severity}:", style=SEVERITY_STYLES[finding.severity]), message)
-    out.print(table)
-
-
-def plain_table(title: str | None = None) -> Table:
-    from rich.table import Table
-
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0),
-        show_header=title is not None,
-    )  # fmt: skip
+    rows = []
+    for first, *others in found.finding_groups():
+        severity = styled(f"{first.severity}:", SEVERITY_STYLES[first.severity])
+        place = [Path(first.path).name] if first.path else []
+        place += [f"byte {first.offset}"] if first.offset is not None else []
+        place += [first.field] if first.field else []
+        if others:
+            is_same = all(other.message == first.message for other in others)
+            message = styled(f"{len(others) + 1} tensors", "bold")
+            message.append(f": {first.message}{', first' if is_same else ' in'} {', '.join(place)}", style="not bold")
+        else:
+            message = styled(", ".join(place if first.path else [first.part, *place]), "bold")
+            message.append(f": {first.message}", style="not bold")
+        rows.append((severity, message))
+    out.print(make_table(("|", ""), rows))
 
 
 def bar_width(out: Console) -> int:

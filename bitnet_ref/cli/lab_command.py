@@ -1,4 +1,4 @@
-"""`bitnet-ref lab`: the notebooks, copied to where they may be changed, and opened in JupyterLab."""
+"""`bitnet-ref lab`: copy the notebooks to a folder of the user, and open them in JupyterLab."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_JUPYTERLAB = 'JupyterLab is not installed: pip install "bitnet-ref[notebooks]
 
 
 class Copied(NamedTuple):
-    """File names, by what became of them."""
+    """File names by what was done with them."""
 
     copied: list[str]
     unchanged: list[str]
-    kept: list[str]  # changed since they were copied, so left alone
+    kept: list[str]  # changed by the user since they were copied
 
 
 @click.command(short_help="Copy the notebooks and open them in JupyterLab.")
@@ -33,18 +33,22 @@ class Copied(NamedTuple):
 )
 @click.option("--no-launch", is_flag=True, help="Copy only.")
 @click.option("--force", is_flag=True, help="Overwrite notebooks that were changed.")
+@click.argument("jupyter_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- JUPYTERLAB_OPTIONS]")
 @common_options
-def lab(folder: Path, no_launch: bool, force: bool) -> None:
-    """Copy the notebooks and open them in JupyterLab. A notebook that you changed is left as it is."""
+def lab(folder: Path, no_launch: bool, force: bool, jupyter_options: tuple[str, ...]) -> None:
+    """Copy the notebooks and open them in JupyterLab. A notebook that you changed is left as it is.
+
+    \b
+    Options after -- go to JupyterLab:  bitnet-ref lab -- --port 9999 --no-browser
+    """
     source = find_notebooks()
     if source is None:
         raise FormatError("this installation has no notebooks; install bitnet-ref again", path=PACKAGE)
     try:
         done = copy_notebooks(source, folder, force)
     except OSError as problem:
-        raise click.UsageError(
-            f"the notebooks cannot be copied to {folder}: {problem.strerror or problem}"
-        ) from problem
+        reason = problem.strerror or problem
+        raise click.UsageError(f"the notebooks cannot be copied to {folder}: {reason}") from problem
     missing = not no_launch and find_spec("jupyterlab") is None
     if wants_json():
         report = {"directory": str(folder), **done._asdict(), "launched": not no_launch and not missing}
@@ -62,21 +66,22 @@ def lab(folder: Path, no_launch: bool, force: bool) -> None:
         raise click.exceptions.Exit(UNAVAILABLE)
     if no_launch:
         return
-    # In our place, not under us: Ctrl-C and the exit code are then JupyterLab's own.
+    if os.name == "posix" and os.geteuid() == 0 and not any("allow-root" in option for option in jupyter_options):
+        click.echo("running as root: starting JupyterLab with --allow-root", err=True)
+        jupyter_options = ("--allow-root", *jupyter_options)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(folder)])
+    # Replaces this process, so that Ctrl-C and the exit code are JupyterLab's own.
+    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(folder), *jupyter_options])
 
 
 def find_notebooks(package: Path = PACKAGE) -> Path | None:
-    """The folder of notebooks: inside an installed package, else beside it in a repository's checkout."""
-    for folder in (package / "notebooks", package.parent / "notebooks"):
-        if any(folder.glob("*.ipynb")):
-            return folder
-    return None
+    """The folder of notebooks: in the installed package, or beside it in a checkout of the repository."""
+    folders = (package / "notebooks", package.parent / "notebooks")
+    return next((folder for folder in folders if any(folder.glob("*.ipynb"))), None)
 
 
 def copy_notebooks(source: Path, target: Path, force: bool = False) -> Copied:
-    """Copy what a reader needs (notebooks and the helpers beside them); a changed file stays, unless `force`."""
+    """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`."""
     done = Copied([], [], [])
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):

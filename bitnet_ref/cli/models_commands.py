@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .shell import common_options, print_json, show, size_in_words, wants_json
+from .shell import common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,36 +23,32 @@ def list_models() -> None:
     from ..formats.registry.store import Store
 
     store = Store()
-    found = store.entries()
+    entries = store.entries()
     if wants_json():
-        models = [asdict(e) | {"bytes": e.nbytes, "path": str(store.path(e))} for e in found]
+        models = [asdict(e) | {"bytes": e.nbytes, "path": str(store.path(e))} for e in entries]
         print_json({"store": str(store.root), "shipped": shipped_models(), "models": models})
         return
-    show(lambda out: draw(found, shipped_models(), out))
+    show(lambda out: draw(entries, shipped_models(), out))
 
 
-def draw(found: list[Entry], shipped: list[str], out: Console) -> None:
-    from .inspect_command import plain_table
-
-    table = plain_table("Models")
-    for name in ("name", "revision", "kind", "shape", "size", "stored", "content"):
-        table.add_column(name, justify="right" if name == "size" else "left", header_style="dim", overflow="fold")
-    for name in shipped:
-        table.add_row(name, "", "", "", "", "shipped", "")
-    for entry in found:
+def draw(entries: list[Entry], shipped: list[str], out: Console) -> None:
+    rows: list[tuple[str, ...]] = [(name, "", "", "", "", "shipped", "") for name in shipped]
+    for entry in entries:
         about = entry.summary
         revision = "@".join(part for part in (entry.revision, (entry.commit or "")[:8]) if part)
         shape = f"{about.get('model_type')}, {about.get('layers')} layers of {about.get('hidden_size')}"
-        size, day = size_in_words(entry.nbytes), entry.time[:10]
-        table.add_row(entry.name, revision, entry.kind, shape, size, day, entry.digest[:12])
-    out.print(table)
+        size, digest = size_in_words(entry.nbytes), entry.digest[:12]
+        rows.append((entry.name, revision, entry.kind, shape, size, entry.time[:10], digest))
+    columns = ("name", "revision", "kind", "shape", ">size|", "stored|", "content|")
+    shown = len(columns) if out.width >= 100 else 6
+    out.print(make_table(columns[:shown], [row[:shown] for row in rows], title="Models"))
 
 
 @click.command("rm", short_help="Forget a pulled model.")
 @click.argument("name", metavar="NAME[@REVISION]")
 @common_options
 def rm(name: str) -> None:
-    """Forget a pulled model, or one version of it, and delete its files unless another name stands for them too."""
+    """Forget a pulled model, or one version of it. Its files are deleted unless another name refers to them."""
     from ..formats.registry.store import remove
 
     gone = remove(name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,59 +25,49 @@ if TYPE_CHECKING:
 def pull(source: str, name: str | None, file: str | None) -> None:
     """Fetch a model and keep it by its name, for `--model NAME` and `bitnet_ref.load("NAME")`, offline too.
 
-    Only what a model consists of is fetched: weights (.safetensors, .gguf), config, tokenizer; never code or pickles.
-    A source that begins with "." or "/", or a file that is there, is copied from this machine.
+    Only the weights (.safetensors, .gguf), the config and the tokenizer are fetched; never code or pickles.
+    A source that begins with "." or "/", or is an existing file, is copied from this machine.
     """
+    from ..formats.open import shipped_models
+    from ..formats.registry.add import add
+
+    if name in shipped_models():
+        raise click.UsageError(f"--name {name} is the name of a shipped model, which takes precedence; choose another")
     if is_local(source):
         if name is None:
             raise click.UsageError("a model from a path needs a --name")
-        entry = add_local(source, name, file)
+        entry = add(Path(source).expanduser(), name, file=file)
     else:
         entry = fetch(source, name, file)
     if wants_json():
         print_json(asdict(entry) | {"bytes": entry.nbytes})
         return
-    shown = entry.name if entry.revision in (None, "main") else f"{entry.name}@{entry.revision}"
-    click.echo(f"{shown}: {entry.kind}, {size_in_words(entry.nbytes)}, {entry.digest[:12]}")
+    revision = "" if entry.revision in (None, "main") else f"@{entry.revision}"
+    click.echo(f"{entry.name}{revision}: {entry.kind}, {size_in_words(entry.nbytes)}, {entry.digest[:12]}")
 
 
 def is_local(source: str) -> bool:
     return source.startswith((".", "/", "~")) or Path(source).is_file()
 
 
-def add_local(source: str, name: str, file: str | None) -> Entry:
-    from ..formats.open import shipped_models
-    from ..formats.registry.add import add
-
-    if name in shipped_models():
-        raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")
-    return add(Path(source).expanduser(), name, file=file)
-
-
 def fetch(source: str, name: str | None, file: str | None) -> Entry:
-    from ..formats.open import shipped_models
-    from ..formats.registry.hub import pull as pull_from_hub
+    from ..formats.registry.add import pull as pull_from_hub
 
-    if name in shipped_models():
-        raise click.UsageError(f"{name} is the name of a shipped model, which comes first; choose another")
     quiet = wants_json() or not sys.stderr.isatty()
     if quiet:
-        quieten()
+        disable_progress_bars()
 
     def progress(each: str, number: int, count: int) -> None:
         if not quiet:
             click.echo(f"{number}/{count} {each}", err=True)
 
     files = () if file is None else (file,)
-    return pull_from_hub(
-        source, name=name, files=files, progress=progress, notice=lambda line: click.echo(line, err=True)
-    )
+    return pull_from_hub(source, name=name, files=files, progress=progress, notice=partial(click.echo, err=True))
 
 
-def quieten() -> None:
-    """No progress bars from the client where nobody looks at them."""
-    try:
-        from huggingface_hub.utils import disable_progress_bars
-    except ImportError:  # which `pull` says better
-        return
-    disable_progress_bars()
+def disable_progress_bars() -> None:
+    """Turn off the progress bars of huggingface_hub. Without the library `pull` raises its own error."""
+    with suppress(ImportError):
+        from huggingface_hub import utils
+
+        utils.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""What all commands share: how errors become messages and exit codes, where output goes, and common options."""
+"""What all commands share: errors as messages and exit codes, output, tables, and common options."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -18,8 +19,10 @@ import click
 from ..errors import BackendError, BitNetRefError, ConfigError, FormatError, HubError, NumericsError, TokenizerError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
 
 DIFFERS, USAGE, BAD_FILE, UNAVAILABLE, BUG, INTERRUPTED = 1, 2, 3, 4, 70, 130
 _PLACES = ("path", "offset", "field", "tensor", "op", "expected", "got")
@@ -30,27 +33,28 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 @dataclass
 class State:
-    """What the error handler has to know about the command line."""
+    """What the error handler needs to know about the command line."""
 
     json: bool = False
     debug: bool = False
+    command: click.Command | None = None  # the one whose options messages name
 
 
 class Interface(click.Group):
-    """A group of commands that turns what goes wrong in them into one message and an exit code."""
+    """A group of commands whose exceptions become one message and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as added, not by the alphabet
+        return list(self.commands)  # in the order in which they were added
 
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # a reader that left shows here, not in the interpreter's last breath
+            sys.stdout.flush()  # a closed pipe raises here, and not when the interpreter exits
             return result
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except BrokenPipeError:  # `| head -1`: the reader has what it wanted
+        except BrokenPipeError:  # `| head -1`
             discard_stdout()
             code = 0
         except KeyboardInterrupt:
@@ -59,14 +63,17 @@ class Interface(click.Group):
         except BitNetRefError as error:
             if state.debug:
                 traceback.print_exc()
-            report_error(error, state)
+            if state.json:
+                print_json({"error": error_facts(error)})
+            else:
+                say_error(error_message(error))
             code = exit_code(error)
         except MemoryError:
             if state.debug:
                 traceback.print_exc()
             say_error("not enough memory; try a smaller model or context")
             code = UNAVAILABLE
-        except Exception:  # not on purpose, so it is ours to mend, and the traceback is what tells how
+        except Exception:
             traceback.print_exc()
             say_error("this is a bug in bitnet_ref; the lines above say where")
             code = BUG
@@ -74,7 +81,7 @@ class Interface(click.Group):
 
 
 def exit_code(error: BitNetRefError) -> int:
-    """2 wrong usage, 3 bad file, 4 backend: by the error's family."""
+    """2 wrong usage, 3 bad file, 4 backend."""
     if isinstance(error, BackendError | HubError):
         return UNAVAILABLE
     if isinstance(error, ConfigError) and error.path is None:  # of an argument, not of a file
@@ -85,17 +92,26 @@ def exit_code(error: BitNetRefError) -> int:
 
 
 def error_facts(error: BitNetRefError) -> dict[str, Any]:
-    """An error as JSON: its type, its message, and its place where it has one."""
-    facts: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    """An error as JSON: its type, its message, and its place if it has one."""
+    facts: dict[str, Any] = {"type": type(error).__name__, "message": error_message(error)}
     return facts | {key: value for key in _PLACES if (value := getattr(error, key, None)) is not None}
 
 
-def report_error(error: BitNetRefError, state: State) -> None:
-    """One message on stderr, or with --json one object on stdout."""
-    if state.json:
-        print_json({"error": error_facts(error)})
-    else:
-        say_error(str(error))
+def error_message(error: BitNetRefError) -> str:
+    """The message, with the command's options in place of the library's parameters: "--top-p: ..." for "top_p: ..."."""
+    message, command = str(error), click.get_current_context().ensure_object(State).command
+    for param in command.params if command is not None else ():
+        if not isinstance(param, click.Option) or not param.name:
+            continue
+        option, word = param.opts[0], rf"(?<![\w/.-]){param.name}(?![\w/-])"
+        if param.is_flag:
+            message = re.sub(f"{word}=True", option, message)
+        else:
+            message = re.sub(rf"""{word}=["']?([\w.-]*\w)["']?""", rf"{option} \1", message)
+        if "_" not in param.name:  # an ordinary word, which need not mean the option
+            word = rf"^{param.name}(?=: )|(?<=takes no ){word}"
+        message = re.sub(word, option, message)
+    return message
 
 
 def say_error(message: str) -> None:
@@ -110,23 +126,23 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
-    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text reach the tokenizer, which says so
+    if isinstance(sys.stdin, io.TextIOWrapper):  # the tokenizer reports bytes that are not text
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def discard_stdout() -> None:
-    """Nobody reads stdout any more: let what is still buffered go nowhere, quietly."""
-    with contextlib.suppress(OSError, ValueError):  # where there is no real file behind it
+    """Discard what is still buffered for a stdout that was closed."""
+    with contextlib.suppress(OSError, ValueError):  # where stdout is not a real file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def paint(text: str, stream: TextIO, **style: Any) -> str:
-    """The text in colour where the stream is a terminal that wants it (https://no-color.org)."""
+    """The text in colour, on a terminal without NO_COLOR (https://no-color.org)."""
     return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def print_json(value: Any) -> None:
-    """One line. Characters that stdout cannot carry are written as JSON escapes, so nothing is lost."""
+    """One line. Characters that stdout cannot encode are written as JSON escapes, so nothing is lost."""
     text = json.dumps(value, ensure_ascii=not is_utf8(sys.stdout), allow_nan=False)
     sys.stdout.write(text.encode(errors="replace").decode() + "\n")
     sys.stdout.flush()
@@ -137,7 +153,7 @@ def is_utf8(stream: TextIO) -> bool:
 
 
 def write_text(text: str) -> None:
-    """Generated text, at once. On a terminal control characters are shown, not obeyed: a model may write any byte."""
+    """Write generated text. On a terminal control characters are replaced: a model may write any byte."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -151,7 +167,7 @@ def console(stream: TextIO) -> Console:
 
 
 def show(draw: Callable[[Console], None]) -> None:
-    """Draw on stdout with rich. A file or pipe gets no spaces at the ends of lines."""
+    """Draw on stdout with rich. In a file or pipe, lines do not end with spaces."""
     out = console(sys.stdout)
     if sys.stdout.isatty():
         draw(out)
@@ -161,8 +177,35 @@ def show(draw: Callable[[Console], None]) -> None:
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
+def make_table(
+    columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], title: str | None = None, style: str | None = None
+) -> Table:
+    """A table without a frame. columns: ">size" is right-aligned, "name|" never wrapped; all empty: no header.
+
+    style: of the first column.
+    """
+    from rich.table import Table
+
+    names = [column.strip(">|") for column in columns]
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.show_header = any(names)
+    for number, (column, name) in enumerate(zip(columns, names, strict=True)):
+        table.add_column(name, header_style="dim", overflow="fold", no_wrap="|" in column)
+        table.columns[number].justify = "right" if ">" in column else "left"
+        table.columns[number].style = (style or "") if number == 0 else ""
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def styled(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(text, style=style)
+
+
 class LoadingBar:
-    """Progress of `load` on stderr: only on a terminal, and only when it takes longer than a moment."""
+    """Progress of `load` on stderr: on a terminal only, and only after half a second."""
 
     PATIENCE_S = 0.5
 
@@ -192,7 +235,7 @@ class LoadingBar:
 
 
 class SectionOption(click.Option):
-    """An option that --help shows under a title of its own."""
+    """An option that --help shows in a section with a title."""
 
     def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -214,8 +257,10 @@ class SectionedCommand(click.Command):
 
 
 def _set_state(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    state = ctx.ensure_object(State)
+    state.command = ctx.command
     if value:
-        setattr(ctx.ensure_object(State), str(param.name), True)
+        setattr(state, str(param.name), True)
     return value
 
 
@@ -225,7 +270,7 @@ debug_option = click.option(
 
 
 def common_options(function: AnyFunction) -> AnyFunction:
-    """--json and --debug; the command asks `wants_json()`."""
+    """--json and --debug; the command calls `wants_json()`."""
     option = click.option(
         "--json", is_flag=True, is_eager=True, expose_value=False, callback=_set_state, help="Write JSON for programs."
     )

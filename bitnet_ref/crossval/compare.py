@@ -9,7 +9,7 @@ their ops one by one. The first op that fails its limit is `first_divergence`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -285,9 +285,9 @@ class Walk:
         if kind == "activation int8" and fresh.any() and self.found.mode == "free-running":
             mine, theirs = np.asarray(reference[name]), np.asarray(candidate[candidate_name])
             linear, depth = name.rpartition(".")[0], self._depth(name) or 0
-            renamed = _Renamed(self.candidate, self.names)
+            named = View(self.candidate)
             judged = judge_flips(
-                self.reference, renamed, linear, self.config, depth, fresh, mine, theirs, self.own_engine
+                self.reference, named, linear, self.config, depth, fresh, mine, theirs, self.own_engine
             )
             if judged.unexplained is not None:
                 return DIFFERS, judged.unexplained[0], f"{list(judged.unexplained)}: {judged.why}"
@@ -326,11 +326,16 @@ class Walk:
         return layer if layer is not None else 0 if name == "hook_embed" else self.config.num_hidden_layers
 
 
-class _Renamed(Mapping[str, NDArray]):
-    """A candidate under the names that the reference uses."""
+class View(Mapping[str, NDArray]):
+    """A candidate's tensors, or those of some names, without synonyms: "logits" is "lm_head.hook_out"."""
 
-    def __init__(self, candidate: Tensors, names: Mapping[str, str]) -> None:
-        self.candidate, self.names = candidate, names
+    def __init__(self, candidate: Tensors, only: Container[str] | None = None) -> None:
+        names = {SYNONYMS.get(name, name): name for name in candidate}
+        self.candidate = candidate
+        self.names = {name: actual for name, actual in names.items() if only is None or name in only}
+        for attribute in ("token_ids", "prompt", "own_engine", "engine_dtype"):
+            if hasattr(candidate, attribute):
+                setattr(self, attribute, getattr(candidate, attribute))
 
     def __getitem__(self, name: str) -> NDArray:
         return self.candidate[self.names[name]]

@@ -144,8 +144,7 @@ def _describe_cards() -> str:
             return "CUDA kernels, emulated on the processor (BITNET_REF_CUDA=emulated): slow, for checking only"
         has_cublas &= device.can_matmul_16
         (major, minor), memory = device.compute_capability, device.memory().total / 2**30
-        launches = "launches overlap" if device.can_overlap else "launches do not overlap"
-        cards.append(f"{device.name} (card {index}, compute capability {major}.{minor}, {memory:.0f} GiB, {launches})")
+        cards.append(f"{device.name} (card {index}, compute capability {major}.{minor}, {memory:.0f} GiB)")
     if len(cards) > 1:
         cards.append("which share a model's layers with load(..., devices=[0, 1])")
     lacks = f"; cuBLAS is not installed, and prompts in 16 bits take a slower kernel: {INSTALL}"

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,21 @@ from .names import INT8, op_order
 FORMAT, VERSION = "bitnet_ref.trace", 1
 ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ENTRY_BYTES = 200  # reserved in the header for each tensor
+_ENTRY_BYTES = 300  # reserved in the header for each tensor, besides its name
 _COPY_BYTES = 1 << 20
 
 
 class TraceWriter:
     """Writes tensors as they come, and at the end the header, into space reserved before them.
 
-    expected: how many tensors to reserve space for. If there are more, the data are moved once, by `close`.
+    names: of all tensors that may come.
     """
 
-    def __init__(self, path: Path, metadata: Mapping[str, str], expected: int = 64) -> None:
+    def __init__(self, path: Path, metadata: Mapping[str, str], names: Collection[str]) -> None:
         self.metadata = dict(metadata)
         self.entries: dict[str, dict[str, Any]] = {}
-        self._header_bytes = len(json.dumps(self.metadata).encode()) + 64 + _ENTRY_BYTES * expected
-        self._header_bytes += -(8 + self._header_bytes) % 64
+        reserved = 64 + len(json.dumps([self.metadata, *names])) + _ENTRY_BYTES * len(names)
+        self._header_bytes = reserved + -(8 + reserved) % 64
         self._path, self._end = path, 0
         self._file = open(path, "wb", buffering=_COPY_BYTES)  # noqa: SIM115 - closed by close()
         self._file.seek(8 + self._header_bytes)
@@ -73,25 +72,10 @@ class TraceWriter:
         """Write the header, which makes the file a trace."""
         header = json.dumps({"__metadata__": self.metadata, **self.entries}).encode()
         if len(header) > self._header_bytes:
-            self._move(8 + self._header_bytes, 8 + len(header))
-            self._header_bytes = len(header)
+            raise FormatError("the header has more tensors or axes than space was reserved for", path=self._path)
         self._file.seek(0)
         self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
         self._file.close()
-
-    def _move(self, old: int, new: int) -> None:
-        """Move the data to a later offset, through a second file."""
-        self._file.close()
-        moved = self._path.with_name(self._path.name + ".moved")
-        try:
-            with open(self._path, "rb") as source, open(moved, "wb") as target:
-                source.seek(old)
-                target.seek(new)
-                shutil.copyfileobj(source, target, _COPY_BYTES)
-            os.replace(moved, self._path)
-        finally:
-            moved.unlink(missing_ok=True)
-        self._file = open(self._path, "rb+", buffering=_COPY_BYTES)  # noqa: SIM115 - closed by close()
 
 
 class _FileRecorder(Recorder):
@@ -124,7 +108,7 @@ def record_to_file(
     metadata = trace_metadata(ids.tolist(), engine=engine, prompt=prompt)
     metadata |= {"config_hash": config_hash(model.config), "weight_hash": weight_hash(model.weights)}
     with atomic_path(path) as temporary:
-        writer = TraceWriter(temporary, metadata, expected=len(op_order(model.config)))
+        writer = TraceWriter(temporary, metadata, op_order(model.config))
         observed = observe(model.backend, _FileRecorder(model, names, writer))
         try:
             return run(observed, model.weights, model.config, batch, model.new_cache(1, len(ids))).all()
@@ -158,7 +142,7 @@ def write_trace(
     """Write arrays as a trace, for a script around another engine."""
     metadata = trace_metadata(token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype)
     with atomic_path(path) as temporary:
-        writer = TraceWriter(temporary, metadata, expected=len(tensors))
+        writer = TraceWriter(temporary, metadata, tensors)
         try:
             for name, array in tensors.items():
                 writer.add(name, array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,14 +32,18 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
-    from .registry.store import find
+    from .registry.names import is_reference
+    from .registry.store import Store, find
 
     stored = find(os.fspath(model))
     if stored is not None:
         return stored
+    stored_names = [entry.name for entry in Store().entries()] if is_reference(os.fspath(model)) else []
+    near = difflib.get_close_matches(os.fspath(model), [*shipped_models(), *stored_names], n=1)
+    hint = f"did you mean {near[0]}? To" if near else "to"
     raise FormatError(
         f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
-        "in the store (bitnet-ref list); a model of the Hugging Face hub comes here with: bitnet-ref pull ORG/REPO",
+        f"in the store (bitnet-ref list); {hint} fetch a model of the Hugging Face hub: bitnet-ref pull ORG/REPO",
         path=path,
     )
 

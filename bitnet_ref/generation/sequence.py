@@ -63,14 +63,12 @@ class Request:
         self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
 
     def _max_tokens(self, name: str) -> int:
-        asked, context = self.params.max_tokens, self.window.size
-        if self.window.moves:
-            return DEFAULT_MAX_TOKENS if asked is None else asked
+        policy, context = self.window.policy, self.window.size
         room = context - len(self.given)
-        if self.window.policy == "truncate":
-            return min(DEFAULT_MAX_TOKENS, max(room, context // 2)) if asked is None else asked
-        wanted = min(DEFAULT_MAX_TOKENS, room) if asked is None else asked
-        if room < 1 or wanted > room:
+        limit = {"error": room, "truncate": max(room, context // 2)}.get(policy, DEFAULT_MAX_TOKENS)
+        asked = self.params.max_tokens
+        wanted = min(DEFAULT_MAX_TOKENS, limit) if asked is None else asked
+        if policy == "error" and (room < 1 or wanted > room):
             raise GenerationError(
                 f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
                 f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
@@ -113,16 +111,16 @@ class Request:
 
 
 class Continuation:
-    """`slot`: its place in the cache. `choice`: which of the `n` of its request. `cached`: how many tokens of the
-    prompt are in the cache at the start; `computed`: how many tokens of its `context` are there now.
+    """`slot`: its place in the cache. `choice`: which of the `n` of its request. `computed`: how many tokens of its
+    `context` are in the cache now; `cached`: how many of the prompt were there at the start.
 
     The context is what the model sees: all of `ids` until tokens are dropped because the window is full. Then `accept`
     sets `computed` to 0, and the context has to be computed again, as a prompt, before the next token can be chosen.
     The caller passes `next_input` through the model, whole or in pieces, and updates `computed`.
     """
 
-    def __init__(self, request: Request, slot: int, choice: int = 0, cached: int = 0) -> None:
-        self.request, self.slot, self.cached, self.computed = request, slot, cached, cached
+    def __init__(self, request: Request, slot: int, choice: int = 0) -> None:
+        self.request, self.slot, self.cached, self.computed = request, slot, 0, 0
         self.rules, self.constraint = request.rules()
         self.text = request.text_stream()
         self.echo = request.echo(self.text)

@@ -1,44 +1,53 @@
-"""The facts that an inspection finds: plain data, and the words for it."""
+"""What an inspection reports: plain data, and the sentences that describe it."""
 
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..errors import BackendError, BitNetRefError
 from ..reference.config import ACTIVATIONS, ModelConfig
 
-# What the linears of a kind of file are, and which way its scales go.
-_STORED = {
-    "gguf-i2_s": "I2_S, 2 bits a weight",
-    "gguf-tq1_0": "TQ1_0, five weights a byte in base 3",
-    "gguf-tq2_0": "TQ2_0, 2 bits a weight",
-    "gguf-tl1": "TL1, four weights a byte in tiles",
+# How each kind of file stores its linears, and where it keeps their scales.
+_FLOAT_KINDS = ("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0")
+_STORAGE = {
+    "gguf-i2_s": "I2_S, 2 bits per weight",
+    "gguf-tq1_0": "TQ1_0, five weights per byte in base 3",
+    "gguf-tq2_0": "TQ2_0, 2 bits per weight",
+    "gguf-tl1": "TL1, four weights per byte in tiles",
     "gguf-tl2": "TL2, three weights in five bits, in tiles",
-    **dict.fromkeys(("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"), "ternary, stored as floats"),
+    **dict.fromkeys(_FLOAT_KINDS, "ternary, stored as floats"),
     "onnx": "constants of the graph",
 }
-_USED_BY = {"relu2": ", as in BitNet 2B-4T", "silu": ", as in LLaMA"}
-_BLOCKS = "float16 in every block of 256 weights, the same in all: multiply by it"
-_FLOATS = "none apart: the matrices hold -s, 0 and +s, and s is the scale: multiply by it"
 _SCALES = {
     "gguf-i2_s": "float32 behind the codes of each matrix: multiply by it",
-    **dict.fromkeys(("gguf-tq1_0", "gguf-tq2_0"), _BLOCKS),
+    **dict.fromkeys(
+        ("gguf-tq1_0", "gguf-tq2_0"), "float16 in every block of 256 weights, the same in all: multiply by it"
+    ),
     **dict.fromkeys(("gguf-tl1", "gguf-tl2"), "a tensor <name>_scale, float32: multiply by it"),
-    **dict.fromkeys(("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"), _FLOATS),
+    **dict.fromkeys(_FLOAT_KINDS, "not stored: the matrices hold -s, 0 and +s, and s is the scale: multiply by it"),
     "native": "w_dequant_scale, float32: multiply by it, wherever the model came from",
-    "onnx": "as the graph has it, read as: multiply by it",
+    "onnx": "as in the graph, read as: multiply by it",
 }
+_SCALE_CONVENTIONS = {
+    "multiply": "weight_scale = mean|W|: multiply by it",
+    "divide": "weight_scale = 1 / mean|W|: divide by it",
+    "absmean": "no scale stored: mean|W| of each matrix, computed at load",
+}
+_USED_BY = {"relu2": ", as in BitNet 2B-4T", "silu": ", as in LLaMA"}
+_GROUP_SIZE = 4  # so many tensors with the same fault are reported together
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know. severity: "error" (`load` refuses it), "warning" (it loads, but look), or "note"."""
+    """severity: "error" (`load` refuses it), "warning" (it loads, but is probably wrong), or "note"."""
 
     severity: str
     part: str  # "config", "weights", "tokenizer"
     message: str
-    type: str | None = None  # of the exception that `load` would raise
+    type: str | None = None  # class of the exception that `load` raises
     path: str | None = None
     offset: int | None = None
     field: str | None = None
@@ -46,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the checkpoint, as its header has it."""
+    """One tensor of the checkpoint, as the file's header describes it."""
 
     name: str
     kind: str
@@ -58,7 +67,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SizeOfKind:
-    """What all tensors of one kind take."""
+    """The size of all tensors of one kind."""
 
     kind: str
     tensors: int
@@ -68,7 +77,7 @@ class SizeOfKind:
 
 @dataclass(frozen=True)
 class TernaryMatrix:
-    """How many -1, 0 and +1 a linear has. `invalid` counts code 3, which is an error."""
+    """Counts of -1, 0 and +1 in a linear. `invalid` counts code 3, which is an error."""
 
     name: str  # "blocks.0.attn.q_proj"
     kind: str  # "q_proj"
@@ -77,18 +86,18 @@ class TernaryMatrix:
     minus: int
     zero: int
     plus: int
-    w_dequant_scale: float | None  # W ~ w_t * w_dequant_scale; None where the scale could not be read
+    w_dequant_scale: float | None  # W ~ w_t * w_dequant_scale; None: unreadable
     invalid: int = 0
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Of -1, 0 and +1; they sum to 1."""
+        """Shares of -1, 0 and +1, which sum to 1."""
         return shares_of([self])
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer beside the weights. Tokens are written as the vocabulary writes them."""
+    """The model's tokenizer. Tokens are written as in the vocabulary."""
 
     kind: str
     vocab_size: int
@@ -98,21 +107,21 @@ class TokenizerFacts:
     eos_ids: tuple[int, ...]
     eos_tokens: tuple[str, ...]
     chat_template: bool
-    template_style: str | None = None  # which of the known templates it is, in words
+    template_style: str | None = None  # the name of a known template
 
 
 @dataclass
 class Inspection:
-    """All that was found out. A part that could not be read is None or empty, and `findings` says why."""
+    """Everything known about a model. A part that could not be read is None or empty, and `findings` says why."""
 
     path: str
     kind: str | None = None  # as `convert --to` calls it: "hf-packed", "gguf-i2_s", "native", "onnx", ...
     format: str | None = None  # in words: "GGUF version 3, dialect of bitnet.cpp"
-    architecture: str | None = None  # as the file calls it: "bitnet-b1.58" (GGUF), "llama"
-    evidence: list[str] = field(default_factory=list)  # what no field says and the contents show, and why
+    architecture: str | None = None  # the file's own name: "bitnet-b1.58" (GGUF), "llama"
+    evidence: list[str] = field(default_factory=list)  # decided from the contents, as no field says it; and why
     config: ModelConfig | None = None
     family: str | None = None
-    parameters: int | None = None  # stored scales not counted, a packed byte as four, a tied head once
+    parameters: int | None = None  # without scales; a packed byte is four, a tied head counts once
     nbytes: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
     tensors: list[StoredTensor] = field(default_factory=list)
@@ -131,62 +140,87 @@ class Inspection:
     def warnings(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == "warning"]
 
+    def report(self, severity: str, part: str, message: str, field: str | None = None) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(severity, part, message, field=field))
+
+    def report_error(self, part: str, error: BitNetRefError) -> None:
+        """Add an error finding. A missing library is not the file's fault: such an error is raised again."""
+        if isinstance(error, BackendError):
+            raise error
+        place = {key: getattr(error, key, None) for key in ("path", "offset", "field")}
+        message = getattr(error, "message", str(error))
+        finding = Finding("error", part, message, type(error).__name__, **place)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def finding_groups(self) -> list[list[Finding]]:
+        """The findings. Those of at least four tensors whose messages differ only in figures form one group."""
+        groups: dict[Any, list[Finding]] = {}
+        for number, finding in enumerate(self.findings):
+            pattern = re.sub(r"[0-9]+([.,][0-9]+)*(e[-+]?[0-9]+)?", "#", finding.message)
+            is_shared = finding.part == "weights" and finding.field is not None
+            groups.setdefault((finding.severity, pattern) if is_shared else number, []).append(finding)
+        return [
+            group
+            for alike in groups.values()
+            for group in ([alike] if len(alike) >= _GROUP_SIZE else [[finding] for finding in alike])
+        ]
+
+    @property
+    def is_gguf(self) -> bool:
+        return (self.format or "").startswith("GGUF")
+
     @property
     def quantization(self) -> str:
         """In words: what the linears are and how the checkpoint stores them."""
         if self.config is None:
             return "unknown"
-        found = self.config.quantization
-        if found is None:
+        quantization = self.config.quantization
+        if quantization is None:
             return "none: a dense model"
-        stored = _STORED.get(self.kind or "", "packed to 2 bits")
+        kinds = {tensor.kind for tensor in self.tensors}
+        storage = _STORAGE.get(self.kind or "", "packed to 2 bits")
         if self.kind == "native" and any(tensor.name.endswith(".trits") for tensor in self.tensors):
-            stored = "five weights a byte, in base 3"
-        if found.scale_convention == "absmean" and self.kind not in ("native", "onnx"):
-            stored = "full-precision master weights, made ternary at load"
-        elif (
-            self.kind in (None, "hf-packed", "hf-bf16")
-            and self.tensors
-            and not any(tensor.kind == "ternary planes" for tensor in self.tensors)
-        ):
-            stored = "ternary, stored as floats"
+            storage = "five weights per byte, in base 3"
+        if quantization.scale_convention == "absmean" and self.kind not in ("native", "onnx"):
+            storage = "full-precision master weights, made ternary at load"
+        elif self.kind in (None, "hf-packed", "hf-bf16") and {"ternary planes"}.isdisjoint(kinds) and kinds:
+            storage = "ternary, stored as floats"
         linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
         if 0 < len(self.ternary) < linears and not self.errors:
-            stored += f"; {linears - len(self.ternary)} of {linears} linears left as they are"
-        if found.use_rms_norm:
-            stored += "; an RMSNorm inside each linear"
-        return f"{found.linear_class}, {found.quantization_mode}: {stored}"
+            storage += f"; {linears - len(self.ternary)} of {linears} linears not ternary"
+        if quantization.use_rms_norm:
+            storage += "; an RMSNorm inside each linear"
+        return f"{quantization.linear_class}, {quantization.quantization_mode}: {storage}"
 
     @property
     def scale_convention(self) -> str:
-        """In words: which way the checkpoint's scales go."""
+        """In words: whether weights are multiplied or divided by the checkpoint's scales."""
         if self.config is None or self.config.quantization is None:
             return "no scales"
-        if self.kind in _SCALES and (
-            self.kind in ("native", "onnx") or self.config.quantization.scale_convention != "absmean"
-        ):
+        convention = self.config.quantization.scale_convention
+        if self.kind in _SCALES and (self.kind in ("native", "onnx") or convention != "absmean"):
             return _SCALES[self.kind]
-        return {
-            "multiply": "weight_scale = mean|W|: multiply by it",
-            "divide": "weight_scale = 1 / mean|W|: divide by it",
-            "absmean": "no scale stored: mean|W| of each matrix, taken at load",
-        }[self.config.quantization.scale_convention]
+        return _SCALE_CONVENTIONS[convention]
 
     @property
     def activation(self) -> str:
-        """In words: the feed-forward gate."""
+        """In words: the activation of the feed-forward gate."""
         if self.config is None:
             return "unknown"
         name = self.config.activation
+        if name not in ACTIVATIONS:
+            return f"unknown: {name!r}"
         words = f"{name}: {ACTIVATIONS[name]}{_USED_BY.get(name, '')}"
-        if (self.format or "").startswith("GGUF"):
+        if self.is_gguf:
             key = f"{self.architecture}.hidden_activation"
             by_architecture = f"no field says it, the architecture {self.architecture} means it"
             words += f"; {key} says it" if key in self.metadata else f"; {by_architecture}"
         return words
 
     def ternary_shares(self, by: str) -> dict[str | int, tuple[float, float, float]]:
-        """Shares of -1, 0 and +1 of all matrices of a "kind" or of a "layer"."""
+        """Shares of -1, 0 and +1, over all matrices of each "kind" or each "layer"."""
         groups: dict[str | int, list[TernaryMatrix]] = {}
         for matrix in self.ternary:
             groups.setdefault(getattr(matrix, by), []).append(matrix)
@@ -206,26 +240,28 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         """For notebooks: the main facts, the shares by kind, and the findings."""
-        cfg, rows = self.config, [("path", self.path), ("family", self.family or "unknown")]
+        rows = [("path", self.path), ("family", self.family or "unknown")]
         if self.format is not None:
             rows.append(("format", self.format))
         rows += [("evidence", words) for words in self.evidence]
         if self.parameters is not None:
             rows.append(("parameters", f"{self.parameters:,}"))
-        if cfg is not None:
-            rows += [("shape", shape_in_words(cfg)), ("activation", self.activation)]
+        if self.config is not None:
+            rows += [("shape", shape_in_words(self.config)), ("activation", self.activation)]
             rows += [("quantisation", self.quantization), ("scales", self.scale_convention)]
         rows += [
             (str(kind), f"−1: {minus:.1%}, 0: {zero:.1%}, +1: {plus:.1%}")
             for kind, (minus, zero, plus) in self.ternary_shares("kind").items()
         ]
-        rows += [(f"{finding.severity} ({finding.part})", finding.message) for finding in self.findings]
+        for group in self.finding_groups():
+            count = f"{len(group)} tensors: " if len(group) > 1 else ""
+            rows.append((f"{group[0].severity} ({group[0].part})", count + group[0].message))
         cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
         return f'<table style="text-align:left">{"".join(cells)}</table>'
 
 
 def family_in_words(config: ModelConfig) -> str:
-    """Which of the known families the shape belongs to."""
+    """The model family that the configuration belongs to."""
     if config.sub_norms:
         blocks = {"relu2": "the block of 2B-4T: squared ReLU", "silu": "the block of 1bitLLM: SiLU"}
         return f"BitNet b1.58, {blocks.get(config.activation, config.activation)} and sub-norms"
@@ -236,7 +272,7 @@ def family_in_words(config: ModelConfig) -> str:
 
 
 def shape_in_words(config: ModelConfig) -> str:
-    """Layers, widths and heads on one line."""
+    """Layers, widths and heads in one line."""
     return (
         f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.num_attention_heads} heads on "
         f"{config.num_key_value_heads} kv heads of {config.head_dim}, ffn {config.intermediate_size}"

@@ -1,4 +1,4 @@
-"""Inspecting a .gguf file: dialect, layouts, and what its metadata say or leave out."""
+"""Inspecting a .gguf file: its dialect, its layouts, and what its metadata leave out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..formats.gguf.evidence import block_linears, check_dialect
 from ..formats.gguf.file import GgufFile, GgufTensor, Typed
 from ..formats.gguf.ggml_types import TERNARY_TYPES
 from ..formats.gguf.model import GgufCheckpoint
-from ..formats.names import GGUF_LINEARS, gguf_name, linear_of_gguf
+from ..formats.names import gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig
 from .facts import Inspection, StoredTensor
-from .generic import Inspector
+from .inspector import Inspector, tensor_kind
 from .judge import LLAMA3_VOCAB
 
 _BLOCK_VALUES = 1 << 20
@@ -27,23 +27,8 @@ _EXACT_TYPES = ("F32", "F16", "BF16")
 _SHOWN = 200  # characters of a metadata value
 
 
-def tensor_kind(name: str, dtype: str) -> str:
-    """What a tensor is for, by its GGUF name: the categories of the table of sizes."""
-    stem, _, last = name.rpartition(".")
-    part = stem.rpartition(".")[2]
-    if last in ("scale", "weight_scale"):
-        return "scales"
-    if last == "bias":
-        return "biases"
-    if name in ("token_embd.weight", "output.weight"):
-        return "embedding" if name.startswith("token") else "head"
-    if part in GGUF_LINEARS.values():
-        return "ternary planes" if dtype in TERNARY_TYPES else "float linears"
-    return "norms" if part.endswith("_norm") else "other"
-
-
 class GgufInspector(Inspector):
-    """The header, then the model that `GgufCheckpoint` makes of it; where that fails, what the header allows."""
+    """Reads the header, then the model that `GgufCheckpoint` makes of it; if that fails, what the header allows."""
 
     config_source = "the metadata"
     layers = "blk"
@@ -61,11 +46,11 @@ class GgufInspector(Inspector):
         try:
             self.file = file = GgufFile(self.path)
         except FormatError as error:
-            self.fail("weights", error)
+            self.out.report_error("weights", error)
             return
         self.out.format = f"GGUF version {file.version}"
         self.out.architecture = str(file.metadata.get("general.architecture", "not named"))[:_SHOWN]
-        self.out.metadata = {key: _in_words(typed) for key, typed in file.typed.items()}
+        self.out.metadata = {key: _describe(typed) for key, typed in file.typed.items()}
         self.add_tensors(
             StoredTensor(t.name, tensor_kind(t.name, t.type.name), t.type.name, t.shape, t.nbytes, self.path.name)
             for t in file.tensors.values()
@@ -77,37 +62,38 @@ class GgufInspector(Inspector):
         try:
             return GgufCheckpoint(self.path, self.options)
         except BitNetRefError as error:
-            self.fail("config" if isinstance(error, ConfigError) else "weights", error)
-        try:  # perhaps it is the evidence for the I2_S layout that cannot be had: the rest does not need it
+            self.out.report_error("config" if isinstance(error, ConfigError) else "weights", error)
+        try:  # without the evidence for the I2_S layout, which may be what cannot be read
             checkpoint = GgufCheckpoint(self.path, ReadOptions(i2_s_layout="x86", tl_tiles=self.options.tl_tiles))
         except BitNetRefError:
-            self.tell_without_model(self.file)
+            self.read_without_model(self.file)
             return None
         checkpoint.evidence = [words for words in checkpoint.evidence if not words.startswith("I2_S layout")]
         if any(tensor.type.name == "I2_S" for tensor in block_linears(self.file)):
             checkpoint.evidence.append("I2_S layout: not decided, because a matrix could not be read")
         return checkpoint
 
-    def tell_without_model(self, file: GgufFile) -> None:
-        """The configuration and the shares, when the file is no model that can be loaded."""
+    def read_without_model(self, file: GgufFile) -> None:
+        """Read the configuration and the shares of a file that cannot be loaded as a model."""
         try:
             check_dialect(file, self.out.evidence)
             self.set_config(read_gguf_config(file, QuantizationConfig("autobitlinear", "offline")))
         except BitNetRefError:
-            pass  # is already reported
+            pass  # already reported
         for tensor in block_linears(file):
             name = linear_of_gguf(tensor.name)
             if name is not None and tensor.type.name in TERNARY_TYPES:
                 self.count_raw_plane(name)
 
-    def taken(self, checkpoint: GgufCheckpoint) -> set[str]:
+    def used_tensors(self, checkpoint: GgufCheckpoint) -> set[str]:
         return checkpoint.taken
 
     def tokenizer_files(self) -> dict[str, bytes]:
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
 
-        has = self.file is not None and "tokenizer.ggml.tokens" in self.file.metadata
-        return tokenizer_files_from_gguf(self.file.metadata) if self.file is not None and has else {}
+        if self.file is None or "tokenizer.ggml.tokens" not in self.file.metadata:
+            return {}
+        return tokenizer_files_from_gguf(self.file.metadata)
 
     def table_name(self, name: str) -> str:
         return f"{gguf_name(name)}.weight"
@@ -116,17 +102,17 @@ class GgufInspector(Inspector):
         return DEQUANTIZABLE
 
     def table_blocks(self, checkpoint: GgufCheckpoint, tensor: str) -> Iterator[NDArray]:
-        found = checkpoint.file.tensors[tensor]
-        for raw in self.raw_blocks(found):
-            values = len(raw) // found.type.block_bytes * found.type.block_values
-            yield dequantize(raw, found.type.name, (values,))
+        stored = checkpoint.file.tensors[tensor]
+        for raw in self.raw_blocks(stored):
+            values = len(raw) // stored.type.block_bytes * stored.type.block_values
+            yield dequantize(raw, stored.type.name, (values,))
 
     def tensor_error(self, checkpoint: GgufCheckpoint, tensor: str, message: str) -> FormatError:
         offset = checkpoint.file.tensors[tensor].offset
         return FormatError(message, path=self.path, offset=offset, field=tensor)
 
     def raw_blocks(self, tensor: GgufTensor) -> Iterator[NDArray[np.uint8]]:
-        """Whole blocks of the type, a few megabytes at a time, without the tail."""
+        """Whole blocks of the tensor's type, a few megabytes at a time, without the tail."""
         assert self.file is not None
         step = max(1, _BLOCK_VALUES // tensor.type.block_values) * tensor.type.block_bytes
         end = tensor.nbytes - tensor.type.tail_bytes
@@ -137,34 +123,33 @@ class GgufInspector(Inspector):
         tensor = self.file.tensors.get(f"{gguf_name(name)}.weight") if self.file is not None else None
         if tensor is None or len(tensor.shape) != 2 or tensor.type.name not in ("I2_S", "TQ2_0"):
             return
-        shape = (tensor.shape[0], tensor.shape[1])
         blocks = self.raw_blocks(tensor)
         if tensor.type.name == "TQ2_0":  # 64 bytes of codes, then the scale
             blocks = (np.ascontiguousarray(raw.reshape(-1, 66)[:, :64]) for raw in blocks)
         try:
-            self.add_raw_plane(name, shape, blocks)
+            self.add_raw_plane(name, (tensor.shape[0], tensor.shape[1]), blocks)
         except FormatError as error:
-            self.fail("weights", error)
+            self.out.report_error("weights", error)
 
-    # -- what is odd ---------------------------------------------------------------------------------------------------
+    # -- warnings and notes --------------------------------------------------------------------------------------------
 
-    def look_at_file(self) -> None:
+    def check_file(self) -> None:
         if self.file is None:
             return
         if any("x86 assumed" in words for words in self.out.evidence):
             message = (
-                "the layout of the I2_S matrices is assumed: nothing in the file tells it, and read in a wrong one the "
-                "model still loads; --i2s-layout (ReadOptions.i2_s_layout) takes another"
+                "the layout of the I2_S matrices is assumed: nothing in the file tells it, and in a wrong layout the "
+                "model still loads; --i2s-layout (ReadOptions.i2_s_layout) sets another"
             )
-            self.note("warning", "weights", message)
-        if (self.out.kind or "") in ("gguf-tq1_0", "gguf-tq2_0"):
-            message = "scales are float16 here: each may have been rounded by up to 1 part in 2048 when it was written"
-            self.note("note", "weights", message)
-        self.look_at_tables(self.file)
-        self.look_at_metadata(self.file)
+            self.out.report("warning", "weights", message)
+        if self.out.kind in ("gguf-tq1_0", "gguf-tq2_0"):
+            message = "scales are float16: each may have been rounded by up to 1 part in 2048 when it was written"
+            self.out.report("note", "weights", message)
+        self.check_tables(self.file)
+        self.check_metadata(self.file)
 
-    def look_at_tables(self, file: GgufFile) -> None:
-        """BitNet's embedding and head are trained in full precision."""
+    def check_tables(self, file: GgufFile) -> None:
+        """Report a quantised embedding or head: BitNet's are trained in full precision."""
         for name, what in (("output.weight", "the head"), ("token_embd.weight", "the embedding")):
             tensor = file.tensors.get(name)
             if tensor is None or tensor.type.name in _EXACT_TYPES:
@@ -172,37 +157,35 @@ class GgufInspector(Inspector):
             if name == "token_embd.weight" and "output.weight" not in file.tensors:
                 what = "the embedding, which is the head too,"
             message = f"{what} is quantised to {tensor.type.name}: logits differ from those of the model as trained"
-            self.note("warning", "weights", message, field=name)
+            self.out.report("warning", "weights", message, field=name)
 
-    def look_at_metadata(self, file: GgufFile) -> None:
+    def check_metadata(self, file: GgufFile) -> None:
         metadata, arch = file.metadata, file.metadata.get("general.architecture")
         if self.out.config is not None:
             key, activation = f"{arch}.hidden_activation", self.out.config.activation
             if key in metadata and activation != (implied := ARCHITECTURES[str(arch)].activation):
-                message = f"says {activation}, which is taken; the architecture {arch} alone would mean {implied}"
-                self.note("warning", "config", message, field=key)
+                message = f"says {activation}, which is used; the architecture {arch} alone would mean {implied}"
+                self.out.report("warning", "config", message, field=key)
         if self.out.config is not None and f"{arch}.rope.freq_base" not in metadata:
             message = "the key is absent, so the default holds: theta 10000"
-            self.note("note", "config", message, field=f"{arch}.rope.freq_base")
+            self.out.report("note", "config", message, field=f"{arch}.rope.freq_base")
         tokens = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list):
             return
         if metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in metadata:
-            taken = ", and llama-bpe is taken" if len(tokens) == LLAMA3_VOCAB else ""
-            message = (
-                f"the key is absent: how text is cut before merging is not said{taken}. Other tools cut it wrongly"
-            )
-            self.note("warning", "tokenizer", message, field="tokenizer.ggml.pre")
+            assumed = "; llama-bpe is assumed" if len(tokens) == LLAMA3_VOCAB else ""
+            message = f"the key is absent, which names the pre-tokenizer{assumed}. Other tools cut text wrongly"
+            self.out.report("warning", "tokenizer", message, field="tokenizer.ggml.pre")
         ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        named = {value for value in ids if isinstance(value, int)}  # an array, say, is the configuration's error
+        named = {value for value in ids if isinstance(value, int)}  # another type is the configuration's error
         stops = self.out.config.eos_token_ids if self.out.config is not None else ()
         if by_text := [token for token in stops if token not in named and 0 <= token < len(tokens)]:
             listed = ", ".join(f"{tokens[token]} ({token})" for token in by_text)
-            message = f"no key says that {listed} ends a turn; it is taken as a stop by its text"
-            self.note("note", "tokenizer", message, field="tokenizer.ggml.eot_token_id")
+            message = f"no key says that {listed} ends a turn; it is a stop token because of its text"
+            self.out.report("note", "tokenizer", message, field="tokenizer.ggml.eot_token_id")
 
 
-def _in_words(typed: Typed) -> str:
+def _describe(typed: Typed) -> str:
     value: Any = typed.value
     if typed.type.startswith("["):
         return f"{typed.type} of {len(value)}"

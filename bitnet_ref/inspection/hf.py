@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError
-from ..formats.checkpoint import Checkpoint, ReadOptions
+from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
 from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
 from ..formats.names import hf_module, linear_of_hf
@@ -21,35 +20,18 @@ from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
 from ..system.json_file import read_json_object
 from .facts import Inspection, StoredTensor
-from .generic import Inspector, Progress
+from .inspector import Inspector, tensor_kind
 
 if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
 
 _BLOCK_BYTES = 1 << 24
-# Keys that transformers fills in when they are absent, with a value that is wrong for many a checkpoint.
+# When absent, transformers takes defaults that are wrong for many checkpoints.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
 
 
-def tensor_kind(name: str, dtype: str) -> str:
-    """What a tensor is for, by its Hugging Face name: the categories of the table of sizes."""
-    if name.endswith(".weight_scale"):
-        return "scales"
-    if name.endswith(".bias"):
-        return "biases"
-    if name.startswith("model.embed_tokens."):
-        return "embedding"
-    if name.startswith("lm_head."):
-        return "head"
-    if name.endswith("_proj.weight"):
-        return "ternary planes" if dtype == "U8" else "float linears"
-    if re.search(r"(norm|_ln)\.weight$", name):
-        return "norms"
-    return "other"
-
-
 class HfInspector(Inspector):
-    """config.json first, because it says what the tensors mean; then model.safetensors or its shards."""
+    """Reads config.json first, because it says what the tensors mean; then model.safetensors or its shards."""
 
     config_source = "config.json"
     layers = "model.layers"
@@ -63,9 +45,9 @@ class HfInspector(Inspector):
     def run(self) -> Inspection:
         if self.path.is_file() and not (self.folder / "config.json").exists():
             self.out.header_only = True
-            with SafetensorsFile(self.path) as file:  # nothing else to report, so a broken header is raised
+            with SafetensorsFile(self.path) as file:  # a broken header is raised: there is nothing else to report
                 self.out.metadata = dict(file.metadata)
-                self.add_tensors(_stored(name, info, self.path) for name, info in file.tensors.items())
+                self.add_tensors(stored_tensor(name, info, self.path) for name, info in file.tensors.items())
             self.out.parameters = self.count_parameters()
             return self.out
         try:
@@ -82,27 +64,27 @@ class HfInspector(Inspector):
         try:
             self.tensors = CheckpointTensors(self.path)
         except FormatError as error:
-            self.fail("weights", error)
+            self.out.report_error("weights", error)
             self.list_readable_files(error)
             return
         names = self.tensors.names
-        self.add_tensors(_stored(name, self.tensors.info(name), self.tensors.path_of(name)) for name in names)
+        self.add_tensors(stored_tensor(name, self.tensors.info(name), self.tensors.path_of(name)) for name in names)
 
     def read_config(self) -> None:
         path = self.folder / "config.json"
         try:
             raw = read_json_object(path, ConfigError, MAX_CONFIG_BYTES)
         except ConfigError as error:
-            self.fail("config", error)
+            self.out.report_error("config", error)
             return
-        self.out.architecture = str(raw.get("model_type"))[:80] if "model_type" in raw else None
+        self.out.architecture = str(raw["model_type"])[:80] if "model_type" in raw else None
         try:
             config = parse_hf_config(raw, path, self.options.allow_unquantized)
         except ConfigError as error:
-            self.fail("config", error)
+            self.out.report_error("config", error)
             if error.field != "quantization_config":
                 return
-            try:  # a bitnet model that does not say how it is quantised: look at the rest all the same
+            try:  # a bitnet model that does not say how it is quantised: inspect the rest
                 config = parse_hf_config(raw, path, allow_unquantized=True)
             except ConfigError:
                 return
@@ -113,7 +95,7 @@ class HfInspector(Inspector):
         if absent := [key for key in _KEYS_WITH_DEFAULTS if key not in given]:
             values = {**config.to_dict(), "rms_norm_eps": config.norm_eps, "hidden_act": config.activation}
             taken = ", ".join(f"{key} {config.rope.theta if key == 'rope_theta' else values[key]}" for key in absent)
-            self.note("note", "config", f"absent from config.json, so transformers' defaults hold: {taken}")
+            self.out.report("note", "config", f"absent from config.json, so transformers' defaults hold: {taken}")
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -127,7 +109,7 @@ class HfInspector(Inspector):
                 "the linears are ternary, packed to 2 bits, but config.json has no quantization_config, so there "
                 "is no telling whether weight_scale multiplies (autobitlinear) or divides (bitlinear)"
             )
-            self.fail("weights", tensors.fail(packed[0], message))
+            self.out.report_error("weights", tensors.fail(packed[0], message))
         elif config is not None:
             return HfCheckpoint(self.path, config=config)
         for name in packed:
@@ -136,24 +118,26 @@ class HfInspector(Inspector):
         return None
 
     def list_readable_files(self, error: FormatError) -> None:
-        """The checkpoint does not open as a whole: list the tensors of the files that do."""
-        found: list[StoredTensor] = []
+        """List the tensors of the files that can be read, of a checkpoint that cannot be opened as a whole."""
+        stored: list[StoredTensor] = []
         for path in [self.path] if self.path.is_file() else sorted(self.folder.glob("*.safetensors")):
             try:
                 with SafetensorsFile(path) as file:
-                    found += [_stored(name, info, path) for name, info in file.tensors.items()]
+                    stored += [stored_tensor(name, info, path) for name, info in file.tensors.items()]
             except FormatError as other:
                 if (other.path, other.message) != (error.path, error.message):
-                    self.fail("weights", other)
-        self.add_tensors(found)
-        if not found and self.path.is_dir():
+                    self.out.report_error("weights", other)
+        self.add_tensors(stored)
+        if not stored and self.path.is_dir():
             files = sorted(self.folder.iterdir())
             if others := [path.name for path in files if path.suffix in (".gguf", ".onnx")]:
-                self.note("note", "weights", f"there is {', '.join(others[:3])}: give that file itself")
+                self.out.report("note", "weights", f"there is {', '.join(others[:3])}: give that file itself")
             elif others := [path.name for path in files if path.suffix in (".bin", ".pt", ".pth")]:
-                self.note("note", "weights", f"there is {', '.join(others[:3])}: pickles are not read, they run code")
+                self.out.report(
+                    "note", "weights", f"there is {', '.join(others[:3])}: pickles are not read, they run code"
+                )
 
-    def taken(self, checkpoint: HfCheckpoint) -> set[str]:
+    def used_tensors(self, checkpoint: HfCheckpoint) -> set[str]:
         return checkpoint.tensors.taken
 
     def load_tokenizer(self) -> Tokenizer | None:
@@ -174,12 +158,12 @@ class HfInspector(Inspector):
     def weights_of(self, tensor: StoredTensor) -> int:
         return super().weights_of(tensor) * (4 if tensor.kind == "ternary planes" else 1)
 
-    def look_at_linear(self, checkpoint: HfCheckpoint, index: int, short: str, weight: LinearWeight) -> None:
-        if index == 0 and short == "q_proj":  # one matrix tells how the whole checkpoint was saved
-            self.look_for_ternary_masters(checkpoint.tensors, isinstance(weight, DenseWeight))
+    def check_linear(self, checkpoint: HfCheckpoint, index: int, short: str, weight: LinearWeight) -> None:
+        if index == 0 and short == "q_proj":  # one matrix shows how the whole checkpoint was saved
+            self.check_masters(checkpoint.tensors, isinstance(weight, DenseWeight))
 
-    def look_for_ternary_masters(self, tensors: CheckpointTensors, dense: bool) -> None:
-        """Float matrices that hold only -s, 0, +s: saved after quantisation. A block of rows is enough to see it."""
+    def check_masters(self, tensors: CheckpointTensors, dense: bool) -> None:
+        """Report float matrices that hold only -s, 0, +s: saved after quantisation. One block of rows shows it."""
         names = [name for name in tensors.names if linear_of_hf(name) is not None and tensors.info(name).dtype != "U8"]
         convention = getattr(self.out.config and self.out.config.quantization, "scale_convention", None)
         if not names or convention in ("multiply", "divide"):
@@ -188,15 +172,13 @@ class HfInspector(Inspector):
         if not np.isfinite(first).all() or quantization.split_ternary(first.reshape(1, -1)) is None:
             return
         if dense:
-            message = (
-                "the linears hold only -s, 0 and +s: a ternary model, but config.json has it computed as a dense one"
-            )
+            message = "the linears hold only -s, 0 and +s: a ternary model, but config.json makes it a dense one"
         else:
             message = (
                 "these are no master weights: they hold only -s, 0 and +s, as saved after quantisation. "
                 "s itself is taken as the scale (an absmean would shrink it by the share of zeros)"
             )
-        self.note("warning", "weights", message, field=names[0])
+        self.out.report("warning", "weights", message, field=names[0])
 
     def count_raw_plane(self, name: str) -> None:
         tensors, plane = self.tensors, f"{hf_module(name)}.weight"
@@ -208,7 +190,7 @@ class HfInspector(Inspector):
         try:
             self.add_raw_plane(name, (4 * shape[0], shape[1]), blocks_of(tensors, plane))
         except FormatError as error:
-            self.fail("weights", error)
+            self.out.report_error("weights", error)
 
     def check_tied_head(self, checkpoint: HfCheckpoint) -> None:
         tensors, name = checkpoint.tensors, "lm_head.weight"
@@ -217,18 +199,18 @@ class HfInspector(Inspector):
         tensors.taken.add(name)
         shape = (checkpoint.config.vocab_size, checkpoint.config.hidden_size)
         if "model.embed_tokens.weight" not in tensors:
-            return  # which is already reported
+            return  # already reported
         same = tensors.info(name).shape == shape == tensors.info("model.embed_tokens.weight").shape
         try:
             pairs = zip(blocks_of(tensors, name), blocks_of(tensors, "model.embed_tokens.weight"), strict=True)
             same = same and all(np.array_equal(a, b) for a, b in pairs)
-        except ValueError:  # another number of blocks: another dtype
+        except ValueError:  # different numbers of blocks, so different dtypes
             same = False
         if not same:
             raise tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
 
 
-def _stored(name: str, info: TensorInfo, path: Path) -> StoredTensor:
+def stored_tensor(name: str, info: TensorInfo, path: Path) -> StoredTensor:
     return StoredTensor(name, tensor_kind(name, info.dtype), info.dtype, info.shape, info.nbytes, path.name)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from ..errors import BitNetRefError, FormatError
+import math
+
+from ..errors import FormatError
 from ..formats.checkpoint import Checkpoint
 from ..formats.onnx.file import SMALL_TYPES, OnnxFile
 from ..formats.onnx.library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
 from ..formats.onnx.model import OnnxCheckpoint
 from .facts import StoredTensor
-from .generic import Inspector
-from .hf import tensor_kind
+from .inspector import Inspector, tensor_kind
 
 _SHOWN = 200
 
 
 class OnnxInspector(Inspector):
-    """Our own exports by their names, which are Hugging Face's; those of other exporters as far as names tell."""
+    """Knows the tensors of our own exports by their names (Hugging Face's), and of other exporters where it can."""
 
     checkpoint: OnnxCheckpoint | None = None
     ours = False
@@ -32,33 +33,27 @@ class OnnxInspector(Inspector):
             self.out.metadata = {key: value[:_SHOWN] for key, value in file.metadata.items() if key != CONFIG_KEY}
             self.add_tensors(self.stored(file, name) for name in file.tensors)
         except FormatError as error:
-            self.fail("weights", error)
+            self.out.report_error("weights", error)
 
     def stored(self, file: OnnxFile, name: str) -> StoredTensor:
         tensor, shape = file.tensors[name], file.shape(name)
-        code, count = tensor.data_type, 1
-        for size in shape:
-            count *= size
-        dtype = DTYPES[code].name if code in DTYPES else SMALL_TYPES.get(code, f"type {code}")
-        bits = int(dtype[-1]) if code in SMALL_TYPES else 8
-        nbytes = count * DTYPES[code].itemsize if code in DTYPES else -(-count * bits // 8)
+        if tensor.data_type in DTYPES:
+            dtype, bits = DTYPES[tensor.data_type].name, 8 * DTYPES[tensor.data_type].itemsize
+        else:
+            dtype = SMALL_TYPES.get(tensor.data_type, f"type {tensor.data_type}")
+            bits = int(dtype[-1]) if tensor.data_type in SMALL_TYPES else 8
+        nbytes = -(-math.prod(shape) * bits // 8)
         kind = "other" if name.startswith("constant_") else tensor_kind(name, dtype)
         if name.endswith((PACKED_SUFFIX, SCALE_SUFFIX)):
             kind = "ternary planes" if name.endswith(PACKED_SUFFIX) else "scales"
         return StoredTensor(name, kind, dtype, shape, nbytes, self.path.name)
 
     def open(self) -> Checkpoint | None:
-        if self.out.format == "ONNX":  # the file could not be parsed
-            return None
-        try:
-            self.checkpoint = OnnxCheckpoint(self.path, self.options)
-        except BitNetRefError as error:
-            self.fail("config", error)
-            return None
-        self.out.architecture = self.checkpoint.config.model_type
+        if self.out.format != "ONNX":  # else the file could not be parsed
+            self.checkpoint = self.try_open(OnnxCheckpoint)
         return self.checkpoint
 
-    def taken(self, checkpoint: OnnxCheckpoint) -> set[str]:
+    def used_tensors(self, checkpoint: OnnxCheckpoint) -> set[str]:
         return checkpoint.taken
 
     def tokenizer_files(self) -> dict[str, bytes]:

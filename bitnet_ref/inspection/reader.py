@@ -1,4 +1,4 @@
-"""`inspect_model`: which inspector a path needs."""
+"""`inspect_model`: choose the inspector for a path, and run it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ import os
 from pathlib import Path
 
 from ..errors import FormatError
-from ..formats.checkpoint import ReadOptions
+from ..formats.checkpoint import Progress, ReadOptions
 from ..formats.native.model import SUFFIX as NATIVE_SUFFIX
 from ..formats.open import READABLE, find_model
 from .facts import Inspection
-from .generic import Inspector, Progress
+from .inspector import Inspector
 
 
 def inspect_model(
     path: str | os.PathLike[str], progress: Progress | None = None, options: ReadOptions | None = None
 ) -> Inspection:
-    """Look at a model in any format that `load` reads: a folder, a file, or a shipped model by its name.
+    """Inspect a model in any format that `load` reads: a folder, a file, or a shipped model by its name.
 
-    progress: called with (layers done, layers in all). options: what the user knows better than the file.
-    Raises FormatError when there is nothing there, or it is a kind of file that is not read, and BackendUnavailable
-    when the library that reads it is missing; everything else that is wrong becomes a finding. One layer is in memory
-    at a time (of an .onnx file without external data, the file).
+    progress: called with (layers done, layers in all). options: what the user knows and the file does not say.
+    Raises FormatError when there is no such file or its format is not read, and BackendUnavailable when the library
+    that reads it is missing; everything else that is wrong becomes a finding. One layer is in memory at a time (of an
+    .onnx file without external data, the whole file).
     """
-    found = find_model(path)
-    if (found / "model.onnx").is_file() and not any(found.glob("model.safetensors*")):
-        found /= "model.onnx"
-    return _inspector_of(found)(found, options, progress).run()
+    model_path = find_model(path)
+    if (model_path / "model.onnx").is_file() and not any(model_path.glob("model.safetensors*")):
+        model_path /= "model.onnx"
+    return _choose_inspector(model_path)(model_path, options, progress).run()
 
 
-def _inspector_of(path: Path) -> type[Inspector]:
-    """As `formats.open.open_checkpoint` chooses."""
-    if path.is_dir() or (path.suffix == ".safetensors" and not path.name.endswith(NATIVE_SUFFIX)):
-        from .hf import HfInspector
-
-        return HfInspector
-    if path.name.endswith(NATIVE_SUFFIX):
+def _choose_inspector(path: Path) -> type[Inspector]:
+    """As `formats.open.open_checkpoint` chooses the reader."""
+    if path.name.endswith(NATIVE_SUFFIX) and not path.is_dir():
         from .native import NativeInspector
 
         return NativeInspector
+    if path.is_dir() or path.suffix == ".safetensors":
+        from .hf import HfInspector
+
+        return HfInspector
     if path.suffix == ".gguf":
         from .gguf import GgufInspector
 

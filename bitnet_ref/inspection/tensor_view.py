@@ -1,7 +1,7 @@
-"""One tensor as text, as a picture, as HTML: `TensorView`.
+"""`TensorView`: one tensor as text, as a figure, as HTML.
 
-A ternary matrix is shown as a map of where its non-zeros are and as the shares of -1, 0 and +1 in bands of rows and of
-columns; anything else as a histogram. matplotlib is imported only when a picture is asked for.
+A ternary matrix is shown as a map of its non-zeros and as the shares of -1, 0 and +1 in bands of rows and of columns;
+any other tensor as a histogram. matplotlib is imported only for a figure.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _CORNER = (8, 64)  # rows and columns shown weight by weight
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor and what can be said of it.
+    """A tensor and its statistics.
 
     values: the weights of a ternary matrix (N, K) int8, or the tensor in float32 or an integer dtype.
     """
 
     path: str
     name: str
-    stored_as: str  # the file's own dtype or type, or how the reader gives it
+    stored_as: str  # the file's own dtype or type, or that of the reader
     values: NDArray[Any]
     w_dequant_scale: float | None = None  # of a ternary matrix
 
     @property
     def is_ternary(self) -> bool:
-        """Whether it is a BitLinear's matrix."""
+        """Whether it is a BitLinear's weight."""
         return self.w_dequant_scale is not None
 
     @property
@@ -50,7 +50,7 @@ class TensorView:
         return self.values.shape
 
     def shares(self) -> tuple[float, float, float]:
-        """Of -1, 0 and +1, of a ternary matrix."""
+        """Shares of -1, 0 and +1 in a ternary matrix."""
         return _shares(self.values)
 
     def bands(self, axis: int, count: int = 8) -> Bands:
@@ -62,8 +62,8 @@ class TensorView:
     def nonzero_map(self, rows: int, columns: int) -> NDArray[np.float32]:
         """Share of non-zeros in a grid of at most rows x columns cells over a ternary matrix."""
         nonzero = self.values != 0
-        for axis, most in ((0, rows), (1, columns)):
-            count = min(most, self.shape[axis])
+        for axis, cells in ((0, rows), (1, columns)):
+            count = min(cells, self.shape[axis])
             starts = np.linspace(0, self.shape[axis], count + 1).round().astype(np.intp)
             sums = np.add.reduceat(nonzero, starts[:-1], axis=axis, dtype=np.float32)
             sizes = np.diff(starts).astype(np.float32)
@@ -71,13 +71,9 @@ class TensorView:
         return nonzero
 
     def statistics(self) -> dict[str, Any]:
-        """What is printed, as plain values. Of floats the figures are of the finite ones."""
-        out: dict[str, Any] = {
-            "name": self.name,
-            "shape": list(self.shape),
-            "stored_as": self.stored_as,
-            "ternary": self.is_ternary,
-        }
+        """What `text` shows, as JSON values. Statistics of floats are those of the finite ones."""
+        out: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "stored_as": self.stored_as}
+        out["ternary"] = self.is_ternary
         if self.is_ternary:
             out |= {"w_dequant_scale": self.w_dequant_scale, "shares": list(self.shares())}
             for axis, what in ((0, "rows"), (1, "columns")):
@@ -104,11 +100,10 @@ class TensorView:
     # -- as text -------------------------------------------------------------------------------------------------------
 
     def text(self, width: int = 100, unicode: bool = True) -> str:
-        """For a shell: lines of at most `width` characters, where the width is 40 or more."""
+        """For a shell: lines of at most `width` characters, or 40 if the width is smaller."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
-        head = [f"{self.name}: {shape}, {self.stored_as}"]
         lines = self._ternary_lines(max(40, width), unicode) if self.is_ternary else self._dense_lines(width, unicode)
-        return "\n".join(line.rstrip() for line in [*head, *lines])
+        return "\n".join(line.rstrip() for line in [f"{self.name}: {shape}, {self.stored_as}", *lines])
 
     def __str__(self) -> str:
         return self.text()
@@ -139,29 +134,29 @@ class TensorView:
                 yield f"{f'{first} to {end - 1}':16}" + "".join(f"{share:7.1%}" for share in shares)
 
     def _dense_lines(self, width: int, unicode: bool) -> Iterator[str]:
-        found = self.statistics()
-        if found["not_finite"]:
-            yield f"{found['not_finite']} of {found['values']} values are NaN or Inf"
-        if "min" not in found:
+        stats = self.statistics()
+        if stats["not_finite"]:
+            yield f"{stats['not_finite']} of {stats['values']} values are NaN or Inf"
+        if "min" not in stats:
             return
-        yield f"from {found['min']:.6g} to {found['max']:.6g}, mean {found['mean']:.6g}, std {found['std']:.6g}"
-        yield f"mean size {found['mean_abs']:.6g}, {found['zeros']} zeros, {found['distinct']} distinct values"
+        yield f"from {stats['min']:.6g} to {stats['max']:.6g}, mean {stats['mean']:.6g}, std {stats['std']:.6g}"
+        yield f"mean size {stats['mean_abs']:.6g}, {stats['zeros']} zeros, {stats['distinct']} distinct values"
         yield ""
         counts, edges = self.histogram()
-        ink, most = ("█" if unicode else "#"), max(1, int(counts.max()))
+        ink, highest = ("█" if unicode else "#"), max(1, int(counts.max()))
         for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
-            bar = ink * round(max(10, min(60, width - 40)) * int(count) / most)
+            bar = ink * round(max(10, min(60, width - 40)) * int(count) / highest)
             yield f"{left:11.4g} to {right:<11.4g}{count:>9}  {bar}"
 
     # -- as a picture --------------------------------------------------------------------------------------------------
 
     def figure(self) -> Figure:
-        """A matplotlib figure. BackendUnavailable, with the command that installs it, when there is none."""
+        """A matplotlib figure. Raises BackendUnavailable, with the command that installs it, when it is missing."""
         try:
             from matplotlib.colors import ListedColormap
             from matplotlib.figure import Figure
         except ImportError as problem:
-            message = "pictures need matplotlib: pip install 'bitnet-ref[notebooks]'; text() does without"
+            message = "figures need matplotlib: pip install 'bitnet-ref[notebooks]'; text() does not"
             raise BackendUnavailable(message) from problem
         fig = Figure(figsize=(9, 3), dpi=80, layout="constrained")
         if not self.is_ternary:
@@ -191,7 +186,7 @@ class TensorView:
         return fig
 
     def _repr_html_(self) -> str:
-        """For notebooks: a line of facts and the picture; the text where there is no matplotlib."""
+        """For notebooks: two lines of facts and the figure; the text without matplotlib."""
         try:
             figure = self.figure()
         except BackendUnavailable:

@@ -1,7 +1,8 @@
-"""Beam search with its history: every continuation that it weighed, as a tree."""
+"""Beam search with its history: every continuation that it weighed, as a tree, and its figure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,13 @@ from ..generation.results import Generation, GenerationStats
 from ..generation.search import BeamStep, beam_search
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
+from .figures.style import GOOD, MINUS, PALE, PLUS, new_figure, plain
 from .next_token import token_texts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+FATES = {"running": MINUS, "ended": PLUS, "cut": PALE}
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,20 @@ class BeamNode:
 
 @dataclass(frozen=True)
 class BeamTree:
-    """`nodes`: parents before children, of a step the best first. `results`: what `generate` gives, best first."""
+    """`nodes`: parents before children, the best of each step first. `results`: what `generate` gives, best first."""
 
     prompt: str
     nodes: list[BeamNode]
     results: list[Generation]
 
-    def plot(self, *, cut: int | None = 2) -> Figure:
-        """The tree, left to right. cut: so many of the rejected continuations of each step (None: all). Needs
-        matplotlib."""
-        from .figures import beam_tree as draw
+    def __repr__(self) -> str:
+        best = repr(self.results[0].text[:60]) if self.results else "nothing"
+        return f"<bitnet_ref.BeamTree of {len(self.nodes)} nodes; best: {best}>"
 
+    def plot(self, *, cut: int | None = 2) -> Figure:
+        """The tree, left to right. cut: how many rejected continuations of each step are shown (None: all).
+
+        Needs matplotlib."""
         shown: list[BeamNode] = []
         places: dict[int, int] = {}
         rejected: dict[int, int] = {}
@@ -56,11 +63,11 @@ class BeamTree:
                     continue
             places[index] = len(shown)
             shown.append(replace(node, parent=None if node.parent is None else places[node.parent]))
-        return draw(self.prompt, shown)
+        return draw_tree(self.prompt, shown)
 
 
 def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> BeamTree:
-    """Beam search on one prompt, and all that it weighed. params: as for `generate`, with num_beams of 2 or more.
+    """Beam search on one prompt, with its history. params: as for `generate`, with num_beams of 2 or more.
 
     Raises GenerationError.
     """
@@ -72,10 +79,10 @@ def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> Beam
     stats = GenerationStats(model.backend.name)
     results = beam_search(model, [request], stats, lambda _, step: steps.append(step))[0]
     text = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
-    return BeamTree(text, _nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
+    return BeamTree(text, collect_nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
 
 
-def _nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
+def collect_nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues
     for number, step in enumerate(steps, start=1):
@@ -88,3 +95,53 @@ def _nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ...]) -> 
             chosen = fate != "cut" and beam.tokens == best[:number]
             nodes.append(BeamNode(number, beam.tokens[-1], text, beam.score, parent, fate, worth, chosen))
     return nodes
+
+
+# -- the figure --------------------------------------------------------------------------------------------------------
+
+
+def heights(nodes: Sequence[BeamNode]) -> list[float]:
+    """A height for each node, so that no two edges cross: leaves one below the other, parents amid their children.
+
+    Parents come before their children in `nodes`.
+    """
+    children: dict[int | None, list[int]] = {}
+    for index, node in enumerate(nodes):
+        children.setdefault(node.parent, []).append(index)
+    ys = [0.0] * len(nodes)
+    row = 0.0
+    waiting = [(index, False) for index in reversed(children.get(None, []))]
+    while waiting:
+        index, done = waiting.pop()
+        below = children.get(index, [])
+        if done:
+            ys[index] = (ys[below[0]] + ys[below[-1]]) / 2
+        elif below:
+            waiting += [(index, True), *((child, False) for child in reversed(below))]
+        else:
+            ys[index] = row
+            row += 1
+    return ys
+
+
+def draw_tree(prompt: str, nodes: Sequence[BeamNode]) -> Figure:
+    """The tree from left to right. Blue goes on, orange has ended, grey was cut; green is the best in the end."""
+    ys = heights(nodes)
+    steps = max((node.step for node in nodes), default=0)
+    root = ys[next((i for i, node in enumerate(nodes) if node.chosen), 0)] if nodes else 0.0
+    leaves = 1 + max(ys, default=0.0)
+    figure, axes = new_figure(size=(1.6 + 1.6 * steps, 0.8 + 0.2 * leaves))
+    ax = axes[0, 0]
+    ax.text(0, root, plain(prompt[-18:]) + " ", ha="right", va="center", size=9)
+    for node, y in zip(nodes, ys, strict=True):
+        from_x, from_y = (0.0, root) if node.parent is None else (nodes[node.parent].step, ys[node.parent])
+        colour = GOOD if node.chosen else FATES[node.fate]
+        ax.plot([from_x + 0.02, node.step - 0.62], [from_y, y], color=colour, lw=1.8 if node.chosen else 0.8, zorder=1)
+        words = f"{plain(node.text)}  {node.score:.1f}"
+        weight = "bold" if node.chosen else "normal"
+        text_colour = "#999999" if node.fate == "cut" else colour
+        ax.text(node.step - 0.6, y, words, ha="left", va="center", size=8, color=text_colour, weight=weight)
+    ax.set(xlim=(-0.9, steps + 0.7), xlabel="new tokens", xticks=range(1, steps + 1), yticks=[])
+    ax.set_ylim(leaves - 0.5, -0.5)
+    ax.spines["left"].set_visible(False)
+    return figure

@@ -1,7 +1,7 @@
-"""What may follow a prompt, and what each sampling parameter makes of it: the stages between logits and a choice.
+"""What may follow a prompt, and what each sampling parameter changes: the stages between the logits and a choice.
 
-The stages are computed by the functions that generation itself uses (`Rules.apply`, `sampling.distribution`), with one
-more parameter at each, so what they show is what is sampled from.
+The stages are computed by the functions of generation itself (`Rules.apply`, `sampling.distribution`), with one more
+parameter at each, so they show exactly what is sampled from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
     from .widgets import Explorer
 
-LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}  # in the order in which they apply; none of each
+# In the order in which they apply, each with the value that limits nothing
+LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +37,20 @@ class Stage:
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float64]
 
+    def __repr__(self) -> str:
+        return f"<Stage {self.name}: {len(self.ids)} tokens, the most likely with p {self.probabilities.max():.3f}>"
+
     def of(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The probabilities of these ids, 0 for one that was left out."""
+        """The probabilities of these ids, 0 for those that were left out."""
         whole = np.zeros(1 + max(self.ids.max(), np.max(ids, initial=0)), dtype=np.float64)
         whole[self.ids] = self.probabilities
         return whole[ids]
 
 
 class NextToken:
-    """The logits after a prompt (text or token ids), computed once, and the stages from them to a choice.
+    """The model's own logits (V,) after a prompt (text or token ids), and the stages from them to a choice.
 
-    `logits` (V,) are the model's own. Raises GenerationError, TokenizerError.
+    Raises GenerationError, TokenizerError.
     """
 
     def __init__(self, model: LoadedModel, prompt: str | TokenIds) -> None:
@@ -55,9 +59,14 @@ class NextToken:
         cache = model.new_cache(slots=1, capacity=len(self.ids))
         self.logits: NDArray = model.run(TokenBatch.of([(0, 0, self.ids)], logits_of_last=[0]), cache).all()[0]
 
+    def __repr__(self) -> str:
+        (stage,), ids = self.stages(temperature=1.0), self.likeliest(4)
+        tokens = ", ".join(f"{text} {p:.3f}" for text, p in zip(self.texts(ids), stage.of(ids), strict=True))
+        return f"<bitnet_ref.NextToken after {len(self.ids)} tokens: {tokens}, ...>"
+
     def stages(self, **params: Any) -> list[Stage]:
-        """From the model's own distribution to the one that a token is taken of, by those parameters of
-        `SamplingParams` that move or limit it. One stage for each that does something."""
+        """From the model's own distribution to the one that a token is drawn from: one stage for each parameter of
+        `SamplingParams` that changes or limits it."""
         sampling = SamplingParams.of(**{**params, "max_tokens": 1})
         if sampling.strategy is not None or sampling.num_beams > 1:
             raise GenerationError("strategy, num_beams: they choose without a distribution; leave them out")
@@ -96,8 +105,8 @@ class NextToken:
         return token_bars(self.texts(ids), [(stage.name, stage.of(ids)) for stage in self.stages(**params)])
 
     def explore(self, count: int = 16, **params: Any) -> Explorer:
-        """The same with sliders for temperature, top_k, top_p and min_p, in Jupyter; `params` are where they begin.
-        Needs ipywidgets; without it, and where no kernel runs, it shows the figure as it is."""
+        """The same with sliders for temperature, top_k, top_p and min_p in Jupyter; `params` are their first values.
+        Without ipywidgets or a running kernel it shows the figure as it is."""
         from .widgets import Explorer, Slider
 
         begin = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
@@ -112,10 +121,10 @@ class NextToken:
 
 def token_texts(model: LoadedModel, ids: list[int]) -> list[str]:
     """Single tokens in a form that shows their spaces: " the" is "▁the". An id without text is "<id>"."""
-    return [_shown(model.tokenizer, token) for token in ids]
+    return [show_token(model.tokenizer, token) for token in ids]
 
 
-def _shown(tokenizer: Tokenizer, token: int) -> str:
+def show_token(tokenizer: Tokenizer, token: int) -> str:
     try:
         piece = tokenizer.token_bytes(token)
         return piece.decode("utf-8", errors="backslashreplace").replace(" ", "▁") or tokenizer.id_to_token(token)

@@ -21,12 +21,12 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, GenerationError, QueueFull
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
-from ..generation.params import Number, SamplingOptions, SamplingParams, expand_params
+from ..generation.params import Number, SamplingOptions, expand_params
 from ..generation.sequence import Request
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .step import StepRecord
-from .tickets import RequestHandle, RequestState, Ticket, check_process
+from .tickets import RequestHandle, RequestProgress, Ticket, check_process
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -80,16 +80,34 @@ class Engine:
         finished by then. Parameters that are not given are those of `EngineConfig.sampling`, else the defaults shown.
         Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
         """
-        return self._submit(prompt, self._sampling_params(params), priority, timeout_s)
+        check_process(self._worker.process)
+        if not is_single(prompt):
+            raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
+        for name, value, number in (("priority", priority, PRIORITY), ("timeout_s", timeout_s, TIMEOUT)):
+            if not number.accepts(value):
+                raise GenerationError(f"{name}: expected {number}, got {value!r}")
+        request = Request(self.model, prompt, self.config.params(params))
+        pool = self._worker.pool
+        if pool.pages_for(request.capacity) > pool.pages:
+            raise GenerationError(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
+                f"engine's cache holds {pool.pages * pool.page_size}; lower max_tokens, or raise cache_tokens"
+            )
+        timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
+        ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
+        ticket.stats.describe(self.cache)
+        # Before `submit`, because an interrupt then drops the handle, which cancels. It keeps the engine alive.
+        handle = RequestHandle(ticket, self._cancel)
+        self._worker.submit(ticket)
+        return handle
 
     @expand_params
     def stream(
         self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> RequestHandle:
         """`submit` for one continuation, to read chunk by chunk with `for` or `async for`."""
-        sampling = self._sampling_params(params)
-        check_streamable(sampling)
-        return self._submit(prompt, sampling, priority, timeout_s)
+        check_streamable(self.config.params(params))
+        return self.submit(prompt, priority=priority, timeout_s=timeout_s, **params)
 
     @expand_params
     def generate(
@@ -135,43 +153,13 @@ class Engine:
             for handle in handles:
                 handle.close()
 
-    def _sampling_params(self, params: SamplingOptions) -> SamplingParams:
-        sampling = self.config.params(params)
-        if sampling.num_beams > 1:
-            raise GenerationError(
-                f"num_beams: the engine has no beam search, got {sampling.num_beams}; use model.generate"
-            )
-        return sampling
-
-    def _submit(self, prompt: Prompt, params: SamplingParams, priority: int, timeout_s: float | None) -> RequestHandle:
-        check_process(self._worker.process)
-        if not is_single(prompt):
-            raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
-        for name, value, number in (("priority", priority, PRIORITY), ("timeout_s", timeout_s, TIMEOUT)):
-            if not number.accepts(value):
-                raise GenerationError(f"{name}: expected {number}, got {value!r}")
-        request = Request(self.model, prompt, params)
-        pool = self._worker.pool
-        if pool.pages_for(request.capacity) > pool.pages:
-            raise GenerationError(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
-                f"engine's cache holds {pool.pages * pool.page_size}; lower max_tokens, or raise cache_tokens"
-            )
-        timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
-        ticket.stats.describe(self.cache)
-        # Before `submit`, because an interrupt then drops the handle, which cancels. It keeps the engine alive.
-        handle = RequestHandle(ticket, self._cancel)
-        self._worker.submit(ticket)
-        return handle
-
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)
 
     # -- what it does --------------------------------------------------------------------------------------------------
 
     @property
-    def requests(self) -> list[RequestState]:
+    def requests(self) -> list[RequestProgress]:
         """The unfinished requests, and how far each of them is."""
         return self._worker.requests()
 
@@ -212,11 +200,11 @@ class Engine:
         await self.aclose(drain=error is None)
 
 
-def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestState], bool]]:
+def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestProgress], bool]]:
     """A function that returns (metrics, requests, whether the engine has ended); the last metrics once it is gone."""
     last: dict[str, Any] = {}
 
-    def look() -> tuple[dict[str, Any], list[RequestState], bool]:
+    def look() -> tuple[dict[str, Any], list[RequestProgress], bool]:
         if (alive := engine()) is None:
             return last, [], True
         last.update(alive.metrics.snapshot())

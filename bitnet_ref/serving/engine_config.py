@@ -111,7 +111,12 @@ class EngineConfig:
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
         """The parameters of one request: the given ones over the defaults. Raises GenerationError."""
         names = {ALIASES.get(name, name) for name in given}
-        return SamplingParams.of(**{name: v for name, v in self.sampling.items() if name not in names}, **given)
+        params = SamplingParams.of(**{name: v for name, v in self.sampling.items() if name not in names}, **given)
+        if params.num_beams > 1:
+            raise GenerationError(
+                f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
+            )
+        return params
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

@@ -62,7 +62,7 @@ class Job:
         return self.row.context_tokens - self.row.computed
 
 
-class Piece(NamedTuple):
+class PlannedPiece(NamedTuple):
     """`tokens` tokens of a job from `start` on. `ends`: the next token can be chosen after them."""
 
     job: Job
@@ -73,10 +73,10 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step. copies: (source page, target page), to copy first. stopped: jobs that lost their slot and pages."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[PlannedPiece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     stopped: list[Job] = field(default_factory=list)
 
@@ -113,9 +113,9 @@ class Scheduler:
         job.lease.close()
         job.row.computed = job.lease.adopt(job.row.context)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The next step. It is empty only when there are no jobs."""
-        plan = Plan()
+        plan = StepPlan()
         self._free_slot()
         self._admit(plan)
         shares = self._shares()
@@ -135,7 +135,7 @@ class Scheduler:
             self._pause(lowest)
             insort(self.waiting, lowest)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Start waiting jobs in the order of rank, while there are slots, and pages for all their tokens."""
         while self.waiting and self._slots:
             job = self.waiting[0]
@@ -198,7 +198,7 @@ class Scheduler:
                 prompts.append(job)
         return prompts
 
-    def _add_piece(self, job: Job, count: int, plan: Plan) -> None:
+    def _add_piece(self, job: Job, count: int, plan: StepPlan) -> None:
         """Add the job's next tokens to the plan, if there are pages for them."""
         row, lease = job.row, job.lease
         assert lease is not None
@@ -210,7 +210,7 @@ class Scheduler:
             elif (count := _affordable(lease, start, count)) == 0:
                 return  # earlier jobs go on and will free pages
         plan.copies += copies
-        plan.pieces.append(Piece(job, row.slot, start, count, ends=start + count == row.context_tokens))
+        plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
 
     # -- who has to stop -----------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Scheduler:
         running = (other for other in reversed(self.running) if other.priority < job.priority and job < other)
         return next(waiting, None) or next(running, None)
 
-    def _stop(self, job: Job, plan: Plan) -> None:
+    def _stop(self, job: Job, plan: StepPlan) -> None:
         """Take its pages and slot; it will compute its tokens again."""
         self.stops += 1
         job.times_stopped += 1

@@ -20,11 +20,11 @@ from ..generation.sequence import Continuation
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
 from .pages import PagePool
-from .scheduler import Job, Piece, Plan, Scheduler
+from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
 from .tickets import Outbox, Ticket
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """One request's part of a step. kind: "prefill" or "decode"."""
 
     request_id: int
@@ -40,7 +40,7 @@ class StepRecord:
     number: int
     start_s: float
     seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     waiting: int  # requests that had not started
 
 
@@ -61,7 +61,7 @@ class Stepper:
         self._scheduler, self._metrics = scheduler, metrics
         self._end, self._deliver = end, deliver
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
         asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
         pieces = [piece for piece in plan.pieces if not ticket_of(piece.job).ended]
@@ -91,7 +91,7 @@ class Stepper:
             return None
 
     def _forward(
-        self, copies: Sequence[tuple[int, int]], pieces: Sequence[Piece], needs: Sequence[tuple[int | None, Ids]]
+        self, copies: Sequence[tuple[int, int]], pieces: Sequence[PlannedPiece], needs: Sequence[tuple[int | None, Ids]]
     ) -> list[TokenLogits]:
         """Run the model on the pieces, with logits at the last tokens of those that end a context."""
         cache = self._cache
@@ -151,7 +151,7 @@ class Stepper:
             job.row.computed = job.row.context_tokens - 1
             self._scheduler.add(job)
 
-    def _fail(self, pieces: Sequence[Piece], error: Exception) -> None:
+    def _fail(self, pieces: Sequence[PlannedPiece], error: Exception) -> None:
         """End all requests of a step in which the model raised."""
         self._metrics.add("engine_faults")
         tickets, op = dict.fromkeys(ticket_of(piece.job) for piece in pieces), _failed_op(error)
@@ -163,10 +163,10 @@ class Stepper:
             self._end(ticket, _wrap(message, error), "error")
 
 
-def part_of(piece: Piece) -> Part:
+def part_of(piece: PlannedPiece) -> StepPart:
     """The timeline's entry for a computed piece."""
     decodes = piece.tokens == 1 and len(_row(piece.job).chunks) > 1  # the newest chunk is of this step
-    return Part(ticket_of(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
+    return StepPart(ticket_of(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
 
 
 def ticket_of(job: Job) -> Ticket:

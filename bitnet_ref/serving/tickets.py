@@ -66,7 +66,7 @@ def _wake(outboxes: Sequence[Outbox]) -> None:
 
 
 @dataclass(frozen=True)
-class RequestState:
+class RequestProgress:
     """The progress of a request."""
 
     request_id: int
@@ -101,9 +101,9 @@ class Ticket:
     def streams(self) -> bool:
         return len(self.rows) == 1
 
-    def state(self, now_s: float) -> RequestState:
+    def state(self, now_s: float) -> RequestProgress:
         """Its progress; any thread may ask."""
-        return RequestState(
+        return RequestProgress(
             request_id=self.number,
             state="waiting" if self.start_s is None else "running",
             prompt_tokens=self.stats.prompt_tokens,

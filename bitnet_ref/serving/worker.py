@@ -19,9 +19,9 @@ from ..generation.results import StreamChunk
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
-from .scheduler import Plan, Scheduler
+from .scheduler import Scheduler, StepPlan
 from .step import Stepper, StepRecord, part_of, ticket_of
-from .tickets import Outbox, RequestState, Ticket, check_process, wake_readers
+from .tickets import Outbox, RequestProgress, Ticket, check_process, wake_readers
 
 
 class Worker:
@@ -91,7 +91,7 @@ class Worker:
     def closed(self) -> bool:
         return self._closing is not None
 
-    def requests(self) -> list[RequestState]:
+    def requests(self) -> list[RequestProgress]:
         """The unfinished requests, in the order of their arrival."""
         now_s = time.perf_counter()
         with self._changed:
@@ -177,7 +177,7 @@ class Worker:
                 )
                 self._end(ticket, error, "timeout")
 
-    def _note_starts(self, plan: Plan, now: float) -> None:
+    def _note_starts(self, plan: StepPlan, now: float) -> None:
         """Note the requests whose first step this is."""
         for piece in plan.pieces:
             ticket = ticket_of(piece.job)
@@ -220,7 +220,7 @@ class Worker:
                 outbox.chunks.put(chunk)
         wake_readers([outbox for outbox, _ in deliveries])
 
-    def _record(self, plan: Plan, start: float) -> None:
+    def _record(self, plan: StepPlan, start: float) -> None:
         seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler
         metrics.observe("engine_step_seconds", seconds)
         metrics.add("engine_steps")

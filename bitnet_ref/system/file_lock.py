@@ -1,6 +1,6 @@
-"""The lock that a process holds on a file or folder it works on; it is let go when the process ends, however it does.
+"""A process's lock on a file or folder. The system releases it when the process ends, even if it is killed.
 
-On Windows, which has no such lock, nothing is locked: what two processes do to one file is then the user's own care.
+Windows has no such lock, and nothing is locked there: two processes must not write the same file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ else:
 
 
 def lock_file(descriptor: int, *, block: bool = True) -> None:
-    """Take the exclusive lock of what is open there, until it is closed.
+    """Lock an open file or folder exclusively, until it is closed.
 
-    Without `block`: BlockingIOError when another process, or another opening of the same file, has it.
+    Without `block`: raises BlockingIOError when another process, or another opening of the same file, holds the lock.
     """
     if CAN_LOCK:
         flock(descriptor, LOCK_EX if block else LOCK_EX | LOCK_NB)

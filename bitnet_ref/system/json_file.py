@@ -1,4 +1,4 @@
-"""Reading a JSON file that somebody else wrote: bounded, strict about duplicates, and clear about what is wrong."""
+"""Reading a JSON file that is not trusted: limited sizes, no duplicate keys, clear errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
             raise error("is not a regular file", path=path)
         with open(path, "rb") as file:
-            # As much as there is said to be, for that is allocated at once; then what has come since
+            # First the size in the directory, because read() allocates it at once; then what was appended since
             data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
-            while len(data) <= max_bytes and (more := file.read(_BLOCK_BYTES)):
-                data += more
+            while len(data) <= max_bytes and (block := file.read(_BLOCK_BYTES)):
+                data += block
     except FileNotFoundError as problem:
         raise error("there is no such file", path=path) from problem
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
@@ -43,7 +43,7 @@ def read_json_object(path: Path, error: type[AnyFileError], max_bytes: int) -> d
 def parse_json_object(
     data: bytes, error: type[AnyFileError], path: str | os.PathLike[str], offset: int = 0
 ) -> dict[str, Any]:
-    """Parse bytes found at `offset` of `path`. Duplicate keys, NaN and Infinity are errors, not choices.
+    """Parse bytes at `offset` of `path`. Duplicate keys, NaN and Infinity are errors.
 
     More than MAX_VALUES values are refused: an empty list is 3 bytes of text and 64 in memory.
     """
@@ -66,8 +66,8 @@ def parse_json_object(
     except UnicodeDecodeError as problem:
         raise error(f"not UTF-8 text: {problem.reason}", path=path, offset=offset + problem.start) from problem
     except json.JSONDecodeError as problem:
-        at = offset + len(problem.doc[: problem.pos].encode())
-        raise error(f"not valid JSON: {problem.msg}", path=path, offset=at) from problem
+        offset += len(problem.doc[: problem.pos].encode())
+        raise error(f"not valid JSON: {problem.msg}", path=path, offset=offset) from problem
     except RecursionError as problem:
         raise error("not usable JSON: nested too deeply", path=path) from problem
     except ValueError as problem:  # an integer of thousands of digits

@@ -1,4 +1,4 @@
-"""How much memory this process has needed."""
+"""Memory of this process and of the system."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CGROUP_FILES = (  # (limit, use) of cgroups 2 and 1
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held (ru_maxrss: kilobytes on Linux, bytes on macOS)."""
+    """The maximum memory that this process has used (ru_maxrss: kilobytes on Linux, bytes on macOS)."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def memory_bytes() -> int | None:
-    """The memory this process holds now; None where the system does not say."""
+    """The memory that this process uses now; None where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -29,16 +29,16 @@ def memory_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping: the system's, or what its cgroup leaves. None where nobody says."""
-    found = []
+    """Memory available without swapping, in the system and in the cgroup. None where the system does not say."""
+    sizes = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        sizes.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, ValueError, KeyError):
         pass
     for limit, used in CGROUP_FILES:
         try:
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+            sizes.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
         except (OSError, ValueError):  # "max": no limit
             continue
-    return max(0, min(found)) if found else None
+    return max(0, min(sizes)) if sizes else None

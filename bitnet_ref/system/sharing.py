@@ -1,4 +1,4 @@
-"""Loaded models that callers share: one for each file and way of computing, for as long as anybody holds it."""
+"""Loaded models that callers share: one per file and way of computing, as long as one of them uses it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from weakref import WeakValueDictionary
 
 Shared = TypeVar("Shared")
 
-_guard = threading.Lock()
-_loading: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()  # key -> the lock of those who load it
-_loaded: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
-
-
-def shared(key: Hashable, make: Callable[[], Shared], is_usable: Callable[[Shared], bool]) -> Shared:
-    """What `make` gave for this key, if anybody still holds it and it is usable; else what it gives now, once for all
-    threads."""
-    with _guard:
-        lock = _loading.setdefault(key, _Lock())
-    with lock.lock:
-        found = _loaded.get(key)
-        if found is None or not is_usable(found):
-            found = _loaded[key] = make()
-        return found
-
 
 class _Lock:
     """A lock that a weak dictionary can hold."""
@@ -35,11 +19,26 @@ class _Lock:
         self.lock = threading.Lock()
 
 
-def identity(path: Path) -> Hashable:
-    """What changes when a file, or a file directly in a folder, is changed or replaced: places, sizes, times."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+_guard = threading.Lock()
+_loading: WeakValueDictionary[Hashable, _Lock] = WeakValueDictionary()  # key -> the lock of the callers that load it
+_loaded: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+
+
+def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[[Shared], bool]) -> Shared:
+    """The object that `make` returned for this key, while it is in use and usable; else a new one, for all threads."""
+    with _guard:
+        lock = _loading.setdefault(key, _Lock())
+    with lock.lock:
+        value = _loaded.get(key)
+        if value is None or not is_usable(value):
+            value = _loaded[key] = make()
+        return value
+
+
+def file_identity(path: Path) -> Hashable:
+    """Changes when the file, or a file directly in the folder, is changed or replaced: paths, sizes and times."""
     facts: list[tuple[str, int, int, int]] = []
-    for file in files:
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.is_file():
             s = os.stat(file)
             facts.append((str(file.resolve()), s.st_ino, s.st_size, s.st_mtime_ns))

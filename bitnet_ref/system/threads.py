@@ -1,13 +1,14 @@
 """The one owner of the thread count.
 
-In this order, the first that says something: the argument; BITNET_REF_NUM_THREADS; OMP_NUM_THREADS; what the machine
-gives this process. The last is the number of physical cores among the processors that the process may run on (a core's
-second hardware thread adds nothing to loops that fill the vector units, or wait for memory), cut to its cgroup's quota.
+The first of these that is set: the argument; BITNET_REF_NUM_THREADS; OMP_NUM_THREADS; what the machine gives this
+process. The last is the number of physical cores among the processors that the process may run on (a core's second
+hardware thread adds nothing to loops that fill the vector units, or wait for memory), limited by its cgroup's quota.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,34 +21,29 @@ from ..errors import BackendError
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
-MOST_THREADS = 4096  # OpenMP ends the process when the system cannot start as many as it is asked for
+MAX_THREADS = 4096  # OpenMP ends the process when the system cannot start all of them
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT = Path("/")  # where /proc and /sys are
 
 
 def resolve_threads(threads: int | None = None) -> int:
-    """How many threads to use: the argument, else BITNET_REF_NUM_THREADS, else OMP_NUM_THREADS, else what the machine
-    gives this process. Raises BackendError for anything but a positive int.
-    """
+    """How many threads to use. Raises BackendError for anything but a positive int."""
     return thread_choice(threads)[0]
 
 
 def thread_choice(threads: int | None = None) -> tuple[int, str]:
-    """(count, where it came from)"""
+    """(count, its source)"""
     if threads is not None:
-        return _positive(threads, "threads"), "argument"
+        return _check_count(threads, "threads"), "argument"
     for name in _VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may list a count for each nesting level
         if text:
-            return _positive(int(text) if text.isdecimal() and len(text) < 10 else text, name), name
+            return _check_count(int(text) if text.isdecimal() and len(text) < 10 else text, name), name
     return machine_threads()
 
 
 def machine_threads(root: Path = _ROOT) -> tuple[int, str]:
-    """(count, which limit set it) for this process, with no wish of anybody's.
-
-    root: holds proc and sys; another one is for tests.
-    """
+    """(count, the limit that sets it) without any setting. root: the folder of proc and sys, for tests."""
     cpus = usable_cpus()
     count, source = len(cpus), "CPUs available to this process"
     if (cores := physical_cores(cpus, root)) < count:
@@ -59,16 +55,16 @@ def machine_threads(root: Path = _ROOT) -> tuple[int, str]:
 
 
 def available_cpus() -> int:
-    """Threads that this process can usefully run at once: see `machine_threads`."""
+    """Threads that this process can usefully run at once; see `machine_threads`."""
     return machine_threads()[0]
 
 
 @contextmanager
 def blas_threads(threads: int) -> Iterator[None]:
-    """NumPy's BLAS uses at most so many threads inside, and what it used before afterwards.
+    """NumPy's BLAS uses at most so many threads in the `with` block, and as many as before after it.
 
-    The setting is the process's. Of several Python threads in here at once the lowest count holds, and the last to
-    leave restores what the first one found: each restoring what it found itself could leave another's limit for good.
+    The setting belongs to the process. Of several Python threads in such a block the lowest count holds, and the last
+    one to leave restores the original count; if each restored its own, another's limit could remain.
     """
     with _blas.lock:
         if not _blas.inside:
@@ -84,7 +80,7 @@ def blas_threads(threads: int) -> Iterator[None]:
 
 
 class _Blas:
-    """The BLAS libraries in this process, and who limits them."""
+    """The BLAS libraries in this process, and the limits in force."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -120,10 +116,7 @@ def usable_cpus() -> set[int]:
 
 
 def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
-    """How many cores these processors are: hardware threads of one core count once.
-
-    Where nothing is said of one, it is taken for a core.
-    """
+    """How many cores these processors have: hardware threads of one core count once. Unknown ones count as cores."""
     cores: set[str] = set()
     for cpu in cpus:
         try:
@@ -134,9 +127,9 @@ def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
 
 
 def cgroup_cpus(root: Path = _ROOT) -> float | None:
-    """The least CPU quota of this process's cgroup and those above it (v2 cpu.max, v1 cfs_quota_us), or None.
+    """The minimum CPU quota of this process's cgroup and its parents (v2 cpu.max, v1 cfs_quota_us), or None.
 
-    A container usually sees its own group at the top of the tree, whatever /proc/self/cgroup says, so the top is asked
+    A container usually sees its own group at the top of the tree, whatever /proc/self/cgroup says, so the top is read
     too.
     """
     top, limits = root / "sys/fs/cgroup", []
@@ -146,10 +139,8 @@ def cgroup_cpus(root: Path = _ROOT) -> float | None:
         lines = []
     groups = {"": "/"}  # controllers -> the group's path; "" is version 2
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if path.startswith("/"):
-            groups[controllers] = path
+        if match := re.fullmatch("[^:]*:([^:]*):(/.*)", line):
+            groups[match[1]] = match[2]
     for controllers, path in {"cpu": "/", **groups}.items():
         if controllers == "":
             tops, read = (top, top / "unified"), _quota_v2
@@ -158,10 +149,8 @@ def cgroup_cpus(root: Path = _ROOT) -> float | None:
         else:
             continue
         for folder in tops:
-            at = folder / path.strip("/")
-            while at == folder or folder in at.parents:
-                limits.append(read(at))
-                at = at.parent
+            group = folder / path.strip("/")
+            limits += [read(each) for each in (group, *group.parents) if each == folder or folder in each.parents]
     known = [limit for limit in limits if limit is not None]
     return min(known) if known else None
 
@@ -182,7 +171,7 @@ def _quota_v1(group: Path) -> float | None:
         return None
 
 
-def _positive(value: object, source: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_THREADS:
-        raise BackendError(f"{source}: expected a whole number of threads, 1 to {MOST_THREADS}, got {value!r}")
+def _check_count(value: object, source: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_THREADS:
+        raise BackendError(f"{source}: expected a whole number of threads, 1 to {MAX_THREADS}, got {value!r}")
     return value

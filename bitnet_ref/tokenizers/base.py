@@ -1,7 +1,7 @@
-"""The public face of every tokenizer: encode, decode, stop tokens, chat. The kinds fill in six small methods.
+"""The public methods of every tokenizer: encode, decode, stop tokens, chat. Each kind overrides seven small methods.
 
-What is common lives here: checking text and ids, which BOS goes where, which tokens end a reply, streaming.
-What differs, and is overridden: how plain text becomes ids, and what a token stands for.
+Common to all kinds: checking text and ids, adding BOS and EOS, finding the tokens that end a reply, streaming.
+Overridden: how plain text becomes ids, and what a token stands for.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..errors import TokenizerError
 from .files import check_unicode
 from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
-from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, check_messages
+from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, copy_messages
 
-END_OF_TURN = "<|eot_id|>"  # Llama 3 and BitNet 2B-4T: a chat model ends its turns with it, and not with eos_token
+END_OF_TURN = "<|eot_id|>"  # of Llama 3 and BitNet 2B-4T: ends a turn in a chat, where eos_token does not
 
 
 class Tokenizer(ABC):
@@ -35,32 +35,32 @@ class Tokenizer(ABC):
     vocab_size: int
 
     def __init__(self, settings: TokenizerSettings, path: str | os.PathLike[str] | None) -> None:
-        """A kind calls this last, when its vocabulary stands."""
+        """A kind calls this last, when its vocabulary is complete."""
         self.path = None if path is None else os.fspath(path)
         self._settings = settings
-        self.bos_id = self._named("bos_token", settings.bos_token, required=True)
+        self.bos_id = self._find_named("bos_token", settings.bos_token)
         if self.bos_id is None:
             self.bos_id = self._own_bos_id()
         if self.bos_id is None:
-            self.bos_id = self._in_vocabulary("bos_token_id", settings.bos_id)
-        self.pad_id = self._named("pad_token", settings.pad_token, required=False)
+            self.bos_id = self._check_in_vocabulary("bos_token_id", settings.bos_id)
+        self.pad_id = None if settings.pad_token is None else self.token_to_id(settings.pad_token)
         if self.pad_id is None:
             self.pad_id = settings.pad_id  # models write any id here, and nothing reads the token
         self.eos_ids = self._find_eos_ids()
         self._prefix, self._suffix = self._find_affixes()
 
-    # What a kind provides.
+    # -- what a kind provides ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _encode_plain(self, text: str) -> list[int]:
-        """Ids of checked text, special-token strings parsed, nothing put around it."""
+        """Ids of checked text, with special-token strings parsed, without BOS and EOS."""
 
     def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
         return [self._encode_plain(text) for text in texts]
 
     @abstractmethod
     def _token(self, token: int) -> str | None:
-        """The token as the vocabulary writes it; None for an id in a hole of the vocabulary."""
+        """The token as the vocabulary writes it; None for an id that is not in the vocabulary."""
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
@@ -75,20 +75,20 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _detokenizer(self) -> Detokenizer:
-        """A fresh machine whose outputs, joined, are the decoded text."""
+        """A new detokenizer, whose outputs, joined, are the decoded text."""
 
     def _own_bos_id(self) -> int | None:
-        """The BOS that the vocabulary file itself names, if it can."""
+        """The BOS in the vocabulary file, if the format has one."""
         return None
 
     def _own_eos_id(self) -> int | None:
         return None
 
     def _own_affixes(self) -> tuple[list[int], list[int]]:
-        """What the vocabulary file itself puts before and after a text."""
+        """The ids that the vocabulary file puts before and after a text."""
         return [], []
 
-    # The public methods.
+    # -- the public methods --------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
@@ -98,14 +98,14 @@ class Tokenizer(ABC):
         already begins with BOS does not get it twice. Raises TokenizerError if `text` is no str, or has no UTF-8 form.
         """
         ids = self._encode_plain(self._checked_text(text, "text"))
-        return self._with_affixes(ids) if add_special_tokens else ids
+        return self._add_affixes(ids) if add_special_tokens else ids
 
     def encode_batch(self, texts: Iterable[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`[encode(text) for text in texts]`, faster. Raises TokenizerError as `encode`, naming the text's index."""
+        """`[encode(text) for text in texts]`, but faster. Raises TokenizerError as `encode`, with the text's index."""
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
             raise TokenizerError(f"encode_batch expects a list of str, got {type(texts).__name__}")
         batch = self._encode_plain_batch([self._checked_text(text, f"texts[{n}]") for n, text in enumerate(texts)])
-        return [self._with_affixes(ids) for ids in batch] if add_special_tokens else batch
+        return [self._add_affixes(ids) for ids in batch] if add_special_tokens else batch
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids` (any integers; a NumPy array too). Bytes that are no UTF-8 become U+FFFD.
@@ -113,14 +113,14 @@ class Tokenizer(ABC):
         With `skip_special_tokens=False` special tokens show as their strings. Raises TokenizerError for an id that is
         no integer or not in the vocabulary, naming it and its index.
         """
-        machine = self._detokenizer()
+        detokenizer = self._detokenizer()
         skips = self._is_special if skip_special_tokens else _never
-        parts = [machine.push(token) for token in self._checked_ids(ids) if not skips(token)]
-        parts.append(machine.flush())
+        parts = [detokenizer.push(token) for token in self._checked_ids(ids) if not skips(token)]
+        parts.append(detokenizer.flush())
         return "".join(parts)
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder to push generated tokens into one at a time; see `StreamDecoder`."""
+        """A decoder of generated tokens, one at a time; see `StreamDecoder`."""
         return StreamDecoder(self._detokenizer(), self._checked_id, self._is_special if skip_special_tokens else _never)
 
     def id_to_token(self, token_id: int) -> str:
@@ -140,7 +140,7 @@ class Tokenizer(ABC):
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source that `apply_chat_template` uses: the files' own, else 2B-4T's for its family, else None."""
+        """The Jinja source that `apply_chat_template` uses: the files' own, or 2B-4T's for its family, or None."""
         if self._settings.chat_template is not None:
             return self._settings.chat_template
         return BITNET_2B4T_TEMPLATE if self.token_to_id(END_OF_TURN) is not None else None
@@ -161,16 +161,16 @@ class Tokenizer(ABC):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tokenize: bool = False
     ) -> str | list[int]:
-        """A conversation as the model was trained to see it, ready for its next reply.
+        """A conversation in the form that the model was trained on, ready for its next reply.
 
         messages: dicts with `role` and `content`, both str. Returns text, or with `tokenize` its ids. The template
-        writes BOS itself where the model wants one, so the ids get no other. (`encode(text)` would not add it twice.)
+        writes BOS itself if the model needs one, so the ids get no other. (`encode(text)` would not add it twice.)
         Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
         """
-        check_messages(messages)
+        messages = copy_messages(messages)
         if self._compiled_template is None:
             raise TokenizerError(
-                "this tokenizer has no chat template, so there is no telling how the model expects a conversation: "
+                "this tokenizer has no chat template, which says how the model expects a conversation: "
                 "write the prompt yourself and use encode(), or put a chat_template.jinja beside the tokenizer",
                 path=self._settings.path,
             )
@@ -186,7 +186,7 @@ class Tokenizer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
 
-    # Checking and finding out.
+    # -- checks and settings -------------------------------------------------------------------------------------------
 
     @cached_property
     def _compiled_template(self) -> ChatTemplate | None:
@@ -200,17 +200,15 @@ class Tokenizer(ABC):
         return text
 
     def _checked_id(self, token_id: object, index: int | None) -> int:
+        place = "" if index is None else f" at index {index}"
         try:
             if isinstance(token_id, bool):
                 raise TypeError
             token = operator.index(token_id)  # type: ignore[arg-type]
         except TypeError:
-            place = "" if index is None else f" at index {index}"
-            raise TokenizerError(
-                f"token id{place}: expected an integer, got {token_id!r:.80} of type {type(token_id).__name__}"
-            ) from None
+            got = f"{token_id!r:.80} of type {type(token_id).__name__}"
+            raise TokenizerError(f"token id{place}: expected an integer, got {got}") from None
         if not 0 <= token < self.vocab_size or self._token(token) is None:
-            place = "" if index is None else f" at index {index}"
             raise TokenizerError(f"token id {token}{place} is not in the vocabulary (vocab_size {self.vocab_size})")
         return token
 
@@ -219,52 +217,43 @@ class Tokenizer(ABC):
             raise TokenizerError(f"ids: expected a list of integers, got {type(ids).__name__}")
         return [self._checked_id(token, index) for index, token in enumerate(ids)]
 
-    def _named(self, key: str, token: str | None, *, required: bool) -> int | None:
+    def _find_named(self, key: str, token: str | None) -> int | None:
+        """The id of a special token that the settings name. Raises TokenizerError if it is not in the vocabulary."""
         number = None if token is None else self.token_to_id(token)
-        if required and token is not None and number is None:
-            raise TokenizerError(
-                f"{token!r} is not in the vocabulary, so the model can never have seen it",
-                path=self._settings.path,
-                field=key,
-            )
+        if token is not None and number is None:
+            message = f"{token!r} is not in the vocabulary, so the model can never have seen it"
+            raise TokenizerError(message, path=self._settings.path, field=key)
         return number
 
-    def _in_vocabulary(self, key: str, number: int | None) -> int | None:
+    def _check_in_vocabulary(self, key: str, number: int | None) -> int | None:
         if number is not None and (number >= self.vocab_size or self._token(number) is None):
-            raise TokenizerError(
-                f"token {number} is not in the vocabulary (vocab_size {self.vocab_size})",
-                path=self._settings.path,
-                field=key,
-            )
+            message = f"token {number} is not in the vocabulary (vocab_size {self.vocab_size})"
+            raise TokenizerError(message, path=self._settings.path, field=key)
         return number
 
     def _find_eos_ids(self) -> tuple[int, ...]:
-        """Every stop token that any file names: one that is missed lets a model talk on for ever."""
+        """Every stop token that any file names: without one of them a model may never stop."""
         settings = self._settings
-        found = [self._in_vocabulary("eos_token_id", number) for number in settings.eos_ids]
-        named = self._named("eos_token", settings.eos_token, required=True)
-        found.append(self._own_eos_id() if named is None else named)
+        ids = [self._check_in_vocabulary("eos_token_id", number) for number in settings.eos_ids]
+        named = self._find_named("eos_token", settings.eos_token)
+        ids.append(self._own_eos_id() if named is None else named)
         turn = self.token_to_id(END_OF_TURN)
         if turn is not None and self._is_special(turn):
-            found.append(turn)
-        return tuple(dict.fromkeys(number for number in found if number is not None))
+            ids.append(turn)
+        return tuple(dict.fromkeys(number for number in ids if number is not None))
 
     def _find_affixes(self) -> tuple[list[int], list[int]]:
-        settings = self._settings
+        settings, (own_prefix, own_suffix) = self._settings, self._own_affixes()
         if settings.add_bos is None and settings.add_eos is None:
-            return self._own_affixes()
-        # As transformers 5 does: one explicit flag, and the two flags replace what the vocabulary file says.
-        add_bos = self._own_add_bos() if settings.add_bos is None else settings.add_bos
+            return own_prefix, own_suffix
+        # As in transformers 5: one explicit flag is enough for both flags to replace what the vocabulary file says.
+        add_bos = self.bos_id in own_prefix if settings.add_bos is None else settings.add_bos
         prefix = [self.bos_id] if add_bos and self.bos_id is not None else []
-        named = self._named("eos_token", settings.eos_token, required=True)
+        named = self._find_named("eos_token", settings.eos_token)
         eos = named if named is not None else next(iter(self.eos_ids), None)
         return prefix, [eos] if settings.add_eos and eos is not None else []
 
-    def _own_add_bos(self) -> bool:
-        """Whether BOS is added when tokenizer_config.json speaks of EOS only."""
-        return bool(self.bos_id is not None and self.bos_id in self._own_affixes()[0])
-
-    def _with_affixes(self, ids: list[int]) -> list[int]:
+    def _add_affixes(self, ids: list[int]) -> list[int]:
         prefix = self._prefix
         if ids and ids[0] == self.bos_id:
             prefix = [token for token in prefix if token != self.bos_id]

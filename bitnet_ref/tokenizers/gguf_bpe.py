@@ -1,7 +1,7 @@
 """A GGUF vocabulary of the model "gpt2" (byte-level BPE) <-> tokenizer.json.
 
-How a text is cut before merging is not in the GGUF, only a name for it, `tokenizer.ggml.pre`; the patterns here are
-those of the tokenizer.json files that bear the names.
+A GGUF only names the pre-tokenizer, which cuts a text before merging: `tokenizer.ggml.pre`. The patterns here are those
+of the tokenizer.json files that the names stand for.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import TokenizerError
+from ..system.json_file import parse_json_object
 from .base import Tokenizer
-from .files import parse_json_object
-from .gguf_keys import CONTROL, NORMAL, PREFIX, UNUSED, USER_DEFINED, GgufVocabulary
+from .gguf_keys import PREFIX, GgufVocabulary
 from .hf_tokenizer import HfTokenizer
+from .sentencepiece_model import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", _GPT2)
 
-# pre -> (patterns, one after another; ignore_merges: a whole piece that is a token is taken as it is; BOS by default).
-# The first name of those that mean the same is the one written.
+# pre -> (patterns, applied in order; ignore_merges: a whole piece that is a token is not merged; BOS by default).
+# Of names with the same meaning, the first is written.
 _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     "llama-bpe": ((_LLAMA3,), True, True),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon_e", "falcon-h1"), ((_LLAMA3,), True, True)),
@@ -45,13 +46,13 @@ _LLAMA3_SIZE = 128256  # of Llama 3's vocabulary, which BitNet 2B-4T uses; its p
 
 
 def adds_bos(vocabulary: GgufVocabulary) -> bool:
-    """Whether llama.cpp puts BOS before a text when the file does not say."""
+    """Whether llama.cpp puts BOS before a text when the file does not say it."""
     return vocabulary.model == "llama" or _PRE[_pre(vocabulary)][2]
 
 
 def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | None, eos: int | None) -> bytes:
     """tokenizer.json. named: ids of special tokens, which are control tokens when the file has no token types.
-    bos, eos: what is put around a text."""
+    bos, eos: the ids around a text."""
     patterns, ignore_merges, _ = _PRE[_pre(vocabulary)]
     tokens, types = vocabulary.tokens, vocabulary.types
     if vocabulary.numbers("token_type", int, None) is None:
@@ -71,7 +72,7 @@ def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | N
         "normalizer": None,
         "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
         "post_processor": _post_processor(tokens, bos, eos),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "decoder": _byte_level(add_prefix_space=True, use_regex=True),
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -100,11 +101,8 @@ def _pre(vocabulary: GgufVocabulary) -> str:
 
 
 def _merges(vocabulary: GgufVocabulary, vocab: dict[str, int]) -> list[list[str]]:
-    lines = vocabulary.strings("merges")
-    if lines is None:
-        raise TokenizerError("is missing, and a gpt2 vocabulary needs it", field=PREFIX + "merges")
     merges = []
-    for n, line in enumerate(lines):
+    for n, line in enumerate(vocabulary.required("merges", vocabulary.strings("merges"))):
         left, space, right = line.partition(" ")
         for part in (left, right, left + right):
             if not (left and space and right) or part not in vocab:
@@ -120,12 +118,8 @@ def _added_token(n: int, content: str, special: bool) -> dict[str, Any]:
 
 
 def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
+    flags = {"add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", **flags}
 
 
 def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[str, Any]:
@@ -139,8 +133,9 @@ def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[st
 
 
 def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any] | None:
-    """BOS and EOS as other readers of the file look for them; ours goes by tokenizer_config.json."""
-    if bos is None and eos is None:
+    """BOS and EOS for other readers of the file; ours takes them from tokenizer_config.json."""
+    ids = [n for n in (bos, eos) if n is not None]
+    if not ids:
         return None
 
     def single(letter: str, kind: int) -> list[dict[str, Any]]:
@@ -153,17 +148,15 @@ def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict
         "type": "TemplateProcessing",
         "single": single("A", 0),
         "pair": single("A", 0) + single("B", 1),
-        "special_tokens": {
-            tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in (bos, eos) if n is not None
-        },
+        "special_tokens": {tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in ids},
     }
 
 
 def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:
-    """The metadata of a byte-level tokenizer.json; a hole in its ids becomes an unused [PADn], as llama.cpp has it."""
+    """The metadata of a byte-level tokenizer.json; an id without a token becomes an unused [PADn], as in llama.cpp."""
     assert isinstance(tokenizer, HfTokenizer)
     path = tokenizer.path or "tokenizer.json"
-    table = parse_json_object(data, path)
+    table = parse_json_object(data, TokenizerError, path)
     model, decoder = table["model"], table.get("decoder") or {}
     if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel" or table.get("normalizer") is not None:
         raise TokenizerError(
@@ -182,7 +175,7 @@ def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:
         types.append(CONTROL if tokenizer._is_special(n) else kind)
     merges = [line if isinstance(line, str) else " ".join(line) for line in model["merges"]]
     for n, line in enumerate(merges):
-        if line.count(" ") != 1:  # a token with a space in it, which is none of the byte alphabet
+        if line.count(" ") != 1:  # a token with a space, which is not in the byte alphabet
             raise TokenizerError(f"{line[:80]!r} cannot be written into a GGUF", path=path, field=f"model.merges[{n}]")
     return {
         PREFIX + "model": "gpt2",
@@ -195,7 +188,7 @@ def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:
 
 
 def _pre_of(pre_tokenizer: Any, ignore_merges: bool, path: Any) -> tuple[str, bool]:
-    """The name that llama.cpp has for a pre-tokenizer, and whether it puts a space before the text."""
+    """llama.cpp's name for a pre-tokenizer, and whether it puts a space before the text."""
     inner = pre_tokenizer or {}
     steps = inner["pretokenizers"] if inner.get("type") == "Sequence" else [inner]
     last = steps[-1] if steps else {}
@@ -210,9 +203,6 @@ def _pre_of(pre_tokenizer: Any, ignore_merges: bool, path: Any) -> tuple[str, bo
         for name, (known, ignores, _) in _PRE.items():
             if list(known) == patterns and ignores == ignore_merges:
                 return name, bool(last.get("add_prefix_space"))
-    raise TokenizerError(
-        f"GGUF has no name for this pre-tokenizer (with ignore_merges {str(ignore_merges).lower()}); it knows "
-        f"{', '.join(_PRE)}",
-        path=path,
-        field="pre_tokenizer",
-    )
+    flag = f"(with ignore_merges {str(ignore_merges).lower()})"
+    message = f"GGUF has no name for this pre-tokenizer {flag}; it knows {', '.join(_PRE)}"
+    raise TokenizerError(message, path=path, field="pre_tokenizer")

@@ -10,17 +10,14 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .files import MAX_TOKEN_ID, check_unicode
-from .hf_decoders import BYTE_TOKEN
-from .sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-
-__all__ = ["BYTE", "CONTROL", "NORMAL", "PREFIX", "UNKNOWN", "UNUSED", "USER_DEFINED", "GgufVocabulary"]
+from .sentencepiece_model import BYTE, BYTE_PIECE, NORMAL, UNUSED
 
 PREFIX = "tokenizer.ggml."
 MODELS = ("llama", "gpt2")
 
 
 class GgufVocabulary:
-    """model ("llama" or "gpt2"), tokens, types (one for each token); further keys by method.
+    """model ("llama" or "gpt2"), tokens, types (one per token); further keys by method.
 
     A GGUF's token types are those of SentencePiece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
     """
@@ -31,14 +28,12 @@ class GgufVocabulary:
         if self.model is None:
             raise TokenizerError("there is no tokenizer in this GGUF", field=PREFIX + "model")
         if self.model not in MODELS:
-            raise TokenizerError(
-                f"expected one of {', '.join(MODELS)}, got {self.model[:40]!r}", field=PREFIX + "model"
-            )
+            message = f"expected one of {', '.join(MODELS)}, got {self.model[:40]!r}"
+            raise TokenizerError(message, field=PREFIX + "model")
         self.tokens = self.strings("tokens") or []
         if not 0 < len(self.tokens) <= MAX_TOKEN_ID:
-            raise TokenizerError(
-                f"expected 1 to {MAX_TOKEN_ID} tokens, got {len(self.tokens)}", field=PREFIX + "tokens"
-            )
+            message = f"expected 1 to {MAX_TOKEN_ID} tokens, got {len(self.tokens)}"
+            raise TokenizerError(message, field=PREFIX + "tokens")
         self.types = self._types()
         self._check_tokens()
 
@@ -77,25 +72,25 @@ class GgufVocabulary:
         for n, item in enumerate(value):
             if not isinstance(item, str):
                 raise TokenizerError(f"expected a string, got {type(item).__name__}", field=f"{PREFIX}{key}[{n}]")
-            check_unicode(item, field=f"{PREFIX}{key}[{n}]")
+            check_unicode(item, f"{PREFIX}{key}[{n}]")
         return list(value)
 
     def numbers(self, key: str, kind: type[int] | type[float], length: int | None) -> list[Any] | None:
-        """An array of integers, or of floating-point numbers: one declared as the other is damage, not a choice."""
+        """An array of integers, or of floating-point numbers: an array of the other kind is an error."""
         value = self._get(key)
         if value is None:
             return None
-        good = np.integer if kind is int else np.floating
+        allowed = np.integer if kind is int else np.floating
         if isinstance(value, np.ndarray):
-            fits = value.ndim == 1 and np.issubdtype(value.dtype, good)
+            is_good = value.ndim == 1 and np.issubdtype(value.dtype, allowed)
             got = f"{value.dtype} of shape {value.shape}"
-            value = value.tolist() if fits else value
+            value = value.tolist() if is_good else value
         else:
-            listed = isinstance(value, (list, tuple))
-            wrong = [v for v in value if isinstance(v, bool) or not isinstance(v, (kind, good))] if listed else []
-            fits = listed and not wrong
+            is_list = isinstance(value, (list, tuple))
+            wrong = [v for v in value if isinstance(v, bool) or not isinstance(v, (kind, allowed))] if is_list else []
+            is_good = is_list and not wrong
             got = f"{type(wrong[0]).__name__} values" if wrong else f"{value!r:.40}"
-        if not fits:
+        if not is_good:
             what = "integers" if kind is int else "floating-point numbers"
             raise TokenizerError(f"expected an array of {what}, got {got}", field=PREFIX + key)
         if length is not None and len(value) != length:
@@ -106,12 +101,17 @@ class GgufVocabulary:
                     raise TokenizerError(f"{item} is not finite", field=f"{PREFIX}{key}[{n}]")
         return list(map(kind, value))
 
+    def required(self, key: str, value: list[Any] | None) -> list[Any]:
+        """`value`, the array of a key. Raises TokenizerError when the key is absent."""
+        if value is None:
+            raise TokenizerError(f"is missing, and a {self.model} vocabulary needs it", field=PREFIX + key)
+        return value
+
     def _types(self) -> list[int]:
         types = self.numbers("token_type", int, len(self.tokens))
-        if types is None:
-            if self.model == "llama":
-                raise TokenizerError("is missing, and a llama vocabulary needs it", field=PREFIX + "token_type")
+        if types is None and self.model != "llama":
             return [NORMAL] * len(self.tokens)
+        types = self.required("token_type", types)
         for n, kind in enumerate(types):
             if not NORMAL <= kind <= BYTE:
                 raise TokenizerError(f"{kind} is no token type 1..6", field=f"{PREFIX}token_type[{n}]")
@@ -125,8 +125,6 @@ class GgufVocabulary:
                 raise TokenizerError("a token is empty", field=where)
             if first.setdefault(token, n) != n and not (kind == UNUSED and self.model == "gpt2"):
                 raise TokenizerError(f"{token[:40]!r} is token {first[token]} already", field=where)
-            has_form = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-            if kind == BYTE or (self.model == "llama" and has_form):
-                match = BYTE_TOKEN.fullmatch(token)
-                if match is None or match[1] != match[1].upper():
-                    raise TokenizerError(f"{token[:40]!r} is no byte token <0x00> to <0xFF>", field=where)
+            has_byte_form = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            if (kind == BYTE or (self.model == "llama" and has_byte_form)) and not BYTE_PIECE.fullmatch(token):
+                raise TokenizerError(f"{token[:40]!r} is no byte token <0x00> to <0xFF>", field=where)

@@ -1,7 +1,7 @@
 """A GGUF vocabulary of the model "llama" <-> a SentencePiece model.
 
-llama.cpp merges by score, as SentencePiece's BPE does; a GGUF does not carry the algorithm, so a Unigram model cannot
-be stored as one. Added tokens, which are no pieces of the model, stand in the same list, with the score -1000.
+llama.cpp merges by score, as SentencePiece's BPE does; a GGUF does not name the algorithm, so it cannot hold a Unigram
+model. Added tokens, which are not pieces of the model, are in the same list, with the score -1000.
 """
 
 from __future__ import annotations
@@ -13,37 +13,46 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .gguf_keys import BYTE, CONTROL, PREFIX, UNKNOWN, UNUSED, USER_DEFINED, GgufVocabulary
-from .sentencepiece_model import BPE, SentencePieceModel, read_model, write_model
+from .gguf_keys import PREFIX, GgufVocabulary
+from .sentencepiece_model import (
+    BPE,
+    BYTE,
+    CONTROL,
+    MAX_PIECES,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    SentencePieceModel,
+    read_model,
+    write_model,
+)
 from .sentencepiece_tokenizer import SentencePieceTokenizer
 
-ADDED_SCORE = -1000.0  # what llama.cpp's converter gives to added tokens, and to the padding behind them
+ADDED_SCORE = -1000.0  # of added tokens, and of the padding after them, in the files of llama.cpp's converter
 
 
 def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int]) -> tuple[bytes, list[int]]:
-    """(ModelProto, ids of the added tokens). Added tokens at the end are left out of the model."""
+    """(ModelProto, ids of the added tokens). The model does not contain added tokens at the end."""
     tokens, types = vocabulary.tokens, list(vocabulary.types)
-    scores = vocabulary.numbers("scores", float, len(tokens))
-    if scores is None:
-        raise TokenizerError("is missing, and a llama vocabulary needs it", field=PREFIX + "scores")
+    scores = vocabulary.required("scores", vocabulary.numbers("scores", float, len(tokens)))
+    if len(tokens) > MAX_PIECES:
+        raise TokenizerError(f"a llama vocabulary has at most {MAX_PIECES} tokens", field=PREFIX + "tokens")
     unknown = [n for n, kind in enumerate(types) if kind == UNKNOWN]
-    if len(unknown) > 1:  # llama.cpp treats the others as control tokens, and SentencePiece allows one only
+    if len(unknown) > 1:  # SentencePiece allows one; llama.cpp treats the others (padding, in phi-3) as control tokens
         real = specials["unk"] if specials.get("unk") in unknown else unknown[0]
         for n in unknown:
             types[n] = UNKNOWN if n == real else CONTROL
-    if len(tokens) > 1_000_000:
-        raise TokenizerError("a llama vocabulary has at most 1000000 tokens", field=PREFIX + "tokens")
     added = [n for n, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED) and scores[n] == ADDED_SCORE]
     size, is_added = len(tokens), set(added)
     while size and (size - 1 in is_added or (types[size - 1] == UNUSED and scores[size - 1] == ADDED_SCORE)):
         size -= 1
     if size in (0, len(tokens)) or max(added, default=-1) < size:
-        size = len(tokens)  # nothing was added: the padding stays, so that every id has its token
+        size = len(tokens)  # without added tokens the padding stays, so that every id has its token
     unknown = [n for n in range(size) if types[n] == UNKNOWN]  # one, or none
     if not unknown and "unk" in specials and specials["unk"] < size:
         unknown = [specials["unk"]]
         types[unknown[0]] = UNKNOWN
-    if len(unknown) != 1:
+    if not unknown:
         message = "a llama vocabulary has a token of type 2 (unknown), this one has none"
         raise TokenizerError(message, field=PREFIX + "token_type")
     n_bytes = sum(kind == BYTE for kind in types[:size])
@@ -67,7 +76,7 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
 
 
 def vocabulary_from_model(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The metadata of a SentencePiece tokenizer's vocabulary: pieces, then added tokens, holes filled with [PADn]."""
+    """The metadata of a SentencePiece tokenizer: pieces, then added tokens, with [PADn] for ids without a token."""
     assert isinstance(tokenizer, SentencePieceTokenizer)
     model = read_model(tokenizer._model_bytes, tokenizer.path)
     if model.model_type != BPE or not model.escape_whitespaces:

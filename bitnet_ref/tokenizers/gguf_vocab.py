@@ -1,10 +1,10 @@
 """The tokenizer in a GGUF's metadata <-> the Hugging Face files that the loaders here read.
 
 `tokenizer.ggml.model` "llama" is a SentencePiece BPE model, "gpt2" a byte-level BPE whose pre-tokenizer has a name.
-Both come out as files, so that one reader, with its checks, serves folders and GGUFs alike.
+Both become files, so that the same reader, with its checks, serves folders and GGUFs.
 
-What GGUF cannot say, and what is taken: whether text after a special token gets a space in front (llama.cpp: yes, in a
-"llama" vocabulary; here: no, as in transformers with `legacy: false`); what added tokens eat around them (nothing).
+What GGUF cannot express, and our choice: whether text after a special token gets a space in front (llama.cpp: yes, in a
+"llama" vocabulary; here: no, as in transformers with `legacy: false`); which spaces added tokens take in (none).
 Source: llama.cpp, convert_hf_to_gguf.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import TokenizerError
 from . import load_tokenizer_files
 from .base import Tokenizer
+from .files import AnyPath, errors_at
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
-from .gguf_keys import CONTROL, PREFIX, UNKNOWN, GgufVocabulary
+from .gguf_keys import PREFIX, GgufVocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
+from .sentencepiece_model import CONTROL, UNKNOWN
 from .settings import TokenizerSettings
 
 log = logging.getLogger(__name__)
@@ -31,36 +32,31 @@ _STOPS = ("eos", "eot", "eom")  # llama.cpp ends a generation at each of them
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 
 
-def tokenizer_files_from_gguf(
-    metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None
-) -> dict[str, bytes]:
+def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None) -> dict[str, bytes]:
     """GGUF metadata -> {file name: bytes}, for `load_tokenizer_files`.
 
     metadata: str, bool, int, float, lists of them, or NumPy arrays. path: of its file, for errors to name.
-    Gives tokenizer.model or tokenizer.json, tokenizer_config.json, generation_config.json (all stop tokens), and
+    Returns tokenizer.model or tokenizer.json, tokenizer_config.json, generation_config.json (all stop tokens), and
     chat_template.jinja when there is a template.
 
     Raises TokenizerError naming the key: missing, of the wrong type or length, a token twice, a byte token that is no
-    byte, a merge outside the vocabulary, an id out of range, a model or pre-tokenizer that is not known.
+    byte, a merge outside the vocabulary, an id out of range, an unknown model or pre-tokenizer.
     """
-    try:
-        return _files(metadata)
-    except TokenizerError as error:
-        if path is None or error.path is not None:
-            raise
-        raise TokenizerError(error.message, path=path, offset=error.offset, field=error.field) from error
+    with errors_at(path):
+        return _write_files(metadata)
 
 
-def _files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def _write_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     vocabulary = GgufVocabulary(metadata)
     ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
-    stops = [vocabulary.token_id(f"{name}_token_id") for name in _STOPS]
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    said = vocabulary.flag("add_bos_token")
-    add_bos = adds_bos(vocabulary) if said is None else said
+    present = {name: n for name, n in ids.items() if n is not None}
+    stops = [n for name in _STOPS if (n := vocabulary.token_id(f"{name}_token_id")) is not None]
+    flag = vocabulary.flag("add_bos_token")
+    add_bos = adds_bos(vocabulary) if flag is None else flag
     add_eos = bool(vocabulary.flag("add_eos_token"))
+    config: dict[str, Any]
     if vocabulary.model == "llama":
-        data, added = model_from_vocabulary(vocabulary, {name: n for name, n in ids.items() if n is not None})
+        data, added = model_from_vocabulary(vocabulary, present)
         files = {"tokenizer.model": data}
         config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
         if added:
@@ -70,15 +66,15 @@ def _files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
             }
     else:
         around = ids["bos"] if add_bos else None, ids["eos"] if add_eos else None
-        named = [n for n in (*ids.values(), *stops) if n is not None]
-        files = {"tokenizer.json": json_from_bpe(vocabulary, named, *around)}
+        files = {"tokenizer.json": json_from_bpe(vocabulary, [*present.values(), *stops], *around)}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
-    config |= {f"{name}_token": vocabulary.tokens[n] for name, n in ids.items() if n is not None}
+    config |= {f"{name}_token": vocabulary.tokens[n] for name, n in present.items()}
     files[_CONFIG] = _json(config)
-    generation: dict[str, Any] = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
-    ends = list(dict.fromkeys(n for n in stops if n is not None))
-    if ends:
-        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    generation: dict[str, Any] = {f"{name}_token_id": present[name] for name in ("bos", "pad") if name in present}
+    stops = list(dict.fromkeys(stops))
+    if stops:
+        generation["eos_token_id"] = stops if len(stops) > 1 else stops[0]
     files[_GENERATION] = _json(generation)
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
@@ -94,22 +90,20 @@ def _files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
 def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     """{file name: bytes} -> GGUF metadata, in the order in which llama.cpp's converter writes it.
 
-    Values: str; bool; int (write as uint32); lists of str; float32, int32 and uint8 arrays. Of tokenizer.model and
-    tokenizer.json the former is taken, as llama.cpp does.
+    Values: str; bool; int (write as uint32); lists of str; float32, int32 and uint8 arrays. tokenizer.model is
+    preferred to tokenizer.json, as in llama.cpp.
 
-    Raises TokenizerError: files that do not load, and what GGUF has no way to say (a Unigram model, a normalizer, an
-    unnamed pre-tokenizer, more than three stop tokens).
+    Raises TokenizerError: files that do not load, and what GGUF cannot express (a Unigram model, a normalizer, a
+    pre-tokenizer without a name, more than three stop tokens).
     """
     files = dict(files)
     if "tokenizer.model" in files:
         files.pop("tokenizer.json", None)
     tokenizer = load_tokenizer_files(files)
-    if "tokenizer.model" in files:
-        out = vocabulary_from_model(tokenizer)
-    else:
-        out = bpe_from_json(tokenizer, files["tokenizer.json"])
+    is_model = "tokenizer.model" in files
+    out = vocabulary_from_model(tokenizer) if is_model else bpe_from_json(tokenizer, files["tokenizer.json"])
     out |= _special_tokens(tokenizer, tokenizer._settings)
-    _log_what_is_lost(tokenizer._settings)
+    _warn_of_losses(tokenizer._settings)
     if tokenizer._settings.chat_template is not None:
         out["tokenizer.chat_template"] = tokenizer._settings.chat_template
     return out
@@ -117,12 +111,9 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[str, Any]:
     if len(tokenizer.eos_ids) > len(_STOPS):
-        raise TokenizerError(
-            f"GGUF names {len(_STOPS)} stop tokens, and this tokenizer has {len(tokenizer.eos_ids)}: "
-            f"{list(tokenizer.eos_ids)[:20]}",
-            path=settings.path,
-            field="eos_token_id",
-        )
+        counts = f"GGUF names {len(_STOPS)} stop tokens, and this tokenizer has {len(tokenizer.eos_ids)}"
+        message = f"{counts}: {list(tokenizer.eos_ids)[:20]}"
+        raise TokenizerError(message, path=settings.path, field="eos_token_id")
     unk = None if settings.unk_token is None else tokenizer.token_to_id(settings.unk_token)
     out: dict[str, Any] = {}
     for key, number in (("bos", tokenizer.bos_id), *zip(_STOPS, tokenizer.eos_ids, strict=False)):
@@ -135,20 +126,17 @@ def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[s
     out[PREFIX + "add_bos_token"] = tokenizer.bos_id is not None and around[:1] == [tokenizer.bos_id]
     out[PREFIX + "add_eos_token"] = bool(tokenizer.eos_ids) and around[-1:] == [tokenizer.eos_ids[0]]
     if len(around) != out[PREFIX + "add_bos_token"] + out[PREFIX + "add_eos_token"]:
-        raise TokenizerError(
-            f"GGUF can say that BOS and EOS stand around a text, and this tokenizer puts the tokens {around} there",
-            path=settings.path,
-            field="post_processor",
-        )
+        message = f"GGUF can only put BOS and EOS around a text, and this tokenizer puts the tokens {around} there"
+        raise TokenizerError(message, path=settings.path, field="post_processor")
     return out
 
 
-def _log_what_is_lost(settings: TokenizerSettings) -> None:
+def _warn_of_losses(settings: TokenizerSettings) -> None:
     if settings.legacy:
-        log.warning("GGUF cannot say `legacy: true` (a space in front of text after a special token); it is left out")
+        log.warning("GGUF cannot hold `legacy: true` (a space before text after a special token); it is left out")
     greedy = [token.content for token in settings.added_tokens if token.lstrip or token.rstrip or token.single_word]
     if greedy:
-        log.warning("GGUF cannot say that %s take in the spaces around them; that is left out", greedy[:8])
+        log.warning("GGUF cannot hold that %s take in the spaces around them; it is left out", greedy[:8])
 
 
 def _json(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What a token of a tokenizer.json stands for, by the file's `decoder`, and which streaming machine is exact for it.
+"""The text or bytes of a token of a tokenizer.json, by the file's `decoder`, and the detokenizer that is exact for it.
 
 Source: the decoders of huggingface/tokenizers (`decoders/` and `pre_tokenizers/byte_level.rs`).
 """
@@ -10,13 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .streaming import (
-    ByteDetokenizer,
-    ByteRunDetokenizer,
-    Detokenizer,
-    PairDetokenizer,
-    WholeDetokenizer,
-)
+from .streaming import ByteDetokenizer, ByteRunDetokenizer, Detokenizer, PairDetokenizer, WholeDetokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIRST_MATTERS = {"Metaspace", "WordPiece", "Replace", "Strip"}  # each token alone; only the first may differ
@@ -24,14 +18,14 @@ _FIRST_MATTERS = {"Metaspace", "WordPiece", "Replace", "Strip"}  # each token al
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode: `part` gives a token's text or bytes (None: unknown); `detokenizer` makes a fresh machine."""
+    """How to decode: `part` gives a token's text or bytes (None: unknown); `detokenizer` makes a detokenizer."""
 
     part: Callable[[str], str | bytes] | None
     detokenizer: Callable[[Callable[[int], str], Callable[[list[int]], str]], Detokenizer]
 
 
 def read_decoder(decoder: dict[str, Any] | None) -> Decoding:
-    """Choose by the `decoder` object of a file that the library has accepted (None: tokens are joined by spaces)."""
+    """The decoding for the `decoder` object of a file that the library has accepted (None: tokens joined by spaces)."""
     steps = _flatten(decoder)
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -53,7 +47,7 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _llama(steps: list[dict[str, Any]]) -> Decoding | None:
-    """Replace* ByteFallback? Fuse Strip?, as SentencePiece models are converted. None if it is anything else."""
+    """Replace* ByteFallback? Fuse Strip?, the decoder of converted SentencePiece models. None for any other."""
     kinds = [str(step.get("type")) for step in steps]
     if not re.fullmatch(r"(Replace )*(ByteFallback )?Fuse( Strip)?", " ".join(kinds)):
         return None
@@ -69,16 +63,12 @@ def _llama(steps: list[dict[str, Any]]) -> Decoding | None:
         match = BYTE_TOKEN.fullmatch(token) if falls_back else None
         return bytes([int(match[1], 16)]) if match else token
 
-    return Decoding(
-        part,
-        lambda token, _: ByteRunDetokenizer(
-            lambda n: part(token(n)), strip_char=strip["content"], strip=strip["start"]
-        ),
-    )
+    stripping = {"strip_char": strip["content"], "strip": strip["start"]}
+    return Decoding(part, lambda token, _: ByteRunDetokenizer(lambda n: part(token(n)), **stripping))
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: a byte that prints is itself, the 68 others are U+0100 and up, in order."""
+    """GPT-2's characters for bytes: a printable byte is itself, the 68 others are U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in alphabet]

@@ -1,19 +1,21 @@
 """Hugging Face `tokenizer.json` files (Llama 3, BitNet 2B-4T, Falcon; Llama 2 in its converted form).
 
-Encoding and `decode` are the `tokenizers` library's own; the checks before and after it loads a file are ours, because
-it panics on some files, pads to two thousand million tokens on others, and renumbers tokens in silence on a third kind.
+The `tokenizers` library encodes and decodes. The checks before and after it loads a file are ours, because on some
+files it panics, on some it pads to two thousand million tokens, and on some it renumbers tokens without an error.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import TokenizerError
+from ..system.json_file import parse_json_object
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID, parse_json_object
+from .files import MAX_TOKEN_ID, errors_at
 from .hf_decoders import Decoding, read_decoder
 from .hf_json import check_tokenizer_json, post_processor_affixes
 from .settings import TokenizerSettings
@@ -35,23 +37,20 @@ class HfTokenizer(Tokenizer):
         """Raises TokenizerError if the file cannot be used, or the settings contradict it."""
         settings = settings or TokenizerSettings()
         self.path = None if path is None else os.fspath(path)
-        table = parse_json_object(json_bytes, path or "tokenizer.json")
-        check_tokenizer_json(table, path)
-        self._tokenizer = self._load(json_bytes)
-        for n, entry in enumerate(table.get("added_tokens") or []):
-            got = self._tokenizer.token_to_id(entry["content"])
-            if got != entry["id"]:  # the library only warns, and goes on with its own number
-                raise TokenizerError(
-                    f"{entry['content']!r} is declared as token {entry['id']} but is token {got} in the vocabulary",
-                    path=path,
-                    field=f"added_tokens[{n}]",
-                )
-        self._add_tokens(settings)
-        self._read_vocabulary()
-        self._affixes = post_processor_affixes(table.get("post_processor"), path)
-        for token in (*self._affixes[0], *self._affixes[1]):
-            if self._token(token) is None:
-                raise TokenizerError(f"token {token} is not in the vocabulary", path=path, field="post_processor")
+        table = parse_json_object(json_bytes, TokenizerError, path or "tokenizer.json")
+        with errors_at(path):
+            check_tokenizer_json(table)
+            self._tokenizer = self._load(json_bytes)
+            for n, entry in enumerate(table.get("added_tokens") or []):
+                self._check_id(entry["content"], entry["id"], f"added_tokens[{n}]")
+        with errors_at(settings.path):
+            self._add_tokens(settings)
+        with errors_at(path):
+            self._read_vocabulary()
+            self._affixes = post_processor_affixes(table.get("post_processor"))
+            for token in (*self._affixes[0], *self._affixes[1]):
+                if self._token(token) is None:
+                    raise TokenizerError(f"token {token} is not in the vocabulary", field="post_processor")
         self._decoding: Decoding = read_decoder(table.get("decoder"))
         super().__init__(settings, path)
 
@@ -59,7 +58,7 @@ class HfTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError as error:
-            raise TokenizerError("tokenizer.json needs tokenizers: pip install tokenizers", path=self.path) from error
+            raise TokenizerError("tokenizer.json needs tokenizers: pip install tokenizers") from error
         tokenizer = self._guard("load this file", lambda: tokenizers.Tokenizer.from_buffer(json_bytes))
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -67,46 +66,38 @@ class HfTokenizer(Tokenizer):
             tokenizer.model.dropout = None  # BPE dropout is for training: it splits a text at random
         return tokenizer
 
+    def _check_id(self, content: str, number: int, field: str) -> None:
+        actual = self._tokenizer.token_to_id(content)
+        if actual != number:  # the library only warns, and continues with its own number
+            message = f"{content!r} is declared as token {number} but is token {actual} in the vocabulary"
+            raise TokenizerError(message, field=field)
+
     def _add_tokens(self, settings: TokenizerSettings) -> None:
-        """Tokens that only the side files declare, and those that they alone call special, as transformers does."""
+        """Add tokens that only the side files declare, and those that only they call special, as transformers does."""
         from tokenizers import AddedToken as LibraryToken
 
         present = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
         # In the order of their ids: the library numbers a new token after the last one.
         for token in sorted(settings.added_tokens, key=lambda token: -1 if token.id is None else token.id):
-            known = self._tokenizer.token_to_id(token.content)
-            if known is None and token.id is None:
-                continue  # named, but nowhere in the vocabulary
+            if self._tokenizer.token_to_id(token.content) is None and token.id is None:
+                continue  # named, but not in the vocabulary
             if token.content not in present or (token.special and not present[token.content].special):
-                new = LibraryToken(
-                    token.content,
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=token.special,
-                )
+                flags = {key: value for key, value in asdict(token).items() if key not in ("content", "id")}
                 add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
-                self._guard("add a token", functools.partial(add, [new]))
-            got = self._tokenizer.token_to_id(token.content)
-            if token.id not in (None, got):
-                raise TokenizerError(
-                    f"{token.content!r} is declared as token {token.id} but is token {got} in the vocabulary",
-                    path=settings.path,
-                    field="added_tokens",
-                )
+                self._guard("add a token", partial(add, [LibraryToken(token.content, **flags)]))
+            if token.id is not None:
+                self._check_id(token.content, token.id, "added_tokens")
 
     def _read_vocabulary(self) -> None:
-        vocabulary = self._guard("list its vocabulary", lambda: self._tokenizer.get_vocab(with_added_tokens=True))
-        self._ids: dict[str, int] = vocabulary
-        self._tokens = {number: token for token, number in vocabulary.items()}
+        self._ids: dict[str, int] = self._guard("list its vocabulary", partial(self._tokenizer.get_vocab, True))
+        self._tokens = {number: token for token, number in self._ids.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self._tokens.update((number, token.content) for number, token in added.items())
         if not self._tokens:
-            raise TokenizerError("the vocabulary is empty", path=self.path, field="model.vocab")
+            raise TokenizerError("the vocabulary is empty", field="model.vocab")
         self.vocab_size = max(self._tokens) + 1
         if self.vocab_size > MAX_TOKEN_ID:
-            raise TokenizerError(f"a token's id is {self.vocab_size - 1}", path=self.path, field="model.vocab")
+            raise TokenizerError(f"a token's id is {self.vocab_size - 1}", field="model.vocab")
         # By their text, as the library decides what to leave out when it decodes.
         special = {token.content for token in added.values() if token.special}
         self._specials = {number for number, token in self._tokens.items() if token in special}
@@ -144,7 +135,7 @@ class HfTokenizer(Tokenizer):
 
     def _token_bytes(self, token: int) -> bytes:
         if self._decoding.part is None:
-            # An unknown decoder: what the token adds to a text that it does not begin.
+            # An unknown decoder: the text that the token adds after itself.
             before = self._library_decode([token])
             return self._library_decode([token, token])[len(before) :].encode("utf-8")
         part = self._decoding.part(self._tokenizer.id_to_token(token))
@@ -155,7 +146,7 @@ class HfTokenizer(Tokenizer):
         return self._decoding.detokenizer(self._tokenizer.id_to_token, self._library_decode)
 
     def _guard(self, doing: str, action: Callable[[], T]) -> T:
-        """Run the library, which raises plain Exceptions, and a BaseException of its own when its Rust code panics."""
+        """Call the library, which raises plain Exceptions, and its own BaseException when its Rust code panics."""
         try:
             return action()
         except (KeyboardInterrupt, SystemExit, GeneratorExit):

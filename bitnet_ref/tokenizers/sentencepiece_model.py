@@ -1,26 +1,28 @@
 """The parts of a SentencePiece model file that decoding and GGUF need, read straight from its protobuf wire format.
 
-Not a protobuf library: it reads the few fields named below, walks over all others, and trusts no length. It runs before
-the C++ library sees the file, so that a damaged file is reported with the byte where the damage is.
+Not a protobuf library: it reads the few fields named below, skips all others, and trusts no length. It runs before the
+C++ library reads the file, so that a damaged file is reported with the offset of the damage.
 Source: `sentencepiece_model.proto` of google/sentencepiece.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import TokenizerError
+from .files import AnyPath, errors_at
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 MAX_PIECES = 1_000_000
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+# NormalizerSpec: field number -> attribute of SentencePieceModel
+_NORMALIZER_FLAGS = {3: "add_dummy_prefix", 4: "remove_extra_whitespaces", 5: "escape_whitespaces"}
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 # `normalizer_spec { add_dummy_prefix: false }`: protobuf merges a message that is written twice, so a model with this
 # appended is the same model, without the space in front of the text.
@@ -29,7 +31,7 @@ NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 @dataclass
 class SentencePieceModel:
-    """What the file says: piece texts, their scores and types, and how spaces are treated."""
+    """Piece texts, their scores and types, and how spaces are treated."""
 
     pieces: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -47,132 +49,110 @@ class SentencePieceModel:
         return self.pieces[n].replace("\u2581", " ").encode("utf-8")
 
 
-def read_model(data: bytes, path: str | os.PathLike[str] | None) -> SentencePieceModel:
+def read_model(data: bytes, path: AnyPath) -> SentencePieceModel:
     """Read a serialized ModelProto. Raises TokenizerError with the byte offset of the first thing that is wrong."""
+    with errors_at(path):
+        return _read_model(data)
+
+
+def _read_model(data: bytes) -> SentencePieceModel:
     model = SentencePieceModel()
-    for number, wire, start, value in _fields(data, 0, len(data), path):
+    for number, wire, start, length in _fields(data, 0, len(data)):
         if number not in (1, 2, 3, 5):
             continue
         if wire != _BYTES:
-            raise TokenizerError("not a SentencePiece model: a message is missing", path=path, offset=start)
-        end = start + value
+            raise TokenizerError("not a SentencePiece model: a message is missing", offset=start)
         if number == 1:
-            _read_piece(model, data, start, end, path)
-        elif number == 2:
-            _read_trainer(model, data, start, end, path)
-        elif number == 3:
-            for inner, inner_wire, where, flag in _fields(data, start, end, path):
-                if inner == 2 and inner_wire == _BYTES:
-                    model.charsmap = data[where : where + flag]
-                elif inner == 3 and inner_wire == _VARINT:
-                    model.add_dummy_prefix = bool(flag)
-                elif inner == 4 and inner_wire == _VARINT:
-                    model.remove_extra_whitespaces = bool(flag)
-                elif inner == 5 and inner_wire == _VARINT:
-                    model.escape_whitespaces = bool(flag)
-        else:
-            for inner, _, where, length in _fields(data, start, end, path):
-                if inner == 2 and length:  # a denormalizer's precompiled_charsmap
-                    raise TokenizerError("a denormalizer is not supported", path=path, offset=where)
+            _read_piece(model, data, start, start + length)
+            continue
+        for inner, inner_wire, where, value in _fields(data, start, start + length):
+            if number == 3 and inner == 2 and inner_wire == _BYTES:
+                model.charsmap = data[where : where + value]
+            elif number == 3 and inner in _NORMALIZER_FLAGS and inner_wire == _VARINT:
+                setattr(model, _NORMALIZER_FLAGS[inner], bool(value))
+            elif number == 2 and inner == 3 and inner_wire == _VARINT:
+                model.model_type = value
+            elif number == 2 and inner == 24 and inner_wire == _VARINT and value:
+                raise TokenizerError("treat_whitespace_as_suffix is not supported", offset=where)
+            elif number == 5 and inner == 2 and value:  # its precompiled_charsmap
+                raise TokenizerError("a denormalizer is not supported", offset=where)
     if not model.pieces:
-        raise TokenizerError("not a SentencePiece model: it has no pieces", path=path)
+        raise TokenizerError("not a SentencePiece model: it has no pieces")
     if len(set(model.pieces)) != len(model.pieces):
         seen: dict[str, int] = {}
         n = next(n for n, text in enumerate(model.pieces) if seen.setdefault(text, n) != n)
-        raise TokenizerError(f"{model.pieces[n][:40]!r} stands twice", path=path, field=f"pieces[{n}]")
+        raise TokenizerError(f"{model.pieces[n][:40]!r} stands twice", field=f"pieces[{n}]")
     return model
 
 
-def _read_piece(
-    model: SentencePieceModel, data: bytes, start: int, end: int, path: str | os.PathLike[str] | None
-) -> None:
+def _read_piece(model: SentencePieceModel, data: bytes, start: int, end: int) -> None:
     text, score, kind, n = "", 0.0, NORMAL, len(model.pieces)
+    field = f"pieces[{n}]"
     if n == MAX_PIECES:
-        raise TokenizerError(f"has more than {MAX_PIECES} pieces", path=path, offset=start)
-    for number, wire, where, value in _fields(data, start, end, path):
+        raise TokenizerError(f"has more than {MAX_PIECES} pieces", offset=start)
+    for number, wire, where, value in _fields(data, start, end):
         if number == 1 and wire == _BYTES:
             try:
                 text = data[where : where + value].decode("utf-8")
             except UnicodeDecodeError as error:
-                raise TokenizerError(
-                    "a piece is not UTF-8", path=path, offset=where + error.start, field=f"pieces[{n}]"
-                ) from error
+                raise TokenizerError("a piece is not UTF-8", offset=where + error.start, field=field) from error
         elif number == 2 and wire == _FIXED32:
             score = struct.unpack("<f", struct.pack("<I", value))[0]
             if not math.isfinite(score):
-                raise TokenizerError(
-                    "a piece's score is not finite", path=path, offset=where, field=f"pieces[{n}].score"
-                )
+                raise TokenizerError("a piece's score is not finite", offset=where, field=f"{field}.score")
         elif number == 3 and wire == _VARINT:
             kind = value
     if not text:
-        raise TokenizerError("a piece is empty", path=path, offset=start, field=f"pieces[{n}]")
+        raise TokenizerError("a piece is empty", offset=start, field=field)
     if not NORMAL <= kind <= BYTE:
-        raise TokenizerError(f"{kind} is no piece type", path=path, offset=start, field=f"pieces[{n}].type")
-    if kind == BYTE and not _BYTE_PIECE.fullmatch(text):
-        raise TokenizerError(
-            f"a byte piece must be written <0x00> to <0xFF>, got {text[:40]!r}",
-            path=path,
-            offset=start,
-            field=f"pieces[{n}]",
-        )
+        raise TokenizerError(f"{kind} is no piece type", offset=start, field=f"{field}.type")
+    if kind == BYTE and not BYTE_PIECE.fullmatch(text):
+        message = f"a byte piece must be written <0x00> to <0xFF>, got {text[:40]!r}"
+        raise TokenizerError(message, offset=start, field=field)
     model.pieces.append(text)
     model.scores.append(score)
     model.types.append(kind)
 
 
-def _read_trainer(
-    model: SentencePieceModel, data: bytes, start: int, end: int, path: str | os.PathLike[str] | None
-) -> None:
-    for number, wire, where, value in _fields(data, start, end, path):
-        if number == 3 and wire == _VARINT:
-            model.model_type = value
-        elif number == 24 and wire == _VARINT and value:
-            raise TokenizerError("treat_whitespace_as_suffix is not supported", path=path, offset=where)
-
-
-def _fields(
-    data: bytes, pos: int, end: int, path: str | os.PathLike[str] | None
-) -> Iterator[tuple[int, int, int, int]]:
+def _fields(data: bytes, pos: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """(field number, wire type, offset of the value, value) of a message; for bytes the value is their length."""
     while pos < end:
-        # Nearly all integers are of one byte: a call for each would take half the time of a vocabulary.
-        key, pos = (data[pos], pos + 1) if data[pos] < 0x80 else _varint(data, pos, end, path)
+        # Nearly all integers have one byte: calling _varint for each would take half the time of a vocabulary.
+        key, pos = (data[pos], pos + 1) if data[pos] < 0x80 else _varint(data, pos, end)
         number, wire = key >> 3, key & 7
         if number == 0 or wire not in (_VARINT, _FIXED64, _BYTES, _FIXED32):
-            raise TokenizerError(f"not a SentencePiece model: bad field tag {key}", path=path, offset=pos)
+            raise TokenizerError(f"not a SentencePiece model: bad field tag {key}", offset=pos)
+        where = pos
         if wire in (_VARINT, _BYTES):
-            where = pos
-            value, pos = (data[pos], pos + 1) if pos < end and data[pos] < 0x80 else _varint(data, pos, end, path)
+            value, pos = (data[pos], pos + 1) if pos < end and data[pos] < 0x80 else _varint(data, pos, end)
             if wire == _BYTES:
                 where, pos = pos, pos + value
         else:
             width = 4 if wire == _FIXED32 else 8
-            where, value = pos, int.from_bytes(data[pos : pos + width], "little")
-            pos += width
+            value, pos = int.from_bytes(data[pos : pos + width], "little"), pos + width
         if pos > end:
-            raise TokenizerError("truncated: a field runs past its end", path=path, offset=where)
+            raise TokenizerError("truncated: a field runs past its end", offset=where)
         yield number, wire, where, value
 
 
-def _varint(data: bytes, pos: int, end: int, path: str | os.PathLike[str] | None) -> tuple[int, int]:
+def _varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
     """A little-endian base-128 integer of at most 10 bytes, and the offset after it."""
     value, first = 0, pos
     for shift in range(0, 70, 7):
         if pos >= end:
-            raise TokenizerError("truncated inside an integer", path=path, offset=first)
+            raise TokenizerError("truncated inside an integer", offset=first)
         byte = data[pos]
         pos += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, pos
-    raise TokenizerError("not a SentencePiece model: an integer of more than 10 bytes", path=path, offset=first)
+    raise TokenizerError("not a SentencePiece model: an integer of more than 10 bytes", offset=first)
 
 
 def write_model(model: SentencePieceModel, specials: Mapping[str, int]) -> bytes:
-    """The ModelProto of a model. specials: "unk", "bos", "eos" and "pad" -> id, as far as there are such pieces.
+    """The ModelProto of a model. specials: "unk", "bos", "eos" and "pad" -> id, for those that exist.
 
-    Fields that this reader does not know (training options, self-test) are not there; encoding needs none of them.
+    Fields that `read_model` does not read (training options, self-test) are left out; encoding needs none of them.
     """
     pieces = b"".join(
         _message(1, _message(1, text.encode("utf-8")) + b"\x15" + struct.pack("<f", score) + _number(3, kind))

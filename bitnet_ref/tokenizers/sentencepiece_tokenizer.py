@@ -1,20 +1,19 @@
 """SentencePiece `tokenizer.model` files (Llama 1 and 2, Mistral, TinyLlama, 1bitLLM, storyteller).
 
-Encoding is the sentencepiece library's own. Around it stands what Hugging Face adds: strings of special and added
-tokens are cut out of the text first, and tokens may be added after the model's own pieces.
-Decoding is our own, because it must also work one token at a time; it equals the library's, token for token, and a test
-holds that. One difference is wanted: special tokens can be shown, where the library always hides them.
+The sentencepiece library encodes. As in Hugging Face, strings of special and added tokens are first cut out of the
+text, and tokens may be added after the model's own pieces.
+Decoding is ours, because it must also work one token at a time. A test holds it equal to the library's, token for
+token, except that special tokens can be shown, where the library always hides them.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID
+from .files import MAX_TOKEN_ID, AnyPath, errors_at
 from .sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
 from .settings import AddedToken, TokenizerSettings
 from .streaming import ByteDetokenizer, Detokenizer
@@ -23,8 +22,8 @@ from .streaming import ByteDetokenizer, Detokenizer
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer over a serialized SentencePiece model.
 
-    Differs from transformers 5 in one place: it rebuilds the model as a Hugging Face one, which takes a newline or two
-    spaces at the very start of a text without the leading "\\u2581" that the model was trained to see. We keep it.
+    Differs from transformers 5 in one place: transformers converts the model, and then encodes a newline or two spaces
+    at the very start of a text without the leading "\\u2581" that the model was trained with. We keep it.
     """
 
     def __init__(
@@ -32,20 +31,19 @@ class SentencePieceTokenizer(Tokenizer):
         model_bytes: bytes,
         settings: TokenizerSettings | None = None,
         *,
-        path: str | os.PathLike[str] | None = None,
+        path: AnyPath = None,
     ) -> None:
         """Raises TokenizerError if the bytes are no such model, or the settings contradict it."""
         settings = settings or TokenizerSettings()
         self._model_bytes = model_bytes
         self._model = read_model(model_bytes, path)
         self._processor = _processor(model_bytes, path)
-        # The same model without the space in front of the text, made when a text needs it (see _segments).
+        # The same model without the space in front of the text, made when first needed (see _encode_segment).
         self._inner_processor = self._processor if settings.legacy else None
         self._size = len(self._model.pieces)
         if self._processor.vocab_size() != self._size:
-            raise TokenizerError(
-                f"sentencepiece reads {self._processor.vocab_size()} pieces where the file has {self._size}", path=path
-            )
+            message = f"sentencepiece reads {self._processor.vocab_size()} pieces where the file has {self._size}"
+            raise TokenizerError(message, path=path)
         self._legacy = settings.legacy
         self._piece_ids = {piece: n for n, piece in enumerate(self._model.pieces)}
         self._specials = {n for n, kind in enumerate(self._model.types) if kind in (CONTROL, UNKNOWN)}
@@ -53,37 +51,32 @@ class SentencePieceTokenizer(Tokenizer):
         self._added_ids: dict[str, int] = {}
         cut_out = {self._model.pieces[n]: AddedToken(self._model.pieces[n]) for n in self._specials}
         for token in settings.added_tokens:
-            number = self._add(token, settings.path)
+            with errors_at(settings.path):
+                number = self._add(token)
             if number is not None:
                 cut_out[token.content] = token
                 if token.special:
                     self._specials.add(number)
         self.vocab_size = max([self._size, *(n + 1 for n in self._added)])
         self._cut_out = cut_out
-        # The longest first, so that of two tokens at one place the longer is found, as Hugging Face does.
+        # The longest first, so that the longer of two tokens at one position matches, as in Hugging Face.
         self._pattern = re.compile("|".join(map(re.escape, sorted(cut_out, key=len, reverse=True))))
         self._bytes: dict[int, bytes] = {}
         super().__init__(settings, path)
 
-    def _add(self, token: AddedToken, path: str | None) -> int | None:
-        """Give an added token its id; None for a token that is only named and is nowhere in the vocabulary."""
+    def _add(self, token: AddedToken) -> int | None:
+        """Give an added token its id; None for a token that is only named and not in the vocabulary."""
         known = self.token_to_id(token.content)
         if known is not None:
             if token.id not in (None, known):
-                raise TokenizerError(
-                    f"{token.content!r} is token {known} in the model, and {token.id} here",
-                    path=path,
-                    field="added_tokens",
-                )
+                message = f"{token.content!r} is token {known} in the model, and {token.id} here"
+                raise TokenizerError(message, field="added_tokens")
             return known
         if token.id is None:
             return None
         if token.id >= MAX_TOKEN_ID or self._token(token.id) is not None:
-            raise TokenizerError(
-                f"{token.content!r} cannot be token {token.id}: that is {self._token(token.id)!r}",
-                path=path,
-                field="added_tokens",
-            )
+            message = f"{token.content!r} cannot be token {token.id}: that is {self._token(token.id)!r}"
+            raise TokenizerError(message, field="added_tokens")
         self._added[token.id] = token.content
         self._added_ids[token.content] = token.id
         return token.id
@@ -105,7 +98,7 @@ class SentencePieceTokenizer(Tokenizer):
         return _or_none(self._processor.eos_id())
 
     def _own_affixes(self) -> tuple[list[int], list[int]]:
-        # Nothing in the file says so; transformers' Llama class, the usual reader of these files, adds BOS by default.
+        # The file does not say it: transformers' Llama class, the usual reader of these files, adds BOS by default.
         return [] if self.bos_id is None else [self.bos_id], []
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -121,15 +114,15 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
         plain = [n for n, text in enumerate(texts) if not self._pattern.search(text)]
-        # One thread: the pieces are short, and the library's own pool would take every core of the machine.
+        # One thread: the library's own pool would use every core of the machine.
         encoded = dict(zip(plain, self._processor.encode([texts[n] for n in plain], num_threads=1), strict=True))
         return [encoded[n] if n in encoded else self._encode_plain(text) for n, text in enumerate(texts)]
 
     def _encode_segment(self, text: str, *, first: bool) -> list[int]:
-        """Ids of text that holds no special token.
+        """Ids of text without special tokens.
 
-        Only the text at the very start gets the model's leading space, unless the tokenizer is of the `legacy` kind,
-        which gives one to every segment: "a</s>b" is a </s> b, or a </s> \\u2581b.
+        Only the start of the text gets the model's leading space, unless the tokenizer is `legacy`: then every segment
+        gets one. "a</s>b" is a </s> b, or a </s> \\u2581b.
         """
         if first or self._legacy:
             return self._processor.encode(text)
@@ -138,7 +131,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._inner_processor.encode(text)
 
     def _segments(self, text: str) -> list[tuple[str, int | None, bool]]:
-        """Cut text at its special tokens: (text before, token id or None at the end, is it the text's start)."""
+        """Cut text at its special tokens: (text before, token id or None at the end, whether it is the first)."""
         result: list[tuple[str, int | None, bool]] = []
         start = 0
         for match in self._pattern.finditer(text):
@@ -175,13 +168,13 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _starts_with_space(self, token: int) -> bool:
-        """Whether the token's text begins with the mark of a space (a byte piece for a space has none)."""
+        """Whether the token's text begins with \\u2581 (a byte piece for a space does not)."""
         if token >= self._size or token in self._specials or self._model.types[token] == BYTE:
             return False
         return self._model.pieces[token].startswith("\u2581")
 
 
-def _processor(data: bytes, path: str | os.PathLike[str] | None) -> Any:
+def _processor(data: bytes, path: AnyPath) -> Any:
     try:
         import sentencepiece
     except ImportError as error:

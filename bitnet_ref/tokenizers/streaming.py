@@ -1,14 +1,14 @@
-"""Text from token ids one at a time: what is certain now, and nothing that a later token could change.
+"""Text from token ids one at a time: only text that no later token can change.
 
-A *detokenizer* is a small machine, `push(token_id) -> str` and `flush() -> str`, whose outputs joined equal `decode`.
-Each kind below is exact by construction for one family of decoders:
+A *detokenizer* has `push(token_id) -> str` and `flush() -> str`, whose outputs joined equal `decode`. Each kind is
+exact for one family of decoders:
 
-- `ByteDetokenizer`: every token stands for bytes, wherever it is; text is their UTF-8 decoding. A character split over
-  tokens is held until its last byte comes. (SentencePiece; byte-level BPE.)
-- `ByteRunDetokenizer`: tokens are text, except runs of byte tokens, which count only as a whole: one bad byte turns the
-  whole run into U+FFFD. So a run is held until it ends. (Llama's tokenizer.json.)
+- `ByteDetokenizer`: every token stands for the same bytes in every place; text is their UTF-8 decoding. A character
+  split over tokens is held back until its last byte. (SentencePiece; byte-level BPE.)
+- `ByteRunDetokenizer`: tokens are text, except runs of byte tokens: one bad byte turns a whole run into U+FFFD, so a
+  run is held back until it ends. (Llama's tokenizer.json.)
 - `PairDetokenizer`: a token's text depends only on whether it is the first.
-- `WholeDetokenizer`: nothing is known about the decoder, so nothing is certain before the end.
+- `WholeDetokenizer`: for unknown decoders; all text is held back until the end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """A machine that turns token ids, in order, into text that is certain."""
-
     def push(self, token: int) -> str: ...
 
     def flush(self) -> str: ...
 
 
 def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
-    """How SentencePiece decodes bad UTF-8: U+FFFD for one byte, then it tries again from the next byte.
+    """SentencePiece's handling of bad UTF-8: U+FFFD for one byte, then the next byte is tried.
 
-    Python's own "replace" takes the longest beginning of a character as one error: b"\\xe4\\xb8" is one mark, here two.
+    Python's own "replace" makes one U+FFFD of an incomplete character: b"\\xe4\\xb8" is one mark, here two.
     """
     if not isinstance(error, UnicodeDecodeError):
         raise error
@@ -42,10 +40,10 @@ codecs.register_error("bitnet_ref.one_mark_per_byte", _one_mark_per_byte)
 
 
 class ByteDetokenizer:
-    """Tokens are bytes; `errors` says how invalid UTF-8 shows.
+    """Tokens are bytes; `errors` is the codec's handler of invalid UTF-8.
 
-    `strips_first` answers "does this token's leading space go, when it is the first text?"; with `strip_all` every
-    leading space goes until there is other text (SentencePiece's remove_extra_whitespaces).
+    `strips_first(token)`: whether a token loses its leading space when it is the first text. With `strip_all` every
+    leading space is removed until there is other text (SentencePiece's remove_extra_whitespaces).
     """
 
     def __init__(
@@ -64,8 +62,7 @@ class ByteDetokenizer:
     def push(self, token: int) -> str:
         data = self._bytes(token)
         if data and self._strips_first is not None:
-            stripped = self._strips_first(token)
-            if stripped:
+            if self._strips_first(token):
                 data = data[1:]
             if data or not self._strip_all:
                 self._strips_first = None
@@ -76,7 +73,7 @@ class ByteDetokenizer:
 
 
 class ByteRunDetokenizer:
-    """Tokens are text (str) or single bytes (bytes); up to `strip` leading `strip_char` of the whole text are cut."""
+    """Tokens are text (str) or bytes; up to `strip` leading `strip_char` of the whole text are removed."""
 
     def __init__(self, token_part: Callable[[int], str | bytes], *, strip_char: str = " ", strip: int = 0) -> None:
         self._part = token_part
@@ -84,7 +81,7 @@ class ByteRunDetokenizer:
         self._new_run()
 
     def _new_run(self) -> None:
-        self._held: list[str] = []  # the characters of the run so far; certain only when it ends well
+        self._held: list[str] = []  # the characters of the run so far, valid only if the whole run is
         self._run_bytes = 0
         self._run_is_bad = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
@@ -161,9 +158,9 @@ class WholeDetokenizer:
 
 
 class StreamDecoder:
-    """The public face of a detokenizer: checks ids, leaves special tokens out, counts where it is.
+    """A detokenizer that checks ids and leaves special tokens out.
 
-    Joined pushes and the flush equal `Tokenizer.decode` of the same ids. After `flush` the decoder is finished.
+    The joined outputs equal `Tokenizer.decode` of the same ids. After `flush` the decoder cannot be used again.
     """
 
     def __init__(
@@ -174,7 +171,7 @@ class StreamDecoder:
         self._finished = False
 
     def push(self, token_id: int) -> str:
-        """Add one token; return the text that is now certain, often "". Raises TokenizerError for a bad id."""
+        """Add one token; return the text that is now final, often "". Raises TokenizerError for a bad id."""
         if self._finished:
             raise RuntimeError("this StreamDecoder was flushed; ask the tokenizer for a new one")
         token = self._check(token_id, self._count)
@@ -182,7 +179,7 @@ class StreamDecoder:
         return "" if self._is_skipped(token) else self._machine.push(token)
 
     def flush(self) -> str:
-        """No more tokens come: return what was held, with U+FFFD for a character that was never completed."""
+        """Return the text that was held back, with U+FFFD for an incomplete character."""
         if self._finished:
             return ""
         self._finished = True

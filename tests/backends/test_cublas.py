@@ -5,17 +5,16 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import GOLDEN, model, rng
+from helpers import GOLDEN, call, model, rng
 
 import bitnet_ref
 from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda import cublas
 from bitnet_ref.backends.cuda.backend import CupyBackend
-from bitnet_ref.backends.cuda.dense import KINDS, MOST_IN_ORDER
+from bitnet_ref.backends.cuda.dense import KINDS, MAX_IN_ORDER
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import DeviceError, NumericsError
 from bitnet_ref.reference.cache import TokenBatch
-from bitnet_ref.reference.model import final_hidden
 from bitnet_ref.reference.weights import DenseWeight
 
 needs_device = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
@@ -106,13 +105,13 @@ def asked(monkeypatch):
 def test_when_cublas_is_asked(dtype, asked):
     be = CupyBackend(dtype, device=EmulatedDevice())
     w = be.prepare(DenseWeight(rng(1).standard_normal((20, 24)).astype(ml_dtypes.bfloat16)))
-    x = rng(2).standard_normal((MOST_IN_ORDER + 1, 24)).astype(np.float32)
-    together = be.linear(x, w)
-    assert asked == ([] if dtype == "float32" else [MOST_IN_ORDER + 1])
-    fewer = be.linear(x[:-1], w)
+    x = rng(2).standard_normal((MAX_IN_ORDER + 1, 24)).astype(np.float32)
+    together = call(be, "linear", x, w)
+    assert asked == ([] if dtype == "float32" else [MAX_IN_ORDER + 1])
+    fewer = call(be, "linear", x[:-1], w)
     assert len(asked) <= 1
-    for i in (0, 7, MOST_IN_ORDER - 1):  # in any company of as many as a step may have
-        np.testing.assert_array_equal(be.linear(x[i : i + 1], w)[0], fewer[i])
+    for i in (0, 7, MAX_IN_ORDER - 1):  # in any company of as many as a step may have
+        np.testing.assert_array_equal(call(be, "linear", x[i : i + 1], w)[0], fewer[i])
     if dtype == "float32":
         np.testing.assert_array_equal(together[:-1], fewer)
     kept = x if dtype == "float32" else x.astype(KINDS[dtype]).astype(np.float32)
@@ -126,10 +125,10 @@ def test_when_cublas_is_asked(dtype, asked):
 def test_long_prompts_stay_near(case, dtype, asked):
     """Stacked linears, biases, the head of all tokens: as far from float64 as rounding to 16 bits takes it."""
     exact = model(GOLDEN / case, "numpy", dtype="float64")
-    prompts = rng(3).integers(1, 90, (2, MOST_IN_ORDER // 2 + 6))
+    prompts = rng(3).integers(1, 90, (2, MAX_IN_ORDER // 2 + 6))
     m = bitnet_ref.load(GOLDEN / case, backend="cupy", dtype=dtype)
     batch = TokenBatch.of([(slot, 0, tokens) for slot, tokens in enumerate(prompts)])
-    logits = m.forward(batch, m.new_cache(2, prompts.shape[1]))
+    logits = m.run(batch, m.new_cache(2, prompts.shape[1])).all()
     expected = np.concatenate([exact.logits(tokens) for tokens in prompts])
     error = np.abs(logits - expected).max() / np.abs(expected).max()
     assert 1e-6 < error < {"float16": 3e-3, "bfloat16": 3e-2}[dtype]
@@ -144,12 +143,10 @@ def test_ternary_sums_stay_exact_in_long_prompts(asked):
     tokens = rng(4).integers(1, 90, 3 * 45)
     caches = [m.new_cache(1, len(tokens)) for _ in range(2)]
     with m.backend.running():
-        whole = m.backend.to_host(
-            final_hidden(m.backend, m.weights, m.config, TokenBatch.of([(0, 0, tokens)]), caches[0])
-        )
+        whole = m.backend.to_host(m.backend.hidden(m.weights, m.config, TokenBatch.of([(0, 0, tokens)]), caches[0]))
         for position in range(0, len(tokens), 45):
             batch = TokenBatch.of([(0, position, tokens[position : position + 45])])
-            part = m.backend.to_host(final_hidden(m.backend, m.weights, m.config, batch, caches[1]))
+            part = m.backend.to_host(m.backend.hidden(m.weights, m.config, batch, caches[1], "blocks"))
             np.testing.assert_array_equal(part, whole[position : position + 45])
     assert asked == []
 
@@ -158,11 +155,11 @@ def test_ternary_sums_stay_exact_in_long_prompts(asked):
 def test_an_activation_that_float16_cannot_hold():
     be = CupyBackend("float16")
     w = be.prepare(DenseWeight(np.ones((2, 8), dtype=np.float32)))
-    x = np.ones((MOST_IN_ORDER + 1, 8), dtype=np.float32)
+    x = np.ones((MAX_IN_ORDER + 1, 8), dtype=np.float32)
     x[5, 3] = 70000
     with pytest.raises(NumericsError, match="dense_matmul: token 5, rounded to 16 bits, holds NaN or Inf"):
-        be.linear(x, w)
-    assert np.isfinite(be.linear(x[:-1], w)).all()  # which the kernel takes as it is
+        call(be, "linear", x, w)
+    assert np.isfinite(call(be, "linear", x[:-1], w)).all()  # which the kernel takes as it is
 
 
 @needs_device
@@ -171,5 +168,5 @@ def test_without_cublas_the_kernel_multiplies_and_it_is_said(asked, monkeypatch)
     with pytest.warns(UserWarning, match=r"cuBLAS is not installed, and bfloat16 prompts .*pip install"):
         be = CupyBackend("bfloat16", device=EmulatedDevice())
     w = be.prepare(DenseWeight(np.ones((2, 8), dtype=np.float32)))
-    assert (be.linear(np.ones((MOST_IN_ORDER + 6, 8), dtype=np.float32), w) == 8).all()
+    assert (call(be, "linear", np.ones((MAX_IN_ORDER + 6, 8), dtype=np.float32), w) == 8).all()
     assert asked == []

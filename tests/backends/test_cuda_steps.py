@@ -1,41 +1,33 @@
-"""Steps of the CuPy backend that are recorded, and begun before they are asked for: to the bit what eager ones give. A
-GPU, or emulated."""
+"""Steps of the CuPy backend that are recorded: to the bit what eager ones compute. On a GPU, or emulated."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from cupy_runs import kernels_asked_for, load
+from cupy_runs import kernels_asked_for, load, top
 from helpers import GOLDEN, model, rng
 
-from bitnet_ref.backends import HeadNeed, cuda
-from bitnet_ref.backends.cuda.attention import Attention
-from bitnet_ref.backends.cuda.backend import MOST_REPLAYED
-from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice, EmulatedGraph
+from bitnet_ref.backends import cuda
+from bitnet_ref.backends.cuda.backend import MAX_REPLAYED
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.select import blocks_of, select
+from bitnet_ref.backends.head import HeadNeed
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch
-from bitnet_ref.reference.model import final_hidden
-from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 
 
 def decode(m, prompts, steps, cache=None):
-    """Feed each prompt at once, then `steps` tokens one by one in one batch. -> final hidden states of every step"""
+    """Feed each prompt at once, then `steps` tokens one by one in one batch. -> all logits of every step"""
     cache = m.new_cache(len(prompts), 24) if cache is None else cache
-    m.candidates(
-        TokenBatch.of([(slot, 0, p) for slot, p in enumerate(prompts)], range(len(prompts))),
-        cache,
-        [HeadNeed(1)] * len(prompts),
-    )
+    batch = TokenBatch.of([(slot, 0, p) for slot, p in enumerate(prompts)], range(len(prompts)))
+    m.run(batch, cache, top(len(prompts)))
     seen = []
     for step in range(steps):
         parts = [(slot, len(p) + step, [(7 * step + slot) % 50 + 1]) for slot, p in enumerate(prompts)]
-        hidden, _ = m.candidates(TokenBatch.of(parts, range(len(parts))), cache, [HeadNeed(1)] * len(parts))
-        seen.append(hidden)
+        seen.append(m.run(TokenBatch.of(parts, range(len(parts))), cache, top(len(parts))).all())
     return np.stack(seen), cache
 
 
@@ -57,33 +49,31 @@ def test_a_recorded_step_runs_no_python_of_the_model(monkeypatch):
     m = load()
     _, cache = decode(m, [np.array([3, 1, 4])], 2)
     device = m.backend.ws.device
-    for op in ("embed", "rope", "attention", "gated", "add", "linears", "dense_matmul", "lm_head"):
+    for op in ("embed", "rope", "attention", "attention_block", "feed_forward", "linears", "dense_matmul", "lm_head"):
         monkeypatch.setattr(type(m.backend), op, None)
-    for what in ("empty", "to_host", "kernel"):  # nor makes arrays, waits for them one by one, or launches by itself
-        monkeypatch.setattr(device, what, None)
-    hidden, (found,) = m.candidates(TokenBatch.of([(0, 5, [9])], [0]), cache, [HeadNeed(1)])
+    for name in ("empty", "kernel"):  # nor does it allocate arrays or launch single kernels
+        monkeypatch.setattr(device, name, None)
+    (replayed,) = m.run(TokenBatch.of([(0, 5, [9])], [0]), cache, top(1)).tokens
     monkeypatch.undo()
-    assert np.isfinite(hidden).all()
     eager = load(graphs=False)
-    again, (expected,) = eager.candidates(
-        TokenBatch.of([(0, 0, [3, 1, 4, 1, 8, 9])], [0]), eager.new_cache(1, 8), [HeadNeed(1)]
-    )
-    np.testing.assert_array_equal(hidden, again)
-    np.testing.assert_array_equal(found.ids, expected.ids)
+    batch = TokenBatch.of([(0, 0, [3, 1, 4, 1, 8, 9])], [0])
+    (expected,) = eager.run(batch, eager.new_cache(1, 8), top(1)).tokens
+    np.testing.assert_array_equal(replayed.ids, expected.ids)
+    np.testing.assert_array_equal(replayed.all(), expected.all())
 
 
 def test_sequences_that_come_and_go_use_the_same_records():
-    """Three, then two, then one of three: each token's state is what it is alone."""
+    """Three, then two, then one of three: each token's logits are what they are alone."""
     m = load()
     prompts = [rng(n).integers(1, 50, n) for n in (3, 5, 2)]
     alone = {slot: decode(load(graphs=False), [p], 3)[0][:, 0] for slot, p in enumerate(prompts)}
     cache = m.new_cache(3, 24)
-    m.candidates(TokenBatch.of([(s, 0, p) for s, p in enumerate(prompts)], [0]), cache, [HeadNeed(1)])
+    m.run(TokenBatch.of([(s, 0, p) for s, p in enumerate(prompts)], [0]), cache, top(1))
     for step, slots in enumerate([[0, 1, 2], [0, 1, 2], [2, 0]]):
         # the tokens that `decode` feeds a prompt alone, which is slot 0 there
         parts = [(slot, len(prompts[slot]) + step, [7 * step % 50 + 1]) for slot in slots]
-        hidden, _ = m.candidates(TokenBatch.of(parts, range(len(parts))), cache, [HeadNeed(1)] * len(parts))
-        for slot, row in zip(slots, hidden, strict=True):
+        logits = m.run(TokenBatch.of(parts, range(len(parts))), cache, top(len(parts))).all()
+        for slot, row in zip(slots, logits, strict=True):
             np.testing.assert_array_equal(row, alone[slot][step])
     assert sorted(size for size, *_ in cache.steps) == [2, 4]
 
@@ -107,100 +97,52 @@ def test_a_new_cache_takes_over_what_a_dropped_one_left():
 
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-dense"])
 @pytest.mark.parametrize("order", [0, 1, 7])
-def test_no_kernel_of_a_step_reads_before_it_waits_what_the_step_computes(case, order):
-    """Where that is hidden from it: replayed steps of four tokens, one of them padding, and of one."""
+def test_steps_on_a_device_that_is_as_late_as_a_gpu_may_be(case, order):
+    """Replayed steps of four tokens, one of them padding, and of one; in any order of threads."""
     for lengths in ([2, 6, 130], [5]):
         prompts, seen = [rng(n).integers(1, 50, n) for n in lengths], []
-        for device in (EmulatedDevice(order=order, late=True, hides=True), EmulatedDevice()):
+        for device in (EmulatedDevice(order=order, late=True), EmulatedDevice()):
             m = load(GOLDEN / case, device=device)
             seen.append(decode(m, prompts, 4, m.new_cache(len(prompts), 140))[0])
         np.testing.assert_array_equal(*seen)
 
 
-def test_steps_begun_ahead_read_nothing_too_early_either():
-    device = EmulatedDevice(late=True, hides=True)
-    assert steps_beside_eager_ones(3, 8, device=device) == [False] * 3 + [True] * 5
-
-
-DECODES_BY_KERNELS_OF_ITS_OWN = ["attention_scores_decode_float32", "attention_values_decode_float32"]
-
-
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
-@pytest.mark.parametrize("lengths", [[4], [1, 6, 3]])
-def test_recorded_steps_take_the_decode_kernels_which_change_no_bit(case, lengths, monkeypatch):
-    prompts, found = [rng(n).integers(1, 50, n) for n in lengths], []
-    for decode_kernels in (True, False):
-        m = load(GOLDEN / case)
-        layers, names = m.config.num_hidden_layers, kernels_asked_for(monkeypatch, m.backend.ws.device)
-        monkeypatch.setattr(m.backend, "_attention", Attention(m.backend.ws, decode_kernels))
-        found.append(decode(m, prompts, 6)[0])
-        decoded = [name for name in names if "_decode_" in name]
-        assert decoded == (DECODES_BY_KERNELS_OF_ITS_OWN * layers * 2 if decode_kernels else [])  # once, and a record
-    np.testing.assert_array_equal(*found)
+def test_recorded_steps_rotate_and_append_within_attention(case, monkeypatch):
+    m = load(GOLDEN / case)
+    layers, names = m.config.num_hidden_layers, kernels_asked_for(monkeypatch, m.backend.ws.device)
+    decode(m, [rng(n).integers(1, 50, n) for n in (1, 6, 3)], 3)
+    assert names.count("attention_append_scores_float32") == 2 * layers  # once eagerly, and once recorded
 
 
-def test_two_tokens_of_a_sequence_do_not_take_the_decode_kernels(monkeypatch):
-    """In one record: the second would ask for the first one's key before it is written."""
+def test_two_tokens_of_a_sequence_are_appended_before_attention(monkeypatch):
+    """In one record: the second would read the first one's key while it is written."""
     m = load()
     names = kernels_asked_for(monkeypatch, m.backend.ws.device)
-    tokens, cache = TokenBatch.of([(0, 0, [5, 6]), (1, 0, [7])]), m.new_cache(2, 24)
-    hidden = [m.candidates(tokens, cache, [HeadNeed(1)] * 3)[0] for _ in range(3)]
+    batch, cache = TokenBatch.of([(0, 0, [5, 6]), (1, 0, [7])]), m.new_cache(2, 24)
+    logits = [m.run(batch, cache, top(3)).all() for _ in range(3)]
     assert cache.steps
-    assert not any("_decode_" in name for name in names)
-    np.testing.assert_array_equal(hidden[0], hidden[2])
+    assert not any("append_scores" in name for name in names)
+    np.testing.assert_array_equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
-def test_a_recorded_step_writes_nothing_that_its_kernels_read_before_they_wait(case, monkeypatch):
-    """attention_decode.cu: positions, slots, the page table, and keys and values but for those of the step's tokens.
-
-    Of three sequences padded to four, in pages, some steps begun ahead. What does write them comes before the step:
-    copies, and `advance`, which is launched so that it overlaps nothing and the graph waits for it."""
+def test_a_recorded_step_writes_only_the_keys_of_its_own_tokens(case):
+    """Of three sequences padded to four, in pages that lie anyhow."""
     m = load(GOLDEN / case)
-    device, kernel, overlapped = m.backend.ws.device, m.backend.ws.device.kernel, []
-    cache = m.backend.new_cache(m.config, 3, 24, page_size=4, pages=18)
+    cache = m.backend.new_cache(m.config, CacheSpec(3, 24, page_size=4, pages=18))
     cache.page_table[:] = rng(0).permutation(18).reshape(3, 6)
-    ahead, launches = [], 0
-
-    def kept(step):
-        return [device.to_host(array) for array in (step._sheet[1:], cache.table, cache.keys, cache.values)]
-
-    class Watched:
-        def __init__(self, step):
-            self.step, self.graph = step, step._graph
-
-        def launch(self):
-            nonlocal launches
-            before = kept(self.step)
-            self.graph.launch()
-            after = kept(self.step)
-            positions, slots = before[0]
-            mine = cache.page_table[slots, positions // 4], positions % 4
-            for pools in (before, after):
-                for pool in pools[2:]:
-                    pool[:, *mine] = 0
-            for old, new in zip(before, after, strict=True):
-                np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8))
-            launches += 1
-
-    def asked(file, name):
-        overlapped.append((name, device.overlaps))
-        return kernel(file, name)
-
-    monkeypatch.setattr(device, "kernel", asked)
-    tokens = [5, 6, 7]
-    for position in range(12):
-        batch = TokenBatch.of([(slot, position, [token]) for slot, token in enumerate(tokens)], range(3))
-        _, found = m.candidates(batch, cache, [HeadNeed(1)] * 3)
-        tokens = [int(each.ids[each.logits.argmax()]) for each in found]
-        ahead.append(m.backend._ahead is not None)
-        for step in cache.steps.values():
-            if not isinstance(step._graph, Watched):
-                step._graph = Watched(step)
-    assert launches >= 11
-    assert sum(ahead) >= 8
-    assert [each for each in overlapped if each[0] == "advance"] == [("advance", False)] * sum(ahead)
-    assert ("attention_values_decode_float32", True) in overlapped
+    to_host = m.backend.ws.device.to_host
+    for position in range(8):
+        before = [to_host(pool) for pool in (cache.keys, cache.values)]
+        batch = TokenBatch.of([(slot, position, [5 + slot]) for slot in range(3)], range(3))
+        m.run(batch, cache, top(3))
+        for old, pool in zip(before, (cache.keys, cache.values), strict=True):
+            new = to_host(pool)
+            for each in (old, new):
+                each[:, cache.page_table[batch.slots, position // 4], position % 4] = 0
+            np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8))
+    assert cache.steps
 
 
 def test_what_grows_later_leaves_recorded_steps_their_arrays():
@@ -214,137 +156,40 @@ def test_what_grows_later_leaves_recorded_steps_their_arrays():
     m.backend._attention._counters(1 << 16)
     for step in (2, 3):
         batch = TokenBatch.of([(0, 3 + step, [7 * step % 50 + 1])], [0])
-        hidden, _ = m.candidates(batch, cache, [HeadNeed(1)])
-        np.testing.assert_array_equal(hidden, expected[step])
-
-
-def steps_beside_eager_ones(sequences, steps, between=lambda m, cache, step: None, forced=None, device=None):
-    """Greedy steps of some sequences on a recording model and an eager one, which must agree to the bit.
-    forced: {step: token of all}, in place of the greedy ones.   -> whether the device went ahead after each step"""
-    models = [load(device=device), load(graphs=False)]
-    caches = [m.new_cache(sequences, 40) for m in models]
-    prompts = [rng(n).integers(1, 50, 2 + n) for n in range(sequences)]
-    needs, ahead = [HeadNeed(1)] * sequences, []
-    batch = TokenBatch.of([(slot, 0, p) for slot, p in enumerate(prompts)], range(sequences))
-    for step in range(steps):
-        (hidden, found), (expected, other) = (
-            m.candidates(batch, cache, needs) for m, cache in zip(models, caches, strict=True)
-        )
-        np.testing.assert_array_equal(hidden, expected)
-        tokens = [int(f.ids[f.logits.argmax()]) for f in found]
-        assert tokens == [int(f.ids[f.logits.argmax()]) for f in other]
-        ahead.append(models[0].backend._ahead is not None)
-        for m, cache in zip(models, caches, strict=True):
-            between(m, cache, step)
-        tokens = [(forced or {}).get(step, token) for token in tokens]
-        parts = [(slot, len(p) + step, [token]) for slot, (p, token) in enumerate(zip(prompts, tokens, strict=True))]
-        batch = TokenBatch.of(parts, range(sequences))
-    return ahead
-
-
-@pytest.mark.parametrize("sequences", [1, 3])
-def test_the_device_goes_ahead_where_it_guesses_right(sequences):
-    assert steps_beside_eager_ones(sequences, 8) == [False] * 3 + [True] * 5
-
-
-def test_a_wrong_guess_is_not_seen():
-    """Another token than the likeliest: what was computed for that one is dropped, and guessing begins anew."""
-    assert steps_beside_eager_ones(2, 12, forced={5: 3}) == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 4
-
-
-def test_all_logits_of_a_step_that_the_device_has_left(monkeypatch):
-    """More equals than there is room for, when the logits may be those of the next step already: computed again."""
-    monkeypatch.setattr("bitnet_ref.backends.cuda.select.SPARE", 0)
-    models = [load(), load(graphs=False)]
-    for m in models:
-        vocab, width = m.weights.lm_head.shape
-        few = rng(3).standard_normal((5, width)).astype(np.float32)
-        few_rows = DenseWeight(np.tile(few, (vocab // 5 + 1, 1))[:vocab])  # so that each is the largest ten times
-        m.weights = replace(m.weights, lm_head=m.backend.prepare(few_rows))
-    caches, tokens = [m.new_cache(2, 40) for m in models], [5, 9]
-    for position in range(10):
-        batch = TokenBatch.of([(slot, position, [token]) for slot, token in enumerate(tokens)], range(2))
-        results = [m.candidates(batch, cache, [HeadNeed(1)] * 2)[1] for m, cache in zip(models, caches, strict=True)]
-        for mine, theirs in zip(*results, strict=True):
-            assert mine.complete
-            np.testing.assert_array_equal(mine.logits, theirs.logits)
-        tokens = [int(found.logits.argmax()) for found in results[0]]
-    assert models[0].backend._ahead is not None
-
-
-def test_what_was_begun_is_not_done_again(monkeypatch):
-    """A step and its head, which the device has begun, are launched once."""
-    launches = []
-    launch = EmulatedGraph.launch
-    monkeypatch.setattr(EmulatedGraph, "launch", lambda self: (launches.append(self), launch(self)))
-    m = load(device=EmulatedDevice(late=True))
-    cache, token, counts = m.new_cache(1, 40), 5, []
-    for position in range(10):
-        before = len(launches)
-        _, (found,) = m.candidates(TokenBatch.of([(0, position, [token])], [0]), cache, [HeadNeed(1)])
-        token = int(found.ids[0])
-        counts.append(len(launches) - before)
-    assert counts == [0, 2, 4, *[2] * 7]  # recorded; asked for; that and the next; the next
+        np.testing.assert_array_equal(m.run(batch, cache, top(1)).all(), expected[step])
 
 
 def test_what_happens_to_the_cache_between_is_seen():
-    """The same token at the same place, but another text before it: what was begun over the old one is of no use."""
+    """The same token at the same place, but another text before it."""
+    models = [load(), load(graphs=False)]
+    caches = [m.new_cache(2, 40) for m in models]
+    for step in range(8):
+        seen = []
+        for m, cache in zip(models, caches, strict=True):
+            if step == 4:
+                m.run(TokenBatch.of([(0, 0, [7, 8, 9])], [0]), cache, top(1))
+            if step == 6:
+                cache.copy([1], [0], 4)
+            batch = TokenBatch.of([(slot, step, [4 + step + slot]) for slot in range(2)], range(2))
+            seen.append(m.run(batch, cache, top(2)).all())
+        np.testing.assert_array_equal(*seen)
 
-    def between(m, cache, step):
-        if step == 4:
-            m.candidates(TokenBatch.of([(0, 0, [7, 8, 9])], [0]), cache, [HeadNeed(1)])
-        if step == 8:
-            cache.copy([1], [0], 4)
 
-    ahead = steps_beside_eager_ones(2, 14, between)
-    assert ahead == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2 + [True] * 3
-
-
-def test_trouble_of_a_step_that_nobody_asked_for():
-    """It is told to whoever asks for that step, and to nobody else."""
+def test_trouble_of_a_failed_step_does_not_reach_the_next():
     m = load()
     cache, device, trouble = m.new_cache(1, 40), m.backend.ws.device, m.backend.ws.trouble
-
-    def step(position, token):
-        _, (found,) = m.candidates(TokenBatch.of([(0, position, [token])], [0]), cache, [HeadNeed(1)])
-        return int(found.ids[0])
-
-    token = step(0, 5)
-    for position in range(1, 5):
-        token = step(position, token)
-    assert m.backend._ahead is not None
+    expected = [m.run(TokenBatch.of([(0, i, [5])], [0]), cache, top(1)).all() for i in range(3)][-1]
     device.fill(trouble, 1)
-    token = step(5, (token + 1) % 50)  # not what was begun
-    for position in range(6, 9):
-        token = step(position, token)
-    assert m.backend._ahead is not None
-    device.fill(trouble, 1)
-    token = step(9, token)  # what it met had been read before
-    with pytest.raises(NumericsError):
-        step(10, token)
-    assert step(10, token) >= 0
-
-
-def test_nothing_is_begun_where_there_is_no_place():
-    """At the end of a cache, and at the end of the pages that a sequence has."""
-    m = load()
-    page = 8
-    cache = m.backend.new_cache(m.config, 1, 3 * page, page_size=page, pages=3)
-    cache.page_table[0, :2] = [2, 0]
-    token = 5
-    for position in range(2 * page):
-        _, (found,) = m.candidates(TokenBatch.of([(0, position, [token])], [0]), cache, [HeadNeed(1)])
-        token = int(found.ids[0])
-        assert (m.backend._ahead is not None) == (2 <= position < 2 * page - 1)
-    cache.page_table[0, 2] = 1
-    m.candidates(TokenBatch.of([(0, 2 * page, [token])], [0]), cache, [HeadNeed(1)])
+    with m.backend.running(), pytest.raises(NumericsError):
+        m.backend.to_host(m.backend.hidden(m.weights, m.config, TokenBatch.of([(0, 2, [5])], [0]), cache))
+    np.testing.assert_array_equal(m.run(TokenBatch.of([(0, 2, [5])], [0]), cache, top(1)).all(), expected)
 
 
 def test_many_tokens_are_not_recorded():
     m = load()
-    n = MOST_REPLAYED + 1
+    n = MAX_REPLAYED + 1
     cache = m.new_cache(n, 4)
-    m.candidates(TokenBatch.of([(slot, 0, [5]) for slot in range(n)], range(n)), cache, [HeadNeed(1)] * n)
+    m.run(TokenBatch.of([(slot, 0, [5]) for slot in range(n)], range(n)), cache, top(n))
     assert not cache.steps
 
 
@@ -368,29 +213,27 @@ def test_a_recorded_head_gives_what_an_eager_one_does():
     models = [load(), load(graphs=False)]
     caches = [m.new_cache(3, 24) for m in models]
     rounds = [*NEEDS.items(), *list(NEEDS.items())[:4], *[("fewer tokens", [HeadNeed(1)] * 2)] * 2]
-    for position, (what, needs) in enumerate(rounds):
+    for position, (title, needs) in enumerate(rounds):
         parts = [(slot, position, [5 * position + slot]) for slot in range(len(needs))]
         batch = TokenBatch.of(parts, range(len(parts)))
-        (hidden, found), (eager_hidden, eager) = (
-            m.candidates(batch, cache, needs) for m, cache in zip(models, caches, strict=True)
-        )
-        np.testing.assert_array_equal(hidden, eager_hidden, err_msg=what)
-        for mine, theirs in zip(found, eager, strict=True):
-            np.testing.assert_array_equal(mine.ids, theirs.ids, err_msg=what)
-            np.testing.assert_array_equal(mine.logits, theirs.logits, err_msg=what)
+        results = [m.run(batch, cache, needs).tokens for m, cache in zip(models, caches, strict=True)]
+        for mine, theirs in zip(*results, strict=True):
+            np.testing.assert_array_equal(mine.ids, theirs.ids, err_msg=title)
+            np.testing.assert_array_equal(mine.values, theirs.values, err_msg=title)
+            np.testing.assert_array_equal(mine.all(), theirs.all(), err_msg=title)
     assert len(caches[0].steps) == 2  # of four tokens, and of two
 
 
-def test_candidates_of_a_record_are_the_callers_own():
+def test_logits_of_a_record_are_the_callers_own():
     """The next step writes where they came from."""
     m = load()
     cache = m.new_cache(1, 8)
-    kept, copies = [], []
+    results, copies = [], []
     for position in range(3):
-        hidden, (found,) = m.candidates(TokenBatch.of([(0, position, [position + 4])], [0]), cache, [HeadNeed(3)])
-        kept += [hidden, found.ids, found.logits]
-        copies += [hidden.copy(), found.ids.copy(), found.logits.copy()]
-    for mine, copy in zip(kept, copies, strict=True):
+        (token,) = m.run(TokenBatch.of([(0, position, [position + 4])], [0]), cache, top(1, 3)).tokens
+        results += [token.ids, token.values, token.all()]
+        copies += [token.ids.copy(), token.values.copy(), token.all().copy()]
+    for mine, copy in zip(results, copies, strict=True):
         np.testing.assert_array_equal(mine, copy)
 
 
@@ -398,26 +241,14 @@ def test_only_a_steps_own_result_takes_its_record():
     """The head of other states, and of a step that is past, is computed."""
     m = load()
     be, w, cache = m.backend, m.weights, m.new_cache(1, 8)
-    tokens = [TokenBatch.of([(0, position, [position + 4])], [0]) for position in range(3)]
+    batches = [TokenBatch.of([(0, position, [position + 4])], [0]) for position in range(3)]
     with be.running():
-        x = be.to_host(be.run(final_hidden, w, m.config, tokens[0], cache))
-        be.run(final_hidden, w, m.config, tokens[1], cache)
-        (found,) = be.head_candidates(x, w.lm_head, [HeadNeed(1)])
-    expected = be.to_host(be.lm_head(x, w.lm_head))[0]
-    assert found.ids.tolist() == [expected.argmax()]
-    assert found.logits.tolist() == [expected.max()]
-
-
-def test_nothing_but_kernels_lies_between_a_head_and_its_choice(monkeypatch):
-    """All of which overlap: a fill or a copy would wait for the one before it to end, and the next for it."""
-    m = load()
-    device, overlapped = m.backend.ws.device, []
-    for what in ("fill", "copy"):
-        done = getattr(device, what)
-        monkeypatch.setattr(device, what, lambda *args, done=done: (overlapped.append(device.overlaps), done(*args))[1])
-    decode(m, [np.array([3, 1, 4])], 2)
-    assert overlapped
-    assert not any(overlapped)
+        x = be.to_host(be.hidden(w, m.config, batches[0], cache))
+        be.hidden(w, m.config, batches[1], cache)
+        (rows,) = be.head_rows(be.from_host(x), w.lm_head, [HeadNeed(1)])
+        expected = be.to_host(be.lm_head(be.from_host(x), w.lm_head))[0]
+    assert rows.ids.tolist() == [expected.argmax()]
+    assert rows.values.tolist() == [expected.max()]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +259,7 @@ def test_few_tokens_share_a_card_in_larger_parts(n, vocab, blocks):
     assert blocks_of(n, 700, 132) == 3  # of 256 threads, none of which has nothing to do
 
 
-def test_the_choice_of_many_blocks(monkeypatch):
+def test_the_choice_of_many_blocks():
     """The largest in any of them, equal ones in several, and some that are not finite."""
     be = load().backend
     logits = np.round(rng(1).standard_normal((3, 40_000)) * 8).astype(np.float32) / 4
@@ -437,9 +268,9 @@ def test_the_choice_of_many_blocks(monkeypatch):
     logits[2, [5, 30_000]] = -0.5
     for _ in range(2):
         selected = select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)
-        for row, found in zip(logits, selected, strict=True):
-            np.testing.assert_array_equal(np.sort(found.ids), np.flatnonzero(row == row.max()))
-            assert (found.logits == row.max()).all()
+        for row, rows in zip(logits, selected, strict=True):
+            np.testing.assert_array_equal(np.sort(rows.ids), np.flatnonzero(row == row.max()))
+            assert (rows.values == row.max()).all()
     logits[1, 20_000] = np.inf
     with pytest.raises(NumericsError, match="lm_head: token 1"):
         select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)

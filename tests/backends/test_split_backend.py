@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import re
 import sys
 import threading
 import warnings
@@ -12,16 +13,17 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from bitnet_ref.backends.split_backend import Part, SplitBackend, SplitKVCache
 from click.testing import CliRunner
-from helpers import BITNET, GOLDEN, TINY, golden, model, rng, run_python, tiny_tensors, write_checkpoint
+from helpers import BITNET, GOLDEN, TINY, call, golden, model, rng, run_python, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import cupy_device, footprint
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.backends.placement import Costs, Placement, divide_layers
+from bitnet_ref.backends.split import LayerRun, SplitBackend, SplitKVCache
 from bitnet_ref.benchmark import synthetic_model
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.tolerances import LOGITS_FLOOR
@@ -47,7 +49,7 @@ def split(path, *names_and_stops):
     """A model whose layers these backends compute, up to these layers."""
     path, parts, first, cards = find_model(path), [], 0, 0
     for name, stop in names_and_stops:
-        parts.append(Part(backend(name, cards), first, stop))
+        parts.append(LayerRun(backend(name, cards), first, stop))
         first, cards = stop, cards + (name == "cupy")
     be = SplitBackend(parts)
     with open_checkpoint(path, ReadOptions()) as checkpoint:
@@ -78,16 +80,25 @@ CASES = ("bitnet-packed-offline", "llama-bf16-biases", "llama-packed-rmsnorm", "
 CASES += ("mistral-dense-window8", "onebitllm-silu", "rope-yarn")
 
 
-@two_cards
-@pytest.mark.parametrize("names", ["numpy|numpy", "cython|numpy", "cython|cupy", "cupy|cython", "cupy|cupy"])
+PAIRS = ["numpy|numpy", "cython|numpy", "cython|cython"]
+PAIRS += [pytest.param(names, marks=two_cards) for names in ("cython|cupy", "cupy|cython", "cupy|cupy")]
+
+
+@pytest.mark.parametrize("names", PAIRS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_transformers(case, names):
+    """By every path; a decoding step too, which a divided model does not replay."""
     first, second = names.split("|")
-    m = split(GOLDEN / case, (first, 1), (second, 2))
-    logits = m.logits(golden(case)["tokens"])
+    m, tokens = split(GOLDEN / case, (first, 1), (second, 2)), golden(case)["tokens"]
+    logits = m.logits(tokens)
     np.testing.assert_allclose(logits, golden(case)["logits"], rtol=0, atol=2e-4)  # as test_golden.py
     if first == second:
-        np.testing.assert_array_equal(logits, model(GOLDEN / case, first).logits(golden(case)["tokens"]))
+        np.testing.assert_array_equal(logits, model(GOLDEN / case, first).logits(tokens))
+    for path in m.backend.paths:
+        n, cache = len(tokens), m.new_cache(1, len(tokens))
+        prompt = m.run(TokenBatch.of([(0, 0, tokens[: n - 2])]), cache, path=path).all()
+        steps = [m.run(TokenBatch.of([(0, i, [tokens[i]])], [0]), cache, path=path).all() for i in (n - 2, n - 1)]
+        np.testing.assert_array_equal(np.concatenate([prompt, *steps]), logits, err_msg=path)
 
 
 @two_cards
@@ -154,9 +165,9 @@ def test_a_longer_cache_takes_over():
     m = split(CASE, ("cython", 1), ("cupy", 2))
     tokens = rng(1).integers(1, 400, 9)
     small, large = m.new_cache(1, 8), m.new_cache(1, 300)
-    m.forward(TokenBatch.of([(0, 0, tokens[:6])]), small)
+    m.run(TokenBatch.of([(0, 0, tokens[:6])]), small).all()
     large.take_over(small, 6)
-    found = m.forward(TokenBatch.of([(0, 6, tokens[6:])]), large)
+    found = m.run(TokenBatch.of([(0, 6, tokens[6:])]), large).all()
     np.testing.assert_array_equal(found, m.logits(tokens)[6:])
     large.fill_with_zeros()
     assert not any(a.any() for layer in range(2) for a in large.visible(layer, 0, 8, None))
@@ -205,9 +216,9 @@ def test_a_profile_sees_all_parts():
     m = split(CASE, ("cupy", 1), ("cython", 2))
     profile = m.profile([1, 2, 3], max_tokens=2, ignore_eos=True)
     assert profile.outcome.token_ids == m.generate([1, 2, 3], max_tokens=2, ignore_eos=True).token_ids
-    said = str(profile)
-    assert all(f"linear{name}" in said for name in ("s q_proj k_proj v_proj", " down_proj"))
-    assert said.count("  to_host") == 4  # of each pass: the crossing, and the end
+    report = str(profile)
+    assert all(f"linears {names}" in report for names in ("q_proj k_proj v_proj", "down_proj"))
+    assert len(re.findall("attention_block +2 ", report)) == 2  # both layers, in the prompt and in the step
 
 
 @pytest.mark.skipif(not cuda.emulation_wanted(), reason="what a card does here is not one error")
@@ -216,7 +227,7 @@ def test_an_array_of_another_device_is_refused():
     one, two = CupyBackend(), CupyBackend()
     x, weight = rng(1).standard_normal((2, 64)).astype(np.float32), np.ones(64, dtype=np.float32)
     mine, other = one.ws.upload(x), two.ws.upload(x)
-    np.testing.assert_array_equal(one.to_host(one.rms_norm(mine, weight, 1e-5)), one.rms_norm(x, weight, 1e-5))
+    np.testing.assert_array_equal(one.to_host(one.rms_norm(mine, weight, 1e-5)), call(one, "rms_norm", x, weight, 1e-5))
     with pytest.raises(DeviceError, match="rows_2: an array of emulated device"):
         one.to_host(one.rms_norm(other, weight, 1e-5))
     with pytest.raises(DeviceError, match="device copy"):
@@ -225,16 +236,26 @@ def test_an_array_of_another_device_is_refused():
 
 def test_parts_follow_on_each_other():
     with pytest.raises(ShapeError, match="one after the other"):
-        SplitBackend([Part(Backend(), 0, 2), Part(Backend(), 3, 4)])
+        SplitBackend([LayerRun(Backend(), 0, 2), LayerRun(Backend(), 3, 4)])
     with pytest.raises(ShapeError, match="0 to 2"):
-        SplitBackend([Part(Backend(), 0, 2)])
+        SplitBackend([LayerRun(Backend(), 0, 2)])
 
 
 def test_a_split_has_every_operation_of_a_backend():
-    """Those that it inherits do not compute anything themselves."""
-    ops = {name for name, value in vars(Backend).items() if not name.startswith("_") and inspect.isfunction(value)}
+    """Those that it inherits do not compute anything themselves; its parts compute the ops of the layers."""
+    life_cycle = {
+        name for name, value in vars(Backend).items() if not name.startswith("_") and inspect.isfunction(value)
+    }
     own = {name for name in vars(SplitBackend) if not name.startswith("_")}
-    assert ops - own == {"run", "linear", "prepared_layout", "check_prepared", "prompt_tokens"}
+    assert life_cycle - own == {
+        "check_prepared",
+        "choose_cache_dtype",
+        "embed_on_host",
+        "place",
+        "prepare",
+        "prepared_layout",
+        "prompt_tokens",
+    }
 
 
 # -- who has which layers ----------------------------------------------------------------------------------------------
@@ -268,7 +289,7 @@ def test_the_plan_knows_what_a_card_will_hold(case, dtype):
         costs = Costs.of(checkpoint.config, element_bytes(checkpoint), be, None, 256)
         w = be.prepare_model(read_weights(checkpoint, None, be.prepare_for))
     gc.collect()
-    cache = be.new_cache(config, 1, 256)
+    cache = be.new_cache(config, CacheSpec(1, 256))
     used = be.ws.device.memory().used - before
     planned = sum(costs.layers) + costs.head + costs.embedding
     vectors = 512 * 4 * sum(1 for _ in w.linears()) + 8192  # rounding up to 512 bytes, on a model of a few KB
@@ -457,7 +478,6 @@ def cupy_of_two_cards(monkeypatch):
     cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device, MemoryPool=MemoryPool, **parts)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy_device, "find_spec", lambda name: object())
-    monkeypatch.setattr(cupy_device.overlapped_launch, "driver", lambda: None)
 
 
 def test_each_card_counts_its_own_memory(monkeypatch):
@@ -555,10 +575,10 @@ def test_a_failed_load_holds_nothing(deep, monkeypatch):
 def test_a_synthetic_model_over_two_parts():
     """Random weights go to whoever computes their layer; they are the same weights."""
     config = bitnet_ref.load(GOLDEN / "bitnet-packed-offline", backend="numpy").config
-    be = SplitBackend([Part(choose_backend("numpy"), 0, 1), Part(CupyBackend(), 1, config.num_hidden_layers)])
+    be = SplitBackend([LayerRun(choose_backend("numpy"), 0, 1), LayerRun(CupyBackend(), 1, config.num_hidden_layers)])
     batch = TokenBatch.of([(0, 0, [3, 1, 2])])
     logits = [
-        m.forward(batch, m.new_cache(1, 4))
+        m.run(batch, m.new_cache(1, 4)).all()
         for m in (synthetic_model(config, be, seed=5), synthetic_model(config, Backend(), seed=5))
     ]
     np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=LOGITS_FLOOR)

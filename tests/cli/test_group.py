@@ -84,7 +84,13 @@ def test_exit_codes(error, code):
     [
         (("generate", "x", "--model", "no/such/model"), 3, "no/such/model: no such file or folder"),
         (("generate", "x", "--model", "storytelling"), 3, "there is: storyteller"),
-        (("generate", "x", "--temperature", "-1"), 2, "temperature: expected a number >= 0, got -1.0"),
+        (("inspect", "storyteler"), 3, "did you mean storyteller?"),
+        (("generate", "x", "--temperature", "-1"), 2, "--temperature: expected a number >= 0, got -1.0"),
+        (("generate", "x", "--top-p", "3"), 2, "--top-p: expected a number in (0, 1]"),
+        (("chat", "--min-tokens", "9", "--max-tokens", "3"), 2, "--min-tokens: 9 is more than --max-tokens, 3"),
+        (("generate", "x", "--num-beams", "2", "-n", "3"), 2, "-n: expected at most --num-beams, 2"),
+        (("generate", "x", "--num-beams", "2", "--stop", "y"), 2, "takes no --stop, got ('y',)"),
+        (("generate", "x", "--num-beams", "2", "--stop", "y"), 2, "or set --num-beams 1"),
         (("generate", "x", "--max-tokens", "1000"), 2, "the model's context is 256"),
         pytest.param(
             ("generate", "x", "--backend", "cython", "--dtype", "float64"), 2, "dtype float32", marks=needs_cython

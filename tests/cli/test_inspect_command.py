@@ -56,6 +56,14 @@ def test_inspect_of_a_broken_model(tmp_path):
     assert facts["findings"][0]["severity"] == "error"
 
 
+def test_inspect_shows_a_fault_of_many_tensors_once(tmp_path):
+    tensors = {name: a for name, a in tiny_tensors(BITNET).items() if not name.endswith("weight_scale")}
+    result = invoke("inspect", write_checkpoint(tmp_path / "m", BITNET, tensors))
+    (line,) = [line for line in result.stdout.split("error: ") if "the tensor is missing" in line]
+    assert " ".join(line.split()).startswith("14 tensors: the tensor is missing; expected BF16 or F16 or F32")
+    assert "first model.safetensors, model.layers.0.self_attn.q_proj.weight_scale" in " ".join(line.split())
+
+
 def test_inspect_lists_a_plain_file(tmp_path):
     file = tmp_path / "plain.safetensors"
     shutil.copy(GOLDEN / "llama-dense" / "golden.safetensors", file)

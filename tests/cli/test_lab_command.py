@@ -5,6 +5,7 @@ import sys
 import pytest
 from cli_runs import invoke, invoke_json
 
+from bitnet_ref.cli import lab_command
 from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
 from bitnet_ref.cli.shell import size_in_words
 
@@ -54,6 +55,20 @@ def test_lab_without_jupyterlab(tmp_path, monkeypatch):
     assert 'pip install "bitnet-ref[notebooks]"' in result.stderr
     assert "copied" in result.stdout
     assert invoke_json("lab", "--dir", tmp_path / "nb", code=4)["launched"] is False
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_lab_passes_options_on(tmp_path, monkeypatch, user):
+    started = []
+    monkeypatch.setattr(lab_command, "find_spec", lambda name: name)
+    monkeypatch.setattr(lab_command.os, "geteuid", lambda: user)
+    monkeypatch.setattr(lab_command.os, "execv", lambda program, args: started.append(args[2:]))
+    result = invoke("lab", "--dir", tmp_path, "--", "--port", "9999", "--no-browser")
+    root = ["--allow-root"] if user == 0 else []
+    assert started == [["jupyterlab", str(tmp_path), *root, "--port", "9999", "--no-browser"]]
+    assert ("--allow-root" in result.stderr) == (user == 0)
+    invoke("lab", "--dir", tmp_path, "--", "--allow-root")
+    assert started[1] == ["jupyterlab", str(tmp_path), "--allow-root"]
 
 
 def test_lab_into_a_file(tmp_path):

@@ -1,4 +1,4 @@
-"""tracing.compare: what differs is named at its op, what is noise is not, and a rounding flip is shown to be one."""
+"""Comparison: what differs is named at its op, what is noise is not, and a rounding flip is shown to be one."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""tracing.diagnose: what is wrong is confirmed, what is right is not, and what cannot be told apart is all listed."""
+"""Diagnosis: what is wrong is confirmed, what is right is not, and what cannot be told apart is all listed."""
 
 from functools import cache
 

@@ -87,7 +87,7 @@ def crossed(change, monkeypatch, m=None):
     for name, op in change.items():
         setattr(Wrong, name, op)
     entry = ("wrong", lambda: Wrong("float32", 1), None)
-    monkeypatch.setattr(opponents, "_backends", lambda threads: [entry])
+    monkeypatch.setattr(opponents, "list_backends", lambda threads: [entry])
     (crossing,) = cross_backends(m or model(CASE), TOKENS)
     return crossing
 

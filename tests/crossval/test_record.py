@@ -1,4 +1,4 @@
-"""tracing.record: every named intermediate of a run, as documented there, without changing what is computed."""
+"""Recorder: every named intermediate of a run, as documented there, without changing what is computed."""
 
 import fnmatch
 from dataclasses import replace

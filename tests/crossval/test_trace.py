@@ -1,4 +1,4 @@
-"""tracing.trace: a run streamed to a file and read again, and files that are no traces."""
+"""Trace files: a run streamed to a file and read again, and files that are no traces."""
 
 import contextlib
 import json
@@ -66,17 +66,23 @@ def test_names_choose(tmp_path):
         assert not trace.carries_inputs
 
 
-def test_more_tensors_than_expected_move_the_data(tmp_path):
+def test_space_for_the_header_is_reserved(tmp_path):
     path = tmp_path / "many.safetensors"
-    writer = TraceWriter(path, trace_metadata([1], engine="test"), expected=1)
-    arrays = {f"tensor.{i}": np.full((1, i), i, dtype=np.float32) for i in range(50)}
+    arrays = {f"tensor \N{SNOWMAN} {i}": np.full((1,) * (i % 32) + (i,), i, dtype=np.float32) for i in range(50)}
+    metadata = trace_metadata([1], engine="test", prompt="\N{SNOWMAN}" * 100)
+    writer = TraceWriter(path, metadata, list(arrays))
     for name, array in arrays.items():
         writer.add(name, array)
     writer.close()
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     with Trace(path) as trace:
+        assert list(trace) == list(arrays)
         for name, array in arrays.items():
             np.testing.assert_array_equal(trace[name], array)
+    writer = TraceWriter(path, metadata, ["tensor"])
+    for name, array in arrays.items():
+        writer.add(name, array)
+    with pytest.raises(FormatError, match="more tensors or axes"):
+        writer.close()
 
 
 def test_float64_is_written_as_float32_and_odd_dtypes_are_refused(tmp_path):

@@ -219,7 +219,7 @@ def test_a_conversion_that_went_wrong_is_refused_and_leaves_nothing(spoil, says,
         good.write(checkpoint, path, options, progress)
         spoil(path)
 
-    monkeypatch.setitem(TARGETS, "hf-packed", targets_module.Target("hf-packed", None, "", write))
+    monkeypatch.setitem(TARGETS, "hf-packed", targets_module.Target("hf-packed", None, write))
     with pytest.raises(FormatError, match=says):
         convert(BITNET, tmp_path / "out", "hf-packed")
     assert os.listdir(tmp_path) == []

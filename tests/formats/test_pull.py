@@ -16,8 +16,8 @@ import bitnet_ref
 from bitnet_ref.errors import FormatError, HubError, RegistryError
 from bitnet_ref.formats.native.writer import write_native
 from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.formats.registry.hub import pull
-from bitnet_ref.formats.registry.store import Store, entries, find, remove
+from bitnet_ref.formats.registry.add import pull
+from bitnet_ref.formats.registry.store import Store, find, remove
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -79,7 +79,7 @@ def test_pull_load_and_remove(hub, model_files):
     stored = Store().models / entry.digest
     assert sorted(os.listdir(stored)) == sorted(entry.files)
     assert remove("org/tiny") == [entry]
-    assert entries() == []
+    assert Store().entries() == []
     assert os.listdir(Store().models) == os.listdir(Store().incoming) == []
     with pytest.raises(FormatError, match="bitnet-ref pull"):
         bitnet_ref.load("org/tiny")
@@ -91,7 +91,7 @@ def test_revisions_are_versions(hub, model_files, tmp_path):
     first = pull("org/tiny@v1")
     new = hub.put("org/tiny", "main", other)
     second = pull("org/tiny")
-    assert [e.commit for e in entries()] == [old, new]
+    assert [e.commit for e in Store().entries()] == [old, new]
     assert find("org/tiny") == Store().path(second)
     assert find("org/tiny@v1") == find(f"org/tiny@{old[:7]}") == Store().path(first)
     assert find("org/tiny@v2") is None
@@ -120,7 +120,7 @@ def test_one_of_several_files(hub, tmp_path):
         pull("org/many", files=["../c.gguf"])
     with pytest.raises(FormatError):
         pull("org/many", files=["c.gguf"])  # which is no GGUF
-    assert len(entries()) == 1
+    assert len(Store().entries()) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_is_not_there(hub, model_files, reference, error, message):
     hub.put("org/code", "main", {"train.py": b"", "pytorch_model.bin": b"\x80", "x/config.json": b"{}"})
     with pytest.raises(error, match=message):
         pull(reference)
-    assert entries() == []
+    assert Store().entries() == []
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -148,7 +148,7 @@ def test_a_broken_model_is_not_stored(hub, model_files, name):
     hub.put("org/tiny", "main", {**model_files, name: b"{}"})
     with pytest.raises(bitnet_ref.errors.BitNetRefError):
         pull("org/tiny")
-    assert entries() == []
+    assert Store().entries() == []
     assert [p for p in Store().incoming.iterdir() if p.is_dir()] == []
 
 
@@ -157,7 +157,7 @@ def test_a_file_that_differs_from_the_hubs_word(hub, model_files):
     hub.corrupt.add("model.safetensors")
     with pytest.raises((FormatError, HubError)):  # the client may find it first
         pull("org/tiny")
-    assert entries() == []
+    assert Store().entries() == []
     hub.corrupt.clear()
     assert pull("org/tiny").nbytes == sum(map(len, model_files.values()))
 
@@ -196,7 +196,7 @@ def test_kill_9_in_the_middle_then_again(hub, model_files):
         assert child.poll() is None
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert entries() == []
+    assert Store().entries() == []
     assert find("org/tiny") is None
     hub.gates.clear()
     run(hub, "pull", "org/tiny")
@@ -216,4 +216,4 @@ def test_two_pulls_at_once(hub, model_files):
     said = [child.communicate(timeout=100)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     assert sorted(name for name, _ in hub.sent) == sorted(model_files)
-    assert len(entries()) == 1
+    assert len(Store().entries()) == 1

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.safetensors import (
-    DTYPES,
-    MAX_TENSORS,
-    SafetensorsFile,
-    SafetensorsWriter,
-    dtype_name,
-)
+from bitnet_ref.formats.safetensors import DTYPES, MAX_TENSORS, SafetensorsFile, SafetensorsWriter, dtype_name
 from bitnet_ref.system.json_file import MAX_VALUES
 
 

@@ -20,7 +20,7 @@ from bitnet_ref.formats.native.writer import write_native
 from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
 from bitnet_ref.formats.registry.add import add
 from bitnet_ref.formats.registry.names import Reference, choose_files, parse_reference
-from bitnet_ref.formats.registry.store import KEEP_DOWNLOADS_S, Store, entries, find, home, remove
+from bitnet_ref.formats.registry.store import KEEP_DOWNLOADS_S, Store, find, home, remove
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_add_find_load_remove(folder, store):
     assert np.array_equal(bitnet_ref.load("mine", backend="numpy").logits([1, 2, 3]), want)
     assert bitnet_ref.load(f"mine@{entry.digest[:10]}", backend="numpy").path == find("mine")
     assert add(folder, "mine").digest == entry.digest
-    assert len(entries()) == 1  # the same content is the same version
+    assert len(Store().entries()) == 1  # the same content is the same version
     add(folder, "again")
     assert remove("mine")[0].digest == entry.digest
     assert find("again") == store.models / entry.digest
@@ -170,7 +170,7 @@ def test_a_sharded_folder_and_a_single_file(tmp_path):
     (tmp_path / "x.bitnet.safetensors").write_bytes(damaged)
     with pytest.raises(FormatError, match=digest):
         add(tmp_path / "x.bitnet.safetensors", "org/native")
-    assert len(entries()) == 2
+    assert len(Store().entries()) == 2
 
 
 def test_a_path_and_a_shipped_name_come_first(folder, tmp_path, monkeypatch):
@@ -196,14 +196,14 @@ def test_no_links_out(folder, tmp_path):
     (folder / "tokenizer_config.json").symlink_to(secret)
     with pytest.raises(RegistryError, match="link out of the folder"):
         add(folder, "x")
-    assert entries() == []
+    assert Store().entries() == []
 
 
 def test_a_failed_add_leaves_nothing(folder, store):
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(FormatError):
         add(folder, "x")
-    assert entries() == []
+    assert Store().entries() == []
     assert [p for p in store.incoming.iterdir() if p.is_dir()] == []
 
 
@@ -218,7 +218,7 @@ def test_stale_temporaries_are_swept(folder, store):
     (store.models / ("0" * 64)).mkdir()  # renamed, and killed before the index was written
     add(folder, "y")
     assert {p.name for p in store.incoming.iterdir()} == {"pull-new", "pull-new.lock"}
-    assert os.listdir(store.models) == [entries()[0].digest]
+    assert os.listdir(store.models) == [Store().entries()[0].digest]
 
 
 def test_changes_at_once(folder):
@@ -234,7 +234,7 @@ def test_changes_at_once(folder):
         thread.start()
     for thread in threads:
         thread.join()
-    assert {entry.name for entry in entries()} == {f"keep{n}" for n in range(8)}
+    assert {entry.name for entry in Store().entries()} == {f"keep{n}" for n in range(8)}
 
 
 def damaged_indices(good):
@@ -254,7 +254,7 @@ def test_a_damaged_index_is_an_error_that_names_it(folder, store):
     add(folder, "x")
     for text in list(damaged_indices(json.loads(store.index_path.read_text()))):
         store.index_path.write_text(text)
-        for action in (entries, lambda: find("x"), lambda: add(folder, "y"), lambda: remove("x")):
+        for action in (Store().entries, lambda: find("x"), lambda: add(folder, "y"), lambda: remove("x")):
             with pytest.raises(FormatError) as caught:
                 action()
             assert caught.value.path == str(store.index_path), text

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
 from bitnet_ref.formats.gguf.tl import decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
-from bitnet_ref.formats.gguf.tl_tiles import (
-    KNOWN_TILES,
-    Tiles,
-    candidates,
-    nest,
-    read_kernel_config,
-    tiles_problem,
-)
+from bitnet_ref.formats.gguf.tl_tiles import KNOWN_TILES, Tiles, candidates, nest, read_kernel_config, tiles_problem
 
 KINDS = ("tl1", "tl2")
 KNOWN = [(kind, shape) for kind in KINDS for shape in KNOWN_TILES[kind]]

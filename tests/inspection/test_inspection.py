@@ -91,6 +91,12 @@ def test_storyteller():
         assert sum(shares) == pytest.approx(1)
 
 
+def test_an_unknown_activation_is_named():
+    found = inspect_model("storyteller")
+    object.__setattr__(found.config, "activation", "swiglu")
+    assert found.activation == "unknown: 'swiglu'"
+
+
 def test_parameter_count_of_a_tied_model_with_a_stored_head():
     found = inspect_model(GOLDEN / "llama-tied-duplicate")
     weights = bitnet_ref.load(GOLDEN / "llama-tied-duplicate", backend="numpy").weights

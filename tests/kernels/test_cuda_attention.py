@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from decoding import Decoding, decode_kernels_of, same_bits
-from helpers import GOLDEN, model, of_one_layer, rng, run_sanitized
+from decoding import Decoding, fused_kernels, same_bits
+from helpers import GOLDEN, call, model, of_one_layer, rng, run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import attention
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch
 
@@ -47,20 +48,21 @@ def test_a_token_attends_alike_in_any_company(be, case):
     Beside NumPy, whose products add in another order, one in some 10^8 may be rounded the other way."""
     kv_heads, group, head_dim, kind, window, page_size, pieces = case
     config, heads = of_one_layer(kv_heads, group, head_dim), kv_heads * group
-    caches = [b.new_cache(config, len(pieces), 264, kind, page_size=page_size) for b in (be, Backend())]
+    spec = CacheSpec(len(pieces), 264, kind, page_size)
+    caches = [b.new_cache(config, spec) for b in (be, Backend())]
     generator = rng(head_dim)
     for slot, (length, _, _) in enumerate(pieces):
         batch = TokenBatch.of([(slot, 0, [0] * length)])
         k, v = (generator.standard_normal((length, kv_heads, head_dim)).astype(np.float32) for _ in range(2))
-        caches[0].append(0, be.place(batch), be.ws.upload(k), be.ws.upload(v))
-        caches[1].append(0, batch, k, v)
+        for b, cache in zip((be, Backend()), caches, strict=True):
+            call(b, "append", cache, 0, batch, k, v)
     batch = TokenBatch.of([(slot, first, [0] * count) for slot, (_, first, count) in enumerate(pieces)])
     q = generator.standard_normal((len(batch), heads, head_dim)).astype(np.float32)
 
     def attend(q, batch, enough_blocks=attention.ENOUGH_BLOCKS):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "ENOUGH_BLOCKS", enough_blocks)
-            return be.to_host(be.attention(be.ws.upload(q), caches[0], be.place(batch), 0, window))
+            return call(be, "attention", q, caches[0], batch, 0, window)
 
     z = attend(q, batch, 1)  # a block takes all chunks, if tokens follow each other at all
     np.testing.assert_array_equal(attend(q, batch, 1 << 30), z)
@@ -74,7 +76,7 @@ def test_a_long_prompt_is_taken_in_parts(be, monkeypatch):
     """No more scores at a time than SCORES_BYTES, and no bit differs."""
     config = model(GOLDEN / "llama-dense").config
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cache, batch = be.new_cache(config, 1, 150), be.place(TokenBatch.of([(0, 0, [0] * 150)]))
+    cache, batch = be.new_cache(config, CacheSpec(1, 150)), be.place(TokenBatch.of([(0, 0, [0] * 150)]))
     q, k, v = (
         be.ws.upload(rng(n).standard_normal((150, n, head_dim)).astype(np.float32)) for n in (heads, kv_heads, kv_heads)
     )
@@ -95,8 +97,8 @@ def test_a_long_prompt_is_taken_in_parts(be, monkeypatch):
 def decodings(draw):
     return Decoding(
         kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.integers(1, 8)),
-        head_dim=draw(st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128])),
+        group=draw(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 12])),
+        head_dim=draw(st.sampled_from([2, 16, 20, 32, 64, 80, 96, 100, 128, 144])),
         kind=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
         window=draw(st.none() | st.sampled_from([1, 3, 15, 16, 100, 127, 128, 129, 200])),
         page_size=draw(st.none() | st.sampled_from([4, 7, 16, 128, 150])),
@@ -113,68 +115,49 @@ def decodings(draw):
 
 @settings(max_examples=25, deadline=None)
 @given(decodings())
-def test_decode_kernels_change_no_bit(be, case):
-    """z and the cache, beside the general kernels that turn and take in, and beside rope.cu and what prompts take."""
-    found = case.run(be)
-    assert found[2] == decode_kernels_of(case.kind)
-    same_bits(found, case.run(be, decode_kernels=False))
-    eager = case.run(be, put_off=False)
-    assert eager[2] == [f"attention_{part}_1_{case.kind}" for part in ("scores", "values")]
+def test_attention_that_rotates_and_appends_changes_no_bit(be, case):
+    """z and the cache, beside rope.cu and the kernels of prompts."""
+    found, eager = case.run(be), case.run(be, fused=False)
+    assert found[2] == fused_kernels(case.kind, case.group)
+    assert eager[2] == [f"attention_{part}_{1 if case.group <= 8 else 4}_{case.kind}" for part in ("scores", "values")]
     same_bits(found, eager)
 
 
 @pytest.mark.parametrize("order", [1, 7, 8])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_decode_kernels_in_any_order_of_threads(be, kind, order):
+def test_decoded_tokens_in_any_order_of_threads(be, kind, order):
     """Blocks and threads descending, and shuffled: another block is the last, and what differs lacks a barrier."""
     if not be.ws.device.emulated:
         pytest.skip("a GPU has its own order")
     for window in (None, 150):
         case = Decoding(2, 3, 96, kind, window, 7, [290, 1, 128], padding=1)
         found = case.run(CupyBackend(device=EmulatedDevice(order=order, late=True)))
-        assert found[2] == decode_kernels_of(kind)
-        same_bits(found, case.run(be, decode_kernels=False))
+        assert found[2] == fused_kernels(kind)
+        same_bits(found, case.run(be, fused=False))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Decoding(2, 2, 20, "float32", None, None, [140, 3]),
-        Decoding(1, 2, 144, "float32", None, None, [140, 3]),
-        Decoding(1, 9, 32, "float16", 5, 4, [140, 3]),
-        Decoding(1, 2, 32, "int8", None, 4, [140, 3]),
-    ],
-    ids=["head size", "large head", "large group", "int8"],
-)
-def test_what_decode_kernels_do_not_cover_takes_the_general_ones(be, case):
+def test_an_int8_cache_takes_the_general_kernels(be):
+    case = Decoding(1, 2, 32, "int8", None, 4, [140, 3])
     found = case.run(be)
-    assert not any("decode" in name for name in found[2])
-    same_bits(found, case.run(be, put_off=False))
+    assert not any("append" in name for name in found[2])
+    same_bits(found, case.run(be, fused=False))
 
 
-def test_what_sixteen_bits_cannot_hold_is_told_by_decode_kernels_too(be):
+def test_what_sixteen_bits_cannot_hold_is_reported(be):
     case = Decoding(1, 2, 32, "float16", None, None, [140, 3], scale=1e6)
-    for decode_kernels in (True, False):
+    for fused in (True, False):
         with pytest.raises(NumericsError, match="the cache's dtype cannot hold token"):
-            case.run(be, decode_kernels)
+            case.run(be, fused)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_decode_kernels_pass_on_what_is_not_finite(be, bad):
+def test_what_is_not_finite_is_passed_on(be, bad):
     """In a key, in a value, in the query: where it comes out is what the general kernels say."""
     case = Decoding(1, 2, 32, "float32", None, None, [140, 3], scale=bad)
-    found, expected = case.run(be), case.run(be, decode_kernels=False)
+    found, expected = case.run(be), case.run(be, fused=False)
     assert np.isnan(found[0]).any()
     for mine, theirs in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         np.testing.assert_array_equal(mine, theirs)  # of a NaN not its bits
-
-
-@pytest.mark.parametrize("dim", [16, 64, 128])
-@pytest.mark.parametrize("kind", ["float32", "float16"])
-def test_decode_kernels_stay_within_a_blocks_shared_memory(kind, dim):
-    """Of cards from sm_86 on, whose blocks have 99 KB, the kernels' own arrays among them."""
-    own = 10 << 10  # test_cuda_compile.py prints what ptxas says: 9.4 KB
-    assert attention.decode_shared_bytes(kind, dim) + own <= 99 << 10
 
 
 # -- longer ------------------------------------------------------------------------------------------------------------
@@ -188,6 +171,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda import attention
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.backend import CupyBackend
+from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import TokenBatch
 
 dice = np.random.default_rng(0)
@@ -203,7 +187,7 @@ for order in (0, 1, 5):  # ascending, descending, shuffled by a seed
     ):
         sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=d, num_hidden_layers=1)
         shape = replace(config, **sizes)
-        caches = [b.new_cache(shape, 3, 300, kind, page_size=7) for b in (be, Backend())]
+        caches = [b.new_cache(shape, CacheSpec(3, 300, kind, 7)) for b in (be, Backend())]
         for slot, length, _ in pieces:
             batch = TokenBatch.of([(slot, 0, [0] * length)])
             k, v = (dice.standard_normal((length, kv_heads, d)).astype(np.float32) for _ in range(2))
@@ -214,7 +198,7 @@ for order in (0, 1, 5):  # ascending, descending, shuffled by a seed
         z = be.to_host(be.attention(be.ws.upload(q), caches[0], be.place(batch), 0, window))
         np.testing.assert_array_max_ulp(z, Backend().attention(q, caches[1], batch, 0, window), maxulp=1)
     sys.path.insert(0, sys.argv[2])
-    from decoding import Decoding, decode_kernels_of, same_bits
+    from decoding import Decoding, fused_kernels, same_bits
 
     for case in (
         Decoding(2, 3, 80, "float32", None, 7, [290, 1, 128], padding=1),
@@ -222,8 +206,8 @@ for order in (0, 1, 5):  # ascending, descending, shuffled by a seed
         Decoding(3, 1, 16, "bfloat16", 3, 150, [129, 2]),
     ):
         found = case.run(be)
-        assert found[2] == decode_kernels_of(case.kind)
-        same_bits(found, case.run(be, decode_kernels=False))
+        assert found[2] == fused_kernels(case.kind, case.group)
+        same_bits(found, case.run(be, fused=False))
 print("clean")
 """
 

@@ -17,7 +17,7 @@ from bitnet_ref.backends.cuda.ternary import (
     GEMM,
     GEMV,
     KERNELS,
-    WARPS_A_MULTIPROCESSOR,
+    WARPS_PER_MULTIPROCESSOR,
     TernaryKernels,
     choose_launch,
     padded_columns,
@@ -270,7 +270,7 @@ def test_2b_4t_on_132_multiprocessors():
         warps = how.block // 32
         assert how.kernel == "ternary_gemv_dp4a"
         assert how.parts == 1
-        assert -(-how.grid[0] // 132) * warps <= WARPS_A_MULTIPROCESSOR[how.kernel]
+        assert -(-how.grid[0] // 132) * warps <= WARPS_PER_MULTIPROCESSOR[how.kernel]
         assert -(-n_in // 128 // warps) <= 4
 
 

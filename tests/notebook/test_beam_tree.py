@@ -8,7 +8,7 @@ from helpers import model
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation.sampling import log_probability
 from bitnet_ref.notebook import beam_tree
-from bitnet_ref.notebook.figures.beams import heights
+from bitnet_ref.notebook.beam_tree import heights
 
 PROMPT = "Once upon a time, there was"
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.widgets.frame import MOST_ROWS, History, requests_html
+from bitnet_ref.notebook.widgets.frame import MAX_ROWS, History, requests_html
 
 NAME = "bitnet_ref live view"
 SLOW = {"max_tokens": 200, "ignore_eos": True}
@@ -138,13 +138,13 @@ def test_speed_is_of_the_last_minute():
 
 
 def test_text_of_requests_is_escaped_and_their_number_limited():
-    from bitnet_ref.serving.tickets import RequestState
+    from bitnet_ref.serving.tickets import RequestProgress
 
     hostile = "<script>alert(1)</script>\n\x1b[2J"
-    states = [RequestState(i, "running", 3, 1, 0.1, hostile) for i in range(MOST_ROWS + 3)]
+    states = [RequestProgress(i, "running", 3, 1, 0.1, hostile) for i in range(MAX_ROWS + 3)]
     frame = History().frame(0.0, {**SNAPSHOT, "generation_tokens": 0}, states, False)
     page = requests_html(frame)
     assert "<script>" not in page
     assert "\x1b" not in page
-    assert page.count("<tr>") == 1 + MOST_ROWS
+    assert page.count("<tr>") == 1 + MAX_ROWS
     assert page.endswith("and 3 more")

@@ -13,8 +13,9 @@ import pytest
 
 import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
+from bitnet_ref.system.json_file import read_bounded
 from bitnet_ref.tokenizers import load_tokenizer, read_settings
-from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES, read_file
+from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 from bitnet_ref.tokenizers.settings import AddedToken
 
@@ -48,9 +49,9 @@ def test_files_that_are_not_read(tmp_path: Path) -> None:
     with open(big, "wb") as file:
         file.truncate(MAX_CONFIG_BYTES + 1)
     with pytest.raises(TokenizerError, match="at most that many"):
-        read_file(big, MAX_CONFIG_BYTES)
+        read_bounded(big, TokenizerError, MAX_CONFIG_BYTES)
     with pytest.raises(TokenizerError, match="is not a regular file"):
-        read_file(tmp_path, 10)
+        read_bounded(tmp_path, TokenizerError, 10)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "tokenizer.model")
         with pytest.raises(TokenizerError, match="is not a regular file"):

@@ -15,10 +15,10 @@ VARIABLE = "BITNET_REF_CUDA"
 
 def emulation_wanted() -> bool:
     """Whether BITNET_REF_CUDA asks for the emulation: "emulated" does, "" and "gpu" do not."""
-    wish = os.environ.get(VARIABLE, "")
-    if wish not in ("", "gpu", "emulated"):
-        raise BackendUnavailable(f"{VARIABLE}={wish!r}: expected gpu, the default, or emulated")
-    return wish == "emulated"
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "gpu", "emulated"):
+        raise BackendUnavailable(f"{VARIABLE}={value!r}: expected gpu, the default, or emulated")
+    return value == "emulated"
 
 
 def why_unavailable(index: int = 0) -> str | None:
@@ -33,7 +33,7 @@ def why_unavailable(index: int = 0) -> str | None:
 
 
 def device_count() -> int:
-    """How many GPUs `open_device` can be asked for; of the emulation there may be any number, and it counts as one."""
+    """The number of GPUs that `open_device` can open. The emulation counts as one."""
     if why_unavailable() is not None:
         return 0
     if emulation_wanted():
@@ -44,9 +44,9 @@ def device_count() -> int:
 
 
 def open_device(index: int = 0, memory_limit: int | None = None) -> Device:
-    """The GPU of that number, or the emulation. memory_limit: the most bytes of it that arrays may take.
+    """The GPU of that number, or the emulation. memory_limit: max bytes of all arrays.
 
-    Raises BackendUnavailable when there is none; the message says why.
+    Raises BackendUnavailable with the reason when there is none.
     """
     if emulation_wanted():
         from .emulation.device import EmulatedDevice

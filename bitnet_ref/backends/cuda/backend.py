@@ -1,23 +1,19 @@
-"""The CUDA backend: the NumPy one with its operations as RawKernels, over weights that lie on the card.
+"""The CUDA backend: ops and blocks as RawKernels, over weights that lie on the device.
 
-Arrays stay on the device from the embedding to the logits. An operation answers where it was asked: given device arrays
-it gives device arrays, given NumPy arrays it gives NumPy arrays (so the contract's tests, and whoever looks at a single
-operation, need not know of the device). Steps between two matrix products are put off and fused, see `deferred.py`;
-a decoding step is recorded once and replayed, see `cuda/steps.py`.
+Ops take device arrays and return device arrays (`from_host`, `to_host`). The blocks fuse what lies between two matrix
+products (`blocks.py`), and a decoding step is recorded once and replayed (`steps.py`).
 
 `BITNET_REF_CUDA=emulated` runs the same kernels on the processor, compiled by the host's C++ compiler: slowly, to read,
-test and debug them where there is no card (`kernels/cuda/emulated.h`).
+test and debug them without a GPU (`kernels/cuda/emulated.h`).
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,59 +21,48 @@ from numpy.typing import NDArray
 from ...errors import ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
-from ...reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from ..backend import Backend, check_attention, check_dequantize, check_rope, choose_cache_dtype, require
+from ...reference.model import RopeTables, final_hidden
+from ...reference.ops import check_attention, check_dequantize, check_rope, require
+from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..backend import Backend
 from ..cache_dtypes import CACHE_DTYPES
-from ..candidates import HeadCandidates, HeadNeed
-from ..cpu.deferred import GATES, PLAIN, SUM, Deferred, Normed, OfPair, Pair, Rotation, Rows, Turned
+from ..head import HeadNeed, HeadRows
+from ..paged_cache import CacheSpec
 from . import Device, open_device
-from .attention import Attention, RopeTables
+from . import rows as row_kernels
+from .attention import Attention, PositionTables
+from .blocks import FusedLinears
 from .cache import DeviceBatch, DeviceKVCache, decodes
-from .dense import MOST_IN_ORDER, DenseKernels, DeviceDense
+from .dense import MAX_IN_ORDER, DenseKernels, DeviceDense
 from .device import INSTALL
 from .footprint import working_bytes
-from .rows import linear_of_row, quantized, take, takes_row, value
 from .select import select
 from .stacks import Stack, stack_linears, stack_of
-from .steps import Ahead, RecordedStep
-from .ternary import TernaryKernels, TiledWeight
+from .steps import RecordedStep
+from .ternary import TernaryKernels, TiledWeight, has_tiles
 from .workspace import Workspace, parse_bytes
 
-# Tokens of a recorded decoding step. A record keeps what the pass has between its operations: of 128 tokens of 2B-4T
-# some 0.5 GB, beside caches of 128 sequences that are many times as large.
-MOST_REPLAYED = MOST_IN_ORDER
-MOST_PROMPT_TOKENS = 2048  # of a pass: blocks of 128 by 128 for every multiprocessor twice, in each matrix of 2B-4T
-
-
-def in_kind(op: Callable) -> Callable:
-    """An operation on device arrays, as one that answers where it was asked."""
-
-    @wraps(op)
-    def answer(self: CupyBackend, *args: Any, **kwargs: Any) -> Any:
-        holds = self.ws.holds
-        subject = next(a for a in args if isinstance(a, (Deferred, np.ndarray)) or holds(a))
-        if isinstance(subject, Deferred) or holds(subject):
-            return op(self, *args, **kwargs)
-        with self.running(), self.ws.one_pass():
-            out = op(self, *(self.ws.upload(a) for a in args), **kwargs)
-            return tuple(self.to_host(y) for y in out) if isinstance(out, tuple) else self.to_host(out)
-
-    return answer
+# Tokens of a recorded step. A record keeps the intermediate arrays of the pass: for 128 tokens of 2B-4T some 0.5 GB.
+# The caches of 128 sequences are many times as large.
+MAX_REPLAYED = MAX_IN_ORDER
+MAX_PROMPT_TOKENS = 2048  # of a pass: blocks of 128 by 128 for every multiprocessor twice, in each matrix of 2B-4T
 
 
 class CupyBackend(Backend):
-    """The operations on one card. float32 is the contract.
+    """The ops on one GPU. float32 is the contract.
 
     float16 and bfloat16 keep the attention cache, the head and dense matrices in 16 bits. Norms, softmax, accumulators
-    and activations stay as they are, but for one thing: where more than 128 tokens pass through a dense matrix at once,
-    cuBLAS multiplies, and takes activations of 16 bits. So in 16 bits a token is computed alike in any company of up to
-    128, every step of decoding among them; of a longer prompt, its last bits depend on the pieces that it comes in.
-    Ternary matrices know no difference: their sums are exact. What 16 bits cost is in `crossval/precision.py`.
+    and activations stay in float32, with one exception: cuBLAS multiplies more than 128 tokens with a dense matrix, and
+    takes activations of 16 bits. So in 16 bits a token is computed alike in any company of up to 128, as in every
+    decoding step; the last bits of a longer prompt depend on the pieces that it comes in. Ternary matrices are exact in
+    any case. `crossval/precision.py` measures what 16 bits cost.
     """
 
     name = "cupy"
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = CACHE_DTYPES
+    paths = ("ops", "blocks", "replayed")
+    weight_kinds = (TiledWeight, DeviceDense)
 
     def __init__(
         self,
@@ -90,38 +75,36 @@ class CupyBackend(Backend):
         device: Device | None = None,
         graphs: bool = True,
     ) -> None:
-        """memory_limit: of the card's memory, bytes or "8GiB".  index: the card's number.  device: one that is open.
+        """memory_limit: of the GPU's memory, bytes or "8GiB".  index: the GPU's number.  device: one that is open.
         graphs: replay decoding."""
         super().__init__(dtype, threads, head=head)
         self.precision = dtype  # of the cache, the head and dense matrices
         self.dtype = np.dtype(np.float32)  # of activations
         self.graphs = graphs
         self.index = index
-        opened = open_device(index=index, memory_limit=parse_bytes(memory_limit)) if device is None else device
-        self.ws = Workspace(opened)
-        self.rope_positions = RopeTables(self.ws)
+        limit = parse_bytes(memory_limit)
+        self.ws = Workspace(open_device(index=index, memory_limit=limit) if device is None else device)
+        self.rope_positions = PositionTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
-        self._denses = DenseKernels(self.ws, dtype)
+        self._denses, self._fused = DenseKernels(self.ws, dtype), FusedLinears(self.ws, self._ternary)
         if dtype != "float32" and not self.ws.device.can_matmul_16:
             warnings.warn(f"cuBLAS is not installed, and {dtype} prompts take a slower kernel: {INSTALL}", stacklevel=2)
-        self._vectors: dict[int, tuple[NDArray, Any]] = {}  # norms and biases on the device, by the host array's id
-        self._replayed: tuple[NDArray, RecordedStep] | None = None  # what `run` gave last, if a record did
-        self._hidden: tuple[NDArray, NDArray] | None = None  # the same, with its copy on the host
-        self._ahead: Ahead | None = None  # the step that the device has begun without being asked
+        self._replayed: tuple[NDArray, RecordedStep] | None = None  # what `hidden` returned last, if a record did
         self._lock = threading.RLock()
+
+    @property
+    def summary(self) -> str:
+        return f"{self.name} on card {self.index}"
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if isinstance(w, TernaryWeight):
             return self._ternary.prepare(w)
-        if type(w) is not DenseWeight:
-            return w
-        return self._denses.prepare(w)
+        return self._denses.prepare(w) if type(w) is DenseWeight else w
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
-        """Everything on the card: the embedding; the norms and biases, which it finds by the arrays they are; and the
-        linears of one input in one place (`cuda/stacks.py`)."""
+        """Puts the embedding, the norms and the biases on the device, and stacks the linears of one input."""
         embedding = self._dense(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         vectors: list[NDArray | None] = [w.final_norm]
@@ -133,134 +116,197 @@ class CupyBackend(Backend):
                 vectors.append(linear.input_norm.weight)
         for vector in vectors:
             if vector is not None:
-                self._vectors[id(vector)] = vector, self.ws.upload(_float32(vector))
+                self.ws.keep_vector(vector)
         stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
-        self.synchronize()  # launches that overlap read weights before the work before them is done
         return w
 
-    # -- around a pass -------------------------------------------------------------------------------------------------
+    # -- a pass --------------------------------------------------------------------------------------------------------
 
-    @property
-    def summary(self) -> str:
-        return f"{self.name} on card {self.index}"
+    def hidden(
+        self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
+    ) -> NDArray:
+        self._replayed = None
+        if path == "ops":
+            return final_hidden(self.op_by_op(), w, cfg, self.place(batch), cache)
+        may_replay = path != "blocks" and self.fuses and self.graphs
+        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.all_wanted:
+            return self._replay(w, cfg, batch, cache)
+        return final_hidden(self, w, cfg, self.place(batch), cache)
 
-    def running(self) -> AbstractContextManager[Any]:
-        return self._lock  # one stream, one set of buffers: passes of several threads take turns
+    def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
+        assert isinstance(cache, DeviceKVCache)
+        cache.check_writes(batch)
+        cache.check_reads(batch, cfg.sliding_window)
+        self.rope_positions.reach = max(self.rope_positions.reach, cache.reach - 1)
+        size = 1 << (len(batch) - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
+        key = size, id(w), decodes(batch)
+        if key not in cache.steps:
+            cache.steps[key] = RecordedStep(self.ws, size, key[-1])
+        step: RecordedStep = cache.steps[key]
+        x = step(batch, lambda placed: final_hidden(self, w, cfg, placed, cache))
+        self._replayed = x, step
+        return x
+
+    def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
+        require("head_rows", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
+        if len(needs) == 0:
+            return []
+        if self._replayed is not None and self._replayed[0] is x:
+            recorded = self._replayed[1].head_rows(self.lm_head, w, needs)
+            if recorded is not None:
+                return recorded
+        return select(self.ws, self.lm_head(x, w), needs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One stream, one set of buffers: passes of several threads take turns."""
+        with self._lock, self.ws.one_pass():
+            yield
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        placed = DeviceBatch.place(self.ws, batch)
+        self.rope_positions.place(placed)
+        return placed
+
+    def from_host(self, array: NDArray) -> NDArray:
+        return self.ws.upload(array)
+
+    def to_host(self, array: NDArray) -> NDArray:
+        return self.ws.download(array) if self.ws.holds(array) else array
+
+    def synchronize(self) -> None:
+        self.ws.device.synchronize()
+
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def memory(self) -> tuple[int | None, int | None]:
         info = self.ws.device.memory()
         return info.held, info.free if info.limit is None else min(info.free, info.limit - info.used)
 
     def prompt_tokens(self, config: ModelConfig) -> int:
-        """As many as keep all multiprocessors at work, where what their pass needs is little beside what is free."""
+        """As many as keep all multiprocessors busy, where their pass needs little of the free memory."""
         free = self.memory()[1] or 0
-        fits = working_bytes(config, MOST_PROMPT_TOKENS, MOST_PROMPT_TOKENS) <= free // 4
-        return MOST_PROMPT_TOKENS if fits else super().prompt_tokens(config)
+        fits = working_bytes(config, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS) <= free // 4
+        return MAX_PROMPT_TOKENS if fits else super().prompt_tokens(config)
 
-    def new_cache(
-        self,
-        config: ModelConfig,
-        slots: int,
-        capacity: int,
-        dtype: str | None = None,
-        page_size: int | None = None,
-        pages: int | None = None,
-    ) -> KVCache:
-        kind = self.precision if dtype is None else choose_cache_dtype(self, dtype)
-        return DeviceKVCache(self.ws, config, slots, capacity, kind, page_size=page_size, pages=pages)
-
-    def place(self, batch: TokenBatch) -> TokenBatch:
-        if not isinstance(batch, DeviceBatch):
-            self.rope_positions.reach = max(self.rope_positions.reach, batch.extent[1])
-        return DeviceBatch.placed(self.ws, batch)
-
-    def from_host(self, array: NDArray) -> NDArray:
-        return self.ws.upload(array)
-
-    def to_host(self, array: NDArray) -> NDArray:
-        if not isinstance(array, Deferred) and not self.ws.holds(array):
-            return array
-        if self._hidden is not None and array is self._hidden[0]:  # it came with the head's candidates
-            return self._hidden[1]
-        return self.ws.download(value(self.ws, array))[0]
-
-    def run(
-        self, compute: Callable[..., NDArray], w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
-    ) -> NDArray:
-        n, ahead = len(batch), self._ahead
-        self._replayed = self._hidden = self._ahead = None
-        if not isinstance(cache, DeviceKVCache):
-            with self.ws.one_pass():
-                return compute(self, w, cfg, batch, cache)
-        if not (self.graphs and 0 < n <= MOST_REPLAYED and batch.all_wanted):
-            cache.changes += 1
-            if ahead is not None:
-                self.ws.device.fill(self.ws.trouble, 0)  # what it met is nobody's
-            with self.ws.one_pass(), cache.putting_off(batch):
-                return compute(self, w, cfg, batch, cache)
-        cache.check(batch, cfg.sliding_window, reading=True)
-        size = 1 << (n - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
-        decoding = decodes(batch)
-        key = size, id(w), decoding
-        if key not in cache.steps:
-            cache.steps[key] = RecordedStep(self, compute, w, cfg, size, decoding)
-        x = cache.steps[key](batch, cache, ahead)
-        self._replayed = x, cache.steps[key]
-        return x
-
-    def synchronize(self) -> None:
-        self.ws.device.synchronize()
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+        kind = self.precision if spec.dtype is None else self.choose_cache_dtype(spec.dtype)
+        return DeviceKVCache(self.ws, config, spec, kind)
 
     def close(self) -> None:
         with self._lock:
-            self._vectors.clear()
-            self._replayed = self._hidden = self._ahead = None
+            self._replayed = None
             self.rope_positions.close()
-            self.ws.shelf.clear()
+            self.ws.close()
             self.ws.device.close()
 
-    # -- primitives ----------------------------------------------------------------------------------------------------
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def attention_block(
+        self,
+        x: NDArray,
+        w: LayerWeights,
+        cfg: ModelConfig,
+        rope: RopeTables,
+        batch: TokenBatch,
+        cache: KVCache,
+        layer: int,
+    ) -> NDArray:
+        """Products of ternary weights are fused with the norm before and the residual stream after them; RoPE and the
+        append are one launch, or for decoded tokens part of attention."""
+        if not self.fuses:
+            return super().attention_block(x, w, cfg, rope, batch, cache, layer)
+        ws = w.q_proj, w.k_proj, w.v_proj
+        if (stack := self._ternary_stack(ws)) is not None:
+            q, k, v = self._fused.norm_linears(x, self._norm(w.attn_norm, cfg), stack)
+        else:
+            q, k, v = self.linears(self.rms_norm(x, w.attn_norm, cfg.norm_eps), ws)
+        q = q.reshape(-1, cfg.num_attention_heads, cfg.head_dim)  # (N, H, d)
+        k = k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
+        v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
+        z = self._attend_new(q, k, v, rope, cfg.sliding_window, batch, cache, layer)  # (N, H, d)
+        z = z.reshape(-1, cfg.num_attention_heads * cfg.head_dim)  # (N, H*d)
+        if has_tiles(w.o_proj):
+            sub_norm = None if w.attn_sub_norm is None else self._norm(w.attn_sub_norm, cfg)
+            return self._fused.norm_linear_add(z, sub_norm, w.o_proj, x)  # (N, D)
+        if w.attn_sub_norm is not None:
+            z = self.rms_norm(z, w.attn_sub_norm, cfg.norm_eps)
+        return self.add(x, self.linear(z, w.o_proj))  # (N, D)
+
+    def _attend_new(
+        self,
+        q: NDArray,
+        k: NDArray,
+        v: NDArray,
+        rope: RopeTables,
+        window: int | None,
+        batch: TokenBatch,
+        cache: KVCache,
+        layer: int,
+    ) -> NDArray:
+        """`rope`, `append` and `attention`.   q (N, H, d), k and v (N, G, d) -> z (N, H, d)"""
+        assert isinstance(cache, DeviceKVCache)
+        assert isinstance(batch, DeviceBatch)
+        if batch.decodes and cache.kind != "int8":
+            cache.begin_append(batch, k, v)
+            longest = self._longest(cache, batch, layer, window)
+            return self._attention(q, cache, batch, layer, window, longest, (k, v, *rope))
+        if cache.kind == "int8":
+            q, k = self.rope(q, k, *rope)
+            self.append(cache, layer, batch, k, v)
+        else:
+            q = cache.rope_append(layer, batch, q, k, v, rope)
+        return self.attention(q, cache, batch, layer, window)
+
+    def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
+        """Fused where all three linears are ternary, without a norm of their own."""
+        stack = self._ternary_stack((w.gate_proj, w.up_proj))
+        if stack is None or not has_tiles(w.down_proj) or cfg.activation not in row_kernels.GATES:
+            return super().feed_forward(x, w, cfg)
+        sub_norm = None if w.ffn_sub_norm is None else self._norm(w.ffn_sub_norm, cfg)
+        return self._fused.feed_forward(x, self._norm(w.ffn_norm, cfg), stack, cfg.activation, sub_norm, w.down_proj)
+
+    def _ternary_stack(self, ws: Sequence[LinearWeight]) -> Stack | None:
+        """The stack of these weights, if they are ternary and blocks may be fused."""
+        stack = stack_of(ws) if self.fuses else None
+        return stack if stack is not None and isinstance(stack.whole, TiledWeight) else None
+
+    def _norm(self, weight: NDArray, cfg: ModelConfig) -> row_kernels.Norm:
+        return self.ws.vector(weight), cfg.norm_eps
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
 
     def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
-        if not self.ws.holds(tokens):
-            ok = tokens.ndim == 1 and tokens.dtype.kind in "iu"
-            ok = ok and (tokens.size == 0 or 0 <= tokens.min() <= tokens.max() < len(w.array))
-            require("embed", ok, f"tokens (N,) of ids 0 to {len(w.array) - 1}", tokens=tokens, table=w.array)
-            with self.running():
-                return self.to_host(self.embed(w, self.ws.upload(tokens.astype(np.int64))))
+        require("embed", tokens.ndim == 1 and tokens.dtype == np.int64, "tokens (N,) int64", tokens=tokens)
         table = self._dense(w)
-        return take(self.ws, table.rows, table.kind, table.shape[1], tokens)
+        return row_kernels.take_rows(self.ws, table.rows, table.kind, tokens)
 
-    @in_kind
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
-        rows = x if isinstance(x, Rows) else Rows(PLAIN, value(self.ws, x))
-        return Normed(rows, self._vector(weight), eps)  # type: ignore[return-value]
+        return row_kernels.rms_norm(self.ws, x, (self.ws.vector(weight), eps))
 
-    def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
-        if not self.ws.holds(positions):
-            return super().rope_tables(positions, rope, head_dim)
+    def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> RopeTables:
+        require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return self.rope_positions.of(positions, rope, head_dim)
 
-    @in_kind
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         check_rope(q, k, cos, sin)
-        rotation = Rotation(value(self.ws, q), value(self.ws, k), cos, sin)
-        return Turned(rotation, True), Turned(rotation, False)  # type: ignore[return-value]
+        (n, heads, head_dim), kv_heads = q.shape, k.shape[1]
+        rotated = self.ws.empty(q.shape, np.float32), self.ws.empty(k.shape, np.float32)
+        grid = (-(-(heads + kv_heads) * (head_dim // 2) // 128), n)
+        self.ws.launch("rope.cu", "rope", grid, 128, q, k, cos, sin, heads, kv_heads, head_dim, *rotated)
+        return rotated
 
-    @in_kind
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
-        return quantized(self.ws, x, pad=False)
+        return row_kernels.quantize(self.ws, x, pad=False)
 
-    @in_kind
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
             got = f"x_q {x_q.dtype} {x_q.shape}"
             raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
         return self._ternary.matmul(x_q, self._tiled(w), self.ws.empty((len(x_q), w.shape[0]), np.int32))
 
-    @in_kind
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
         check_dequantize(acc, x_quant_scale)
         y = self.ws.empty(acc.shape, np.float32)
@@ -268,55 +314,18 @@ class CupyBackend(Backend):
         self.ws.each("rows.cu", "dequantize", acc.size, *arguments)
         return y
 
-    @in_kind
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
-        (y,) = self._denses.matmul(value(self.ws, x), self._dense(w).on_device)
+        (y,) = self._denses.matmul(x, self._dense(w).on_device)
         return y
 
-    @in_kind
-    def attention_scores(self, q: NDArray, keys: NDArray) -> NDArray:
-        return self._attention.scores(value(self.ws, q), keys)
-
-    @in_kind
-    def softmax(self, scores: NDArray) -> NDArray:
-        return self._attention.softmax(scores)
-
-    @in_kind
-    def attention_values(self, pattern: NDArray, values: NDArray) -> NDArray:
-        return self._attention.values(pattern, values)
-
-    @in_kind
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
-        require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
-        if activation not in GATES:
-            raise ShapeError("gated", expected=f"an activation among {', '.join(GATES)}", got=repr(activation))
-        if isinstance(gate, OfPair) and isinstance(up, OfPair) and gate.pair is up.pair and gate.pair.ys is None:
-            stack = stack_of(gate.pair.ws)
-            if stack is not None and (gate.index, up.index) == (0, 1):
-                return Rows(PLAIN, linear_of_row(self.ws, gate.pair.x, stack.whole, GATES[activation]))
-        return Rows(GATES[activation], value(self.ws, gate), value(self.ws, up))  # type: ignore[return-value]
-
-    @in_kind
-    def add(self, x: NDArray, y: NDArray) -> NDArray:
-        require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
-        x = value(self.ws, x)
-        if y.ndim == 2:
-            return Rows(SUM, x, value(self.ws, y))  # type: ignore[return-value]
-        out = self.ws.empty(x.shape, np.float32)
-        self.ws.each("rows.cu", "add_vector", x.size, x, self._vector(y), np.uint64(len(x)), x.shape[1], out)
-        return out
-
-    @in_kind
-    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
-        return take(self.ws, value(self.ws, x), "float32", x.shape[1], self.ws.upload(rows))
-
-    # -- fused ---------------------------------------------------------------------------------------------------------
-
-    @in_kind
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        if (stack := stack_of(ws)) is not None:
-            return self._stacked(x, ws, stack)
+        """A dense stack is one launch. Ternary products dequantise and add the bias in their epilogue."""
+        stack = stack_of(ws)
+        if stack is not None and not isinstance(stack.whole, TiledWeight):
+            require("linear", x.ndim == 2 and x.shape[1] == ws[0].shape[1], f"x (N, {ws[0].shape[1]})", x=x)
+            ys = self._denses.matmul(x, stack.whole)
+            return tuple(y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, ws, strict=True))
         outputs, shared = [], None
         for w in ws:
             if isinstance(w, DenseWeight):
@@ -325,71 +334,55 @@ class CupyBackend(Backend):
                 continue
             assert isinstance(w, TernaryLinear)
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-            tiled, normed = self._tiled(w), x
-            if (norm := w.input_norm) is not None:
-                normed = self.rms_norm(value(self.ws, x), norm.weight, norm.eps)
-            if takes_row(x, tiled) and (norm is not None or len(ws) == 1):
-                outputs.append(linear_of_row(self.ws, normed, tiled))
+            own, tiled = w.input_norm, self._tiled(w)
+            norm = None if own is None else (self.ws.vector(own.weight), own.eps)
+            if self.fuses and row_kernels.takes_row(x, tiled):
+                outputs.append(row_kernels.linear_of_row(self.ws, x, tiled, norm))
                 continue
             if norm is not None:
-                x_q, scale = quantized(self.ws, normed)
+                quantized = row_kernels.quantize(self.ws, x, norm)
             else:
-                x_q, scale = shared = shared or quantized(self.ws, x)
+                quantized = shared = shared or row_kernels.quantize(self.ws, x)
             y = self.ws.empty((len(x), w.shape[0]), np.float32)
-            outputs.append(self._ternary.linear(x_q, scale, tiled, y))
+            outputs.append(self._ternary.linear(*quantized, tiled, y))
         return tuple(outputs)
 
-    def _stacked(self, x: NDArray, ws: Sequence[LinearWeight], stack: Stack) -> tuple[NDArray, ...]:
-        """`linears` of a whole stack: one product."""
-        require("linear", x.ndim == 2 and x.shape[1] == ws[0].shape[1], f"x (N, {ws[0].shape[1]})", x=x)
-        if takes_row(x, stack.whole, gated=True):  # its products may be asked for as one
-            pair = Pair(x, ws)
-            return OfPair(pair, 0), OfPair(pair, 1)  # type: ignore[return-value]
-        if takes_row(x, stack.whole):
-            return stack.split(linear_of_row(self.ws, x, stack.whole), 1)
-        if isinstance(stack.whole, TiledWeight):
-            x_q, scale = quantized(self.ws, x)
-            y = self.ws.empty((len(x), sum(stack.parts)), np.float32)
-            return stack.split(self._ternary.linear(x_q, scale, stack.whole, y), len(x))
-        ys = self._denses.matmul(value(self.ws, x), stack.whole)
-        return tuple(y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, ws, strict=True))
-
-    @in_kind
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
-        pool = cache if isinstance(cache, DeviceKVCache) else DeviceKVCache.of(self.ws, cache)
-        placed, longest = DeviceBatch.placed(self.ws, batch), pool.reach
-        if not self.ws.recording:
-            longest = batch.extent[1] + 1
-            if layer == 0:
-                pool.check(batch, window, reading=True)
-        return self._attention(q, pool, placed, layer, window, longest)
+        assert isinstance(cache, DeviceKVCache)
+        assert isinstance(batch, DeviceBatch)
+        return self._attention(q, cache, batch, layer, window, self._longest(cache, batch, layer, window))
 
-    def head_candidates(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadCandidates]:
-        require("head_candidates", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
-        if len(needs) == 0:
-            return []
-        with self.running():
-            step, self._replayed = self._replayed, None
-            if step is not None and step[0] is x and (recorded := step[1].candidates(w, needs)) is not None:
-                found, hidden, self._ahead = recorded
-                self._hidden = x, hidden
-                return found
-            if self._hidden is not None and x is self._hidden[0]:  # the device may have gone on
-                x = self._hidden[1]
-            return select(self.ws, self.lm_head(self.ws.upload(x), w), needs)
+    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+        require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
+        if activation not in row_kernels.GATES:
+            raise ShapeError(
+                "gated", expected=f"an activation among {', '.join(row_kernels.GATES)}", got=repr(activation)
+            )
+        return row_kernels.gated(self.ws, gate, up, activation)
+
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
+        return row_kernels.add(self.ws, x, y if y.ndim == 2 else self.ws.vector(y))
+
+    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
+        return row_kernels.take_rows(self.ws, x, "float32", rows)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _vector(self, vector: Any) -> Any:
-        """A norm's weight or a bias on the device."""
-        if self.ws.holds(vector):
-            return vector
-        known = self._vectors.get(id(vector))
-        return known[1] if known is not None else self.ws.upload(_float32(vector))
+    def _longest(self, cache: DeviceKVCache, batch: DeviceBatch, layer: int, window: int | None) -> int:
+        """The max number of keys that a token of the batch may see; of a recorded step, as the cache can hold.
+
+        Raises ShapeError where a page that the batch reads is missing.
+        """
+        if self.ws.recording:
+            return cache.reach
+        if layer == 0:  # the table does not change within a pass
+            cache.check_reads(batch, window)
+        return batch.extent[1] + 1
 
     def _tiled(self, w: TernaryLinear) -> TiledWeight:
-        """The weight in tiles: what `prepare` made of it, or made here for one that was not prepared."""
+        """The weight in tiles: what `prepare` made of it, or made now."""
         if isinstance(w, TiledWeight):
             return w
         if not isinstance(w, TernaryWeight):  # another backend's
@@ -401,7 +394,3 @@ class CupyBackend(Backend):
         prepared = w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.array, w.bias))
         assert isinstance(prepared, DeviceDense)
         return prepared
-
-
-def _float32(vector: NDArray) -> NDArray[np.float32]:
-    return np.ascontiguousarray(vector, dtype=np.float32)

@@ -1,11 +1,10 @@
-"""The KV cache on a card: the same pages and tables; a batch beside it, whose arrays are device arrays."""
+"""The KV cache on a device: the same pages and tables, in the device's memory; and a batch whose arrays are there."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,251 +16,180 @@ from ...errors import ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ..cache_dtypes import widen
-from ..cpu.deferred import Rotation, Turned
-from .rows import threads_of, value
+from ..paged_cache import CacheSpec, PagedKVCache
+from .rows import threads_of
 from .workspace import Workspace
 
-KEPT_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}  # bfloat16: its bits
+STORED_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}  # bfloat16: its bits
 BLOCK = 128
 ROUND_CAPACITY_TO = 256  # tokens: caches of about the same length then have the same shape, and share recorded steps
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceBatch(TokenBatch):
-    """A batch whose arrays are on the device. `host` is what it was made of."""
+    """A batch whose arrays are on the device.
+
+    host: the batch it was made from; None in a recorded step, which serves many.
+    decodes: whether each token belongs to another sequence.
+    """
 
     host: TokenBatch | None = None
+    decodes: bool = False
 
     @property
     def extent(self) -> tuple[int, int]:
+        return self.on_host.extent
+
+    @property
+    def on_host(self) -> TokenBatch:
         assert self.host is not None
-        return self.host.extent
+        return self.host
 
     @cached_property
     def has_runs(self) -> bool:
-        """Whether tokens of one sequence follow each other, as in a prompt. Of a recorded step nobody can say: no."""
+        """Whether tokens of one sequence follow each other, as in a prompt. False in a recorded step."""
         if self.host is None:
             return False
         slots, positions = self.host.slots, self.host.positions
         return bool(np.any((slots[1:] == slots[:-1]) & (positions[1:] == positions[:-1] + 1)))
 
     @classmethod
-    def placed(cls, ws: Workspace, batch: TokenBatch) -> DeviceBatch:
-        """The batch on the device, if it is not there yet. Wanting every token, in order, is wanting no choice."""
+    def place(cls, ws: Workspace, batch: TokenBatch) -> DeviceBatch:
+        """The batch on the device. `wanted` is None when all logits are wanted, in order."""
         if isinstance(batch, DeviceBatch):
             return batch
         sheet = ws.upload(np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64))
         rows = None if batch.all_wanted else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
-        return cls(sheet[0], sheet[1], sheet[2], rows, batch)
+        return cls(sheet[0], sheet[1], sheet[2], rows, batch, decodes(batch))
 
 
 def decodes(batch: TokenBatch) -> bool:
-    """Whether each of its tokens is of another sequence."""
+    """Whether each of its tokens belongs to another sequence."""
     return len(set(batch.slots.tolist())) == len(batch)
 
 
 @dataclass(eq=False)
 class Storage:
-    """The device arrays of a cache, and the decoding steps that were recorded over these very arrays (steps.py)."""
+    """The device arrays of a cache, and the decoding steps that were recorded over these arrays (steps.py)."""
 
     arrays: list[Any] = field(default_factory=list)
     steps: dict[Any, Any] = field(default_factory=dict)
 
 
-class DeviceKVCache(KVCache):
-    """`keys` and `values` are device arrays; `page_table` stays with its owner on the host and is copied when it has
-    changed. `visible` and `stored`, which recorders ask, give NumPy arrays.
+class DeviceKVCache(PagedKVCache):
+    """`keys` and `values` are device arrays. `page_table` stays on the host with its owner and is copied when it has
+    changed. `visible` and `stored`, for recorders, return NumPy arrays.
 
-    What a dropped cache leaves, its arrays and recorded steps, the next one of the same shape takes over: a new text of
-    about the same length then needs no new record. What lies behind a token that was decoded is nobody's: a step that
-    the device begins by itself (steps.py) may write there.
+    The arrays and recorded steps of a dropped cache are taken over by the next one of the same shape: a new text of
+    about the same length then needs no new recording.
     """
 
-    changes: int  # how often anything but a step that went ahead (steps.py) may have written to it
-    _puts_off: bool
-    _waiting: tuple[int, DeviceBatch, Any, Any] | None  # what `append` was told of a token: layer, batch, k, v
-
-    def __init__(
-        self,
-        ws: Workspace,
-        config: ModelConfig,
-        slots: int,
-        capacity: int,
-        dtype: str = "float32",
-        *,
-        page_size: int | None = None,
-        pages: int | None = None,
-    ) -> None:
+    def __init__(self, ws: Workspace, config: ModelConfig, spec: CacheSpec, dtype: str) -> None:
         self._ws, self.kind = ws, dtype
-        if page_size is None and pages is None:
-            page_size = max(1, -(-capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page a slot
+        if spec.page_size is None:  # one page per slot
+            spec = replace(spec, page_size=max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO)
+        assert spec.page_size is not None
         sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        shape = *sizes, slots, page_size, pages, -(-capacity // (page_size or 1)), dtype
+        shape = *sizes, spec.slots, spec.page_size, spec.pages, -(-spec.capacity // spec.page_size), dtype
         storage = ws.shelf.take(shape)
         if storage is None:
             ws.device.trim()  # as before a step is recorded
             storage = Storage()
-        self._left = list(storage.arrays)
-        super().__init__(config, slots, capacity, KEPT_AS[dtype], page_size=page_size, pages=pages)
+        self._reused = list(storage.arrays)
+        super().__init__(config, spec, np.dtype(STORED_AS[dtype]))
         self.table = self._empty(self.page_table.shape, self.page_table.dtype)
         ws.device.copy(self.table, np.ascontiguousarray(self.page_table))
-        self._copied = self.page_table.copy()
-        storage.arrays = [*self._pools, self.table]
+        self._copied_table = self.page_table.copy()
+        storage.arrays = [*self.pools, self.table]
         self.steps = storage.steps
-        self.changes, self._puts_off, self._waiting = 0, False, None
         weakref.finalize(self, ws.shelf.put, shape, storage)
 
-    @classmethod
-    def of(cls, ws: Workspace, host: KVCache) -> DeviceKVCache:
-        """A copy of a cache in the host's memory."""
-        self = cls.__new__(cls)
-        self._ws, self.kind = ws, host.keys.dtype.name
-        self.slots, self.capacity, self.page_size, self.pages = host.slots, host.capacity, host.page_size, host.pages
-        self._fixed, self.page_table = host._fixed, host.page_table
-        self.keys, self.values = ws.upload(host.keys), ws.upload(host.values)
-        self.key_scales, self.value_scales = ws.upload(host.key_scales), ws.upload(host.value_scales)
-        self.table, self._copied, self.steps = ws.upload(host.page_table), host.page_table.copy(), {}
-        self.changes, self._puts_off, self._waiting = 0, False, None
-        return self
-
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-        return self._left.pop(0) if self._left else self._ws.make(shape, dtype)
+        return self._reused.pop(0) if self._reused else self._ws.make(shape, dtype)
 
     @property
     def reach(self) -> int:
-        """Positions that the tables have room for: at least the capacity, and of all caches of this shape the same."""
+        """Positions that the tables have room for: at least the capacity, and the same for all caches of this shape."""
         return self.page_table.shape[1] * self.page_size
+
+    def scales_of(self, layer: int) -> tuple[Any, Any]:
+        """The scales of keys and of values of an int8 cache; else None."""
+        if self.key_scales is None or self.value_scales is None:
+            return None, None
+        return self.key_scales[layer], self.value_scales[layer]
+
+    def page_arguments(self) -> tuple[Any, ...]:
+        """The kernels' parameters for `Pages` (pages.cuh)."""
+        return self.table, self.table.shape[1], self.page_size, *self.keys.shape[-2:]
+
+    # -- checks before a launch: a kernel would write and read anywhere ------------------------------------------------
 
     def copy_table(self) -> None:
         """Bring the device's copy of the page table up to date. Its place in memory stays."""
-        if not self._fixed and not np.array_equal(self._copied, self.page_table):
-            self.changes += 1
-            self._copied[:] = self.page_table
-            self._ws.device.copy(self.table, self._copied)
+        if not self.is_fixed and not np.array_equal(self._copied_table, self.page_table):
+            self._copied_table[:] = self.page_table
+            self._ws.device.copy(self.table, self._copied_table)
 
-    def has_room(self, slots: NDArray, positions: NDArray) -> bool:
-        """Whether there is a place for each of these tokens, by the device's copy of the page table."""
-        if int(positions.max()) >= self.reach:
-            return False
-        return bool((self._copied[slots, positions // self.page_size] >= 0).all())
-
-    def check(self, batch: TokenBatch, window: int | None = None, reading: bool = False) -> None:
-        """Raises ShapeError unless every token of the batch has a place here, and every one that it reads: a kernel
-        would write and read anywhere."""
+    def check_writes(self, batch: TokenBatch) -> None:
+        """Raises ShapeError unless every token of the batch has a place here; then copies the page table."""
         self.check_extent(batch)
-        host = batch.host if isinstance(batch, DeviceBatch) else batch
-        assert host is not None
-        if self._fixed:
-            return
-        self._places(host.slots, host.positions)
-        if not reading or self._reads_pages_only(host, window):
-            return
-        for slot in np.unique(host.slots):  # one by one, which names the place that is missing
-            mine = host.positions[host.slots == slot]
-            first = 0 if window is None else max(0, int(mine.min()) - window + 1)
-            self.pages_of(int(slot), first, int(mine.max()) + 1)
+        if not self.is_fixed:
+            self.places_of(batch.on_host.slots, batch.on_host.positions)
+            self.copy_table()
 
-    def _reads_pages_only(self, batch: TokenBatch, window: int | None) -> bool:
-        """Whether there is a page for all that the tokens read."""
-        first = np.zeros_like(batch.positions) if window is None else np.maximum(0, batch.positions - window + 1)
+    def check_reads(self, batch: TokenBatch, window: int | None) -> None:
+        """Raises ShapeError unless there is a page for every key that the batch's tokens see."""
+        self.check_extent(batch)
+        host = batch.on_host
+        first = np.zeros_like(host.positions) if window is None else np.maximum(0, host.positions - window + 1)
+        if self.is_fixed or self._has_pages(host, first):
+            return
+        for slot in np.unique(host.slots):  # one by one: `pages_of` names the place that is missing
+            mine = host.slots == slot
+            self.pages_of(int(slot), int(first[mine].min()), int(host.positions[mine].max()) + 1)
+
+    def _has_pages(self, batch: TokenBatch, first: NDArray[np.int64]) -> bool:
+        """Whether there is a page for all positions from `first` to the token's own."""
         begin, last = first // self.page_size, batch.positions // self.page_size
         pages = self.page_table[batch.slots, : int(last.max(initial=-1)) + 1]
         index = np.arange(pages.shape[1])
         unread = (index < begin[:, None]) | (index > last[:, None])
         return bool((unread | ((pages >= 0) & (pages < self.pages))).all())
 
-    @contextmanager
-    def putting_off(self, batch: TokenBatch) -> Iterator[None]:
-        """In the pass of a batch of decoded tokens, each of another sequence, their keys and values wait for the
-        attention that reads them: its kernel turns them and takes them in (`taken_in`). Whoever else asks for them
-        finds them in the cache. Of one sequence, a token would read what another block has yet to write."""
-        self._puts_off = self.kind != "int8" and decodes(batch)
-        try:
-            yield
-            self.settle()
-        finally:
-            self._puts_off, self._waiting = False, None
-
-    def settle(self) -> None:
-        """What waits goes into the cache now."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._append(*waiting)
-
-    def taken_in(self, layer: int, rotation: Rotation) -> NDArray | None:
-        """v, if these are the key and value that wait, which the caller is to take in. Else None: what waits stays."""
-        if self._waiting is not None and self._waiting[0] == layer and self._waiting[2].rotation is rotation:
-            v, self._waiting = self._waiting[3], None
-            return v
-        return None
+    # -- writing -------------------------------------------------------------------------------------------------------
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
-        self.changes += 1
-        self.settle()
+        """Write k and v (N, G, d) of the batch's tokens. All are device arrays."""
+        ws, n, (kv_heads, head_dim) = self._ws, len(batch), self.keys.shape[-2:]
+        self.begin_append(batch, k, v)
+        arguments = k, v, batch.slots, batch.positions, *self.page_arguments(), self.keys[layer], self.values[layer]
+        if self.kind == "int8":
+            arguments = *arguments, *self.scales_of(layer)
+            ws.launch("rope.cu", "append_int8", (kv_heads, n, 2), threads_of(head_dim), *arguments, ws.trouble)
+        else:
+            grid = -(-kv_heads * head_dim // BLOCK), n
+            ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *arguments, ws.trouble)
+
+    def rope_append(self, layer: int, batch: DeviceBatch, q: Any, k: Any, v: Any, rope: tuple[Any, Any]) -> Any:
+        """Rotate q and k, and write k and v, in one launch.   q (N, H, d) -> q (N, H, d). Not for int8."""
+        ws, n, heads, (kv_heads, head_dim) = self._ws, len(batch), q.shape[1], self.keys.shape[-2:]
+        self.begin_append(batch, k, v)
+        rotated = ws.empty(q.shape, np.float32)
+        grid = (-(-(heads + kv_heads) * (head_dim // 2) // BLOCK), n)
+        arguments = q, k, v, *rope, batch.slots, batch.positions, heads, *self.page_arguments()
+        to = rotated, self.keys[layer], self.values[layer], ws.trouble
+        ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments, *to)
+        return rotated
+
+    def begin_append(self, batch: TokenBatch, k: Any, v: Any) -> None:
+        """Raises ShapeError unless k and v (N, G, d) fit and, outside a recorded step, the tokens have places."""
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
             raise ShapeError("KVCache.append", expected=f"k and v {expected}", got=f"k {k.shape}, v {v.shape}")
-        ws, batch, v = self._ws, DeviceBatch.placed(self._ws, batch), value(self._ws, self._ws.upload(v))
-        if not ws.recording and (layer == 0 or not self._fixed):
-            self.check(batch)
-            self.copy_table()
-        unturned = isinstance(k, Turned) and k.rotation.q_turned is None
-        if self._puts_off and unturned:
-            self._waiting = layer, batch, k, v
-            return
-        self._append(layer, batch, k, v)
-
-    def _append(self, layer: int, batch: DeviceBatch, k: Any, v: Any) -> None:
-        ws, n, (kv_heads, head_dim) = self._ws, len(batch), self.keys.shape[-2:]
-        table = self.table, self.table.shape[1], self.page_size, kv_heads, head_dim
-        to = self.keys[layer], self.values[layer]
-        if self.kind == "int8":
-            rows = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to, *self.scales_of(layer)
-            ws.launch("rope.cu", "append_int8", (kv_heads, n, 2), threads_of(head_dim), *rows, ws.trouble)
-            return
-        if isinstance(k, Turned) and k.rotation.q_turned is None:  # turned on its way in, and the q beside it
-            r, heads = k.rotation, k.rotation.q.shape[1]
-            r.q_turned = ws.empty(r.q.shape, np.float32)
-            grid = (-(-(heads + kv_heads) * (head_dim // 2) // BLOCK), n)
-            arguments = r.q, r.k, v, r.cos, r.sin, batch.slots, batch.positions, heads, *table, r.q_turned, *to
-            ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments, ws.trouble)
-            return
-        grid = (-(-kv_heads * head_dim // BLOCK), n)
-        flat = value(ws, ws.upload(k)), v, batch.slots, batch.positions, *table, *to
-        ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *flat, ws.trouble)
-
-    def scales_of(self, layer: int) -> tuple[Any, Any]:
-        """Of keys and of values, where the cache is int8; else None."""
-        if self.key_scales is None or self.value_scales is None:
-            return None, None
-        return self.key_scales[layer], self.value_scales[layer]
-
-    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
-        self.settle()
-        return self._rows(layer, batch.slots, batch.positions)
-
-    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
-        self.settle()
-        positions = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
-        return self._rows(layer, np.full(len(positions), slot), positions)
-
-    def _rows(self, layer: int, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
-        """Keys and values there, (n, G, d) float32 on the host: whole pages cross the bus, for recorders only."""
-        pages, offsets = self._places(slots, positions)
-        found = []
-        for pool, scales in zip((self.keys[layer], self.values[layer]), self.scales_of(layer), strict=True):
-            out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
-            for page in np.unique(pages):
-                here = pages == page
-                kept = self._ws.device.to_host(pool[int(page)])[offsets[here]]
-                kept = kept.view(ml_dtypes.bfloat16).astype(np.float32) if self.kind == "bfloat16" else kept
-                scale = None if scales is None else self._ws.device.to_host(scales[int(page)])[offsets[here]]
-                out[here] = widen(kept, scale)
-            found.append(out)
-        return found[0], found[1]
+        if not self._ws.recording:
+            self.check_writes(batch)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        self.changes += 1
         moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
         if not moves or length <= 0:
             return
@@ -271,32 +199,53 @@ class DeviceKVCache(KVCache):
                 zip(self.pages_of(source, 0, length), self.pages_of(target, 0, length), strict=True)
             ):
                 end = min(self.page_size, length - index * self.page_size)
-                pieces += [(pool, int(old), int(new), end) for pool in self._pools]
+                pieces += [(pool, int(old), int(new), end) for pool in self.pools]
         with self._ws.device.use():
-            held = [pool[:, old, :end].copy() for pool, old, _, end in pieces]  # all at the same time: read, then write
-            for (pool, _, new, end), rows in zip(pieces, held, strict=True):
-                pool[:, new, :end] = rows
+            rows = [pool[:, old, :end].copy() for pool, old, _, end in pieces]  # all are read before any is written
+            for (pool, _, new, end), copied in zip(pieces, rows, strict=True):
+                pool[:, new, :end] = copied
 
     def fill_with_zeros(self) -> None:
-        self.changes += 1
-        for pool in self._pools:
+        for pool in self.pools:
             self._ws.device.fill(pool, 0)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.changes += 1
         with self._ws.device.use():
             super().copy_pages(sources, targets)
 
     def take_over(self, other: KVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
-        self.changes += 1
         for slot in range(self.slots):
             position = 0
-            while position < length:  # the longest piece that lies in one page here and there
-                (to,), (at,) = self._places(np.array([slot]), np.array([position]))
-                (page,), (start,) = other._places(np.array([slot]), np.array([position]))
+            while position < length:  # the longest piece that lies in one page of both caches
+                (to,), (at,) = self.places_of(np.array([slot]), np.array([position]))
+                (page,), (start,) = other.places_of(np.array([slot]), np.array([position]))
                 n = min(length - position, self.page_size - int(at), other.page_size - int(start))
                 with self._ws.device.use():
-                    for mine, theirs in zip(self._pools, other._pools, strict=True):
+                    for mine, theirs in zip(self.pools, other.pools, strict=True):
                         mine[:, int(to), int(at) : int(at) + n] = theirs[:, int(page), int(start) : int(start) + n]
                 position += n
+
+    # -- reading, for recorders: whole pages are copied to the host ----------------------------------------------------
+
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+        return self._rows(layer, batch.on_host.slots, batch.on_host.positions)
+
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+        positions = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        return self._rows(layer, np.full(len(positions), slot), positions)
+
+    def _rows(self, layer: int, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
+        """Keys and values of those tokens.   -> (n, G, d) float32 on the host, both"""
+        pages, offsets = self.places_of(slots, positions)
+        results = []
+        for pool, scales in zip((self.keys[layer], self.values[layer]), self.scales_of(layer), strict=True):
+            out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
+            for page in np.unique(pages):
+                here = pages == page
+                rows = self._ws.device.to_host(pool[int(page)])[offsets[here]]
+                rows = rows.view(ml_dtypes.bfloat16).astype(np.float32) if self.kind == "bfloat16" else rows
+                scale = None if scales is None else self._ws.device.to_host(scales[int(page)])[offsets[here]]
+                out[here] = widen(rows, scale)
+            results.append(out)
+        return results[0], results[1]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory
-from . import cublas, overlapped_launch
-from .build_cache import kept
+from . import cublas
+from .build_cache import build_once
 from .device import (
     INSTALL,
     Device,
@@ -32,22 +31,22 @@ from .device import (
 )
 from .sources import NVRTC_OPTIONS, find, flattened
 
-LEAST_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
-OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: also of what is not the pool's, as pinned memory
+MIN_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: also of memory outside the pool
 
-# Pools whose devices are gone, with their numbers. When a pool of CuPy's goes that has blocks, free or in part, these
-# are lost for as long as the process runs; so each stays until all of them are back.
+# (device number, pool) of closed devices. CuPy leaks the blocks of a pool that is dropped while it has some, so each
+# pool is kept until all of its blocks are free.
 _retired: list[tuple[int, Any]] = []
 
 
 @cache
 def why_unavailable(index: int = 0) -> str | None:
-    """None when CuPy is here and finds a GPU that the kernels can run on, else the reason and the remedy."""
+    """None when CuPy is installed and finds a GPU that can run the kernels, else the reason and the remedy."""
     if find_spec("cupy") is None:
         return f"CuPy is not installed: {INSTALL}"
     try:
         import cupy
-    except Exception as error:  # whatever its libraries raise when they do not load
+    except Exception as error:  # its libraries raise many types when they do not load
         return f"CuPy is installed and does not load ({type(error).__name__}: {error}); {INSTALL}"
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -56,19 +55,19 @@ def why_unavailable(index: int = 0) -> str | None:
         facts = cupy.cuda.runtime.getDeviceProperties(index)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"CuPy finds no GPU that it can use ({error}); see nvidia-smi for the driver and its CUDA version"
-    if (capability := (facts["major"], facts["minor"])) < LEAST_CAPABILITY:
+    if (capability := (facts["major"], facts["minor"])) < MIN_CAPABILITY:
         name = facts["name"].decode()
         return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 (Ampere) or later"
     try:
         cupy.cuda.nvrtc.getVersion()
-    except Exception as error:  # a plain RuntimeError: the library is looked for when it is first called
+    except Exception as error:  # a plain RuntimeError: the library is loaded when it is first called
         return f"CuPy does not find NVRTC, which compiles the kernels ({error}); {INSTALL}"
     return None
 
 
 @cache
 def _cublas() -> Any:
-    """CuPy's module of cuBLAS, or None where the library is not installed."""
+    """CuPy's cuBLAS module, or None where the library is not installed."""
     try:
         from cupy.cuda import cublas as module
     except ImportError:
@@ -78,24 +77,24 @@ def _cublas() -> Any:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """CuPy's exceptions as the package's own."""
+    """Raises CuPy's exceptions as the package's own."""
     import cupy
 
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
-        raise OutOfMemory(f"the GPU has not enough memory: {error}") from error
+        raise OutOfMemory(f"the GPU does not have enough memory: {error}") from error
     except cupy.cuda.compiler.CompileException as error:
-        raise DeviceError(f"NVRTC does not compile the kernels: {error}") from error
+        raise DeviceError(f"NVRTC cannot compile the kernels: {error}") from error
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
         if getattr(error, "status", None) == OUT_OF_MEMORY:
             raise OutOfMemory(f"there is not enough memory: {error}") from error
-        raise DeviceError(f"the GPU answered with an error: {error}") from error
+        raise DeviceError(f"the GPU returned an error: {error}") from error
 
 
 def _machine_code(file: str) -> Path:
-    """A file of kernels compiled for the current device. RawModule would do it too, but with -ftz=true behind whatever
-    options it is given: numbers below 1.2e-38 would be zeros, as they are nowhere else."""
+    """A .cu file compiled for the current device. RawModule would compile it too, but it always adds -ftz=true, which
+    flushes numbers below 1.2e-38 to zero; no other backend does."""
     import cupy
     from cupy.cuda import compiler, nvrtc
 
@@ -106,7 +105,7 @@ def _machine_code(file: str) -> Path:
         target.write_bytes(code)
 
     facts = cupy.__version__, nvrtc.getVersion(), cupy.cuda.Device().compute_capability, NVRTC_OPTIONS
-    return kept(find(file).name, "\0".join([source, *map(str, facts)]), ".cubin", build)
+    return build_once(find(file).name, "\0".join([source, *map(str, facts)]), ".cubin", build)
 
 
 class CupyKernel:
@@ -114,31 +113,22 @@ class CupyKernel:
 
     def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
         self.name, self._device, self._function = name, device, function
-        self._most_shared = device.shared_bytes - function.shared_size_bytes  # that a launch may add
-        # Without asking, what the kernel has itself and what a launch adds may be 48 KB together. And it is to be taken
-        # from the first-level cache by all kernels alike: the next one's blocks are to fit beside this one's.
-        function.max_dynamic_shared_size_bytes = self._most_shared
+        self._max_shared = device.shared_bytes - function.shared_size_bytes  # that a launch may add
+        # By default the kernel's own and the launch's shared memory may be 48 KB together. All kernels ask for the same
+        # share of the first-level cache, so that blocks of the next one fit beside those of this one.
+        function.max_dynamic_shared_size_bytes = self._max_shared
         function.preferred_shared_memory_carveout = 100
 
-    def __call__(
-        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
         sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem, self._most_shared)
+        check_launch(self.name, *sizes, shared_mem, self._max_shared)
         plain = tuple(plain_argument(value) for value in args)
         with device_errors(), self._device.gpu:
-            if (overlap or self._device.overlaps) and self._device.knows_overlap:
-                stream = self._device.stream.ptr
-                self._device.xp.cuda.runtime.setDevice(self._device.index)  # a thread's first call needs its context
-                overlapped_launch.launch(
-                    overlapped_launch.driver(), self._function.kernel.ptr, *sizes, plain, shared_mem, stream
-                )
-            else:
-                self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
+            self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
 
 
 def _empty_retired_pools() -> None:
-    """Give back what they have, and let go of those that have nothing."""
+    """Free the unused blocks of retired pools, and drop the pools that are empty."""
     import cupy
 
     for index, pool in list(_retired):
@@ -181,7 +171,7 @@ class CupyEvent(Event):
 
 
 class CupyDevice(Device):
-    """One GPU. memory_limit: the most bytes that its pool takes."""
+    """One GPU. memory_limit: max bytes of its pool."""
 
     emulated = False
 
@@ -199,12 +189,8 @@ class CupyDevice(Device):
         self.multiprocessors, self.l2_bytes = facts["multiProcessorCount"], facts["l2CacheSize"]
         self.shared_bytes = facts["sharedMemPerBlockOptin"]
         self.row_blocks = self.multiprocessors
-        new_enough = self.compute_capability >= overlapped_launch.LEAST_CAPABILITY
-        self.knows_overlap = new_enough and overlapped_launch.driver() is not None
         self.can_matmul_16 = _cublas() is not None
         self._limit, self._peak, self._capturing = memory_limit, 0, False
-        # Pinned memory that copies are on their way to, which CuPy would hand to others when nobody refers to it.
-        self._arriving: deque[tuple[Any, NDArray]] = deque()
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         with device_errors(), self.gpu:
@@ -214,10 +200,6 @@ class CupyDevice(Device):
             weakref.finalize(self, _retired.append, (index, self.pool)).atexit = False
             if memory_limit is not None:
                 self.pool.set_limit(size=memory_limit)
-
-    @cached_property
-    def can_overlap(self) -> bool:  # type: ignore[override]
-        return self.knows_overlap and overlapped_launch.works(self)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -232,11 +214,11 @@ class CupyDevice(Device):
             self._peak = max(self._peak, self.pool.used_bytes())  # of the current device, so inside
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
-        self._not_in_a_capture("an array was asked for")
+        self._not_in_a_capture("an array was allocated")
         with self.use():
             try:
                 return self.xp.empty(shape, dtype=dtype)
-            except self.xp.cuda.memory.OutOfMemoryError:  # some of it may lie in the pool, in pieces of other sizes
+            except self.xp.cuda.memory.OutOfMemoryError:  # the pool may hold free blocks of other sizes
                 self.trim()
                 return self.xp.empty(shape, dtype=dtype)
 
@@ -247,7 +229,7 @@ class CupyDevice(Device):
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
         check_copy(target, source, from_host=isinstance(source, np.ndarray))
         if isinstance(source, np.ndarray):
-            self._not_in_a_capture("a copy from the host was asked for")
+            self._not_in_a_capture("an array was copied from the host")
         with self.use():
             if isinstance(source, np.ndarray):
                 target.set(source, stream=self.stream)
@@ -258,23 +240,6 @@ class CupyDevice(Device):
         self._not_in_a_capture("an array was read")
         with self.use():
             return array.get(stream=self.stream)
-
-    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
-        self._not_in_a_capture("an array was read")
-        check_copy(target, source, from_host=False)
-        with self.use():
-            source.get(stream=self.stream, out=target, blocking=False)
-            done = self.xp.cuda.Event(disable_timing=True)
-            done.record(self.stream)
-        self._arriving.append((done, target))
-        while self._arriving and self._arriving[0][0].done:
-            self._arriving.popleft()
-
-    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
-        import cupyx
-
-        with device_errors(), self.gpu:
-            return cupyx.empty_pinned(shape, dtype)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -288,15 +253,15 @@ class CupyDevice(Device):
         return self._kernels[file, name]
 
     def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
-        self._not_in_a_capture("cuBLAS was asked for")
+        self._not_in_a_capture("cuBLAS was called")
         module = _cublas()
         shape = len(x), *w.shape
-        with self.use():  # the stream that gemmEx gives to cuBLAS is the current one
+        with self.use():  # gemmEx gives the current stream to cuBLAS
             arguments = cublas.gemm_arguments(shape, x.data.ptr, w.data.ptr, y.data.ptr, kind)
             try:
                 module.gemmEx(self.xp.cuda.device.get_cublas_handle(), *arguments)
             except module.CUBLASError as error:
-                raise DeviceError(f"cuBLAS does not multiply {shape[0]} rows by {shape[1:]}: {error}") from error
+                raise DeviceError(f"cuBLAS cannot multiply {shape[0]} rows by {shape[1:]}: {error}") from error
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
@@ -310,7 +275,7 @@ class CupyDevice(Device):
                 yield graph
             except BaseException:
                 self._capturing = False
-                with suppress(Exception):  # what went wrong inside is the error to tell
+                with suppress(Exception):  # the error inside is the one to report
                     self.stream.end_capture()
                 raise
             self._capturing = False
@@ -320,7 +285,7 @@ class CupyDevice(Device):
         return CupyEvent(self)
 
     def synchronize(self) -> None:
-        self._not_in_a_capture("the device was waited for")
+        self._not_in_a_capture("synchronize was called")
         with device_errors(), self.gpu:
             self.stream.synchronize()
 
@@ -334,7 +299,7 @@ class CupyDevice(Device):
         return MemoryInfo(total, free, used, held, self._peak, self._limit)
 
     def trim(self) -> None:
-        self._not_in_a_capture("memory was to be given back")
+        self._not_in_a_capture("trim was called")
         with device_errors(), self.gpu:
             self.stream.synchronize()
             self.pool.free_all_blocks()

@@ -1,15 +1,14 @@
 """Host side of `kernels/cuda/dense.cu`: matrices that are not quantised, on the device in 32 or 16 bits.
 
-Two ways to multiply. The kernels sum in one order for every token, whatever their number: it is the contract's, and
-what every step of decoding takes. Of float32 activations they lose nothing, which costs the tensor cores three products
-in place of one. So where the caller has asked for 16 bits, more tokens than a recorded step has go to cuBLAS
-(`Device.matmul_16`), their activations rounded to the same 16 bits.
+The kernels sum in one order for any number of tokens, as the contract asks, and lose nothing of float32 activations.
+For 16-bit weights that costs three tensor core products in place of one. So where the user asked for 16 bits, cuBLAS
+multiplies more tokens than a recorded step has (`Device.matmul_16`), with activations rounded to the same 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -17,23 +16,23 @@ import numpy as np
 
 from ...errors import ShapeError
 from ...reference.weights import DenseWeight
-from .stacks import MOST_STACKED, Member, Stack, first_rows, split, starts_of
+from .stacks import MAX_STACKED, Member, Stack, first_rows, split, starts_of
 from .workspace import Workspace
 
 FILE = "dense.cu"
 KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 BITS_OF = {"float16": np.float16, "bfloat16": np.uint16}
-MOST_IN_ORDER = 128  # tokens: of more, a 16-bit product is cuBLAS's. A decoding step has no more (`MOST_REPLAYED`)
+MAX_IN_ORDER = 128  # tokens: cuBLAS multiplies more in 16 bits. A decoding step has no more (`MAX_REPLAYED`)
 
-# dense.cu's: kernels of 16-bit weights, and the tokens of a block. Those of `few` have TILE_ROWS rows of it
+# dense.cu: kernels of 16-bit weights, and the tokens of a block. A block of `few` has TILE_ROWS rows
 CHUNK, TILE_ROWS, MANY_ROWS = 64, 16, {"bfloat16": 128, "float16": 64}
 FEW, MANY = {"dense_few_8": 8, "dense_few_32": 32}, {"dense_many_32": 32, "dense_many_64": 64}
-SUMS_BYTES = 32 << 10  # of the chunks that a block of `few` adds at a time
+SUMS_BYTES = 32 << 10  # of the chunks that a block of `few` adds in one round
 LANES_ROWS = 16  # of a block for float32: 4 warps of 4
 
 
 @dataclass(frozen=True)
-class Launch:
+class DenseLaunch:
     """One launch."""
 
     kernel: str
@@ -44,49 +43,44 @@ class Launch:
 
 def choose_launch(
     tokens: int, width: int, out: int, kind: str, multiprocessors: int, kernel: str | None = None
-) -> Launch:
-    """The kernel for x (tokens, width) and w (out, width) of `kind`, or of FEW and MANY the one asked for.
+) -> DenseLaunch:
+    """The kernel for x (tokens, width) and w (out, width) of `kind`, or the named one of FEW and MANY.
 
-    It changes no bit. The limits between them follow from counted bytes and operations; none was measured on a GPU.
+    The choice changes no bit. Its limits follow from counted bytes and operations; none was measured on a GPU.
     """
     if kind == "float32":
         each = 1 if tokens == 1 else 8
-        return Launch(f"dense_{each}_float32", (-(-out // LANES_ROWS), -(-tokens // each)), 128)
+        return DenseLaunch(f"dense_{each}_float32", (-(-out // LANES_ROWS), -(-tokens // each)), 128)
     if kernel is None:
         kernel = "dense_many_32" if tokens <= 32 else "dense_many_64"
         if tokens <= 8:
             kernel = "dense_few_8"
         elif -(-out // MANY_ROWS[kind]) * -(-tokens // MANY[kernel]) < multiprocessors:
-            kernel = "dense_few_32"  # of few rows: smaller blocks, whose warps divide K
+            kernel = "dense_few_32"  # few rows: smaller blocks, whose warps divide K
     each = (FEW | MANY)[kernel]
     rows = TILE_ROWS if kernel in FEW else MANY_ROWS[kind]
     grid = (-(-out // rows) * -(-tokens // each),)
-    if kernel in MANY:  # in shared memory two chunks of x, in three parts, and one of w
-        return Launch(f"{kernel}_{kind}", grid, 128, (2 * 3 * each + rows) * CHUNK * 2)
+    if kernel in MANY:  # shared memory: two chunks of x, in three parts, and one of w
+        return DenseLaunch(f"{kernel}_{kind}", grid, 128, (2 * 3 * each + rows) * CHUNK * 2)
     chunks = -(-width // CHUNK)
-    return Launch(f"{kernel}_{kind}", grid, 32 * min(8, max(4, chunks)), min(chunks * rows * each * 4, SUMS_BYTES))
+    return DenseLaunch(f"{kernel}_{kind}", grid, 32 * min(8, max(4, chunks)), min(chunks * rows * each * 4, SUMS_BYTES))
 
 
 @dataclass(eq=False)
 class DenseRows:
-    """What a kernel reads: a matrix, or several of one input on top of each other. `rows` moves when it is stacked."""
+    """What a kernel reads: a matrix, or a stack of several of one input. `rows` moves when it is stacked."""
 
-    rows: Any  # (out, width) on the device; of bfloat16 the bits
+    rows: Any  # (out, width) on the device; bfloat16 as its bits
     kind: str  # float32, float16 or bfloat16
     parts: tuple[int, ...] = ()  # of a stack: the rows of each matrix
-    member: Member | None = None  # where it lies in a stack
+    member: Member | None = None  # its place in a stack
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceDense(DenseWeight):
-    """A dense matrix: `array` as the file has it, in the host's memory, and `rows`, the same on the device."""
+    """A dense matrix: `array` in the host's memory as the file has it, and the same on the device."""
 
-    placed: DenseRows | None = None
-
-    @property
-    def on_device(self) -> DenseRows:
-        assert self.placed is not None
-        return self.placed
+    on_device: DenseRows = field(kw_only=True)
 
     @property
     def rows(self) -> Any:
@@ -95,7 +89,7 @@ class DeviceDense(DenseWeight):
 
     @property
     def kind(self) -> str:
-        """What `rows` holds: float32, float16 or bfloat16 (as its bits)."""
+        """The dtype of `rows`: float32, float16 or bfloat16."""
         return self.on_device.kind
 
     @property
@@ -104,56 +98,56 @@ class DeviceDense(DenseWeight):
 
 
 class DenseKernels:
-    """The dense product on a device. precision: what matrices are kept in; float32 keeps them as their file does."""
+    """The dense product on a device. precision: the dtype of matrices there; float32 keeps the dtype of their file."""
 
     def __init__(self, ws: Workspace, precision: str = "float32") -> None:
         self._ws, self._precision = ws, precision
 
     def prepare(self, w: DenseWeight) -> DeviceDense:
-        """A weight on the device, in the dtype of its file, or in the 16 bits that were asked for."""
+        """The weight on the device."""
         kind = w.array.dtype.name if self._precision == "float32" else self._precision
         kind = kind if kind in KINDS else "float32"
         rows = self._ws.upload(w.array.astype(KINDS[kind], copy=False))
-        return DeviceDense(w.array, w.bias, DenseRows(rows, kind))
+        return DeviceDense(w.array, w.bias, on_device=DenseRows(rows, kind))
 
     def can_stack(self, weights: Sequence[Any]) -> bool:
-        """Whether `stack` takes them: so many dense weights of one input and one dtype, in no stack yet."""
+        """Whether `stack` takes them: 2 or 3 dense weights of one input and one dtype, in no stack yet."""
         first = weights[0]
         return (
-            2 <= len(weights) <= MOST_STACKED
+            2 <= len(weights) <= MAX_STACKED
             and all(isinstance(w, DeviceDense) and w.member is None for w in weights)
             and all(w.kind == first.kind and w.shape[1] == first.shape[1] for w in weights)
         )
 
     def stack(self, *weights: DeviceDense) -> Stack:
-        """Move them on top of each other; see stacks.py, and what `TernaryKernels.stack` says. Raises ShapeError."""
+        """Move them into one array; see `TernaryKernels.stack`. Raises ShapeError."""
         if not self.can_stack(weights):
             got = ", ".join(f"{w.shape}" for w in weights)
             raise ShapeError("stack", expected="two or three weights of one input and one dtype", got=got)
         parts, width = tuple(w.shape[0] for w in weights), weights[0].shape[1]
         rows = self._ws.make((sum(parts), width), weights[0].rows.dtype)
         stack = Stack(DenseRows(rows, weights[0].kind, parts), parts)
-        for number, (w, start) in enumerate(zip(weights, stack.starts, strict=True)):
+        for number, (w, start) in enumerate(zip(weights, starts_of(parts), strict=True)):
             here = rows[start : start + w.shape[0]]
             self._ws.device.copy(here, w.rows)
             w.on_device.rows, w.on_device.member = here, Member(stack, number)
         return stack
 
     def matmul(self, x: Any, w: DenseRows, kernel: str | None = None) -> tuple[Any, ...]:
-        """x (N, width) float32 on the device -> (N, out) float32; of a stack each matrix's."""
+        """x (N, width) float32 on the device -> (N, out) float32 of each matrix."""
         (n, width), out = x.shape, len(w.rows)
         parts = w.parts or (out,)
         if (
             kernel is None
-            and n > MOST_IN_ORDER
+            and n > MAX_IN_ORDER
             and w.kind == self._precision != "float32"
             and self._ws.device.can_matmul_16
         ):
             return self._matmul_16(x, w, parts)
         y = self._ws.empty((n, out), np.float32)
-        how = choose_launch(n, width, out, w.kind, self._ws.device.multiprocessors, kernel)
+        launch = choose_launch(n, width, out, w.kind, self._ws.device.multiprocessors, kernel)
         arguments = x, n, width, w.rows, out, *first_rows(w.parts, out), y
-        self._ws.launch(FILE, how.kernel, how.grid, how.block, *arguments, shared=how.shared_mem)
+        self._ws.launch(FILE, launch.kernel, launch.grid, launch.block, *arguments, shared=launch.shared_mem)
         return split(y, n, parts)
 
     def _matmul_16(self, x: Any, w: DenseRows, parts: tuple[int, ...]) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""What the CUDA backend asks of a device: arrays, kernels, graphs, memory. A GPU answers it, or its emulation.
+"""The interface of a CUDA device: arrays, kernels, graphs, memory. Implemented by a GPU and by its emulation.
 
-Everything is in the order of one stream unless said otherwise: a launch or `copy` returns at once, `to_host` and
-`synchronize` wait. Arrays are whatever the device's array module `xp` makes (CuPy's, or NumPy's under emulation);
-kernels take them as pointers, so they must be contiguous.
+All work is in the order of one stream: a launch or `copy` returns at once, `to_host` and `synchronize` wait. Arrays are
+those of the device's array module `xp` (CuPy's, or NumPy's under emulation). Kernels take them as pointers, so they
+must be contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Size = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes of a device. `used` and `peak` count this program's arrays, `held` what its pool has taken for them."""
+    """Bytes of a device. `used` and `peak` count this program's arrays, `held` the memory of its pool."""
 
     total: int
     free: int
@@ -41,20 +41,15 @@ class Kernel(Protocol):
 
     name: str
 
-    def __call__(
-        self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0, overlap: bool = False
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
         """Launch. args: device arrays (their pointers), None (a null pointer), NumPy scalars (as they are), int (as
         int32), float (as float32). shared_mem: bytes of dynamic shared memory; with the kernel's own, at most the
         device's `shared_bytes`.
-
-        overlap, or `Device.overlaps`: it may start before the kernel before it has ended, where the device can do
-        that; only for kernels that wait for those before them (`wait_for_kernels_before` of common.cuh).
         """
 
 
 class Graph(ABC):
-    """Launches and copies, recorded once, to be run again on the same arrays, whatever those then hold."""
+    """Launches and copies, recorded once, to be run again on the current contents of the same arrays."""
 
     @abstractmethod
     def launch(self) -> None:
@@ -70,7 +65,7 @@ class Event(ABC):
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """Between two events that have both been reached (waits for this one)."""
+        """The time between two events. Waits for this one."""
 
 
 class Device(ABC):
@@ -80,12 +75,10 @@ class Device(ABC):
     emulated: bool
     compute_capability: tuple[int, int]
     multiprocessors: int
-    row_blocks: int  # the most blocks of `ternary_row.cu`, each of which makes the whole row: one a multiprocessor
-    shared_bytes: int  # the most shared memory of a block, a kernel's own and what a launch adds: 99 KB or more
+    row_blocks: int  # max blocks of `ternary_row.cu`, each of which computes the whole row
+    shared_bytes: int  # max shared memory of a block, the kernel's own and the launch's: 99 KB or more
     l2_bytes: int
-    can_overlap: bool  # whether launches that overlap are known to work, and mean anything
-    overlaps = False  # whether all launches are to overlap, for now
-    can_matmul_16: bool  # whether `matmul_16` can be asked for
+    can_matmul_16: bool  # whether `matmul_16` is available
     xp: Any  # numpy or cupy
     _capturing: bool
 
@@ -112,42 +105,31 @@ class Device(ABC):
 
     @abstractmethod
     def fill(self, array: DeviceArray, byte: int) -> None:
-        """Every byte of a contiguous array; may be captured."""
+        """Set every byte of a contiguous array. May be captured."""
 
     @abstractmethod
     def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
-        """Into a device array from another, or from the host: contiguous, of one shape and dtype.
+        """Copy into a device array from another, or from the host: contiguous, of one shape and dtype.
 
-        May be captured between device arrays. A host array must stay as it is until the copy is done, which is so
-        when this returns unless it is from `pinned`.
+        May be captured between device arrays. A host array may change as soon as this returns.
         """
 
     @abstractmethod
     def to_host(self, array: DeviceArray) -> NDArray:
-        """A copy on the host, when the work before it is done."""
-
-    @abstractmethod
-    def to_pinned(self, target: NDArray, source: DeviceArray) -> None:
-        """Into an array of `pinned`, without waiting: an event after it says when. The array is kept until then."""
-
-    @abstractmethod
-    def pinned(self, shape: Size, dtype: DTypeLike) -> NDArray:
-        """A host array that copies read and write without waiting."""
+        """A copy on the host. Waits for the work before it."""
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def kernel(self, file: str, name: str) -> Kernel:
-        """A kernel of one of the package's files ("ternary.cu"), or of a file by its path; compiled on first use.
-
-        Ask for it before a capture, not in it.
-        """
+        """A kernel of one of the package's files ("ternary.cu"), or of a file by its path; compiled on first use, which
+        must not be inside a capture."""
 
     @abstractmethod
     def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
         """y (n, out) float32 = x (n, k) w (out, k)^T, both of `kind`: float16, or bfloat16 as its bits.
 
-        Sums are float32, in an order of the device's own that may be another one for another n. Not to be captured.
+        Sums are float32, in an order of the device's own that may depend on n. Must not be captured.
         """
 
     @abstractmethod
@@ -156,33 +138,33 @@ class Device(ABC):
 
     @abstractmethod
     def event(self) -> Event:
-        """An event here, in the order of the work."""
+        """An event after the work so far."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for all work. DeviceError when some of it has failed."""
+        """Wait for all work. Raises DeviceError if some of it failed."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """What computing with `xp` itself runs in: the same device, stream and memory pool."""
+        """The context for computing with `xp` itself: this device, its stream and its memory pool."""
         raise NotImplementedError
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def memory(self) -> MemoryInfo:
-        """Where memory stands."""
+        """The memory now."""
 
     @abstractmethod
     def trim(self) -> None:
-        """Give back what dropped arrays have left, where it is kept for others."""
+        """Free the memory of dropped arrays that the pool keeps."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the device holds beyond the arrays that are still referred to."""
+        """Free what the device holds beyond the arrays that are still referred to."""
 
 
 def check_copy(target: Any, source: Any, from_host: bool) -> None:
-    """ShapeError unless one array can be written over the other byte by byte; a host's is made contiguous first."""
+    """Raises ShapeError unless one array can be copied over the other byte by byte. Host arrays may be strided."""
     expected = "two arrays of one shape and dtype"
     got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
     if target.shape != source.shape or target.dtype != source.dtype:
@@ -192,7 +174,7 @@ def check_copy(target: Any, source: Any, from_host: bool) -> None:
 
 
 def plain_argument(value: Any) -> Any:
-    """A kernel's argument: an array as it is, a number as the NumPy scalar that has the parameter's size."""
+    """A kernel's argument: an array unchanged, a number as the NumPy scalar of the parameter's size."""
     if value is None:
         return np.uint64(0)
     if isinstance(value, np.generic):  # before the next: a float64 is a float too
@@ -216,14 +198,14 @@ def three(size: Size) -> tuple[int, int, int]:
     return x, y, z
 
 
-def check_launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int, most_shared: int) -> None:
-    """The limits of every GPU from sm_80 on, and of this one's shared memory; ShapeError where one is passed."""
+def check_launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int, max_shared: int) -> None:
+    """Raises ShapeError beyond the limits of every GPU from sm_80 on, or of this one's shared memory."""
     threads = block[0] * block[1] * block[2]
     ok = min(*grid, *block) >= 1 and threads <= 1024 and block[2] <= 64
-    ok = ok and grid[0] < 2**31 and max(grid[1:]) < 2**16 and 0 <= shared_mem <= most_shared
+    ok = ok and grid[0] < 2**31 and max(grid[1:]) < 2**16 and 0 <= shared_mem <= max_shared
     if not ok:
         expected = (
             "a grid within (2^31 - 1, 65535, 65535), at most 1024 threads a block, "
-            f"at most {most_shared} bytes of shared memory"
+            f"at most {max_shared} bytes of shared memory"
         )
         raise ShapeError(f"launch of {name}", expected=expected, got=f"grid {grid}, block {block}, {shared_mem} bytes")

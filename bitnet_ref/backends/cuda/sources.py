@@ -1,4 +1,4 @@
-"""The CUDA files of the package, as text: what is compiled for a GPU, and for the host where there is none."""
+"""The package's CUDA files as text, to be compiled for a GPU or for the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find(name: str) -> Path:
 def flattened(name: str) -> str:
     """A file (see `find`) with the package's headers that it includes in their places, each once.
 
-    So the text is all there is: CuPy keeps what it has compiled under a hash of it, and needs no include path.
+    So the text alone names a build, and no include path is needed.
     """
     seen: set[str] = set()
 

@@ -1,8 +1,8 @@
-"""Weights of one input that lie on top of each other on the device, so that one launch computes all of them.
+"""Weights of one input stacked on the device, so that one launch computes all of them: q, k and v; gate and up.
 
-A layer has two such groups: q, k and v; gate and up. `stack` of the kernels' host side (`TernaryKernels`,
-`DenseKernels`) moves the matrices into one array, of which each then holds its part: they lie on the card once, and
-each can still be computed by itself. What a launch over the whole leaves behind is described in `stacked.cuh`.
+`stack` of the kernels' host side (`TernaryKernels`, `DenseKernels`) moves the matrices into one array, of which each
+then holds its part: they lie on the device once, and each can still be computed by itself. `stacked.cuh` describes the
+result of a launch over the whole.
 """
 
 from __future__ import annotations
@@ -15,40 +15,35 @@ from typing import Any, Protocol
 from ...reference.weights import LayerWeights
 from .device import Device
 
-MOST_STACKED = 3  # stacked.cuh
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of a layer: linears of the same input
+MAX_STACKED = 3  # stacked.cuh
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # the linears of one input in a layer
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A stack: what a kernel takes for all of it, and the rows of each matrix in it.
+    """What a kernel takes for a whole stack, and the rows of each matrix in it.
 
-    Its members refer to it, and it does not refer to them: nothing that holds a card's memory waits for a collector.
+    The members refer to the stack, and it does not refer to them: no reference cycle holds device memory.
     """
 
     whole: Any  # a TiledWeight or DenseRows
     parts: tuple[int, ...]
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first row of each matrix."""
-        return starts_of(self.parts)
-
     def split(self, y: Any, tokens: int) -> tuple[Any, ...]:
-        """What a launch has left in y, as many numbers as (tokens, rows), as the results of each matrix."""
+        """The results of each matrix, from y of a launch over the stack: as many numbers as (tokens, rows)."""
         return split(y, tokens, self.parts)
 
 
 @dataclass(frozen=True)
 class Member:
-    """Where a weight lies in a stack."""
+    """A weight's place in a stack."""
 
     stack: Stack
     number: int
 
 
 def stack_of(ws: Sequence[Any]) -> Stack | None:
-    """The stack of which these weights are all, in its order; None where there is none."""
+    """The stack that consists of these weights, in this order; None where there is none."""
     members = [getattr(w, "member", None) for w in ws]
     if not members or members[0] is None:
         return None
@@ -64,20 +59,18 @@ class Stacker(Protocol):
         """Whether `stack` takes them."""
 
     def stack(self, *weights: Any) -> Stack:
-        """Move them on top of each other."""
+        """Move them into one array."""
 
 
 def stack_linears(layers: Iterable[LayerWeights], kernels: Sequence[Stacker], device: Device) -> None:
-    """The groups of each layer as stacks. Those that `can_stack` refuses stay as they are, and all weights are the same
-    objects as before."""
+    """Stack the groups of each layer that one of the kernels `can_stack`. The weights stay the same objects."""
     for layer in layers:
         for names in GROUPS:
             weights = [getattr(layer, name) for name in names]
-            for each in kernels:
-                if each.can_stack(weights):
-                    each.stack(*weights)
-                    device.trim()  # or the pool keeps the places that they have left
-                    break
+            stacker = next((each for each in kernels if each.can_stack(weights)), None)
+            if stacker is not None:
+                stacker.stack(*weights)
+                device.trim()  # or the pool keeps the memory that they have left
 
 
 def starts_of(parts: Sequence[int]) -> tuple[int, ...]:
@@ -91,11 +84,8 @@ def starts_of(parts: Sequence[int]) -> tuple[int, ...]:
 
 def split(y: Any, tokens: int, parts: Sequence[int]) -> tuple[Any, ...]:
     """`Stack.split`"""
-    y = y.reshape(-1)
-    return tuple(
-        y[tokens * start : tokens * (start + rows)].reshape(tokens, rows)
-        for start, rows in zip(starts_of(parts), parts, strict=True)
-    )
+    y, ends = y.reshape(-1), accumulate(parts)
+    return tuple(y[tokens * (end - n) : tokens * end].reshape(tokens, n) for n, end in zip(parts, ends, strict=True))
 
 
 def first_rows(parts: Sequence[int], rows: int) -> tuple[int, int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
-from ...reference.weights import InputNorm, TernaryLinear, TernaryWeight
+from ...reference.weights import InputNorm, LinearWeight, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
-from .stacks import MOST_STACKED, Member, Stack, first_rows
+from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 
 __all__ = ["KERNELS", "Launch", "TernaryKernels", "TiledWeight", "choose_launch", "padded_columns", "unpack_tiles"]
 
@@ -20,14 +20,14 @@ FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
 GEMM_ROWS = 128  # of a block of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
-MOST_WARPS = 16  # of a block of kernels 1 and 2
-THREADS = 256  # of a block of the kernels with one thread an element
+MAX_WARPS = 16  # of a block of kernels 1 and 2
+THREADS = 256  # of a block of the kernels with one thread per element
 
-# kernel -> the most tokens that it takes at once; chosen in this order
+# kernel -> the max tokens that it takes at once; chosen in this order
 GEMV = {"ternary_gemv_dp4a": 1, "ternary_gemv_mma_8": 8, "ternary_gemv_mma_16": 16, "ternary_gemv_mma_32": 32}
 # Warps that the 65,536 registers of a multiprocessor allow: each of its four schedulers has 16,384, and a warp takes 32
-# times those of a thread, rounded up to eights. ptxas says for sm_90: 46, 96, 102 and 102.
-WARPS_A_MULTIPROCESSOR = {
+# times those of a thread, rounded up to eights. ptxas reports for sm_90: 46, 96, 102 and 102.
+WARPS_PER_MULTIPROCESSOR = {
     "ternary_gemv_dp4a": 4 * (16_384 // (32 * 48)),  # 40
     "ternary_gemv_mma_8": 4 * (16_384 // (32 * 96)),  # 20
     "ternary_gemv_mma_16": 4 * (16_384 // (32 * 104)),  # 16
@@ -40,7 +40,7 @@ KERNELS = (PLAIN, *GEMV, *GEMM)
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. share: tiles along K of a block; parts > 1: so many blocks add to each sum."""
+    """One launch. share: tiles along K of a block. parts: the number of blocks that add to each sum."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -51,7 +51,7 @@ class Launch:
 
 
 def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, kernel: str | None = None) -> Launch:
-    """The kernel for a shape, or the one asked for, and its grid. ShapeError where that one cannot take it.
+    """The kernel for a shape, or the named one, and its grid. ShapeError where that kernel cannot take it.
 
     The limits between kernels follow from counted bytes and operations; none has been measured on a GPU.
     """
@@ -67,11 +67,10 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
     if kernel == PLAIN:
         return Launch(kernel, (-(-tokens * rows // THREADS), 1, 1), THREADS, 0, tiles_k, 1)
     if kernel in GEMV:
-        # All blocks at once on the multiprocessors, with as many warps as fit: each then has few tiles, and asks for
-        # all of them at once.
+        # All blocks run at once, with as many warps as the multiprocessors have room for: each loads its tiles at once.
         blocks_each = -(-tiles_n // multiprocessors)
-        warps = min(MOST_WARPS, tiles_k, max(4, WARPS_A_MULTIPROCESSOR[kernel] // blocks_each))
-        warps = -(-tiles_k // -(-tiles_k // warps))  # as many as have the same number of tiles, but for the last
+        warps = min(MAX_WARPS, tiles_k, max(4, WARPS_PER_MULTIPROCESSOR[kernel] // blocks_each))
+        warps = -(-tiles_k // -(-tiles_k // warps))  # all but the last have the same number of tiles
         shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
         return Launch(kernel, (tiles_n, 1, 1), 32 * warps, shared, tiles_k, 1)
     grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM[kernel])
@@ -81,13 +80,13 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
 
 
 def divided(tiles_k: int, parts: int) -> tuple[int, int]:
-    """Tiles in parts of the same size, but for the last: (tiles of a part, parts), at most as many as asked for."""
+    """(tiles of a part, parts): at most so many parts, of the same size but for the last."""
     share = -(-tiles_k // max(1, parts))
     return share, -(-tiles_k // share)
 
 
 def padded_columns(columns: int) -> int:
-    """The stride of activations that kernels read in place: K rounded up to whole tiles, with anything behind K."""
+    """The stride of activations that kernels read in place: K rounded up to whole tiles. The padding is not used."""
     return -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
@@ -103,14 +102,14 @@ def unpack_tiles(tiles: NDArray[np.uint32], rows: int, columns: int) -> NDArray[
 
 @dataclass(eq=False)
 class TiledWeight(TernaryLinear):
-    """A ternary matrix, or several of one input on top of each other, on a device in tiles of 16 x 128.
+    """A ternary matrix, or a stack of several of one input, on a device in tiles of 16 x 128.
 
-    Its arrays on the device move when it becomes a member of a stack; nothing else of it changes.
+    Its device arrays move when it becomes a member of a stack; nothing else of it changes.
     """
 
     device: Device
     tiles: DeviceArray  # (ceil(N/16), ceil(K/128), 128) uint32
-    w_scales: DeviceArray  # (N,) float32: each row's scale
+    w_scales: DeviceArray  # (N,) float32: w_dequant_scale of each row
     bias_on_device: DeviceArray | None  # (N,) float32
     out_features: int
     in_features: int
@@ -118,7 +117,7 @@ class TiledWeight(TernaryLinear):
     bias: NDArray[np.float32] | None = None  # the same, on the host
     input_norm: InputNorm | None = None
     parts: tuple[int, ...] = ()  # of a stack: the rows of each matrix
-    member: Member | None = None  # where it lies in a stack
+    member: Member | None = None  # its place in a stack
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,18 +131,20 @@ class TiledWeight(TernaryLinear):
         return unpack_tiles(self.device.to_host(self.tiles), *self.shape)
 
 
+def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:
+    """Whether fused kernels take the weight: in tiles, and without a norm of its own."""
+    return isinstance(w, TiledWeight) and w.input_norm is None
+
+
 class TernaryKernels:
     """The ternary product on a device.
 
-    What it needs beyond the arguments (x with longer rows, sums of several blocks and who has added to them) is made at
-    the first call of that size and kept, since graphs may refer to it: call once before a capture.
-
-    overlap: launch each kernel so that it asks for its weights while the kernel before it ends (`Kernel`). Off unless
-    asked for: it has not run on a GPU yet.
+    Scratch buffers (padded rows of x, sums of several blocks and their counters) are allocated at the first call of a
+    size and kept, since graphs may refer to them: call once before a capture.
     """
 
-    def __init__(self, device: Device, overlap: bool = False) -> None:
-        self.device, self.overlap = device, overlap
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self._kernels = {name: device.kernel(FILE, name) for name in KERNELS}
         self._pack, self._pad = device.kernel(FILE, "ternary_pack"), device.kernel(FILE, "ternary_pad")
         self._scratch: dict[str, list[DeviceArray]] = {}
@@ -155,17 +156,16 @@ class TernaryKernels:
         tiles = self.device.empty((tiles_n, tiles_k, TILE_WORDS), np.uint32)
         packed = self.device.array(np.ascontiguousarray(weight.packed))
         self._pack(-(-tiles.size // THREADS), THREADS, (packed, rows, columns, tiles))
-        self.device.synchronize()  # an overlapped launch reads weights before the kernels before it have ended
         scale, bias = np.float32(weight.w_dequant_scale), weight.bias
         scales = self.device.array(np.full(rows, scale, dtype=np.float32))
         on_device = None if bias is None else self.device.array(np.ascontiguousarray(bias, dtype=np.float32))
         return TiledWeight(self.device, tiles, scales, on_device, rows, columns, scale, bias, weight.input_norm)
 
     def can_stack(self, weights: Sequence[Any]) -> bool:
-        """Whether `stack` takes them: so many ternary weights of one input, in no stack yet, each of whole tiles."""
+        """Whether `stack` takes them: 2 or 3 ternary weights of one input, in no stack yet, of whole tiles."""
         first = weights[0]
         return (
-            2 <= len(weights) <= MOST_STACKED
+            2 <= len(weights) <= MAX_STACKED
             and all(isinstance(w, TiledWeight) and w.device is self.device for w in weights)
             and all(w.member is None and not w.parts and w.input_norm is None for w in weights)
             and all(w.in_features == first.in_features for w in weights)
@@ -173,9 +173,9 @@ class TernaryKernels:
         )
 
     def stack(self, *weights: TiledWeight) -> Stack:
-        """Move them on top of each other into arrays of which each then holds its part; see stacks.py.
+        """Move them into arrays of which each then holds its part; see stacks.py. Raises ShapeError.
 
-        No step may have been recorded with them: it would go on reading from where they were. Raises ShapeError.
+        No step may have been recorded with them: it would read their old memory.
         """
         if not self.can_stack(weights):
             got = ", ".join(f"{w.shape}" for w in weights)
@@ -189,7 +189,7 @@ class TernaryKernels:
             biases = self.device.zeros((rows,), np.float32)
         whole = TiledWeight(self.device, tiles, scales, biases, rows, columns, weights[0].w_dequant_scale, parts=parts)
         stack, tile = Stack(whole, parts), 0
-        for number, (w, row) in enumerate(zip(weights, stack.starts, strict=True)):
+        for number, (w, row) in enumerate(zip(weights, starts_of(parts), strict=True)):
             here, there = slice(row, row + w.out_features), slice(tile, tile + len(w.tiles))
             self.device.copy(tiles[there], w.tiles)
             self.device.copy(scales[here], w.w_scales)
@@ -198,13 +198,12 @@ class TernaryKernels:
                 w.bias_on_device = biases[here]
             w.tiles, w.w_scales, w.member = tiles[there], scales[here], Member(stack, number)
             tile = there.stop
-        self.device.synchronize()  # as in `prepare`
         return stack
 
     def matmul(
         self, x_q: DeviceArray, w: TiledWeight, acc: DeviceArray | None = None, kernel: str | None = None
     ) -> DeviceArray:
-        """x_q (M, K), or (M, padded_columns(K)) with anything behind K, int8 -> acc (M, N) int32, exact."""
+        """x_q (M, K) or (M, padded_columns(K)) int8 -> acc (M, N) int32, exact."""
         return self._run(x_q, None, w, acc, np.int32, kernel)
 
     def linear(
@@ -214,22 +213,33 @@ class TernaryKernels:
         w: TiledWeight,
         y: DeviceArray | None = None,
         kernel: str | None = None,
+        residual: DeviceArray | None = None,
     ) -> DeviceArray:
-        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale), plus the bias if any.
+        """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale) + bias + residual (M, N).
 
-        Of a stack y is as long, and `Stack.split` tells the results apart.
+        For a stack, which takes no residual, y is as long, and `Stack.split` tells the results apart.
         """
         if x_quant_scale.dtype != np.float32 or x_quant_scale.shape != (len(x_q), 1):
             got = f"{x_quant_scale.dtype} {x_quant_scale.shape}"
             raise ShapeError("ternary linear", expected=f"x_quant_scale float32 ({len(x_q)}, 1)", got=got)
-        return self._run(x_q, x_quant_scale, w, y, np.float32, kernel)
+        if residual is not None and (w.parts or residual.shape != (len(x_q), w.out_features)):
+            expected = f"residual ({len(x_q)}, {w.out_features}), and no stack"
+            raise ShapeError("ternary linear", expected=expected, got=f"residual {residual.shape}, parts {w.parts}")
+        return self._run(x_q, x_quant_scale, w, y, np.float32, kernel, residual)
 
     def _run(
-        self, x_q: DeviceArray, x_scale: DeviceArray | None, w: TiledWeight, out: Any, dtype: Any, kernel: str | None
+        self,
+        x_q: DeviceArray,
+        x_scale: DeviceArray | None,
+        w: TiledWeight,
+        out: Any,
+        dtype: Any,
+        kernel: str | None,
+        residual: DeviceArray | None = None,
     ) -> DeviceArray:
         (rows, columns), tokens, stride = w.shape, len(x_q), padded_columns(w.in_features)
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] not in (columns, stride):
-            expected = f"x_q int8 (M, {columns}) or, with anything behind, (M, {stride})"
+            expected = f"x_q int8 (M, {columns}) or (M, {stride})"
             raise ShapeError("ternary_matmul", expected=expected, got=f"x_q {x_q.dtype} {x_q.shape}")
         if out is None:
             out = self.device.empty((tokens, rows), dtype)
@@ -240,27 +250,27 @@ class TernaryKernels:
             return out
         if x_q.shape[1] != stride:
             padded = self._room("x_q", tokens * stride, np.int8)
-            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded), overlap=self.overlap)
+            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded))
             x_q = padded
-        how = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
+        launch = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
         outputs = (out, None, None) if x_scale is None else (None, None, out)
-        if how.parts > 1 and x_scale is None:
+        if launch.parts > 1 and x_scale is None:
             self.device.fill(out, 0)
-        elif how.parts > 1:
-            blocks = how.grid[0] * how.grid[1]
+        elif launch.parts > 1:
+            blocks = launch.grid[0] * launch.grid[1]
             outputs = self._room("sums", tokens * rows, np.int32), self._room("done", blocks, np.int32), out
-        scales = w.w_scales, x_scale, w.bias_on_device
+        scales = w.w_scales, x_scale, w.bias_on_device, residual
         sizes = tokens, rows, columns, *first_rows(w.parts, rows)
-        args = (x_q, stride, w.tiles, *sizes, how.share, *scales, *outputs)
-        self._kernels[how.kernel](how.grid, how.block, args, how.shared_mem, self.overlap)
+        args = (x_q, stride, w.tiles, *sizes, launch.share, *scales, *outputs)
+        self._kernels[launch.kernel](launch.grid, launch.block, args, launch.shared_mem)
         return out
 
     def _room(self, name: str, size: int, dtype: Any) -> DeviceArray:
-        """So many elements of an array that is kept, zeros at first. A larger one does not replace a smaller that a
-        graph may have."""
-        kept = self._scratch.setdefault(name, [])
-        large = next((array for array in kept if array.size >= size), None)
+        """So many elements of a kept array, zeros at first. A larger array does not replace a smaller one, which graphs
+        may refer to."""
+        arrays = self._scratch.setdefault(name, [])
+        large = next((array for array in arrays if array.size >= size), None)
         if large is None:
             large = self.device.zeros(size, dtype)
-            kept.append(large)
+            arrays.append(large)
         return large[:size]

@@ -1,4 +1,4 @@
-"""Arrays and launches on a device, for the host side of the kernels: `Workspace`; `Arena`, whose arrays come again."""
+"""Arrays and launches on a device, for the host side of the kernels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import BackendError, BackendUnavailable, NumericsError, OutOfMemory
+from ...errors import BackendError, BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from .device import Device
 
-THREADS = 256  # of a block of kernels with one thread an element
-_TROUBLES = {1: "rms_norm: token {}", 2: "quantize_activations: the activation of token {}", 3: "lm_head: token {}"}
-_TROUBLES[5] = "dense_matmul: token {}, rounded to 16 bits,"
-_TROUBLES[4] = "KVCache.append: the cache's dtype cannot hold token {}: it"
+THREADS = 256  # of a block of kernels with one thread per element
+TROUBLES = {  # floats.cuh: enum Trouble
+    1: "rms_norm: token {}",
+    2: "quantize_activations: the activation of token {}",
+    3: "lm_head: token {}",
+    4: "KVCache.append: the cache's dtype cannot hold token {}: it",
+    5: "dense_matmul: token {}, rounded to 16 bits,",
+}
+TAKE_ROWS = 6
 
 
 class EmulatedArray(np.ndarray):
-    """An array of the emulated device, so that it cannot be taken for one of the host."""
+    """An array of the emulated device: a type of its own, as a GPU's arrays have."""
 
 
 class Arena:
-    """Arrays for one pass, made in the first one and handed out again, in the same order, in every later one."""
+    """Arrays for one pass, allocated in the first one and given again, in the same order, in every later one."""
 
     def __init__(self, make: Callable[[tuple[int, ...], DTypeLike], Any]) -> None:
         self._make = make
@@ -35,7 +40,7 @@ class Arena:
         self._next = 0
 
     def begin(self) -> None:
-        """From the first array again."""
+        """Start again with the first array."""
         self._next = 0
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -50,7 +55,7 @@ class Arena:
         return array
 
     def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """An array whose contents nobody needs after the next kernels: the same one for all layers."""
+        """An array whose contents are not needed after the next kernels: the same one for all layers."""
         key = tuple(shape), np.dtype(dtype)
         if key not in self._scratch:
             self._scratch[key] = self._make(shape, dtype)
@@ -58,36 +63,38 @@ class Arena:
 
 
 class Shelf:
-    """What dropped caches have left, by shape: the last few, until somebody takes them or the memory is needed."""
+    """The storage of dropped caches, by shape: the last few, until a new cache takes them or the memory is needed."""
 
     def __init__(self, room: int = 2) -> None:
         self._room = room
         self._kept: dict[Hashable, Any] = {}
 
     def take(self, shape: Hashable) -> Any:
-        """What there is of that shape, or None."""
+        """The storage of that shape, or None."""
         return self._kept.pop(shape, None)
 
     def put(self, shape: Hashable, storage: Any) -> None:
-        """Keep it, or what is there if only that has recorded steps; let go of the oldest when there are too many."""
-        kept = self._kept.pop(shape, None)
-        self._kept[shape] = kept if kept is not None and kept.steps and not storage.steps else storage
+        """Keep it, unless the one that is there has recorded steps and this one none; drop the oldest beyond `room`."""
+        old = self._kept.pop(shape, None)
+        self._kept[shape] = old if old is not None and old.steps and not storage.steps else storage
         while len(self._kept) > self._room:
             self._kept.pop(next(iter(self._kept)))
 
     def clear(self) -> bool:
-        """Let go of everything. -> whether there was anything"""
+        """Drop everything. -> whether there was anything"""
         had = bool(self._kept)
         self._kept.clear()
         return had
 
 
 class Workspace:
-    """A device, the place where its kernels note NaN and Inf (`trouble`), and, while a step is recorded, its arena."""
+    """A device with what every launch needs: arrays, the flag where kernels report NaN and Inf (`trouble`), the device
+    copies of host vectors, and, while a step is recorded, its arena."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.arena: Arena | None = None
+        self._vectors: dict[int, tuple[NDArray, Any]] = {}  # host vectors by id, with their device copies
         self._scratch = Arena(self.make)
         self.shelf = Shelf()
         self._array_type: type = EmulatedArray if device.emulated else device.xp.ndarray
@@ -95,20 +102,18 @@ class Workspace:
 
     @property
     def recording(self) -> bool:
-        """Whether what runs is a step that will be replayed: nothing may depend on this batch's lengths."""
+        """Whether a step is being recorded, to be replayed: nothing may depend on this batch's lengths."""
         return self.arena is not None
 
     @contextmanager
-    def arrays_of(self, arena: Arena, overlap: bool = True) -> Iterator[None]:
-        """What runs in this takes its arrays from the arena, from its first again; and its launches overlap, where the
-        device can do that."""
+    def arrays_of(self, arena: Arena) -> Iterator[None]:
+        """Inside, arrays come from the arena, starting with its first."""
         arena.begin()
         self.arena = arena
-        self.device.overlaps = overlap and (self.device.can_overlap or self.device.emulated)
         try:
             yield
         finally:
-            self.arena, self.device.overlaps = None, False
+            self.arena = None
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +122,7 @@ class Workspace:
         return isinstance(array, self._array_type)
 
     def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """A new array, its contents unknown."""
+        """A new array with unknown contents."""
         try:
             array = self.device.empty(shape, dtype)
         except OutOfMemory:
@@ -128,17 +133,17 @@ class Workspace:
         return array.view(EmulatedArray) if self.device.emulated else array
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """An array for a result: new, or while a step is recorded the step's own."""
+        """An array for a result: new, or while a step is recorded one of its arena."""
         return self.make(shape, dtype) if self.arena is None else self.arena.empty(shape, dtype)
 
     def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """An array that is needed by the next kernels only; of a pass the same one for all layers, so that nothing
-        smaller is put where the largest arrays of a prompt were."""
+        """An array that only the next kernels need: within a pass the same one for all layers, so that no smaller array
+        is put where the largest ones of a prompt were."""
         return (self._scratch if self.arena is None else self.arena).scratch(shape, dtype)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A pass that is not recorded: what it had as scratch goes with it."""
+        """A pass that is not recorded: its scratch arrays are dropped at the end."""
         try:
             yield
         finally:
@@ -160,17 +165,35 @@ class Workspace:
         self.device.copy(array, value)
         return array
 
-    def download(self, *arrays: Any) -> list[NDArray]:
-        """Device arrays as NumPy arrays. NumericsError when a kernel has met NaN or Inf where the reference raises."""
-        host = [self.device.to_host(array) for array in arrays]
+    def keep_vector(self, vector: NDArray) -> None:
+        """Put a norm's weight or a bias on the device; `vector` finds it by the host array's identity."""
+        self._vectors[id(vector)] = vector, self.upload(np.ascontiguousarray(vector, dtype=np.float32))
+
+    def vector(self, vector: Any) -> Any:
+        """The device copy of a float32 vector: the kept one, a new one, or the array itself if it is on the device."""
+        if self.holds(vector):
+            return vector
+        known = self._vectors.get(id(vector))
+        return known[1] if known is not None else self.upload(np.ascontiguousarray(vector, dtype=np.float32))
+
+    def download(self, array: Any) -> NDArray:
+        """A device array as a NumPy array. Raises NumericsError if a kernel met NaN or Inf where NumPy's op raises."""
+        host = self.device.to_host(array)
         self.raise_trouble(int(self.device.to_host(self.trouble)[0]))
         return host
 
     def raise_trouble(self, code: int) -> None:
-        """NumericsError for what `trouble` holds, which is zero again then; unless it is zero."""
+        """Raises the error that the `trouble` flag holds, if any, and clears the flag."""
         if code:
             self.device.fill(self.trouble, 0)
-            raise NumericsError(f"{_TROUBLES[code & 7].format(code >> 3)} holds NaN or Inf")
+            if code & 7 == TAKE_ROWS:
+                raise ShapeError("take_rows", expected="ids of rows of the table", got=f"another id at {code >> 3}")
+            raise NumericsError(f"{TROUBLES[code & 7].format(code >> 3)} holds NaN or Inf")
+
+    def close(self) -> None:
+        """Drop all kept arrays."""
+        self._vectors.clear()
+        self.shelf.clear()
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
@@ -181,7 +204,7 @@ class Workspace:
             self.device.kernel(file, name)(grid, block, plain, shared)
 
     def each(self, file: str, name: str, count: int, *args: Any) -> None:
-        """A kernel with one thread an element."""
+        """A kernel with one thread per element."""
         self.launch(file, name, (-(-count // THREADS),), THREADS, *args)
 
 

@@ -1,4 +1,4 @@
-"""From a difference to its cause: hypotheses are ranked by the look of the difference, then each is tested by a run.
+"""From a difference to its cause: the hypotheses about the first op that differs are tested, each by a run.
 
 A test runs the reference with the mistake made and compares it with the candidate. The cause is *confirmed* when that
 comparison agrees. It *explains a part* when the first difference moves to a later op, as with an engine that makes two
@@ -7,7 +7,8 @@ mistakes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
-from ..compare import OTHER_SHAPE, Comparison, compare
+from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import LOGITS, SYNONYMS
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, generation_hypotheses, greedy, prompt_hypotheses, tokenizer_of
-from .patterns import Kind, kind_of, relative_error
 from .variants import Hypothesis, Setting
 
 
@@ -30,7 +30,7 @@ class Diagnosis:
 
     confirmed: the reference with this mistake agrees with the candidate.
     partly: it does not agree, but the first difference moves to a later op, `first_difference`.
-    expected: the op and the look of the difference pointed to this cause before the test.
+    expected: it is a mistake that shows first at the op that differs first.
     logit_error_before, logit_error: relative L2 of the candidate's logits against the reference's own and the changed
     reference's; None where the candidate has no logits.
     """
@@ -75,7 +75,7 @@ def diagnose(
     candidate: {op name: array} or a trace; logits alone are enough. If its token ids differ, the prompt is diagnosed.
         A teacher-forced run is judged up to the first op that differs.
     thorough: if no likely hypothesis is confirmed, test the unlikely ones too.   depth: how many mistakes at once.
-    Sorted: confirmed, then what explains a part, then the rest by likelihood. Causes that fit equally are all listed.
+    Sorted: confirmed, then what explains a part, then the expected ones. Causes that fit equally are all listed.
     Empty when the comparison agrees, and when the embedding or the logits have another shape: that is another model.
     """
     other_model = any(op.name in ("hook_embed", LOGITS) and op.note.startswith(OTHER_SHAPE) for op in comparison.ops)
@@ -150,29 +150,6 @@ def _first_name(comparison: Comparison) -> str | None:
     return None if comparison.first_divergence is None else comparison.first_divergence.name
 
 
-class _Subset(Mapping[str, NDArray]):
-    """Some tensors of a candidate. All other attributes (its dtype, its token ids) are the candidate's."""
-
-    def __init__(self, candidate: Mapping[str, NDArray], names: set[str]) -> None:
-        self._candidate = candidate
-        self._names = [name for name in candidate if SYNONYMS.get(name, name) in names]
-
-    def __getitem__(self, name: str) -> NDArray:
-        return self._candidate[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._candidate, name)
-
-
 @dataclass
 class _Search:
     """Tests the hypotheses that apply to one setting."""
@@ -191,30 +168,25 @@ class _Search:
         self.recorded = {SYNONYMS.get(name, name) for name in self.candidate}
         if self.error_before is None:
             self.error_before = self._logit_error(self.reference)
-        kind, span = self._kind(), self._span()
-        likely: list[tuple[int, Hypothesis]] = []
-        unlikely: list[tuple[int, Hypothesis]] = []
-        for hypothesis in forward_hypotheses(self.setting, self.candidate):
-            in_span = any(fnmatchcase(name, glob) for name in span for glob in hypothesis.shows.split())
-            same_kind = kind is hypothesis.kind and kind is not Kind.OTHER
-            (likely if in_span else unlikely).append((2 * in_span + same_kind, hypothesis))
-        diagnoses = self._test_all(likely)
+        span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
+        likely = [h for h in hypotheses if any(fnmatchcase(name, glob) for name in span for glob in h.shows.split())]
+        diagnoses = self._test_all(likely, expected=True)
         if self.thorough and not any(d.confirmed for d in diagnoses):
-            diagnoses += self._test_all(unlikely)
+            diagnoses += self._test_all([h for h in hypotheses if h not in likely], expected=False)
         # of those that explain a part: the further one moves the first difference, the earlier in the list
         progress = sorted(diagnoses, key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly else 0)
         return _rank(progress)
 
-    def _test_all(self, hypotheses: list[tuple[int, Hypothesis]]) -> list[Diagnosis]:
-        """The highest scores first. A changed setting is made just before its run: it may hold a model's weights."""
+    def _test_all(self, hypotheses: Iterable[Hypothesis], expected: bool) -> list[Diagnosis]:
+        """Each changed setting is made just before its run and then dropped: it may hold a model's weights."""
         diagnoses = []
-        for score, hypothesis in sorted(hypotheses, key=lambda pair: -pair[0]):
+        for hypothesis in hypotheses:
             changed = hypothesis.change(self.setting)
             if changed is not None:
-                diagnoses.append(self._test(hypothesis, changed, score))
+                diagnoses.append(self._test(hypothesis, changed, expected))
         return diagnoses
 
-    def _test(self, hypothesis: Hypothesis, changed: Setting, score: int) -> Diagnosis:
+    def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.hypotheses[hypothesis.cause] = hypothesis
         comparison, error = self._compare_beginning(changed), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
@@ -229,7 +201,7 @@ class _Search:
             hypothesis.remedy,
             confirmed=bool(comparison.agrees),
             partly=not comparison.agrees and moved,
-            expected=score > 0,
+            expected=expected,
             first_difference=first,
             logit_error_before=self.error_before,
             logit_error=error,
@@ -244,12 +216,7 @@ class _Search:
             return None
         names = set(list(self.order)[: self.order[self.first] + 1])
         tensors = changed.run(lambda name: name in names and name in self.recorded, until=self.first)
-        return compare(tensors, _Subset(self.candidate, names), changed.config, changed.tokens)
-
-    def _kind(self) -> Kind:
-        if self.first is None or self.first not in self.reference or self.first not in self.candidate:
-            return Kind.OTHER
-        return kind_of(self.reference[self.first], self.candidate[self.first])
+        return compare(tensors, View(self.candidate, names), changed.config, changed.tokens)
 
     def _span(self) -> list[str]:
         """The ops that may hold the mistake: after the last one the candidate has right, up to the first wrong one."""
@@ -265,5 +232,8 @@ class _Search:
         logits = next((self.candidate[name] for name in self.candidate if SYNONYMS.get(name, name) == LOGITS), None)
         if logits is None or LOGITS not in tensors or logits.size % tensors[LOGITS].shape[-1]:
             return None
-        logits = np.asarray(logits).reshape(-1, tensors[LOGITS].shape[-1])
-        return relative_error(tensors[LOGITS][-len(logits) :], logits)
+        logits = np.asarray(logits, dtype=np.float64).reshape(-1, tensors[LOGITS].shape[-1])
+        right = tensors[LOGITS][-len(logits) :].astype(np.float64)
+        if right.shape != logits.shape or not np.isfinite(logits).all():
+            return math.inf
+        return float(np.linalg.norm(logits - right) / np.linalg.norm(right))

@@ -22,7 +22,6 @@ from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import forward
 from ...reference.weights import LayerWeights, ModelWeights, TernaryWeight, plain_weights
-from .patterns import Kind
 
 Op = Callable[..., NDArray]
 Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
@@ -114,7 +113,6 @@ class Hypothesis:
 
     name: short, stable.   shows: globs, separated by blanks, of the ops that would differ first.
     change: the setting with this mistake made; None where the model has no place for it.
-    kind: how the first wrong tensor would relate to the right one.
     """
 
     name: str
@@ -122,7 +120,6 @@ class Hypothesis:
     cause: str
     remedy: str
     change: Callable[[Setting], Setting | None]
-    kind: Kind = Kind.OTHER
 
 
 class _Finished(Exception):

@@ -278,5 +278,5 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> ND
     layers: Any = _Layers(checkpoint, be, tick)
     head = read_head(checkpoint, embedding, be.prepare)
     weights = ModelWeights(embedding, layers, checkpoint.norm("final_norm"), head)
-    cache = be.new_cache(config, CacheSpec(slots=1, capacity=count))
-    return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache).all()
+    cache = be.new_cache(config, CacheSpec(1, count))
+    return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all()

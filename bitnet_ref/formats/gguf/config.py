@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig, activation_name, yarn_scale
 from ...reference.layers import rope_frequencies
+from ...reference.weights import ATTENTION_LINEARS
+from ..names import GGUF_LINEARS
 from .file import GgufFile, Typed
 
 
@@ -82,22 +84,6 @@ class _Keys:
         return shortest(value)
 
 
-def read_activation(file: GgufFile, evidence: list[str] | None = None) -> str:
-    """The feed-forward activation: `<arch>.hidden_activation`, or where that key is absent the architecture's.
-
-    evidence: gets a sentence when the two contradict each other. Raises ConfigError.
-    """
-    keys = _Keys(file)
-    implied, key = keys.architecture.activation, f"{keys.arch}.hidden_activation"
-    try:
-        activation = activation_name(keys.get("hidden_activation", implied), key)
-    except ConfigError as error:
-        raise keys.fail(key, error.message) from None
-    if evidence is not None and activation != implied:
-        evidence.append(f"activation: {activation}, by {key}; the architecture {keys.arch} alone would mean {implied}")
-    return activation
-
-
 def shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
     with np.errstate(over="ignore"):
@@ -105,10 +91,13 @@ def shortest(value: float) -> float:
     return float(str(single)) if float(single) == value else float(value)
 
 
-def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) -> ModelConfig:
+def read_gguf_config(
+    file: GgufFile, quantization: QuantizationConfig | None, evidence: list[str] | None = None
+) -> ModelConfig:
     """The configuration. The metadata do not describe `quantization`; see `evidence.find_ternary`.
 
-    Raises ConfigError naming the key, FormatError when the tensors contradict the metadata.
+    evidence: gets a sentence if the metadata contradict the architecture's name. Raises ConfigError naming the key,
+    FormatError when the tensors contradict the metadata.
     """
     keys = _Keys(file)
     shape = tensor_shape(file, "token_embd.weight", 2)
@@ -144,13 +133,13 @@ def read_gguf_config(file: GgufFile, quantization: QuantizationConfig | None) ->
             num_attention_heads=heads,
             num_key_value_heads=keys.count("attention.head_count_kv", heads),
             head_dim=head_dim,
-            activation=read_activation(file),
+            activation=_activation(keys, evidence),
             norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
             max_position_embeddings=context,
             tie_word_embeddings="output.weight" not in file.tensors,
             sub_norms=bitnet,
-            attention_bias=_biases(file, ("attn_q", "attn_k", "attn_v", "attn_output")),
-            mlp_bias=_biases(file, ("ffn_gate", "ffn_up", "ffn_down")),
+            attention_bias=_biases(file, attention=True),
+            mlp_bias=_biases(file, attention=False),
             sliding_window=window,
             rope=_rope(keys, context, head_dim),
             quantization=quantization,
@@ -172,8 +161,18 @@ def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:
     return tensor.shape
 
 
-def _biases(file: GgufFile, linears: tuple[str, ...]) -> bool:
-    """Whether these linears of block 0 have biases: all, or none."""
+def _activation(keys: _Keys, evidence: list[str] | None) -> str:
+    """`<arch>.hidden_activation`; if that key is absent, the architecture's activation."""
+    implied, key = keys.architecture.activation, f"{keys.arch}.hidden_activation"
+    activation = activation_name(keys.get("hidden_activation", implied), key)
+    if evidence is not None and activation != implied:
+        evidence.append(f"activation: {activation}, by {key}; the architecture {keys.arch} alone would mean {implied}")
+    return activation
+
+
+def _biases(file: GgufFile, attention: bool) -> bool:
+    """Whether the linears of attention, or of the feed-forward, have biases in block 0: all of them, or none."""
+    linears = [theirs for ours, theirs in GGUF_LINEARS.items() if (ours in ATTENTION_LINEARS) == attention]
     biased = [name for name in linears if f"blk.0.{name}.bias" in file.tensors]
     if biased and len(biased) < len(linears):
         message = f"{', '.join(biased)} have a bias and the other linears of {', '.join(linears)} none; not supported"

@@ -18,7 +18,7 @@ from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_s
 from ..finite import first_not_finite
 from ..names import gguf_name
 from .blocks import DEQUANTIZABLE, dequantize, quantize, ternary_from_blocks
-from .config import ROPE_FREQS, read_activation, read_gguf_config, tensor_shape
+from .config import ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import (
     block_linears,
     check_dialect,
@@ -50,8 +50,8 @@ class GgufCheckpoint(Checkpoint):
             self.metadata, self.typed = self.file.metadata, self.file.typed
             self._tiles: dict[tuple[int, int], tuple[int, int, int]] = {}
             check_dialect(self.file, self.evidence)
-            self.config = read_gguf_config(self.file, find_ternary(self.file, self.evidence))
-            read_activation(self.file, self.evidence)
+            quantization = find_ternary(self.file, self.evidence)
+            self.config = read_gguf_config(self.file, quantization, self.evidence)
             self.taken = {ROPE_FREQS} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
             self.kind = f"gguf-{first.type.kind if first is not None else 'f16'}"

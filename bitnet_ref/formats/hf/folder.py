@@ -19,15 +19,7 @@ from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import parse_json_object, read_json_object
 from ..binary_file import Closeable
-from ..checkpoint import (
-    Checkpoint,
-    ReadOptions,
-    has_bias,
-    is_ternary,
-    linear_shape,
-    norm_size,
-    read_tokenizer_folder,
-)
+from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size, read_tokenizer_folder
 from ..finite import first_not_finite
 from ..names import hf_module, hf_modules
 from ..packing import pack_from_hf

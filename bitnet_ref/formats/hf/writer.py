@@ -20,25 +20,14 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...reference.config import ModelConfig, QuantizationConfig
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
-from ..checkpoint import (
-    Checkpoint,
-    Progress,
-    all_linears,
-    has_bias,
-    is_ternary,
-    linear_names,
-    linear_shape,
-    norm_sizes,
-    parts,
-)
+from ...reference.weights import LinearWeight, TernaryLinear
+from ..checkpoint import Checkpoint, Progress, all_linears, has_bias, is_ternary, linear_names, linear_shape, norm_sizes
 from ..names import hf_module
 from ..packing import hf_from_ternary
+from ..planned_tensors import PlannedTensor, layout_of, plan_embedding, plan_norm, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .folder import SINGLE_FILE
 
-Layout = dict[str, tuple[str, tuple[int, ...]]]
-_BF16 = np.dtype(ml_dtypes.bfloat16)
 _ARCHITECTURES = {"bitnet": "BitNetForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Fields that not every model class of transformers has -> those that have it
 _FIELD_CLASSES = {"attention_bias": ("llama", "bitnet"), "mlp_bias": ("llama",), "sliding_window": ("mistral",)}
@@ -62,13 +51,11 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     config = checkpoint.config
     masters = kind == "hf-bf16" and _has_masters(checkpoint)
     quantization = hf_quantization(checkpoint, masters)
-    layout = _layout(checkpoint, kind, masters)
-    tensors = _tensors(checkpoint, kind, masters, quantization)
-    with SafetensorsWriter(folder / SINGLE_FILE, layout, {"format": "pt"}) as writer:
-        for done, (name, array) in enumerate(tensors, 1):
-            writer.write(name, array)
-            if progress is not None:
-                progress(done, len(layout))
+    plan = {"embedding": [plan_embedding(checkpoint, f"{hf_module('embedding')}.weight")]}
+    plan |= {name: [plan_norm(f"{hf_module(name)}.weight", size)] for name, size in norm_sizes(config).items()}
+    plan |= {name: list(_plan_linear(checkpoint, name, kind, masters, quantization)) for name in all_linears(config)}
+    with SafetensorsWriter(folder / SINGLE_FILE, layout_of(plan), {"format": "pt"}) as writer:
+        write_parts(checkpoint, plan, writer.write, progress)
     text = json.dumps(hf_config_json(config, quantization), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     for name, data in checkpoint.tokenizer_files().items():
@@ -79,52 +66,54 @@ def hf_quantization(checkpoint: Checkpoint, masters: bool) -> QuantizationConfig
     """The quantization_config of the folder.
 
     It is "autobitlinear", which stores the scale itself, unless a bias, which it stores divided by the scale, cannot be
-    stored exactly: then "bitlinear", which stores the scale's reciprocal.
+    stored exactly: then "bitlinear", which stores the scale's reciprocal. Raises ConfigError if neither is exact.
     """
     config = checkpoint.config
     if config.quantization is None:
         return None
     dense = [hf_module(name) for name in all_linears(config) if not is_ternary(config, name)]
-    biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
-    for linear_class in ("autobitlinear", "bitlinear"):
-        quantization = replace(
-            config.quantization,
-            linear_class=linear_class,
-            quantization_mode="online" if masters else "offline",
-            modules_to_not_convert=tuple(dense + ["lm_head"] * config.tie_word_embeddings),
-        )
-        if masters or all(_stored(quantization, checkpoint.linear(name)) is not None for name in biased):
-            return quantization
-    raise ConfigError(
-        "the ternary linears have biases, and neither of transformers' two ways to store them (divided by the "
-        "scale; beside the scale's reciprocal) gives these exactly; convert to native instead"
+    quantization = replace(
+        config.quantization,
+        linear_class="autobitlinear",
+        quantization_mode="online" if masters else "offline",
+        modules_to_not_convert=tuple(dense + ["lm_head"] * config.tie_word_embeddings),
     )
+    biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
+    try:
+        for name in biased:
+            _scale_and_bias(quantization, checkpoint.linear(name))
+    except ConfigError:
+        quantization = replace(quantization, linear_class="bitlinear")
+        for name in biased:
+            _scale_and_bias(quantization, checkpoint.linear(name))
+    return quantization
 
 
-def _stored(
-    quantization: QuantizationConfig, w: LinearWeight
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None] | None:
-    """(weight_scale, bias) from which a reader computes exactly this scale and bias; None if there are none."""
-    assert isinstance(w, TernaryLinear)
-    scale, bias = np.array([w.w_dequant_scale], np.float32), w.bias
-    if quantization.scale_convention == "divide":
-        reciprocal = _solve(lambda x: np.float32(1.0) / x, np.float32(1.0) / scale, scale)
-        return None if reciprocal is None else (reciprocal, bias)
-    if bias is None:
-        return scale, None
-    quotient = _solve(lambda x: x * scale, bias / scale, bias)
-    return None if quotient is None else (scale, quotient)
+def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) -> tuple[NDArray, NDArray | None]:
+    """(weight_scale, bias) from which a reader computes exactly the scale and the bias of `w`. Raises ConfigError."""
+    scale, bias = np.array([getattr(w, "w_dequant_scale", 1)], np.float32), w.bias
+    convention = quantization.scale_convention if quantization is not None and isinstance(w, TernaryLinear) else None
+    if convention == "divide":
+        return _solve(lambda x: np.float32(1.0) / x, np.float32(1.0) / scale, scale), bias
+    if convention == "multiply" and bias is not None:
+        return scale, _solve(lambda x: x * scale, bias / scale, bias)
+    return scale, bias
 
 
 def _solve(
     function: Callable[[NDArray], NDArray], near: NDArray[np.float32], wanted: NDArray[np.float32]
-) -> NDArray[np.float32] | None:
-    """x, elementwise `near` or a neighbour of it, with function(x) == wanted to the bit; None if there is none."""
+) -> NDArray[np.float32]:
+    """x, elementwise `near` or a neighbour, with function(x) == wanted to the bit. ConfigError if there is none."""
     out, solved = near.copy(), np.zeros(near.shape, np.bool_)
     for x in (near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))):
         hit = ~solved & (function(x) == wanted)
         out[hit], solved = x[hit], solved | hit
-    return out if solved.all() else None
+    if not solved.all():
+        raise ConfigError(
+            "the ternary linears have biases, and neither of transformers' two ways to store them (divided by the "
+            "scale; beside the scale's reciprocal) gives these exactly; convert to native instead"
+        )
+    return out
 
 
 def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None) -> dict[str, Any]:
@@ -179,64 +168,30 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
     return first is not None and checkpoint.master(first) is not None
 
 
-def _layout(checkpoint: Checkpoint, kind: str, masters: bool) -> Layout:
-    """Every tensor of the file to be written, from the configuration alone."""
-    config, quantization = checkpoint.config, checkpoint.config.quantization
-    layout: Layout = {f"{hf_module(name)}.weight": ("F32", (size,)) for name, size in norm_sizes(config).items()}
-    stored = dtype_name(checkpoint.dense_dtype("embedding"))
-    layout[f"{hf_module('embedding')}.weight"] = stored, (config.vocab_size, config.hidden_size)
-    for name in all_linears(config):
-        module, (rows, columns) = hf_module(name), linear_shape(config, name)
-        dtype = "BF16"
-        if has_bias(config, name):
-            layout[f"{module}.bias"] = "F32", (rows,)
-        if not is_ternary(config, name):
-            layout[f"{module}.weight"] = dtype_name(checkpoint.dense_dtype(name)), (rows, columns)
-            continue
-        if masters:
-            master = checkpoint.master(name)
-            dtype = "BF16" if master is None else dtype_name(master.dtype)
-        else:
-            layout[f"{module}.weight_scale"] = "F32", (1,)
-            if kind == "hf-packed":
-                if rows % 4:
-                    message = f"{name} has {rows} outputs, and packed rows come in fours"
-                    raise ConfigError(f"{message}; convert to hf-bf16 or native instead")
-                dtype, rows = "U8", rows // 4
-        layout[f"{module}.weight"] = dtype, (rows, columns)
-        if quantization is not None and quantization.use_rms_norm:
-            layout[f"{module}.rms_norm.weight"] = "F32", (columns,)
-    return layout
-
-
-def _tensors(
-    checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None
-) -> Iterator[tuple[str, NDArray]]:
-    """(name, array) of every tensor of the layout, in the order of the model."""
-    for name, part in parts(checkpoint):
-        module = hf_module(name)
-        if isinstance(part, np.ndarray):
-            yield f"{module}.weight", part
-            continue
-        bias = part.bias
-        if isinstance(part, DenseWeight):
-            yield f"{module}.weight", part.array
-        else:
-            assert isinstance(part, TernaryLinear)
-            assert quantization is not None
-            if part.input_norm is not None:
-                yield f"{module}.rms_norm.weight", part.input_norm.weight
-            if masters:
-                master = checkpoint.master(name)
-                if master is None:
-                    raise ConfigError(f"{name} is ternary already, and other linears are full-precision masters")
-                yield f"{module}.weight", master
-            else:
-                w_t = part.ternary()
-                yield f"{module}.weight", hf_from_ternary(w_t) if kind == "hf-packed" else w_t.astype(_BF16)
-                stored = _stored(quantization, part)
-                assert stored is not None
-                yield f"{module}.weight_scale", stored[0]
-                bias = stored[1]
-        if bias is not None:
-            yield f"{module}.bias", bias
+def _plan_linear(
+    checkpoint: Checkpoint, name: str, kind: str, masters: bool, quantization: QuantizationConfig | None
+) -> Iterator[PlannedTensor]:
+    """The tensors that store one linear."""
+    module, (rows, columns) = hf_module(name), linear_shape(checkpoint.config, name)
+    weight = f"{module}.weight"
+    if has_bias(checkpoint.config, name):
+        yield PlannedTensor(f"{module}.bias", "F32", (rows,), lambda w: _scale_and_bias(quantization, w)[1])
+    if not is_ternary(checkpoint.config, name):
+        yield PlannedTensor(weight, dtype_name(checkpoint.dense_dtype(name)), (rows, columns), lambda w: w.array)
+        return
+    if quantization is not None and quantization.use_rms_norm:
+        yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.input_norm.weight)
+    if masters:
+        master = checkpoint.master(name)
+        if master is None:
+            raise ConfigError(f"{name} is ternary already, and other linears are full-precision masters")
+        yield PlannedTensor(weight, dtype_name(master.dtype), (rows, columns), lambda w: checkpoint.master(name))
+        return
+    yield PlannedTensor(f"{module}.weight_scale", "F32", (1,), lambda w: _scale_and_bias(quantization, w)[0])
+    if kind == "hf-bf16":
+        yield PlannedTensor(weight, "BF16", (rows, columns), lambda w: w.ternary().astype(ml_dtypes.bfloat16))
+    elif rows % 4:
+        message = f"{name} has {rows} outputs, and packed rows come in fours; convert to hf-bf16 or native instead"
+        raise ConfigError(message)
+    else:
+        yield PlannedTensor(weight, "U8", (rows // 4, columns), lambda w: hf_from_ternary(w.ternary()))

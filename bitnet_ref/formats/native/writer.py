@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +14,16 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, ShapeError
 from ...reference.config import ModelConfig
 from ...reference.quantization import CODES_PER_BYTE
-from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
+from ...reference.weights import DenseWeight, LinearWeight
 from ...system.atomic import atomic_path
-from ..checkpoint import (
-    Checkpoint,
-    Progress,
-    all_linears,
-    has_bias,
-    is_ternary,
-    linear_shape,
-    norm_sizes,
-    part_count,
-    parts,
-)
+from ..checkpoint import Checkpoint, Progress, all_linears, has_bias, is_ternary, linear_shape, norm_sizes
+from ..planned_tensors import PlannedTensor, layout_of, plan_embedding, plan_norm, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .base3 import TRITS_PER_BYTE, pack_base3
 from .model import FORMAT, SUFFIX, TOKENIZER_PREFIX, VERSION, content_hash
 
 STORAGES = ("2bit", "base3")
 _NO_HASH = "sha256:" + "0" * 64
-Layout = dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
 
 
 def write_native(
@@ -50,14 +41,16 @@ def write_native(
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
     config = checkpoint.config
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
-    layout = _layout(checkpoint, storage) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
+    plan = {"embedding": [plan_embedding(checkpoint, "embedding")]}
+    plan |= {name: [plan_norm(name, size)] for name, size in norm_sizes(config).items()}
+    plan |= {name: list(_plan_linear(checkpoint, name, storage)) for name in all_linears(config)}
+    layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
         "format_version": str(VERSION),
         "config": json.dumps(config.to_dict(), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
-    total = part_count(config)
     digests = {}
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
 
@@ -68,64 +61,38 @@ def write_native(
 
         for name, data in tokenizer.items():
             write(name, np.frombuffer(data, dtype=np.uint8))
-        for number, (name, part) in enumerate(parts(checkpoint)):
-            for tensor, array in _tensors(config, name, part, storage):
-                write(tensor, array)
-            del part
-            if progress is not None:
-                progress(number + 1, total)
+        write_parts(checkpoint, plan, write, progress)
         computed = content_hash(metadata, digests)
         writer.set_metadata("content_hash", computed)
     return computed
 
 
-def _layout(checkpoint: Checkpoint, storage: str) -> Layout:
-    """Every tensor of the model, from the configuration alone."""
-    config = checkpoint.config
-    layout: Layout = {
-        "embedding": (dtype_name(checkpoint.dense_dtype("embedding")), (config.vocab_size, config.hidden_size))
-    }
-    layout |= {name: ("F32", (size,)) for name, size in norm_sizes(config).items()}
-    for name in all_linears(config):
-        n, k = linear_shape(config, name)
-        if has_bias(config, name):
-            layout[f"{name}.bias"] = "F32", (n,)
-        if not is_ternary(config, name):
-            layout[f"{name}.weight"] = dtype_name(checkpoint.dense_dtype(name)), (n, k)
-            continue
-        suffix, per_byte = (".trits", TRITS_PER_BYTE) if storage == "base3" else (".packed", CODES_PER_BYTE)
-        layout[name + suffix] = "U8", (n, -(-k // per_byte))
-        layout[f"{name}.w_dequant_scale"] = "F32", ()
-        if config.quantization is not None and config.quantization.use_rms_norm:
-            layout[f"{name}.input_norm"] = "F32", (k,)
-    return layout
+def _plan_linear(checkpoint: Checkpoint, name: str, storage: str) -> Iterator[PlannedTensor]:
+    """The tensors that store one linear."""
+    config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
+    if has_bias(config, name):
+        yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(config, name, w).bias)
+    if not is_ternary(config, name):
+        dtype = dtype_name(checkpoint.dense_dtype(name))
+        yield PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(config, name, w).array)
+        return
+    if storage == "base3":
+        shape = (n, -(-k // TRITS_PER_BYTE))
+        yield PlannedTensor(f"{name}.trits", "U8", shape, lambda w: pack_base3(_checked(config, name, w).packed, k))
+    else:
+        shape = (n, -(-k // CODES_PER_BYTE))
+        yield PlannedTensor(f"{name}.packed", "U8", shape, lambda w: _checked(config, name, w).packed)
+    yield PlannedTensor(f"{name}.w_dequant_scale", "F32", (), lambda w: np.array(w.w_dequant_scale, dtype=np.float32))
+    if config.quantization is not None and config.quantization.use_rms_norm:
+        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.input_norm.weight)
 
 
-def _tensors(
-    config: ModelConfig, name: str, part: LinearWeight | NDArray[np.float32], storage: str
-) -> Iterator[tuple[str, NDArray]]:
-    """(name, array) of each tensor that stores one part of the model. ShapeError if the part contradicts the config."""
-    if isinstance(part, np.ndarray):
-        yield name, part
-        return
-    if name == "embedding" and isinstance(part, DenseWeight):
-        yield name, part.array
-        return
-    quantized, norm = config.quantization, getattr(part, "input_norm", None)
+def _checked(config: ModelConfig, name: str, w: LinearWeight) -> Any:
+    """`w`. ShapeError if it contradicts the config."""
+    quantized, norm = config.quantization, getattr(w, "input_norm", None)
     eps = quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
-    agrees = isinstance(part, DenseWeight) or (None if norm is None else norm.eps) == eps
-    agrees = agrees and isinstance(part, DenseWeight) != is_ternary(config, name)
-    if not agrees or (part.bias is not None) != has_bias(config, name):
-        raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(part).__name__}")
-    if part.bias is not None:
-        yield f"{name}.bias", part.bias
-    if isinstance(part, DenseWeight):
-        yield f"{name}.weight", part.array
-    elif isinstance(part, TernaryWeight):
-        if storage == "base3":
-            yield f"{name}.trits", pack_base3(part.packed, part.in_features)
-        else:
-            yield f"{name}.packed", part.packed
-        yield f"{name}.w_dequant_scale", np.array(part.w_dequant_scale, dtype=np.float32)
-        if part.input_norm is not None:
-            yield f"{name}.input_norm", part.input_norm.weight
+    agrees = isinstance(w, DenseWeight) or (None if norm is None else norm.eps) == eps
+    agrees = agrees and isinstance(w, DenseWeight) != is_ternary(config, name)
+    if not agrees or (w.bias is not None) != has_bias(config, name):
+        raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(w).__name__}")
+    return w

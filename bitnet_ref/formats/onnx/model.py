@@ -16,15 +16,7 @@ from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import parse_json_object
-from ..checkpoint import (
-    Checkpoint,
-    ReadOptions,
-    has_bias,
-    is_ternary,
-    linear_shape,
-    norm_sizes,
-    read_tokenizer_folder,
-)
+from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
 from ..names import hf_module, hf_modules
 from .constants import Constants

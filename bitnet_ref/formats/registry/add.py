@@ -1,26 +1,93 @@
-"""`add`: copies a local model into the store."""
+"""Adds models to the store: `pull` from the Hugging Face hub (the extra `hub`), `add` from local files.
+
+The hub lists the files of a revision, and `choose_files` selects those of a model. They are fetched at the listed
+commit, compared with the hub's sizes and hashes, and opened before they enter the store.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...errors import FormatError, RegistryError
+from ...errors import FormatError, HubError, RegistryError
 from ..hf.folder import SINGLE_FILE, stays_inside
 from ..native.model import NativeCheckpoint
 from ..open import open_checkpoint
-from .names import choose_files, parse_reference
-from .store import Entry, Store
+from .names import Reference, choose_files, parse_reference
+from .store import Entry, Notice, Store
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
+INSTALL = "pip install 'bitnet-ref[hub]'"
 Files = dict[str, dict[str, Any]]  # name -> {"size": bytes, "sha256": hexadecimal}
+Progress = Callable[[str, int, int], None]  # (file, its number from 1, number of files)
+
+
+def pull(
+    reference: str,
+    *,
+    name: str | None = None,
+    files: Sequence[str] = (),
+    store: Store | None = None,
+    progress: Progress | None = None,
+    notice: Notice | None = None,
+) -> Entry:
+    """Fetch "org/repo", or "org/repo@revision" (a branch, a tag or a commit), and store it.
+
+    name: its name in the store, instead of "org/repo".   files: which of several .gguf or native files to take.
+    An interrupted pull leaves the store unchanged; repeated within a day, it continues where it stopped.
+    Raises HubError if the hub cannot be reached, RegistryError if it has no such model, FormatError if the files are no
+    model.
+    """
+    wanted, store = parse_reference(reference), store or Store()
+    local = Reference(wanted.name) if name is None else parse_reference(name)
+    if local.revision is not None:
+        raise RegistryError(f"a --name has no @revision, got {name!r}")
+    if "/" not in wanted.name:
+        raise RegistryError(f"expected ORG/REPO as the hub has it, got {wanted.name!r}")
+    hub = _huggingface_hub()
+    with _explain_errors(hub, wanted):
+        api = hub.HfApi()
+        info = api.model_info(wanted.name, revision=wanted.revision, files_metadata=True)
+    commit = str(info.sha)
+    if not _COMMIT.fullmatch(commit):
+        raise HubError(f"the hub gave {commit[:80]!r} as the commit of {wanted}; expected 40 hexadecimal digits")
+    listed = {file.rfilename: file for file in info.siblings or ()}
+    names, main = choose_files(listed, files)
+    revision = wanted.revision or "main"
+    key = hashlib.sha256("\n".join([wanted.name, commit, *names]).encode()).hexdigest()[:16]
+    with store.staging(f"pull-{key}", notice) as staged:
+        for old in reversed(store.entries()):  # the same files may be there under another name or revision
+            if (old.origin, old.commit, sorted(old.files)) == (wanted.name, commit, names) and store.path(old).exists():
+                return store.commit(staged, replace(old, name=local.name, revision=revision, time=now()))
+        _check_space(staged, sum(listed[each].size or 0 for each in names))
+        for number, each in enumerate(names):
+            if progress is not None:
+                progress(each, number + 1, len(names))
+            with _explain_errors(hub, wanted):
+                api.hf_hub_download(wanted.name, each, revision=commit, local_dir=staged)
+        for other in staged.iterdir():  # the client's own files about the download
+            if other.name not in names:
+                shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
+        received = file_facts(staged, names)
+        try:
+            _compare(received, listed, reference)
+            origin = {"source": "hub", "origin": wanted.name, "revision": revision, "commit": commit}
+            entry = new_entry(staged, received, main, local.name, **origin)
+        except Exception:
+            shutil.rmtree(staged)  # so that it is not continued
+            raise
+        return store.commit(staged, entry)
 
 
 def add(path: str | os.PathLike[str], name: str, *, file: str | None = None, store: Store | None = None) -> Entry:
@@ -99,3 +166,59 @@ def file_facts(folder: Path, names: Sequence[str]) -> Files:
 def now() -> str:
     """The time, ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _huggingface_hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as problem:
+        raise HubError(f"huggingface_hub is not installed: {INSTALL}") from problem
+    return huggingface_hub
+
+
+@contextmanager
+def _explain_errors(hub: Any, wanted: Reference) -> Iterator[None]:
+    """Turn the client's exceptions into one line that says what to do."""
+    errors = hub.errors
+    try:
+        yield
+    except errors.OfflineModeIsEnabled as problem:
+        raise HubError("HF_HUB_OFFLINE is set: nothing can be fetched; bitnet-ref list shows what is here") from problem
+    except errors.GatedRepoError as problem:
+        raise RegistryError(f"{wanted.name} is gated: accept its terms on the hub, then: hf auth login") from problem
+    except errors.RepositoryNotFoundError as problem:
+        raise RegistryError(f"the hub has no {wanted.name!r}; if it is private: hf auth login") from problem
+    except errors.RevisionNotFoundError as problem:
+        raise RegistryError(f"{wanted.name} has no revision {wanted.revision!r}") from problem
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError, errors.FileMetadataError) as problem:
+        raise HubError(f"the hub did not give {wanted}: {_first_line(problem)}") from problem
+    except errors.HFValidationError as problem:
+        raise RegistryError(f"{wanted} is no name on the hub: {_first_line(problem)}") from problem
+    except Exception as problem:  # the client's HTTP library has changed its name, and its errors', more than once
+        raise HubError(f"the hub cannot be reached: {_first_line(problem)}; what was pulled still loads") from problem
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0][:300] if lines else type(problem).__name__
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        message = f"{needed} bytes are to be fetched, and {free} are free in {folder}; BITNET_REF_HOME moves it"
+        raise RegistryError(message)
+
+
+def _compare(received: Files, listed: dict[str, Any], reference: str) -> None:
+    """Compare the fetched files with the hub's listing."""
+    for name, facts in received.items():
+        expected = listed[name]
+        lfs = getattr(expected, "lfs", None)
+        if expected.size is not None and expected.size != facts["size"]:
+            message = f"{name} of {reference} has {facts['size']} bytes, and the hub says {expected.size}"
+            raise FormatError(message, field=name)
+        if lfs is not None and lfs.sha256 != facts["sha256"]:
+            message = f"{name} of {reference} is not what the hub says (SHA-256 differs); pull again"
+            raise FormatError(message, field=name)

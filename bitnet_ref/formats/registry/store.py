@@ -221,11 +221,6 @@ def locked(path: Path, notice: Notice | None = None, *, block: bool = True) -> I
             os.close(file)
 
 
-def entries() -> list[Entry]:
-    """Every version in the store, the oldest first."""
-    return Store().entries()
-
-
 def find(name: str) -> Path | None:
     """The path to load for "name" or "name@revision"; None if the store has no such model. Never uses the network."""
     if not is_reference(name):

@@ -15,10 +15,10 @@
 // tokens of one sequence that follow each other, at most as many as have 32 heads of the group between them. A row is a
 // head of a token; all rows of a run read the same keys, 8 rows in each product.
 //
-//     scores:       the run's rows against one chunk, to memory. Of tokens that are decoded, each of another sequence,
-//                   it also does what rope.cu does otherwise: each block turns the queries that it reads, and the one
-//                   with the token's own chunk takes its key and value into the cache. attention_decode.cu does all of
-//                   this faster, to the same bits, for the usual sizes of a head.
+//     scores:       the run's rows against one chunk, to memory. For decoded tokens, each of another sequence, it also
+//                   does RoPE and the append: each block rotates the queries that it reads, and the block of the token's
+//                   own chunk writes its key and value into the cache. No block reads a key that another one writes:
+//                   each token has its own sequence, and pages that sequences share are written by none of them.
 //     normalisers:  max and sum of e of every row, once, where many blocks would ask for them (a prompt). Else each
 //                   block of `values` finds them itself: S numbers are little beside S keys, and it saves a launch.
 //     values:       the pattern of a chunk, times the chunk's values. In a prompt a block goes through all chunks of
@@ -31,8 +31,39 @@
 //
 // Left for a day with a card: sm_90 has a product of 16 x 8 x 16 (m16n8k16), to compare in speed. It may add in another
 // order, so decoding would have to take it as well, with 8 of its 16 rows idle.
-#include "attention.cuh"
+#include "mma.cuh"
+#include "rope.cuh"
 
+constexpr int CHUNK = 128;           // keys
+constexpr int WARPS = 4;             // of a block
+constexpr int TILE = 8;              // rows, and columns, of a product
+constexpr int STEP = 16;             // what a product sums over: lane t of 4 has the elements 4t, ..., 4t + 3
+constexpr int KEYS = CHUNK / WARPS;  // of a warp, in `scores`
+constexpr int COLUMNS = 32;          // of a warp, in `values`: 4 of a lane
+static_assert(KEYS == 4 * TILE && COLUMNS == 4 * TILE, "four tiles of columns a warp");
+
+// The first position that a token sees; `position` itself is the last.
+__device__ __forceinline__ int first_seen(int position, int window) {
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
+struct Row {          // a head of a token
+    size_t at;        // token * H + head
+    int first, last;  // positions that it sees
+};
+
+// Where row `row` of scores (N, H, stride) has the one of position j: it begins with the chunk of the first key seen.
+__device__ __forceinline__ size_t score_of(Row row, int j, int stride) {
+    return row.at * stride + j - row.first / CHUNK * CHUNK;
+}
+
+// Four neighbours of a key or value as the cache keeps them.
+template <class T> struct alignas(4 * sizeof(T)) Four {
+    T element[4];
+};
+
+// Without the 2, a minimum of blocks per multiprocessor, ptxas spills to stay at 128 registers.
+#define A_BLOCK __launch_bounds__(32 * WARPS, 2)
 constexpr int PITCH = CHUNK + 4;  // of the pattern in shared memory: rows 32 bytes apart in its banks
 
 struct Run {             // tokens of one sequence that follow each other
@@ -76,39 +107,45 @@ __device__ __forceinline__ void widen_4(Four<T> four, const float* scales, long 
         out[i] = sizeof(T) == 1 ? (double)(as_float(four.element[i]) * scale) : (double)as_float(four.element[i]);
 }
 
-// Element e of a head of d numbers of a token, turned.
+// What comes with q (N, H, d) before RoPE: k and v (N, G, d), which go into the cache; cos, sin (N, d/2).
+template <class T> struct NewKeys {
+    const float *k, *v, *cos, *sin;
+    T *keys, *values;
+    int* trouble;
+};
+
+// Element e of a token's head of d numbers, rotated.
 template <class T>
-__device__ __forceinline__ float turned_element(const Unturned<T>& by, int token, const float* head, int e, int d) {
+__device__ __forceinline__ float rotated_element(const NewKeys<T>& by, int token, const float* head, int e, int d) {
     const int half = d / 2, j = e < half ? e : e - half;
     const size_t at = (size_t)token * half + j;
-    const Pair y = turned(head, j, half, by.cos[at], by.sin[at]);
+    const Pair y = rotated(head, j, half, by.cos[at], by.sin[at]);
     return e < half ? y.first : y.second;
 }
 
-// The key and value of a token and kv head into the cache, by a block: which sees them after its next barrier.
+// Writes the key and value of a token and kv head into the cache. The block sees them after its next barrier.
 template <class T>
-__device__ __forceinline__ void take_in(const Unturned<T>& unturned, const Pages& pages, const Run& run, int kv_head) {
+__device__ __forceinline__ void append(const NewKeys<T>& added, const Pages& pages, const Run& run, int kv_head) {
     const int d = pages.head_dim;
     const size_t from = ((size_t)run.token * pages.kv_heads + kv_head) * d;
     const size_t to = place_of(pages, run.slot, run.position, kv_head);
     for (int e = threadIdx.x; e < d; e += blockDim.x) {
-        const float key = turned_element(unturned, run.token, unturned.k + from, e, d);
-        keep(unturned.keys[to + e], key, run.token, unturned.trouble);
-        keep(unturned.values[to + e], unturned.v[from + e], run.token, unturned.trouble);
+        const float key = rotated_element(added, run.token, added.k + from, e, d);
+        keep(added.keys[to + e], key, run.token, added.trouble);
+        keep(added.values[to + e], added.v[from + e], run.token, added.trouble);
     }
 }
 
 // q (N, H, d) -> scores (N, H, stride). Grid: chunks, G, tokens / tokens_each.
-// Shared: rows_at_once * (d in whole STEPs + 2) doubles. unturned: null, or, with one token a block,
-// what it is to turn and to take into the cache.
+// Shared: rows_at_once * (d in whole STEPs + 2) doubles. added: null, or what is rotated and appended here; then
+// tokens_each is 1, and q is rotated here too.
 template <class T, int TILES>
-__device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturned, const T* keys, const float* scales,
+__device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, const T* keys, const float* scales,
                                        const long long* slots, const long long* positions, int n, int tokens_each,
                                        int rows_at_once, int window, int heads, double factor, Pages pages,
                                        float* scores, int stride) {
     constexpr int IN_FLIGHT = TILES == 1 ? 4 : 1;  // steps: decoding waits for memory's latency
     double* query = dynamic_shared<double>();
-    begin_in_turn();
     const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
     const int width = (d + STEP - 1) / STEP * STEP, pitch = width + 2;  // rows 16 bytes apart in the banks
     const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
@@ -126,7 +163,7 @@ __device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturn
             place[tile] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
         }
         if constexpr (sizeof(T) > 1) {
-            if (unturned && last / CHUNK == chunk) take_in(*unturned, pages, run, kv_head);
+            if (added && last / CHUNK == chunk) append(*added, pages, run, kv_head);
         }
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += rows_at_once) {
             const int live = min(run.tokens * group - row_0, rows_at_once), tiles = (live + TILE - 1) / TILE;
@@ -136,7 +173,7 @@ __device__ inline void scores_of_chunk(const float* q, const Unturned<T>* unturn
                 const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
                 const float* from = q + mine.at * d;
                 float x = 0;
-                if (r < live && e < d) x = unturned ? turned_element(*unturned, run.token, from, e, d) : from[e];
+                if (r < live && e < d) x = added ? rotated_element(*added, run.token, from, e, d) : from[e];
                 query[r * pitch + e] = x;
             }
             __syncthreads();
@@ -198,20 +235,9 @@ __device__ __forceinline__ float softened(float score, Normaliser norm) {
     return (float)(exp((double)(score - norm.largest)) / norm.sum);
 }
 
-// (H, S) -> (H, S): the softmax by itself; a warp a row.
-extern "C" __global__ void softmax(const float* scores, int rows, int count, float* pattern) {
-    begin_in_turn();
-    const int row = blockIdx.x * WARPS + warp_of_block();
-    if (row >= rows) return;
-    const size_t at = (size_t)row * count;
-    const Normaliser norm = normaliser(scores + at, count);
-    for (int j = lane_of_warp(); j < count; j += 32) pattern[at + j] = softened(scores[at + j], norm);
-}
-
 // scores (N, H, stride) -> norms (N, H), for `values`; a warp a row.
 extern "C" __global__ void attention_normalisers(const float* scores, int stride, const long long* positions, int n,
                                                  int window, int heads, Normaliser* norms) {
-    begin_in_turn();
     const int number = blockIdx.x * WARPS + warp_of_block();
     if (number >= n * heads) return;
     const int position = (int)positions[number / heads];
@@ -247,11 +273,11 @@ __device__ inline void give_back_bad(unsigned bad, int j, Row row, double (&sum)
 }
 
 // scores (N, H, stride) -> z (N, H, d). Grid: chunks, or 1 where a block takes all of them; G; tokens / tokens_each.
-// Shared: TILES * TILE * PITCH doubles. norms (N, H), or null.  is_pattern: `scores` holds the pattern itself.
+// Shared: TILES * TILE * PITCH doubles. norms (N, H), or null.
 // parts (N, H, chunks, d) and done (N, G) zeros: room to work in.
 template <class T, int TILES>
-__device__ inline void values_of_chunk(const float* scores, int stride, int is_pattern, const Normaliser* norms,
-                                       const T* values, const float* scales, const long long* slots,
+__device__ inline void values_of_chunk(const float* scores, int stride, const Normaliser* norms, const T* values,
+                                       const float* scales, const long long* slots,
                                        const long long* positions, int n, int tokens_each, int window, int heads,
                                        Pages pages, double* parts, int* done, float* z) {
     constexpr int ROWS = TILES * TILE, IN_FLIGHT = TILES == 1 ? 2 : 1;
@@ -259,7 +285,6 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
     __shared__ Normaliser norm[ROWS];
     __shared__ long long where[CHUNK];  // each value's place in the pool; -1 of one that no token of the run sees
     __shared__ bool is_last;
-    begin_in_turn();
     const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
     const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const int begin = (gridDim.z - 1 - blockIdx.z) * tokens_each, end = min(begin + tokens_each, n);
@@ -273,7 +298,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += ROWS) {
             const int live = min(run.tokens * group - row_0, ROWS), tiles = (live + TILE - 1) / TILE;
             __syncthreads();  // the last rows' norms have been read
-            for (int r = warp_of_block(); r < live && !is_pattern; r += WARPS) {
+            for (int r = warp_of_block(); r < live; r += WARPS) {
                 const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
                 const float* from = scores + score_of(mine, mine.first, stride);
                 const int count = mine.last + 1 - mine.first;
@@ -294,10 +319,8 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
                         const int r = i / CHUNK, j = first + i % CHUNK;
                         const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
                         float p = 0;
-                        if (r < live && mine.first <= j && j <= mine.last) {
-                            const float score = scores[score_of(mine, j, stride)];
-                            p = is_pattern ? score : softened(score, norm[r]);
-                        }
+                        if (r < live && mine.first <= j && j <= mine.last)
+                            p = softened(scores[score_of(mine, j, stride)], norm[r]);
                         pattern[r * PITCH + i % CHUNK] = p;
                     }
                     __syncthreads();
@@ -388,13 +411,13 @@ __device__ inline void values_of_chunk(const float* scores, int stride, int is_p
                                   heads, factor, pages, scores, stride);                                               \
     }                                                                                                                  \
     extern "C" __global__ void A_BLOCK attention_values_##TILES##_##NAME(                                              \
-        const float* scores, int stride, int is_pattern, const Normaliser* norms, const T* values,                     \
+        const float* scores, int stride, const Normaliser* norms, const T* values,                                     \
         const float* scales, const long long* slots, const long long* positions, int n, int tokens_each, int window,   \
         int heads, const int* table, int pages_per_slot, int page_size, int kv_heads, int head_dim, double* parts,     \
         int* done, float* z) {                                                                                         \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        values_of_chunk<T, TILES>(scores, stride, is_pattern, norms, values, scales, slots, positions, n, tokens_each, \
-                                  window, heads, pages, parts, done, z);                                               \
+        values_of_chunk<T, TILES>(scores, stride, norms, values, scales, slots, positions, n, tokens_each, window,     \
+                                  heads, pages, parts, done, z);                                                       \
     }
 FOR_A_CACHE_OF(float, float32, 1)
 FOR_A_CACHE_OF(f16, float16, 1)
@@ -405,18 +428,18 @@ FOR_A_CACHE_OF(f16, float16, 4)
 FOR_A_CACHE_OF(bf16, bfloat16, 4)
 FOR_A_CACHE_OF(signed char, int8, 4)
 
-// Tokens of as many sequences, q, k and v as they come from their products. Grid: chunks, G, N.
-#define OF_UNTURNED_TOKENS(T, NAME)                                                                                    \
-    extern "C" __global__ void A_BLOCK attention_scores_unturned_##NAME(                                               \
+// Decoded tokens, q, k and v as their products leave them. Grid: chunks, G, N.
+#define SCORES_OF_NEW_TOKENS(T, NAME)                                                                                  \
+    extern "C" __global__ void A_BLOCK attention_append_scores_##NAME(                                                 \
         const float* q, const float* k, const float* v, const float* cos, const float* sin, T* keys, T* values,        \
         const long long* slots, const long long* positions, int n, int rows_at_once, int window, int heads,            \
         double factor, const int* table, int pages_per_slot, int page_size, int kv_heads, int head_dim, float* scores, \
         int stride, int* trouble) {                                                                                    \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        const Unturned<T> unturned{k, v, cos, sin, keys, values, trouble};                                             \
-        scores_of_chunk<T, 1>(q, &unturned, keys, nullptr, slots, positions, n, 1, rows_at_once, window, heads,        \
-                              factor, pages, scores, stride);                                                          \
+        const NewKeys<T> added{k, v, cos, sin, keys, values, trouble};                                                 \
+        scores_of_chunk<T, 1>(q, &added, keys, nullptr, slots, positions, n, 1, rows_at_once, window, heads, factor,   \
+                              pages, scores, stride);                                                                  \
     }
-OF_UNTURNED_TOKENS(float, float32)
-OF_UNTURNED_TOKENS(f16, float16)
-OF_UNTURNED_TOKENS(bf16, bfloat16)
+SCORES_OF_NEW_TOKENS(float, float32)
+SCORES_OF_NEW_TOKENS(f16, float16)
+SCORES_OF_NEW_TOKENS(bf16, bfloat16)

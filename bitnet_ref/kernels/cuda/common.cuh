@@ -1,5 +1,5 @@
-// What the device files share: sums and maxima over a warp or a block, 16-bit floats, copies into shared memory, and
-// waiting for the kernel before. No include of CUDA's own headers: NVRTC compiles this without any.
+// What the device files share: sums and maxima over a warp or a block, 16-bit floats, and copies into shared memory.
+// No include of CUDA's own headers: NVRTC compiles this without any.
 //
 // Everything is computed in a written order, so that the same block on the same numbers gives the same bits.
 #pragma once
@@ -140,30 +140,4 @@ __device__ __forceinline__ void copies_wait(int latest) {
     case 8: return copies_wait<8>();
     default: return copies_wait<9>();
     }
-}
-
-// -- the kernel before this one in the stream (programmatic dependent launch, sm_90) ----------------------------------
-
-/* Lets the next kernel of the stream start before this one ends, if it was launched to. */
-__device__ __forceinline__ void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-/* Returns when the kernels before have ended and what they wrote can be seen. Until then nothing may be written, and
- * nothing read but weights and what was there before the step began (attention_decode.cu says how far that is sure).
- * Every kernel calls it, if not in every block: a recorded step launches all of them to overlap. */
-__device__ __forceinline__ void wait_for_kernels_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#elif defined(BITNET_REF_EMULATED)
-    emulated::waited();
-#endif
-}
-
-/* How a kernel begins that has nothing to read before. */
-__device__ __forceinline__ void begin_in_turn() {
-    let_next_kernel_start();
-    wait_for_kernels_before();
 }

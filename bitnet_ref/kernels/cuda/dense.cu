@@ -185,15 +185,13 @@ constexpr int SUMS_KEPT = 8192;  // of chunks, in shared memory: 32 KB
 
 template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
     constexpr int TOKENS = TILES * TILE_TOKENS, SUMS = TILE_ROWS * TOKENS, ROUND = SUMS_KEPT / SUMS;
-    constexpr int LEAST_THREADS = 128, OWN = SUMS / LEAST_THREADS;
+    constexpr int MIN_THREADS = 128, OWN = SUMS / MIN_THREADS;
     float* kept = dynamic_shared<float>();  // [chunk of the round][row][token]
     const int groups = (n + TOKENS - 1) / TOKENS, row = blockIdx.x / groups * TILE_ROWS;
     const int first_token = blockIdx.x % groups * TOKENS, warps = blockDim.x / 32, chunks = chunks_of(width);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     int chunk = warp_of_block();
-    let_next_kernel_start();
     Words words = load_words(w, row, chunk, width, out);
-    wait_for_kernels_before();
     float sum[OWN] = {};  // of thread i: the sums i, i + its block's threads, ...
     for (int first = 0; first < chunks; first += ROUND) {
         const int end = min(first + ROUND, chunks);
@@ -283,9 +281,7 @@ template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
                 parts[part];
     };
 
-    let_next_kernel_start();
     ask_for_words(0);
-    wait_for_kernels_before();
 #pragma unroll
     for (int number = 0; number < TILES / C; number++) {
         float some[WIDE];
@@ -363,7 +359,6 @@ MANY(f16, 64_float16) { many<f16, 8>(ARGUMENTS); }
 constexpr int LANE_ROWS = 4;
 
 template <int TOKENS> __device__ inline void by_lanes(PARAMETERS(float)) {
-    begin_in_turn();
     const int lane = lane_of_warp(), row = (blockIdx.x * (blockDim.x / 32) + warp_of_block()) * LANE_ROWS;
     if (row >= out) return;  // the whole warp does
     for (int token = blockIdx.y * TOKENS; token < n; token += gridDim.y * TOKENS) {
@@ -383,10 +378,12 @@ template <int TOKENS> __device__ inline void by_lanes(PARAMETERS(float)) {
                     for (int e = 0; e < WIDE; e++) sum[r * TOKENS + t] += a[r][e] * b[e];
             }
         }
-        add_lanes<LANE_ROWS * TOKENS, 32>(sum, lane);
-        constexpr int EACH = 32 / (LANE_ROWS * TOKENS);  // lanes that have the same sum
-        const int r = row + lane / EACH / TOKENS, t = token + lane / EACH % TOKENS;
-        if (lane % EACH == 0 && t < n && r < out) y[place_in_stack(t, r, n, out, second, third)] = sum[0];
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS * TOKENS; i++) {
+            const float total = warp_sum(sum[i]);
+            const int r = row + i / TOKENS, t = token + i % TOKENS;
+            if (lane == i && t < n && r < out) y[place_in_stack(t, r, n, out, second, third)] = total;
+        }
     }
 }
 

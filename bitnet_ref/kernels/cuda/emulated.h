@@ -1,9 +1,10 @@
-// CUDA C++ on the host: included before a .cu file, it lets a C++17 compiler build that file unchanged and run it.
+// CUDA C++ on the host: the language's words, a block's threads and launches. emulated_functions.h has the functions; it
+// is included before a .cu file, and a C++17 compiler then builds that file unchanged.
 //
 // For reading, testing and debugging kernels where there is no GPU; nothing here is fast. One block runs after another.
 // A block's threads are fibers of one host thread: each runs until it needs the others (__syncthreads, or a warp's
-// shuffle, vote or mma) and then waits. So barriers and warp collectives mean what they mean on the device, and more is
-// found out than there:
+// shuffle, vote or mma) and then waits. So barriers and warp collectives mean what they mean on the device, and more
+// errors are found than there:
 //
 //   - a barrier that some threads never reach, or that they reach on different lines, is an error that says who waits
 //     where; so is a warp collective whose lanes came with another mask or another operation, or whose lane has exited,
@@ -12,7 +13,6 @@
 //     result that depends on it lacks a barrier;
 //   - shared memory holds 0xCD when a block starts (but not that of function templates: GCC keeps it out of the section
 //     that is filled), so a value read before it is written shows; a write past dynamic shared memory is an error;
-//   - what a launch that overlaps the one before may not read until it waits can be hidden from it (`Hidden`);
 //   - built with -fsanitize=address, every out-of-bounds access of shared, local and global memory is found.
 //
 // What it does not model: caches, memory ordering between blocks, alignment faults, occupancy, time.
@@ -44,13 +44,9 @@
 #define __global__
 #endif
 #define __device__
-#define __host__
-#define __constant__ static
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
-#define __restrict__ __restrict
-#define __align__(n) alignas(n)
 #ifdef __SANITIZE_ADDRESS__
 #define __shared__ static
 #else
@@ -65,30 +61,13 @@ struct dim3 {
 };
 struct uint3 { unsigned x, y, z; };
 
-#define EMULATED_VECTORS(type, name, alignment)                                                                       \
-    struct alignas(2 * sizeof(type)) name##2 { type x, y; };                                                          \
-    struct name##3 { type x, y, z; };                                                                                 \
-    struct alignas(alignment) name##4 { type x, y, z, w; };                                                           \
-    static inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                           \
-    static inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                                \
-    static inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-#define uint3 emulated_uint3  // declared above, for threadIdx
-EMULATED_VECTORS(signed char, char, 4)
-EMULATED_VECTORS(unsigned char, uchar, 4)
-EMULATED_VECTORS(short, short, 8)
-EMULATED_VECTORS(unsigned short, ushort, 8)
-EMULATED_VECTORS(int, int, 16)
-EMULATED_VECTORS(unsigned, uint, 16)
-EMULATED_VECTORS(float, float, 16)
-EMULATED_VECTORS(long long, longlong, 16)
-EMULATED_VECTORS(unsigned long long, ulonglong, 16)
-EMULATED_VECTORS(double, double, 16)
-#undef uint3
-#undef EMULATED_VECTORS
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static uint3 threadIdx, blockIdx;
 static dim3 blockDim, gridDim;
-static constexpr int warpSize = 32;
 
 // -- the block's threads, as fibers -----------------------------------------------------------------------------------
 
@@ -186,10 +165,8 @@ struct Machine {
     void **arguments = nullptr;
     char *dynamic = nullptr;
     size_t dynamic_bytes = 0;
-    int barrier_total = 0, barrier_count = 0;  // of the last __syncthreads_count: threads, and those with a true value
-    bool failed = false, waited = false;
-    const struct Launch *how = nullptr;
-    std::vector<char> behind;  // what is hidden now
+    int barrier_count = 0;  // threads that gave the last barrier a true value
+    bool failed = false;
     char error[1024] = "";
 #ifdef BITNET_REF_OWN_SWITCH
     void *context = nullptr;
@@ -248,44 +225,11 @@ __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...) 
     }
 }
 
-/* Memory that a block does not see before one of its threads waits: until then 0xFF, NaN as a float. */
-struct Hidden {
-    char *place;
-    unsigned long long bytes;
-};
-
 struct Launch {
     unsigned grid[3], block[3];
     unsigned dynamic_bytes;
     unsigned order;  // 0: threads and blocks ascend; 1: descend; else shuffled by this seed
-    unsigned overlapped;  // to be started before the kernel before has ended: it must wait for that by itself
-    unsigned hidden_count;
-    const Hidden *hidden;
 };
-
-static void hide() {
-    for (unsigned i = 0; i < machine.how->hidden_count; i++) {
-        const Hidden &each = machine.how->hidden[i];
-        machine.behind.insert(machine.behind.end(), each.place, each.place + each.bytes);
-        memset(each.place, 0xFF, each.bytes);
-    }
-}
-
-static void show() {
-    const char *from = machine.behind.data();
-    for (unsigned i = 0; i < machine.how->hidden_count && !machine.behind.empty(); i++) {
-        const Hidden &each = machine.how->hidden[i];
-        memcpy(each.place, from, each.bytes);
-        from += each.bytes;
-    }
-    machine.behind.clear();
-}
-
-/* What `wait_for_kernels_before` of common.cuh is here, where every kernel before has ended: noted. */
-static inline void waited() {
-    machine.waited = true;
-    show();
-}
 
 [[noreturn]] static void die() {
     for (;;) to_scheduler(true);
@@ -411,13 +355,12 @@ static bool release() {
         if (fiber.state == State::at_collective) any |= complete(warp_of(fiber.number), fiber.number % 32);
     if (any || machine.failed) return any;
     const Fiber &first = machine.fibers[0];
-    machine.barrier_count = machine.barrier_total = 0;
+    machine.barrier_count = 0;
     for (const Fiber &fiber : machine.fibers) {
         if (fiber.state != State::at_barrier || fiber.barrier_line != first.barrier_line ||
             strcmp(fiber.barrier_file, first.barrier_file) != 0)
             return false;
         machine.barrier_count += fiber.barrier_value != 0;
-        machine.barrier_total++;
     }
     for (Fiber &fiber : machine.fibers) fiber.state = State::ready;
     return true;
@@ -463,8 +406,8 @@ static void run_block() {
 static const char *launch(const Launch &how, void (*body)(void **), void **arguments) {
     const unsigned threads = how.block[0] * how.block[1] * how.block[2];
     const unsigned blocks = how.grid[0] * how.grid[1] * how.grid[2];
-    machine.failed = machine.waited = false;
-    machine.body = body, machine.arguments = arguments, machine.how = &how;
+    machine.failed = false;
+    machine.body = body, machine.arguments = arguments;
     machine.host_stack = nullptr;
     blockDim = dim3(how.block[0], how.block[1], how.block[2]);
     gridDim = dim3(how.grid[0], how.grid[1], how.grid[2]);
@@ -490,12 +433,9 @@ static const char *launch(const Launch &how, void (*body)(void **), void **argum
         if (how.order > 1) std::shuffle(machine.order.begin(), machine.order.end(), dice);
         const unsigned block = how.order == 1 ? blocks - 1 - i : i;
         blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / (gridDim.x * gridDim.y)};
-        hide();
         run_block();
-        show();  // a block need not wait
     }
     free(machine.dynamic);
-    if (how.overlapped && !machine.failed && !machine.waited) fail("it was launched to overlap, and waits for nothing");
     return machine.failed ? machine.error : nullptr;
 }
 
@@ -532,9 +472,5 @@ template <typename... Arguments, void (*kernel)(Arguments...)> struct Kernel<ker
 #define __syncthreads() ((void)emulated::barrier(__FILE__, __LINE__, 0))
 #define __syncthreads_count(value) emulated::barrier(__FILE__, __LINE__, (value) != 0)
 #define __syncthreads_or(value) (emulated::barrier(__FILE__, __LINE__, (value) != 0) != 0)
-#define __syncthreads_and(value)                                                                                      \
-    (emulated::barrier(__FILE__, __LINE__, (value) != 0) == emulated::machine.barrier_total)
 
 static inline void *emulated_dynamic_shared() { return emulated::machine.dynamic; }
-
-#include "emulated_functions.h"

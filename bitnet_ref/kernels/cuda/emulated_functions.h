@@ -1,5 +1,7 @@
-// The device's functions on the host: shuffles and votes of a warp, mma, atomics, intrinsics. See emulated.h.
+// The device's functions on the host: shuffles and votes of a warp, mma, atomics, intrinsics. See emulated.h. Only the
+// functions that kernels use are here; add what a new kernel needs.
 #pragma once
+#include "emulated.h"
 
 template <typename To, typename From> static To emulated_bits(From value) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");
@@ -83,19 +85,11 @@ static inline unsigned __ballot_sync(unsigned mask, int value) {
     emulated::collective("__ballot_sync", mask, emulated::finish_ballot, &mine);
     return mine.result;
 }
-static inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value) != 0; }
-static inline int __all_sync(unsigned mask, int value) { return __ballot_sync(mask, !value) == 0; }
 static inline void __syncwarp(unsigned mask = 0xffffffffu) {
     emulated::collective("__syncwarp", mask, emulated::finish_nothing, nullptr);
 }
-static inline int __reduce_add_sync(unsigned mask, int value) {
-    return emulated::reduce(mask, value, [](int a, int b) { return int(unsigned(a) + unsigned(b)); });
-}
 static inline int __reduce_max_sync(unsigned mask, int value) {
     return emulated::reduce(mask, value, [](int a, int b) { return std::max(a, b); });
-}
-static inline int __reduce_min_sync(unsigned mask, int value) {
-    return emulated::reduce(mask, value, [](int a, int b) { return std::min(a, b); });
 }
 
 // -- mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ------------------------------------------------------------------
@@ -285,52 +279,27 @@ static void mma_m16n8k16_bf16(float (&d)[R][C][4], const unsigned (&a)[R][STEPS]
 
 // -- atomics: one host thread runs everything -------------------------------------------------------------------------
 
-#define EMULATED_ATOMIC(name, type, expression)                                                                       \
-    static inline type name(type *place, type value) {                                                                \
-        const type old = *place;                                                                                      \
-        *place = (expression);                                                                                        \
-        return old;                                                                                                   \
-    }
-#define EMULATED_ATOMICS(type)                                                                                        \
-    EMULATED_ATOMIC(atomicMax, type, std::max(old, value))                                                            \
-    EMULATED_ATOMIC(atomicMin, type, std::min(old, value))                                                            \
-    EMULATED_ATOMIC(atomicOr, type, old | value)                                                                      \
-    EMULATED_ATOMIC(atomicAnd, type, old & value)                                                                     \
-    EMULATED_ATOMIC(atomicXor, type, old ^ value)                                                                     \
-    EMULATED_ATOMIC(atomicExch, type, value)                                                                          \
-    static inline type atomicCAS(type *place, type expected, type value) {                                            \
-        const type old = *place;                                                                                      \
-        if (old == expected) *place = value;                                                                          \
-        return old;                                                                                                   \
-    }
-EMULATED_ATOMICS(int)
-EMULATED_ATOMICS(unsigned)
-EMULATED_ATOMICS(unsigned long long)
-EMULATED_ATOMIC(atomicAdd, int, int(unsigned(old) + unsigned(value)))
-EMULATED_ATOMIC(atomicAdd, unsigned, old + value)
-EMULATED_ATOMIC(atomicAdd, unsigned long long, old + value)
-EMULATED_ATOMIC(atomicAdd, float, old + value)
-EMULATED_ATOMIC(atomicAdd, double, old + value)
-EMULATED_ATOMIC(atomicExch, float, value)
-EMULATED_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
-EMULATED_ATOMIC(atomicSub, int, int(unsigned(old) - unsigned(value)))
-#undef EMULATED_ATOMIC
-#undef EMULATED_ATOMICS
+template <typename T> static T atomicAdd(T *place, T value) {
+    const T old = *place;
+    *place = old + value;
+    return old;
+}
+template <typename T> static T atomicMax(T *place, T value) {
+    const T old = *place;
+    *place = std::max(old, value);
+    return old;
+}
+template <typename T> static T atomicCAS(T *place, T expected, T value) {
+    const T old = *place;
+    if (old == expected) *place = value;
+    return old;
+}
 static inline void __threadfence() {}
-static inline void __threadfence_block() {}
-static inline void __threadfence_system() {}
-static inline void __nanosleep(unsigned) {}
 
 // -- loads and stores with a cache hint -------------------------------------------------------------------------------
 
-template <typename T> static T __ldg(const T *place) { return *place; }
 template <typename T> static T __ldcg(const T *place) { return *place; }
 template <typename T> static T __ldcs(const T *place) { return *place; }
-template <typename T> static T __ldca(const T *place) { return *place; }
-template <typename T> static T __ldlu(const T *place) { return *place; }
-template <typename T> static void __stcg(T *place, T value) { *place = value; }
-template <typename T> static void __stcs(T *place, T value) { *place = value; }
-template <typename T> static void __stwt(T *place, T value) { *place = value; }
 
 // -- integers ---------------------------------------------------------------------------------------------------------
 
@@ -338,10 +307,6 @@ static inline int __dp4a(int a, int b, int c) {
     int sum = 0;
     for (int i = 0; i < 32; i += 8) sum += int8_t(a >> i) * int8_t(b >> i);
     return int(unsigned(c) + unsigned(sum));
-}
-static inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
-    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
-    return c;
 }
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const unsigned long long both = (unsigned long long)y << 32 | x;
@@ -355,22 +320,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     return result;
 }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
-static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
-static inline int __ffs(int x) { return __builtin_ffs(x); }
-static inline unsigned __brev(unsigned x) {
-    unsigned result = 0;
-    for (int i = 0; i < 32; i++) result |= (x >> i & 1) << (31 - i);
-    return result;
-}
-static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
-    return ((unsigned long long)high << 32 | low) << (by & 31) >> 32;
-}
-static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
-    return ((unsigned long long)high << 32 | low) >> (by & 31);
-}
-static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
-static inline int __mulhi(int a, int b) { return (long long)a * b >> 32; }
 #define EMULATED_MINMAX(type)                                                                                         \
     static inline type min(type a, type b) { return b < a ? b : a; }                                                  \
     static inline type max(type a, type b) { return a < b ? b : a; }
@@ -388,35 +338,13 @@ static inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 static inline int __float_as_int(float x) { return emulated_bits<int>(x); }
 static inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
 static inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
-static inline double __longlong_as_double(long long x) { return emulated_bits<double>(x); }
-static inline long long __double_as_longlong(double x) { return emulated_bits<long long>(x); }
 
 static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __frcp_rn(float a) { return 1.0f / a; }
-static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-static inline double __dadd_rn(double a, double b) { return a + b; }
-static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
-static inline double __ddiv_rn(double a, double b) { return a / b; }
-static inline double __dsqrt_rn(double a) { return sqrt(a); }
 static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 
-static inline int emulated_to_int(float x) {  // saturates; NaN gives 0
-    if (!(x == x)) return 0;
-    return x >= 2147483648.0f ? INT32_MAX : x < -2147483648.0f ? INT32_MIN : int(x);
-}
-static inline int __float2int_rn(float x) { return emulated_to_int(nearbyintf(x)); }
-static inline int __float2int_rz(float x) { return emulated_to_int(truncf(x)); }
-static inline int __float2int_rd(float x) { return emulated_to_int(floorf(x)); }
-static inline int __float2int_ru(float x) { return emulated_to_int(ceilf(x)); }
 static inline float __int2float_rn(int x) { return float(x); }
-static inline float __uint2float_rn(unsigned x) { return float(x); }
-static inline float __ll2float_rn(long long x) { return float(x); }
-static inline float __double2float_rn(double x) { return float(x); }
-static inline double __int2double_rn(int x) { return double(x); }
-static inline float rsqrtf(float x) { return float(1.0 / sqrt(double(x))); }
-static inline float __saturatef(float x) { return x > 0.0f ? fminf(x, 1.0f) : 0.0f; }  // NaN gives 0

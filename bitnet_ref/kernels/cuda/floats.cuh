@@ -22,36 +22,8 @@ __device__ __forceinline__ void assign(bf16& to, float x) { to.bits = float_to_b
 
 __device__ __forceinline__ bool is_finite(double x) { return x - x == 0; }  // Inf - Inf and NaN - NaN are NaN
 
-// COUNT sums that LANES neighbours hold in parts: the neighbours' parts of sums[0 .. COUNT) are added, and sums[0] becomes
-// the sum number `lane / (LANES / COUNT)` (COUNT and LANES powers of two, COUNT <= LANES).
-//
-// Adding each by itself would take log2(LANES) shuffles a sum. Instead each lane gives away half of its sums and is given
-// the other lane's parts of the rest, then half of those, ...: COUNT - 1 shuffles, and then one for each step that is
-// left. The order of every sum is that of the plain way: lanes 16 apart first, then 8, 4, 2, 1.
-//
-// The steps are a recursion of templates, not a loop that halves: of such a loop nvcc unrolls too little, and sums that
-// are indexed at run time lie in memory.
-template <int HALF, int APART, int COUNT, typename T>
-__device__ __forceinline__ void add_lanes_apart(T (&sums)[COUNT], int lane) {
-    if constexpr (HALF > 0) {
-        const bool upper = (lane & APART) != 0;
-#pragma unroll
-        for (int i = 0; i < HALF; i++) {
-            const T kept = upper ? sums[i + HALF] : sums[i], given = upper ? sums[i] : sums[i + HALF];
-            sums[i] = kept + __shfl_xor_sync(ALL_LANES, given, APART);
-        }
-        add_lanes_apart<HALF / 2, APART / 2>(sums, lane);
-    } else if constexpr (APART > 0) {
-        sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], APART);
-        add_lanes_apart<0, APART / 2>(sums, lane);
-    }
-}
-template <int COUNT, int LANES, typename T> __device__ __forceinline__ void add_lanes(T (&sums)[COUNT], int lane) {
-    add_lanes_apart<COUNT / 2, LANES / 2>(sums, lane);
-}
-
-// Which operation met a value that is not finite, and in which row: the first one to say so stays. The host reads it
-// when it reads results, so a NaN costs no wait in between.
-enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3, CACHE = 4, ROUNDED = 5 };
+// Which operation met a value that is not finite (or an id out of range), and in which row. The first report stays. The
+// host reads it together with results, so checking costs no extra wait. workspace.py has the messages.
+enum Trouble { RMS_NORM = 1, QUANTIZE = 2, LM_HEAD = 3, CACHE = 4, ROUNDED = 5, TAKE_ROWS = 6 };
 
 __device__ __forceinline__ void complain(int* trouble, Trouble op, int row) { atomicCAS(trouble, 0, row << 3 | op); }

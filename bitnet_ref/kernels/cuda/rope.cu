@@ -6,15 +6,14 @@
 //                   q'[j + d/2] = q[j + d/2] * cos[i, j] + q[j] * sin[i, j]        k likewise
 //     keys[slot i, position i] = k',  values[slot i, position i] = v
 //
-// cos and sin are NumPy's own, computed in float64 and uploaded: sine on a card has other last bits. A thread turns one
-// pair. The fused kernel turns k on its way into the cache: one launch instead of two, and k' is never read again. Of one
-// token even that is no launch: attention.cu does it.
+// cos and sin are NumPy's own, computed in float64 and uploaded: a GPU's sine has other last bits. A thread rotates one
+// pair. The fused kernel rotates k on its way into the cache: one launch instead of two, and k' is never read again. For
+// decoded tokens attention.cu does both.
 #include "rope.cuh"
 
-// q_turned (N, H, d) and k_turned (N, G, d); grid (ceil((H + G) * d/2 / blockDim), N).
+// q_rotated (N, H, d) and k_rotated (N, G, d); grid (ceil((H + G) * d/2 / blockDim), N).
 extern "C" __global__ void rope(const float* q, const float* k, const float* cos, const float* sin, int heads,
-                                int kv_heads, int head_dim, float* q_turned, float* k_turned) {
-    begin_in_turn();
+                                int kv_heads, int head_dim, float* q_rotated, float* k_rotated) {
     const int half = head_dim / 2, token = blockIdx.y, pair = blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= (heads + kv_heads) * half) return;
     const int j = pair % half, h = pair / half;
@@ -22,17 +21,16 @@ extern "C" __global__ void rope(const float* q, const float* k, const float* cos
     const size_t at = is_query ? ((size_t)token * heads + h) * head_dim
                                : ((size_t)token * kv_heads + h - heads) * head_dim;
     const float angle_cos = cos[(size_t)token * half + j], angle_sin = sin[(size_t)token * half + j];
-    const Pair y = turned((is_query ? q : k) + at, j, half, angle_cos, angle_sin);
-    float* out = (is_query ? q_turned : k_turned) + at;
+    const Pair y = rotated((is_query ? q : k) + at, j, half, angle_cos, angle_sin);
+    float* out = (is_query ? q_rotated : k_rotated) + at;
     out[j] = y.first;
     out[j + half] = y.second;
 }
 
-// k and v (N, G, d) as they are into the cache; grid (ceil(G * d / blockDim), N).
+// Writes k and v (N, G, d) into the cache; grid (ceil(G * d / blockDim), N).
 template <class T>
 __device__ inline void append(const float* k, const float* v, const long long* slots, const long long* positions,
                               Pages pages, T* keys, T* values, int* trouble) {
-    begin_in_turn();
     const int token = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, width = pages.kv_heads * pages.head_dim;
     if (i >= width) return;
     const size_t to = place_of(pages, slots[token], positions[token], 0) + i;
@@ -40,27 +38,26 @@ __device__ inline void append(const float* k, const float* v, const long long* s
     keep(values[to], v[(size_t)token * width + i], token, trouble);
 }
 
-// q turned to q_turned, k turned into the cache, v into the cache; grid as for `rope`.
+// Rotates q to q_rotated and k into the cache, and writes v into the cache; grid as for `rope`.
 template <class T>
 __device__ inline void rope_append(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                                    const long long* slots, const long long* positions, int heads, Pages pages,
-                                   float* q_turned, T* keys, T* values, int* trouble) {
-    begin_in_turn();
+                                   float* q_rotated, T* keys, T* values, int* trouble) {
     const int half = pages.head_dim / 2, token = blockIdx.y, pair = blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= (heads + pages.kv_heads) * half) return;
     const int j = pair % half, h = pair / half;
     const float angle_cos = cos[(size_t)token * half + j], angle_sin = sin[(size_t)token * half + j];
     if (h < heads) {
         const size_t at = ((size_t)token * heads + h) * pages.head_dim;
-        const Pair y = turned(q + at, j, half, angle_cos, angle_sin);
-        q_turned[at + j] = y.first;
-        q_turned[at + j + half] = y.second;
+        const Pair y = rotated(q + at, j, half, angle_cos, angle_sin);
+        q_rotated[at + j] = y.first;
+        q_rotated[at + j + half] = y.second;
         return;
     }
     const int g = h - heads;
     const size_t from = ((size_t)token * pages.kv_heads + g) * pages.head_dim;
     const size_t to = place_of(pages, slots[token], positions[token], g);
-    const Pair y = turned(k + from, j, half, angle_cos, angle_sin);
+    const Pair y = rotated(k + from, j, half, angle_cos, angle_sin);
     keep(keys[to + j], y.first, token, trouble);
     keep(keys[to + j + half], y.second, token, trouble);
     keep(values[to + j], v[from + j], token, trouble);
@@ -74,7 +71,6 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
                                        int kv_heads, int head_dim, signed char* keys, signed char* values,
                                        float* key_scales, float* value_scales, int* trouble) {
     __shared__ int scratch[32];
-    begin_in_turn();
     const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};
     const int g = blockIdx.x, token = blockIdx.y;
     const bool is_key = blockIdx.z == 0;
@@ -104,9 +100,9 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
     extern "C" __global__ void rope_append_##NAME(                                                                     \
         const float* q, const float* k, const float* v, const float* cos, const float* sin, const long long* slots,    \
         const long long* positions, int heads, const int* table, int pages_per_slot, int page_size, int kv_heads,      \
-        int head_dim, float* q_turned, T* keys, T* values, int* trouble) {                                             \
+        int head_dim, float* q_rotated, T* keys, T* values, int* trouble) {                                             \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        rope_append(q, k, v, cos, sin, slots, positions, heads, pages, q_turned, keys, values, trouble);               \
+        rope_append(q, k, v, cos, sin, slots, positions, heads, pages, q_rotated, keys, values, trouble);               \
     }
 FOR_A_CACHE_OF(float, float32)
 FOR_A_CACHE_OF(f16, float16)

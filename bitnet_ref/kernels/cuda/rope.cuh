@@ -1,4 +1,4 @@
-// One pair of RoPE, and one number into the cache: what rope.cu and attention share.
+// One pair of RoPE, and one number of the cache: shared by rope.cu and attention.cu.
 #pragma once
 #include "floats.cuh"
 #include "pages.cuh"
@@ -7,14 +7,12 @@ struct Pair {
     float first, second;
 };
 
-__device__ __forceinline__ Pair turned(float first, float second, float cos, float sin) {
+__device__ __forceinline__ Pair rotated(const float* x, int j, int half, float cos, float sin) {
+    const float first = x[j], second = x[j + half];
     return {first * cos - second * sin, second * cos + first * sin};
 }
-__device__ inline Pair turned(const float* x, int j, int half, float cos, float sin) {
-    return turned(x[j], x[j + half], cos, sin);
-}
 
-// One number into the cache. What 16 bits cannot hold is an error, as NaN is.
+// Stores one number of the cache. A number that 16 bits cannot hold is an error, as NaN is.
 template <class T> __device__ __forceinline__ void keep(T& to, float x, int token, int* trouble) {
     assign(to, x);
     if (sizeof(T) == 2 && !is_finite(as_float(to))) complain(trouble, CACHE, token);

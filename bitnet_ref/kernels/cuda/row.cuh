@@ -1,46 +1,45 @@
-// A token's row between two matrix products, as one block computes it: rows.cu writes what comes out of it,
+// One token's row between two matrix products, as one block computes it. rows.cu writes the result to memory,
 // ternary_row.cu multiplies it.
 //
 // Plain version, for a row of floats (NumPy: layers.py, quantization.py):
 //
-//     made   = a | a + b | relu(a)^2 * b | silu(a) * b            residual sum, or the gate
-//     normed = made / sqrt(mean(made^2) + eps) * weight           RMSNorm, if there is a weight
-//     scale  = 127 / max(max|normed|, 1e-5)                       absmax quantisation
+//     x      = a | relu(a)^2 * b | silu(a) * b                the input, or a gated pair
+//     normed = x / sqrt(mean(x^2) + eps) * weight             RMSNorm, if there is a weight
+//     scale  = 127 / max(max|normed|, 1e-5)                   absmax quantisation
 //     x_q    = clip(round(normed * scale), -128, 127)
 //
-// Bits: sums and exponentials are float64, rounded once to float32; the rest is the float32 expressions of NumPy, one
-// rounding each (compiled without fused multiply-add). So x_q equals NumPy's.
+// Bits: sums and exponentials are float64, rounded once to float32. The rest are NumPy's float32 expressions, one
+// rounding each (compiled without fused multiply-add), so x_q equals NumPy's.
 //
-// A thread has four neighbours of every 2048 elements, and keeps them in registers: VECTORS times four. The float64 sum
-// has one order, so that a row is the same whoever computes it: elements 4t to 4t + 3 of every 2048 are thread t's,
-// which adds the even ones to one sum and the odd ones to another, then both; then the block adds, as `block_sum` does.
-// A block has 512 threads, or fewer if they are enough for all fours of a row: those that are missing would add zeros.
+// A thread holds four neighbours of every 2048 elements in registers: VECTORS times four. The float64 sum has one order,
+// so a row gives the same bits in every kernel: elements 4t to 4t + 3 of every 2048 belong to thread t, which adds the
+// even ones to one sum and the odd ones to another, then both; `block_sum` adds the threads. A block has 512 threads, or
+// fewer if those hold the whole row: the missing threads would only add zeros.
 #pragma once
 #include "floats.cuh"
 
 constexpr int ROW_THREADS = 512, ROW_STEP = 4 * ROW_THREADS;  // ROW_STEP: elements from a thread's four to its next
 
-enum Source { PLAIN = 0, SUM = 1, RELU2 = 2, SILU = 3 };
+enum Gate { PLAIN = 0, RELU2 = 1, SILU = 2 };  // rows.py: GATES
 
-// a / (1 + e^-a), written so that e^-|a| never overflows. By itself: thirty-two copies of an exponential are no help.
+// a / (1 + e^-a), written so that e^-|a| never overflows. Not inlined: a row would have 32 copies of the exponential.
 __device__ __noinline__ float silu(float a) {
     const double wide = a, e = exp(-fabs(wide));
     return (float)(wide * (wide >= 0 ? 1.0 : e) / (1.0 + e));
 }
 
-__device__ __forceinline__ float make(int source, float a, float b) {
-    if (source == SUM) return a + b;
-    if (source == RELU2) {
+__device__ __forceinline__ float gated(int gate, float a, float b) {
+    if (gate == RELU2) {
         const float positive = a > 0 || a != a ? a : 0.0f;  // NaN passes
         return positive * positive * b;
     }
-    if (source == SILU) return silu(a) * b;
+    if (gate == SILU) return silu(a) * b;
     return a;
 }
 
 // -- a thread's elements: x[v][e] is the row's element 2048 v + 4 threadIdx.x + e -------------------------------------
 
-// Calls each(v, i), i the first of the four, for the fours that begin within the row.
+// Calls each(v, i) for the fours that begin within the row; i is the first of the four.
 template <int VECTORS, class Each> __device__ __forceinline__ void each_four(int width, Each each) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -49,12 +48,12 @@ template <int VECTORS, class Each> __device__ __forceinline__ void each_four(int
     }
 }
 
-// Whether fours of a row may be read and written at once: they begin at multiples of 16 bytes, and none is cut.
+// Whether fours of a row can be read and written as 16 bytes: all are aligned, and none is cut.
 __device__ __forceinline__ bool in_fours(const void* row, int width) {
     return width % 4 == 0 && (unsigned long long)row % 16 == 0;
 }
 
-// What lies past the end of a row are zeros, in a four that begins within it.
+// Elements past the end of the row are zeros, in a four that begins within it.
 template <int VECTORS> __device__ __forceinline__ void load(float (&x)[VECTORS][4], const float* row, int width) {
     if (in_fours(row, width)) {
         each_four<VECTORS>(width, [&](int v, int i) {
@@ -82,44 +81,6 @@ template <int VECTORS> __device__ __forceinline__ void store(float* row, const f
     }
 }
 
-// A thread's elements of a weight into shared memory, for itself: one group of copies, on their way when this returns.
-template <int VECTORS> __device__ __forceinline__ void stage(float* here, const float* weight, int width) {
-    if (in_fours(weight, width)) {
-        each_four<VECTORS>(width, [&](int, int i) { copy_async_16(here + i, weight + i, true); });
-    } else {
-        each_four<VECTORS>(width, [&](int, int i) {
-            for (int e = 0; e < 4; e++) here[i + e] = i + e < width ? weight[i + e] : 0.0f;
-        });
-    }
-    copies_commit();
-}
-
-struct Recipe {  // what a row is made of; weight null: no norm
-    int source;
-    const float *a, *b;  // of this row
-    int width;
-    const float* weight;
-    double eps, part;  // part: 1 / width
-};
-
-// The row before its norm. SOURCE as a constant, so that only its own instructions are there.
-template <int SOURCE, int VECTORS> __device__ __forceinline__ void make_from(float (&x)[VECTORS][4], const Recipe& of) {
-    float b[VECTORS][4];
-    load(x, of.a, of.width);
-    if (SOURCE == PLAIN) return;
-    load(b, of.b, of.width);
-    each_four<VECTORS>(of.width, [&](int v, int) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[v][e] = make(SOURCE, x[v][e], b[v][e]);
-    });
-}
-template <int VECTORS> __device__ __forceinline__ void make_of(float (&x)[VECTORS][4], const Recipe& of) {
-    if (of.source == PLAIN) make_from<PLAIN>(x, of);
-    if (of.source == SUM) make_from<SUM>(x, of);
-    if (of.source == RELU2) make_from<RELU2>(x, of);
-    if (of.source == SILU) make_from<SILU>(x, of);
-}
-
 // -- sums and maxima --------------------------------------------------------------------------------------------------
 
 struct RowScratch {  // of a block, in shared memory
@@ -127,7 +88,7 @@ struct RowScratch {  // of a block, in shared memory
     double squares[32];
 };
 
-// The product of two floats is exact in float64: adding it is one rounding, and one instruction.
+// The product of two floats is exact in float64, so adding it is one rounding and one instruction.
 struct Squares {
     double even = 0, odd = 0;
     template <int VECTORS> __device__ __forceinline__ void add(const float (&x)[VECTORS][4], int width) {
@@ -141,7 +102,7 @@ struct Squares {
     }
 };
 
-__device__ __forceinline__ float larger(float a, float b) {  // NaN wins, as of Max, in one instruction
+__device__ __forceinline__ float larger(float a, float b) {  // NaN wins, as in Max, in one instruction
 #ifdef BITNET_REF_EMULATED
     return Max::combine(a, b);
 #else
@@ -161,9 +122,15 @@ template <int VECTORS> __device__ __forceinline__ float largest_of(const float (
 
 // -- the norm ---------------------------------------------------------------------------------------------------------
 
-// n / d rounded once, in three instructions, if `inverse` is 1 / d rounded once: with a quotient that is nearly right
-// what it leaves of n is exact, and tells which neighbour is the nearest (P. Markstein, IBM Journal of Research and
-// Development 34, 1990). Where what is left is too small for a float (|n| < 2^-101) the last bit may be wrong.
+struct RowNorm {  // weight null: no norm
+    const float* weight;
+    int width;
+    double eps, part;  // part: 1 / width
+};
+
+// n / d rounded once, in three instructions, given `inverse`, 1 / d rounded once. The remainder of a nearly right quotient
+// is exact and tells which neighbour is nearest (P. Markstein, IBM Journal of Research and Development 34, 1990). Where
+// the remainder is too small for a float (|n| < 2^-101) the last bit may be wrong.
 __device__ __forceinline__ float quotient(float n, float d, float inverse) {
     const float q = __fmul_rn(n, inverse);
     return __fmaf_rn(__fmaf_rn(-q, d, n), inverse, q);
@@ -173,23 +140,23 @@ __device__ __forceinline__ double quotient(double n, double d, double inverse) {
     return __fma_rn(__fma_rn(-q, d, n), inverse, q);
 }
 
-// What a row is divided by. `plainly`: by a division each, where the three instructions may not do. So it is with an
-// rms near the ends of what floats hold, and in rows that are handed out, right to the last bit of the smallest number.
-// To int8, elements below 2^-101 do not matter: with an rms above 1e-7 they are at most 2^-77 after it, and 2^-53 after
-// the scale (at most 127 / 1e-5), so that a weight would have to be 2^50 to make anything but zero of them.
+// The divisor of a row. `divides`: by a division per element, where `quotient` may be wrong: with an rms near the limits
+// of float32, and in rows that are written out, which must be right to the last bit of the smallest number. For int8,
+// elements below 2^-101 do not matter: with an rms above 1e-7 they are at most 2^-77 after it, and 2^-53 after the scale
+// (at most 127 / 1e-5), so a weight would have to be 2^50 to make anything but zero of them.
 struct Rms {
     float value, inverse;
-    bool plainly;
+    bool divides;
 };
 
-// squares: of each thread. tells: whether this block is the one to say what is not finite, of row number `token`.
-__device__ __forceinline__ Rms rms_of(const Squares& squares, const Recipe& of, RowScratch& scratch, bool handed_out,
-                                      bool tells, int token, int* trouble) {
+// squares: of each thread. reports: whether this block reports a value that is not finite, in row number `token`.
+__device__ __forceinline__ Rms rms_of(const Squares& squares, const RowNorm& by, RowScratch& scratch, bool written,
+                                      bool reports, int token, int* trouble) {
     const double sum = block_sum(squares.even + squares.odd, scratch.squares);
-    const double mean_square = quotient(sum, (double)of.width, of.part);
-    if (threadIdx.x == 0 && tells && !is_finite(mean_square)) complain(trouble, RMS_NORM, token);
-    const float rms = (float)sqrt(mean_square + of.eps);
-    return {rms, __frcp_rn(rms), handed_out || !(rms > 1e-7f && rms < 1e15f)};
+    const double mean_square = quotient(sum, (double)by.width, by.part);
+    if (threadIdx.x == 0 && reports && !is_finite(mean_square)) complain(trouble, RMS_NORM, token);
+    const float rms = (float)sqrt(mean_square + by.eps);
+    return {rms, __frcp_rn(rms), written || !(rms > 1e-7f && rms < 1e15f)};
 }
 
 // weight(v, i): of the four x[v].
@@ -203,7 +170,7 @@ __device__ __forceinline__ void norm(float (&x)[VECTORS][4], Weight weight, cons
             for (int e = 0; e < 4; e++) x[v][e] = divided(x[v][e]) * w[e];
         });
     };
-    if (rms.plainly)
+    if (rms.divides)
         each([&](float n) { return n / rms.value; });
     else
         each([&](float n) { return quotient(n, rms.value, rms.inverse); });
@@ -211,16 +178,16 @@ __device__ __forceinline__ void norm(float (&x)[VECTORS][4], Weight weight, cons
 
 // -- int8 -------------------------------------------------------------------------------------------------------------
 
-// Of all threads' largest |element|.
-__device__ __forceinline__ float scale_of(float largest, RowScratch& scratch, bool tells, int token, int* trouble) {
+// largest: the largest |element| of each thread.
+__device__ __forceinline__ float scale_of(float largest, RowScratch& scratch, bool reports, int token, int* trouble) {
     largest = block_largest(largest, scratch.largest);
-    if (threadIdx.x == 0 && tells && !is_finite(largest)) complain(trouble, QUANTIZE, token);
+    if (threadIdx.x == 0 && reports && !is_finite(largest)) complain(trouble, QUANTIZE, token);
     return 127.0f / fmaxf(largest, 1e-5f);
 }
 
-// Four elements as int8, the first in the lowest byte. Floats about 1.5 * 2^23 are whole numbers, so adding that
-// rounds, half to even, and leaves the number in the lowest bits as two's complement. There is nothing to clip: no
-// |element| is above `largest`, and so no product above 127 by more than its roundings.
+// Four elements as int8, the first in the lowest byte. Floats about 1.5 * 2^23 are whole numbers, so adding that rounds
+// half to even and leaves the number in the lowest bits as two's complement. Nothing needs clipping: no |element| is
+// above `largest`, so no product exceeds 127 by more than its roundings.
 __device__ __forceinline__ unsigned as_int8(const float (&x)[4], float scale) {
     unsigned bits[4];
 #pragma unroll

@@ -7,10 +7,9 @@
 //
 // Floats are compared as integers of the same order: the sign bit flipped, and of negative ones all bits; -0 is 0.
 // `kth_largest` finds the threshold 8 bits at a time: a histogram of the next 8 bits of all keys that begin like the
-// threshold, and the bin in which the k-th lies. For k = 1 `largest` is a plain maximum of what each of many blocks has,
-// which `collect` takes: that no number needs to be zero before keeps a filling of memory from between the launches.
-// `collect` then writes what reaches the threshold, in any order: the host sorts a few ids. With k = 1 the smallest of
-// them is the greedy token, and `advance` makes it the input of the next step, before the host has seen it.
+// threshold, and the bin in which the k-th lies. For k = 1 `largest` computes one maximum per block, which `collect`
+// combines: so no memory has to be zeroed between the launches. `collect` then writes what reaches the threshold, in any
+// order: the host sorts a few ids.
 #include "floats.cuh"
 
 __device__ inline unsigned key_of(float x) {
@@ -27,18 +26,9 @@ __device__ inline unsigned largest_of_block(unsigned mine, unsigned* block) {
     return *block;
 }
 
-// For `collect`, which counts on from there. Whoever read these of the call before has ended: the wait is over.
-__device__ __forceinline__ void begin_counting(int token, int* counts, int* from_end) {
-    counts[token] = 0;
-    from_end[token] = 0;
-}
-
-// thresholds (n, blocks): the largest key of each block's share of a token's logits; counts and from_end (n,) zeros;
-// grid (blocks, n).
-extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* counts, int* from_end,
-                                   int* trouble) {
+// thresholds (n, blocks): the largest key of each block's share of a token's logits; counts (n,) zeros; grid (blocks, n).
+extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* counts, int* trouble) {
     __shared__ unsigned block;
-    begin_in_turn();
     const float* row = logits + (size_t)blockIdx.y * vocab;
     unsigned mine = 0;
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
@@ -49,17 +39,15 @@ extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thr
     mine = largest_of_block(mine, &block);
     if (threadIdx.x != 0) return;
     thresholds[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = mine;
-    if (blockIdx.x == 0) begin_counting(blockIdx.y, counts, from_end);
+    if (blockIdx.x == 0) counts[blockIdx.y] = 0;
 }
 
-// thresholds (n,) -> the key of each token's ks[token]-th largest logit; counts and from_end (n,) zeros; one block a
-// token.
+// thresholds (n,): the key of each token's ks[token]-th largest logit; counts (n,) zeros; one block per token.
 extern "C" __global__ void kth_largest(const float* logits, int vocab, const int* ks, unsigned* thresholds, int* counts,
-                                       int* from_end, int* trouble) {
+                                       int* trouble) {
     __shared__ int bins[256];
     __shared__ unsigned chosen;
     __shared__ int left;
-    begin_in_turn();
     const float* row = logits + (size_t)blockIdx.x * vocab;
     unsigned begins = 0;
     int rank = ks[blockIdx.x];
@@ -84,17 +72,15 @@ extern "C" __global__ void kth_largest(const float* logits, int vocab, const int
     }
     if (threadIdx.x != 0) return;
     thresholds[blockIdx.x] = begins;
-    begin_counting(blockIdx.x, counts, from_end);
+    counts[blockIdx.x] = 0;
 }
 
-// A token's threshold is the largest of `shares` that it has in thresholds (n, shares). counts (n,) zeros -> how many
-// reach it; from_end (n,) zeros -> vocab - the smallest id of them; ids and values (n, room), the first `room` of them
-// found; told, what is in `trouble` by now; grid (blocks, n).
+// A token's threshold is the largest of thresholds (n, shares). counts (n,) zeros -> how many logits reach it; ids and
+// values (n, room): the first `room` of them found; trouble_copy: the value of `trouble` now; grid (blocks, n).
 extern "C" __global__ void collect(const float* logits, int vocab, const unsigned* thresholds, int shares, int room,
-                                   int* counts, int* from_end, int* ids, float* values, const int* trouble, int* told) {
+                                   int* counts, int* ids, float* values, const int* trouble, int* trouble_copy) {
     __shared__ unsigned block;
-    begin_in_turn();
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *told = *trouble;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *trouble_copy = *trouble;
     const float* row = logits + (size_t)blockIdx.y * vocab;
     unsigned threshold = 0;
     for (int i = threadIdx.x; i < shares; i += blockDim.x)
@@ -102,7 +88,6 @@ extern "C" __global__ void collect(const float* logits, int vocab, const unsigne
     threshold = largest_of_block(threshold, &block);
     for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
         if (key_of(row[id]) < threshold) continue;
-        atomicMax(from_end + blockIdx.y, vocab - id);
         const int place = atomicAdd(counts + blockIdx.y, 1);
         if (place >= room) continue;
         ids[(size_t)blockIdx.y * room + place] = id;
@@ -110,20 +95,10 @@ extern "C" __global__ void collect(const float* logits, int vocab, const unsigne
     }
 }
 
-// values (n, m) = each token's logits of its ids (n, m), where those are not negative; grid (ceil(m / blockDim), n).
+// values (n, m): each token's logits of its ids (n, m), where those are not negative; grid (ceil(m / blockDim), n).
 extern "C" __global__ void pick(const float* logits, int vocab, const long long* ids, int m, float* values) {
-    begin_in_turn();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= m) return;
     const long long id = ids[(size_t)blockIdx.y * m + i];
     if (id >= 0) values[(size_t)blockIdx.y * m + i] = logits[(size_t)blockIdx.y * vocab + id];
-}
-
-// Each of n sequences one token on: its input is what `collect` has found, at the next position. A thread a sequence.
-extern "C" __global__ void advance(const int* from_end, int n, int vocab, long long* tokens, long long* positions) {
-    begin_in_turn();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    tokens[i] = min(vocab - from_end[i], vocab - 1);
-    positions[i]++;
 }

@@ -1,7 +1,7 @@
 // The ternary product y[M,N] = x[M,K] w[N,K]^T on a GPU: int8 activations, 2-bit weights, exact int32 sums.
 //
 // Read ternary.cuh first, which has the layout of the weights; then this file from top to bottom: the plain version, and
-// the fast ones. One token whose row is made on the way is multiplied in ternary_row.cu.
+// the fast ones. ternary_row.cu multiplies one token whose row it norms and quantises itself.
 #include "mma.cuh"
 #include "stacked.cuh"
 #include "ternary.cuh"
@@ -10,7 +10,6 @@
 
 /* One thread a word: from rows of 4 codes a byte (w + 1, the first in the lowest bits) to tiles. */
 extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, int columns, unsigned *tiles) {
-    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, row_bytes = (columns + 3) / 4;
     const long long tile = index / TILE_WORDS;
@@ -34,7 +33,6 @@ extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, i
 /* Rows of `columns` int8 into rows of whole tiles: for x whose rows the kernels below cannot read. */
 extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int columns, signed char *padded) {
     const int stride = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
-    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * stride) return;
     const long long token = index / stride;
@@ -49,6 +47,7 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 //   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see above
 //   w_scales  (rows,) float32   x_scales (tokens,) float32   bias (rows,) float32 or null
 //   second, third  where the second and the third matrix of a stack begin, see stacked.cuh
+//   residual  (tokens, rows) float32, added to y; or null, as for every stack
 //   y         (tokens, rows) float32 (of a stack: see stacked.cuh), or null where the sums themselves are wanted
 //   acc       (tokens, rows) int32 for these, or null
 //   share     of kernel 3: tiles along K of one block; the grid has ceil(tiles_k / share) blocks along K, which *add* to
@@ -56,15 +55,14 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 //   done      of kernel 3 where several blocks make a y: a zero for each block of rows and tokens, and zeros after
 #define PARAMETERS                                                                                                    \
     const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns, int second,       \
-        int third, int share, const float *w_scales, const float *x_scales, const float *bias, int *acc, int *done,   \
-        float *y
+        int third, int share, const float *w_scales, const float *x_scales, const float *bias,                        \
+        const float *residual, int *acc, int *done, float *y
 #define ARGUMENTS                                                                                                     \
-    x_q, x_stride, tiles, tokens, rows, columns, second, third, share, w_scales, x_scales, bias, acc, done, y
+    x_q, x_stride, tiles, tokens, rows, columns, second, third, share, w_scales, x_scales, bias, residual, acc, done, y
 
 // -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
 
 extern "C" __global__ void ternary_plain(PARAMETERS) {
-    begin_in_turn();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
     const long long token = index / rows;
@@ -80,8 +78,8 @@ extern "C" __global__ void ternary_plain(PARAMETERS) {
     if (acc != nullptr)
         acc[index] = sum;
     else
-        y[place_in_stack(token, row, tokens, rows, second, third)] =
-            scaled(sum, w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f);
+        write_y(y, residual, place_in_stack(token, row, tokens, rows, second, third),
+                scaled(sum, w_scales[row], x_scales[token], bias != nullptr, bias ? bias[row] : 0.0f));
 }
 
 // -- 1: one token, dp4a -----------------------------------------------------------------------------------------------
@@ -91,9 +89,6 @@ extern "C" __global__ void ternary_plain(PARAMETERS) {
 // 3 MB, 23 KB for each multiprocessor, which is the whole of a small matrix. So a block takes 16 rows and all of K, its
 // warps take the tiles of a row of tiles in turn, and each asks for its first four tiles (16 bytes a lane and tile)
 // before it does anything else. Nothing of the weights goes through shared memory.
-//
-// Launched to overlap, a kernel starts before the one before it has ended, and asks for its weights while it waits for
-// x; weights are therefore complete before any launch (`TernaryKernels.prepare` waits).
 //
 // Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a. The x of a warp's four tiles is 512 bytes:
 // one load of 16 bytes a lane, handed round through shared memory within the warp.
@@ -131,11 +126,9 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     const int t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
     int tile = warp_of_block();
-    let_next_kernel_start();
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     const Row mine(threadIdx.x < TILE_ROWS ? blockIdx.x * TILE_ROWS + threadIdx.x : rows, rows, w_scales, bias, acc);
-    wait_for_kernels_before();
     const float x_scale = mine.exists && acc == nullptr ? x_scales[0] : 1.0f;
     int sums[2] = {0, 0};  // 64 times those of rows g and g + 8
     while (tile < tiles_k) {
@@ -163,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     int sum = 0;
     for (int warp = 0; warp < warps; warp++) sum += partial[warp][threadIdx.x];
     sum >>= 6;
-    if (acc == nullptr)  // of one token all results of a stack lie in the order of its rows
-        y[mine.row] = scaled(sum, mine.w_scale, x_scale, bias != nullptr, mine.bias);
+    if (acc == nullptr)  // for one token the results of a stack are in the order of its rows
+        write_y(y, residual, mine.row, scaled(sum, mine.w_scale, x_scale, bias != nullptr, mine.bias));
     else
         acc[mine.row] = sum;
 }
@@ -187,11 +180,9 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     const uint4 *row_of_tiles = reinterpret_cast<const uint4 *>(tiles) + (long long)blockIdx.x * tiles_k * 32;
     int tile = warp_of_block();
-    let_next_kernel_start();
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     const Row mine(blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, rows, w_scales, bias, acc);
-    wait_for_kernels_before();
     const signed char *x_of_token[GROUPS];  // columns of B past the last token repeat it, and are not written
     #pragma unroll
     for (int group = 0; group < GROUPS; group++)
@@ -249,8 +240,8 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
         for (int warp = 0; warp < warps; warp++) sum += partial[warp * TOKENS * TILE_ROWS + index];
         sum >>= 6;
         if (acc == nullptr)
-            y[place_in_stack(token, mine.row, tokens, rows, second, third)] =
-                scaled(sum, mine.w_scale, x_scales[token], bias != nullptr, mine.bias);
+            write_y(y, residual, place_in_stack(token, mine.row, tokens, rows, second, third),
+                    scaled(sum, mine.w_scale, x_scales[token], bias != nullptr, mine.bias));
         else
             acc[place] = sum;
     }
@@ -307,13 +298,11 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     const int row_tile = (blockIdx.x * ROW_WARPS + warp_of_block() % ROW_WARPS) * WARP_ROW_TILES;
     const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
 
-    let_next_kernel_start();
     // Rows past the last are those of the last tile, and not written.
     const uint4 *weights = reinterpret_cast<const uint4 *>(tiles) + lane_of_warp() +
                            ((long long)min(row_tile, tiles_n - 1) * tiles_k + begin) * 32;
     const int below = row_tile + 1 < tiles_n ? tiles_k * 32 : 0;
     uint4 words[WARP_ROW_TILES] = {weights[0], weights[below]};
-    wait_for_kernels_before();
     #pragma unroll
     for (int ahead = 0; ahead < STAGES - 1; ahead++) {
         if (begin + ahead < end)
@@ -356,7 +345,7 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
         }
     }
     // Each of the warp's sums, by the rows g and g + 8 of its tiles: 8 lanes write 32 bytes side by side.
-    auto each = [&](auto write) {
+    auto each = [&](auto use) {
         #pragma unroll
         for (int i = 0; i < WARP_ROW_TILES; i++)
             #pragma unroll
@@ -368,18 +357,18 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
                     #pragma unroll
                     for (int odd = 0; odd < 2; odd++) {
                         const int token = first_token + warp_token + 8 * group + 2 * t + odd;
-                        if (token < tokens) write(row, token, sums[i][group][2 * half + odd] >> 6);
+                        if (token < tokens) use(row, token, sums[i][group][2 * half + odd] >> 6);
                     }
             }
     };
-    auto write_y = [&](int row, int token, int sum) {
+    auto write = [&](int row, int token, int sum) {
         const float b = bias != nullptr ? bias[row] : 0.0f;
-        y[place_in_stack(token, row, tokens, rows, second, third)] =
-            scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b);
+        write_y(y, residual, place_in_stack(token, row, tokens, rows, second, third),
+                scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b));
     };
     if (gridDim.z == 1) {
         if (acc == nullptr)
-            each(write_y);
+            each(write);
         else
             each([&](int row, int token, int sum) { acc[(long long)token * rows + row] = sum; });
         return;
@@ -394,7 +383,7 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     __threadfence();
     each([&](int row, int token, int) {
         int *place = acc + (long long)token * rows + row;
-        write_y(row, token, __ldcg(place));
+        write(row, token, __ldcg(place));
         *place = 0;
     });
     if (threadIdx.x == 0) *count = 0;

@@ -42,8 +42,13 @@ __device__ __forceinline__ void add_tile(int (&sums)[2], uint4 words, uint4 low,
 // -- what becomes of a sum --------------------------------------------------------------------------------------------
 
 /* y = sum * (w_scale / x_scale) + bias, each operation rounded once, as `quantization.dequantize` writes it. Every row
- * has a w_scale of its own, so that matrices of different scales can lie on top of each other. */
+ * has its own w_scale, so matrices of different scales can be stacked. */
 __device__ __forceinline__ float scaled(int sum, float w_scale, float x_scale, bool biased, float bias) {
     const float value = __fmul_rn(__int2float_rn(sum), __fdiv_rn(w_scale, x_scale));
     return biased ? __fadd_rn(value, bias) : value;
+}
+
+/* Writes a result, added to the residual stream where one is given: the bits of `add(residual, linear(x))`. */
+__device__ __forceinline__ void write_y(float *y, const float *residual, long long place, float value) {
+    y[place] = residual != nullptr ? __fadd_rn(residual[place], value) : value;
 }

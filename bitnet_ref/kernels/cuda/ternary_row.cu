@@ -1,41 +1,40 @@
-// One token through a ternary linear, from what its row is made of to the result: a decoding step's four products a
-// layer, each in one launch with all that lies before it.
+// One token through a ternary linear, from its float row to the result: each of a decoding step's four products per
+// layer in one launch, with the norm and the quantisation before it.
 //
-// Plain version (NumPy: quantization.py; row.cuh says what comes before, ternary.cu has the product by itself):
+// Plain version (NumPy: layers.py, quantization.py; row.cuh says what comes before the product, ternary.cu has the product
+// by itself):
 //
-//     x_q, scale = quantised row
-//     y[n]       = (sum over k of x_q[k] * w[n][k]) * (w_scale[n] / scale) + bias[n]
-//     gated:  y[n] = make(gate, y[n], y[n + N/2])                 the matrix is gate and up, on top of each other
+//     x_q, scale = quantised RMSNorm of x
+//     y[n]       = (sum over k of x_q[k] * w[n][k]) * (w_scale[n] / scale) + bias[n] + residual[n]
+//     gated:  y[n] = gated(gate, y[n], y[n + N/2])                the matrix is gate and up, stacked
 //
-// A layer of 2B-4T by one kernel a step is 11 launches, each of which waits for the one before: with some 2 us for
-// every one (assumed; none of this has run on a GPU yet), 30 layers are 0.7 ms, and the bytes of a token only 0.28 ms
-// at 4.3 TB/s. So every block makes the whole row for itself, from the second-level cache. That is the same work in
-// every block, but at the same time; past one token it would be dearer than a launch.
+// A layer of 2B-4T takes 11 launches as one kernel per operation, each waiting for the one before. At some 2 us per launch
+// (assumed; none of this has run on a GPU yet) 30 layers are 0.7 ms, and reading the weights only 0.28 ms at 4.3 TB/s. So
+// every block computes the whole row for itself, from the second-level cache: all blocks do the same work at the same
+// time. With more than one token that would cost more than a launch.
 //
-// It is done once a multiprocessor: a grid has one block for each of these, and leaves half of it to the block of the
-// next kernel. Two blocks of 512 threads with 64 registers fill the 65,536 there are, and shared memory has room for
-// both (rows.py: `row_launch`). So, launched to overlap, a block asks for what lies in memory while the kernel before
-// still computes: the norm's weight, and as many tiles as there are slots, by asynchronous copies into shared memory,
-// since there are no registers to wait in. Ten slots a warp are 80 KB a multiprocessor: all that the widest product of
-// 2B-4T, gate and up, has for one of 132.
+// The grid has one block per multiprocessor. A block first asks for as many weight tiles as it has slots, by asynchronous
+// copies into shared memory; registers have no room for them. Ten slots per warp are 80 KB per multiprocessor: all that
+// the widest product of 2B-4T, gate and up, has for one of 132. While they are on their way the row is normed and
+// quantised in registers, and its int8 are laid into shared memory in the order of an mma.
 //
-// Then the row is made in registers, and its int8 are laid into shared memory as an mma takes them. The product is the
-// tensor cores': x is the first column of B, the others are zeros. That is 4 mma a tile in place of 16 dp4a.
+// The product takes the tensor cores: x is the first column of B, the others are zeros. That is 4 mma per tile in place
+// of 16 dp4a.
 #include "mma.cuh"
 #include "row.cuh"
 #include "ternary.cuh"
 
-constexpr int MOST_SUMS = 512;  // of a block: of 32 tiles of rows
-constexpr int MOST_SLOTS = 10;  // of a warp: tiles that are on their way
+constexpr int MAX_SUMS = 512;  // of a block: of 32 tiles of rows
+constexpr int MAX_SLOTS = 10;  // of a warp: tiles on their way
 
 struct Scratch {  // of a block, in shared memory
     RowScratch row;
-    int sums[MOST_SUMS];  // 64 times each
+    int sums[MAX_SUMS];  // 64 times each
 };
 static_assert(sizeof(Scratch) <= 2560, "rows.py: OWN_SHARED");
 
-// Where a thread's first four of x_q lies, as a word: by tile, lane t, crumb and half, so that what a lane gives to an
-// mma lies side by side. Its next one is 2048 elements away, as anywhere.
+// Where a thread's first four of x_q lies, as a word: by tile, lane t, crumb and half, so that the words which a lane gives
+// to an mma are neighbours. The thread's next four is 2048 elements away.
 __device__ __forceinline__ int place_of_first_four() {
     const int four = threadIdx.x;
     return four / 32 * 32 + four / 4 % 4 * 8 + four % 4 * 2 + four / 16 % 2;
@@ -51,19 +50,30 @@ struct Place {
     }
 };
 
-struct Weights {  // of one launch
+struct Product {  // of one launch
     const unsigned* tiles;
     int rows, slots;
-    const float *scales, *bias;
+    const float *scales, *bias, *residual;
     int gate;
 };
 
-// make_row: x from what the row is made of. A unit is 16 rows, or of a gated pair 16 rows of each; block b has the
-// units b, b + gridDim.x, ...
-template <int VECTORS, class Make>
-__device__ __forceinline__ void row_times(const Recipe& of, Make make_row, float* made, const Weights& w, float* y,
-                                          int* trouble, Scratch& scratch) {
-    const int tiles_k = (of.width + TILE_COLUMNS - 1) / TILE_COLUMNS, stride = tiles_k * TILE_COLUMNS;
+// A thread's elements of the norm's weight into shared memory, for itself: one group of copies, not waited for.
+template <int VECTORS> __device__ __forceinline__ void stage(float* here, const float* weight, int width) {
+    if (in_fours(weight, width)) {
+        each_four<VECTORS>(width, [&](int, int i) { copy_async_16(here + i, weight + i, true); });
+    } else {
+        each_four<VECTORS>(width, [&](int, int i) {
+            for (int e = 0; e < 4; e++) here[i + e] = i + e < width ? weight[i + e] : 0.0f;
+        });
+    }
+    copies_commit();
+}
+
+// A unit is 16 rows, or of a gated pair 16 rows of each; block b has the units b, b + gridDim.x, ...
+template <int VECTORS>
+__device__ __forceinline__ void row_times(const float* row, const RowNorm& by, const Product& w, float* y, int* trouble,
+                                          Scratch& scratch) {
+    const int tiles_k = (by.width + TILE_COLUMNS - 1) / TILE_COLUMNS, stride = tiles_k * TILE_COLUMNS;
     const int shift = w.gate == PLAIN ? 0 : 1;  // tiles of rows of a unit, as a power of two
     const int units = ((w.rows + TILE_ROWS - 1) / TILE_ROWS) >> shift, blocks = gridDim.x, block = blockIdx.x;
     const int mine = (units - block + blocks - 1) / blocks;  // units of this block
@@ -71,12 +81,11 @@ __device__ __forceinline__ void row_times(const Recipe& of, Make make_row, float
     uint4* slots = dynamic_shared<uint4>() + warp * w.slots * 32 + lane;
     uint4* x_q = dynamic_shared<uint4>() + warps * w.slots * 32;
     float* weight_here = reinterpret_cast<float*>(x_q + stride / 16);
-    let_next_kernel_start();
 
-    if (of.weight) stage<VECTORS>(weight_here, of.weight, of.width);
+    if (by.weight) stage<VECTORS>(weight_here, by.weight, by.width);
 
-    // The warps share the block's tiles: each has a run of them. One group of copies a slot, an empty one past the run
-    // or past the slots there are, so that always MOST_SLOTS come after the norm's weight.
+    // The warps share the block's tiles: each has a run of them. One group of copies per slot, an empty one past the run
+    // or past the slots there are, so that MAX_SLOTS groups always come after the norm's weight.
     const int all = (mine << shift) * tiles_k, from = all * warp / warps, run = all * (warp + 1) / warps - from;
     const Place begin = {from / tiles_k, from % tiles_k};
     Place ask = begin;
@@ -96,43 +105,42 @@ __device__ __forceinline__ void row_times(const Recipe& of, Make make_row, float
         copies_commit();
     };
 #pragma unroll 1
-    for (int slot = 0; slot < MOST_SLOTS; slot++) {
+    for (int slot = 0; slot < MAX_SLOTS; slot++) {
         if (slot < w.slots) ask_for(slot);
         else copies_commit();
     }
 
-    // Thread i writes result i of the block, and has its scale and bias in registers: they lie in memory too.
+    // Thread i writes result i of the block, and loads its scale, bias and residual early: they lie in memory too.
     const int my_unit = block + (int)threadIdx.x / TILE_ROWS * blocks;
     const int my_row = my_unit * TILE_ROWS + threadIdx.x % TILE_ROWS;
     const bool writes = my_unit < units && my_row < w.rows;
-    float w_scale[2] = {}, bias[2] = {};
+    float w_scale[2] = {}, bias[2] = {}, residual = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++)
         if (writes && half <= shift) {
             w_scale[half] = w.scales[my_row + half * units * TILE_ROWS];
             if (w.bias) bias[half] = w.bias[my_row + half * units * TILE_ROWS];
         }
-    for (int i = threadIdx.x; i < MOST_SUMS; i += blockDim.x) scratch.sums[i] = 0;
-    wait_for_kernels_before();
+    if (writes && w.residual) residual = w.residual[my_row];
+    for (int i = threadIdx.x; i < MAX_SUMS; i += blockDim.x) scratch.sums[i] = 0;
 
-    const bool tells = block == 0;
+    const bool reports = block == 0;
     float x_scale;
     {
         float x[VECTORS][4];
-        make_row(x);
-        if (made && tells) store(made, x, of.width);
-        if (of.weight) {
+        load(x, row, by.width);
+        if (by.weight) {
             Squares squares;
-            squares.add(x, of.width);
-            const Rms rms = rms_of(squares, of, scratch.row, false, tells, 0, trouble);
-            copies_wait<MOST_SLOTS>();
+            squares.add(x, by.width);
+            const Rms rms = rms_of(squares, by, scratch.row, false, reports, 0, trouble);
+            copies_wait<MAX_SLOTS>();
             auto weight = [&](int, int i) { return *reinterpret_cast<const float4*>(weight_here + i); };
-            norm(x, weight, rms, of.width);
+            norm(x, weight, rms, by.width);
         }
-        x_scale = scale_of(largest_of(x, of.width), scratch.row, tells, 0, trouble);
+        x_scale = scale_of(largest_of(x, by.width), scratch.row, reports, 0, trouble);
         unsigned* words = reinterpret_cast<unsigned*>(x_q) + place_of_first_four();
         each_four<VECTORS>(stride, [&](int v, int i) {
-            words[v * ROW_STEP / 4] = i < of.width ? as_int8(x[v], x_scale) : 0;
+            words[v * ROW_STEP / 4] = i < by.width ? as_int8(x[v], x_scale) : 0;
         });
     }
     __syncthreads();
@@ -179,33 +187,25 @@ __device__ __forceinline__ void row_times(const Recipe& of, Make make_row, float
     const int* sum = scratch.sums + ((threadIdx.x / TILE_ROWS) << shift) * TILE_ROWS + threadIdx.x % TILE_ROWS;
     float value = scaled(sum[0] >> 6, w_scale[0], x_scale, w.bias != nullptr, bias[0]);
     if (w.gate != PLAIN)
-        value = make(w.gate, value, scaled(sum[TILE_ROWS] >> 6, w_scale[1], x_scale, w.bias != nullptr, bias[1]));
-    y[my_row] = value;
+        value = gated(w.gate, value, scaled(sum[TILE_ROWS] >> 6, w_scale[1], x_scale, w.bias != nullptr, bias[1]));
+    y[my_row] = w.residual ? __fadd_rn(residual, value) : value;
 }
 
-// Grid: at most as many blocks as units, and enough that a block has no more than MOST_SUMS sums, and results, which
-// are half of them if gated, than threads. Block: as of `rows`. Shared: slots * 512 bytes a warp, the whole tiles of
-// x_q, and if there is a norm as many floats. slots: 1 to MOST_SLOTS. made, if not null: the row before its norm.
-// part = 1 / width. If gated, rows % 32 == 0.
-//
-// For rows of up to 2048 VECTORS. Those made by a gate have only the widest kernel: gate and up that were multiplied as
-// one, by this kernel, come as PLAIN.
-#define TERNARY_ROW(NAME, VECTORS, BLOCKS, MAKE)                                                                       \
-    extern "C" __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)                                                  \
-        NAME(int source, const float* a, const float* b, int width, double part, const float* weight, double eps,      \
-             float* made, const unsigned* tiles, int rows, int slots, const float* w_scales, const float* bias,        \
-             int gate, float* y, int* trouble) {                                                                       \
+// Grid: at most as many blocks as units, and enough that a block has no more than MAX_SUMS sums, and results, which
+// are half of them if gated, than threads. Block: as of `rows`. Shared: slots * 512 bytes per warp, the whole tiles of
+// x_q, and if there is a norm as many floats. slots: 1 to MAX_SLOTS. part = 1 / width. If gated, rows % 32 == 0 and
+// residual is null. For rows of up to 2048 VECTORS.
+#define TERNARY_ROW(VECTORS)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)                                                       \
+        ternary_row_##VECTORS(const float* x, int width, double part, const float* weight, double eps,                 \
+                              const unsigned* tiles, int rows, int slots, const float* w_scales, const float* bias,    \
+                              const float* residual, int gate, float* y, int* trouble) {                               \
         __shared__ Scratch scratch;                                                                                    \
-        const Recipe of = {source, a, b, width, weight, eps, part};                                                    \
-        const Weights w = {tiles, rows, slots, w_scales, bias, gate};                                                  \
-        auto make_row = [&](float(&x)[VECTORS][4]) { MAKE(x, of); };                                                   \
-        row_times<VECTORS>(of, make_row, made, w, y, trouble, scratch);                                                \
+        const RowNorm by = {weight, width, eps, part};                                                                 \
+        const Product w = {tiles, rows, slots, w_scales, bias, residual, gate};                                        \
+        row_times<VECTORS>(x, by, w, y, trouble, scratch);                                                             \
     }
-TERNARY_ROW(ternary_row_plain_2, 2, 2, make_from<PLAIN>)
-TERNARY_ROW(ternary_row_plain_4, 4, 2, make_from<PLAIN>)
-TERNARY_ROW(ternary_row_plain_6, 6, 2, make_from<PLAIN>)
-TERNARY_ROW(ternary_row_plain_8, 8, 1, make_from<PLAIN>)
-TERNARY_ROW(ternary_row_sum_2, 2, 2, make_from<SUM>)
-TERNARY_ROW(ternary_row_sum_4, 4, 2, make_from<SUM>)
-TERNARY_ROW(ternary_row_sum_8, 8, 1, make_from<SUM>)
-TERNARY_ROW(ternary_row_gate_8, 8, 1, make_of)
+TERNARY_ROW(2)
+TERNARY_ROW(4)
+TERNARY_ROW(6)
+TERNARY_ROW(8)

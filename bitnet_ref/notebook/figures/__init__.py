@@ -1,12 +1,10 @@
-"""Figures (matplotlib, `pip install 'bitnet-ref[notebooks]'`) of what other parts of the package found out.
+"""Figures of plain data (matplotlib, `pip install 'bitnet-ref[notebooks]'`). Each function returns its figure.
 
-Each function takes plain data, draws it and gives the figure back. Nothing here computes, and nothing knows a model.
+Nothing here computes, and nothing knows a model.
 """
 
-from .beams import beam_tree
-from .icicle import icicles
 from .memory import memory_lines
 from .timeline import timeline
 from .tokens import token_bars
 
-__all__ = ["beam_tree", "icicles", "memory_lines", "timeline", "token_bars"]
+__all__ = ["memory_lines", "timeline", "token_bars"]

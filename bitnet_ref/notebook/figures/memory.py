@@ -1,4 +1,4 @@
-"""What a KV cache holds, by how it is kept."""
+"""Bytes of a KV cache, by policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, NDArray]]]) -> Figure:
-    """panels: (title, tokens (n,), {policy: bytes (n,)}); a panel for each, megabytes over tokens."""
+    """Megabytes over tokens. panels: (title, tokens (n,), {policy: bytes (n,)}) each."""
     figure, axes = new_figure(1, len(panels), size=(5.5 * len(panels), 3.4))
     for ax, (title, tokens, policies) in zip(axes[0], panels, strict=True):
         for number, (policy, nbytes) in enumerate(policies.items()):

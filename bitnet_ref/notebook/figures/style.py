@@ -11,14 +11,14 @@ from ...errors import BackendUnavailable
 # Dark grey for floats, green right, red wrong, orange and blue for the rest
 FLOAT, GOOD, WRONG, PLUS, MINUS = "#4a4a4a", "#3a923a", "#c03d3e", "#dd8a2b", "#3b6fb6"
 PALE = "#d0d0d0"
-# Told apart by most eyes (Okabe and Ito), for things that have no meaning of their own: requests, policies
+# Colours that most people can tell apart (after Okabe and Ito), for series such as requests and cache policies
 SERIES = ("#3b6fb6", "#dd8a2b", "#3a923a", "#a05195", "#56b4e9", "#8c6d31", "#c03d3e", "#7f7f7f")
 
 
 def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **more: Any) -> tuple[Any, Any]:
-    """A matplotlib figure and its array of axes (rows, columns), which no pyplot keeps: it is gone when it is dropped.
+    """A matplotlib figure and its array of axes (rows, columns). pyplot does not keep it alive.
 
-    Raises BackendUnavailable where matplotlib is not installed.
+    Raises BackendUnavailable if matplotlib is not installed.
     """
     figure = _figure_class()(figsize=size, dpi=80, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **more)
@@ -30,7 +30,7 @@ def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **
 
 @cache
 def _figure_class() -> Any:
-    """matplotlib's Figure, which a notebook shows by itself: pyplot teaches it to, and may never have been used."""
+    """matplotlib's Figure, shown by a notebook even if pyplot, which would register that, was never imported."""
     try:
         from matplotlib.figure import Figure
     except ImportError as problem:
@@ -46,5 +46,5 @@ def _figure_class() -> Any:
 
 
 def plain(text: str) -> str:
-    """Text for a figure: a dollar sign is no formula, and a line end is seen."""
+    """Text for a figure: a dollar sign starts no formula, and line ends are visible."""
     return text.replace("$", r"\$").replace("\n", "⏎")

@@ -1,4 +1,4 @@
-"""What a running engine did: which slot worked for which request in which step, and on how many tokens."""
+"""What a running engine did: which slot worked on which request in which step, and on how many tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Part(Protocol):
+class SlotWork(Protocol):
+    """One request's tokens in a step."""
+
     @property
     def request_id(self) -> int: ...
     @property
@@ -22,22 +24,22 @@ class Part(Protocol):
     def tokens(self) -> int: ...
 
 
-class Step(Protocol):
+class EngineStep(Protocol):
     @property
     def start_s(self) -> float: ...
     @property
     def seconds(self) -> float: ...
     @property
-    def parts(self) -> Sequence[Part]: ...
+    def parts(self) -> Sequence[SlotWork]: ...
     @property
     def waiting(self) -> int: ...
 
 
-def timeline(steps: Sequence[Step], *, by_step: bool = False) -> Figure:
-    """A row for each slot, a box for each step that it took part in, a colour for each request, and its number
-    where it begins there; prompts are hatched. Below: tokens in the step, and requests that wait.
+def timeline(steps: Sequence[EngineStep], *, by_step: bool = False) -> Figure:
+    """A row for each slot, a box for each step it took part in, a colour for each request, with its number where it
+    begins; prompts are hatched. Below: tokens in the step, and waiting requests.
 
-    by_step: every step equally wide, instead of by the clock.
+    by_step: all steps are equally wide, instead of by the clock.
     """
     slots = sorted({part.slot for step in steps for part in step.parts})
     rows = {slot: row for row, slot in enumerate(slots)}

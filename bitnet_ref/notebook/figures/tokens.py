@@ -1,4 +1,4 @@
-"""Bars of next-token probabilities, a panel for each stage between the model and a choice."""
+"""Bars of next-token probabilities, a panel for each stage between the model and the choice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, NDArray]]) -> Figure:
-    """texts: of n tokens, likeliest first. stages: (title, probabilities (n,)), the model's own first.
+    """texts: of n tokens, the most likely first. stages: (title, probabilities (n,)), the model's own first.
 
-    Behind each stage's bars stand those of the stage before it, in grey; a token that a stage leaves out is crossed.
+    Behind each stage's bars are those of the stage before it, in grey; a cross marks a token that a stage leaves out.
     """
     size = (1.2 + 2.1 * len(stages), 0.6 + 0.24 * len(texts))
     figure, axes = new_figure(1, len(stages), size=size, sharex=True, sharey=True)

@@ -1,6 +1,6 @@
 """What moves in a notebook (ipywidgets, `pip install 'bitnet-ref[notebooks]'`): sliders, and the view of an engine.
 
-Each takes functions that give plain data or a figure, and knows nothing of where they come from.
+Each takes functions that return plain data or a figure.
 """
 
 from .explorer import Explorer, Slider

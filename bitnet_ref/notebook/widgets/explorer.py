@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Slider(NamedTuple):
-    """One number. `step` 1 makes it a whole one."""
+    """One number. With `step` 1 it is a whole number."""
 
     name: str
     value: float
@@ -24,26 +24,26 @@ class Slider(NamedTuple):
 class Explorer:
     """Shows `draw(**values)` beside a slider for each value. In a notebook it is the last line of a cell.
 
-    Where there is no kernel to answer (a stored notebook, a page) or no ipywidgets, it is the figure as it was drawn
-    last. `widget` is the ipywidgets box, None without the package; `values` are those of now.
+    Without a running kernel (a stored notebook, a web page) or without ipywidgets, it is the figure drawn last.
+    `widget` is the ipywidgets box, None without the package; `values` are the current ones.
     """
 
     def __init__(self, draw: Callable[..., Figure], sliders: Sequence[Slider]) -> None:
         self.draw = draw
         self.values: dict[str, float] = {slider.name: slider.value for slider in sliders}
-        self.png = self._drawn()
-        self.problem = ""  # why the last values could not be drawn
+        self.png = self._draw_png()
+        self.problem = ""  # why the current values could not be drawn
         self.widget = self._build(sliders)
 
     def set(self, **values: float) -> None:
-        """Move sliders; the figure follows. Values that cannot be drawn are said so, and the figure stays."""
+        """Move sliders and draw again. If the values cannot be drawn, `problem` says why, and the figure stays."""
         self.values |= values
         try:
-            self.png, self.problem = self._drawn(), ""
-        except Exception as error:  # a slider's callback has nobody to raise to
+            self.png, self.problem = self._draw_png(), ""
+        except Exception as error:  # nothing catches what a slider's callback raises
             self.problem = f"{type(error).__name__}: {error}"
 
-    def _drawn(self) -> bytes:
+    def _draw_png(self) -> bytes:
         buffer = io.BytesIO()
         self.draw(**self.values).savefig(buffer, format="png")
         return buffer.getvalue()
@@ -56,7 +56,7 @@ class Explorer:
         image = ipywidgets.Image(value=self.png, format="png", layout={"max_width": "100%"})
         note = ipywidgets.Label(value="")
 
-        def moved(name: str, change: dict[str, Any]) -> None:
+        def move(name: str, change: dict[str, Any]) -> None:
             self.set(**{name: change["new"]})
             image.value, note.value = self.png, self.problem
 
@@ -72,16 +72,15 @@ class Explorer:
                 style={"description_width": "6em"},
                 continuous_update=False,  # drawing takes a tenth of a second
             )
-            control.observe(lambda change, name=slider.name: moved(name, change), names="value")
+            control.observe(lambda change, name=slider.name: move(name, change), names="value")
             controls.append(control)
         return ipywidgets.VBox([*controls, note, image])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = {"image/png": base64.b64encode(self.png).decode(), "text/plain": repr(self)}
         if self.widget is not None:
-            bundle |= {
-                kind: data for kind, data in self.widget._repr_mimebundle_().items() if kind.startswith("application/")
-            }
+            widget = self.widget._repr_mimebundle_()
+            bundle |= {kind: data for kind, data in widget.items() if kind.startswith("application/")}
         return bundle
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""One look at a running engine: what a live view shows at a moment, as data, as HTML and for a terminal."""
+"""A snapshot of a running engine, as a live view shows it: as data, as HTML and for a terminal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MINUTE_S = 60.0
-MOST_ROWS = 16  # requests shown; the others are counted
+MAX_ROWS = 16  # requests shown; the others are only counted
 LATENCIES = {"time_to_first_token_seconds": "first token", "inter_token_latency_seconds": "between tokens"}
 QUANTILES = ("p50", "p95", "p99")
 HEAD = ("request", "state", "prompt", "new", "seconds", "newest text")
 
 
-class RequestState(Protocol):
+class ShownRequest(Protocol):
     """What a view shows of a request."""
 
     @property
@@ -38,35 +38,35 @@ class RequestState(Protocol):
 
 @dataclass(frozen=True)
 class Frame:
-    """All numbers of a moment. `requests` begin with those that run. `latencies` are p50, p95 and p99 in seconds, None
-    before there are any."""
+    """The numbers of one moment. `requests`: the running ones first. `latencies`: p50, p95 and p99 in seconds, None
+    while there are none."""
 
     running: int
     waiting: int
-    cache_share: float  # of its pages in use, 0 to 1
-    tokens: int  # generated in all
+    cache_share: float  # of the cache's pages in use, 0 to 1
+    tokens: int  # generated since the engine's start
     tokens_per_s: float  # over the last `seconds`
     seconds: float  # a minute, or since the view began
-    speeds: tuple[float, ...]  # tokens a second between two looks, oldest first
+    speeds: tuple[float, ...]  # tokens per second between two snapshots, oldest first
     latencies: Mapping[str, tuple[float | None, ...]]
-    requests: Sequence[RequestState]
+    requests: Sequence[ShownRequest]
     ended: bool = False
 
     def lines(self) -> list[tuple[str, str]]:
-        """(what, how much) of everything but the requests."""
+        """(name, value) of everything but the requests."""
         figures = [
             ("requests", f"{self.running} running, {self.waiting} waiting{', engine closed' * self.ended}"),
             ("cache in use", f"{self.cache_share:.0%}"),
-            ("tokens", f"{self.tokens:,} in all, {self.tokens_per_s:,.1f} a second in the last {self.seconds:.0f} s"),
+            ("tokens", f"{self.tokens:,} in all, {self.tokens_per_s:,.1f} per second in the last {self.seconds:.0f} s"),
         ]
         for name, title in LATENCIES.items():
             values = self.latencies[name]
-            words = ", ".join(f"{q} {_in_ms(value)}" for q, value in zip(QUANTILES, values, strict=True))
+            words = ", ".join(f"{q} {in_ms(value)}" for q, value in zip(QUANTILES, values, strict=True))
             figures.append((title, words))
         return figures
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Cells of each request that is shown, in the order of HEAD."""
+        """The cells of each request that is shown, in the order of HEAD."""
         return [
             (
                 str(each.request_id),
@@ -76,31 +76,30 @@ class Frame:
                 f"{each.age_s:.1f}",
                 "".join(letter if letter.isprintable() else " " for letter in each.newest_text),
             )
-            for each in self.requests[:MOST_ROWS]
+            for each in self.requests[:MAX_ROWS]
         ]
 
     @property
-    def more(self) -> str:
-        """ "and 4 more", or nothing."""
-        hidden = len(self.requests) - MOST_ROWS
+    def footer(self) -> str:
+        """ "and 4 more", or "" when all requests are shown"""
+        hidden = len(self.requests) - MAX_ROWS
         return f"and {hidden} more" if hidden > 0 else ""
 
 
 class History:
-    """Turns snapshots of an engine's metrics into frames; keeps a minute of counts for the speeds."""
+    """Turns snapshots of an engine's metrics into frames; remembers a minute of token counts for the speeds."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[float, int]] = deque()  # (when, tokens generated until then)
+        self._counts: deque[tuple[float, int]] = deque()  # (time, tokens generated until then)
 
-    def frame(self, now_s: float, snapshot: Mapping[str, Any], requests: Sequence[RequestState], ended: bool) -> Frame:
-        """now_s: on any clock. snapshot: of `EngineMetrics`."""
+    def frame(self, now_s: float, snapshot: Mapping[str, Any], requests: Sequence[ShownRequest], ended: bool) -> Frame:
+        """now_s: on any monotonic clock. snapshot: of `EngineMetrics`."""
         tokens = snapshot["generation_tokens"]
         self._counts.append((now_s, tokens))
         while self._counts[0][0] < now_s - MINUTE_S:
             self._counts.popleft()
         counts = list(self._counts)
         (first_s, first), (last_s, last) = counts[0], counts[-1]
-        pairs = pairwise(counts)
         return Frame(
             running=snapshot["num_requests_running"],
             waiting=snapshot["num_requests_waiting"],
@@ -108,7 +107,7 @@ class History:
             tokens=tokens,
             seconds=last_s - first_s,
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
-            speeds=tuple((b - a) / (t - s) for (s, a), (t, b) in pairs if t > s),
+            speeds=tuple((b - a) / (t - s) for (s, a), (t, b) in pairwise(counts) if t > s),
             latencies={name: tuple(snapshot[name][q] for q in QUANTILES) for name in LATENCIES},
             requests=sorted(requests, key=lambda each: each.state != "running"),
             ended=ended,
@@ -118,7 +117,7 @@ class History:
 def figures_html(frame: Frame) -> str:
     """The numbers, and the speed of the last minute as a line."""
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in frame.lines())
-    return f"<table style='text-align:left;line-height:1.3'>{rows}</table>{_line(frame.speeds)}"
+    return f"<table style='text-align:left;line-height:1.3'>{rows}</table>{draw_speeds(frame.speeds)}"
 
 
 def requests_html(frame: Frame) -> str:
@@ -127,18 +126,18 @@ def requests_html(frame: Frame) -> str:
         "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in frame.rows()
     )
-    return f"<table style='line-height:1.3'><tr>{head}</tr>{rows}</table>{html.escape(frame.more)}"
+    return f"<table style='line-height:1.3'><tr>{head}</tr>{rows}</table>{html.escape(frame.footer)}"
 
 
-def _line(speeds: Sequence[float]) -> str:
-    """Tokens a second as an SVG line, 300 x 50, the largest at the top."""
+def draw_speeds(speeds: Sequence[float]) -> str:
+    """Tokens per second as an SVG line, 300 x 50, the maximum at the top."""
     largest = max(speeds, default=0.0) or 1.0
     steps = max(1, len(speeds) - 1)
     points = " ".join(f"{300 * i / steps:.1f},{48 - 44 * speed / largest:.1f}" for i, speed in enumerate(speeds))
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="50" role="img" aria-label="tokens a second">'
+        '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="50" role="img" aria-label="tokens per second">'
         f'<polyline points="{points}" fill="none" stroke="#3b6fb6" stroke-width="1.5"/></svg>'
-        f"<div style='color:#777'>tokens a second, up to {largest:,.0f}</div>"
+        f"<div style='color:#777'>tokens per second, up to {largest:,.0f}</div>"
     )
 
 
@@ -148,18 +147,18 @@ def as_table(frame: Frame) -> Table:
     from rich.text import Text
 
     figures = Table(box=None, show_header=False, pad_edge=False)
-    for what, how_much in frame.lines():
-        figures.add_row(Text(what, style="dim"), Text(how_much))
+    for name, value in frame.lines():
+        figures.add_row(Text(name, style="dim"), Text(value))
     requests = Table(*HEAD, box=None, header_style="dim", pad_edge=False)
     for row in frame.rows():
         requests.add_row(*(Text(cell) for cell in row))
     whole = Table.grid()
     whole.add_row(figures)
     whole.add_row(requests)
-    if frame.more:
-        whole.add_row(Text(frame.more, style="dim"))
+    if frame.footer:
+        whole.add_row(Text(frame.footer, style="dim"))
     return whole
 
 
-def _in_ms(value: float | None) -> str:
+def in_ms(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e3:.1f} ms"

@@ -1,7 +1,7 @@
-"""The filters, tests, methods and functions that a chat template may use, each paying for its work.
+"""The filters, tests, methods and functions that a chat template may use. Each pays for its work.
 
-An allow-list: what published chat templates use and what cannot amplify. Left out on purpose are center, format, batch
-and slice (a width makes a megabyte of nothing), round (10 to any power), groupby, random, urlize and the rest.
+An allow-list: what published chat templates use and what cannot amplify. Not on it: center, format, batch and slice (a
+width makes a megabyte of nothing), round (10 to any power), groupby, random, urlize and all others.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ PLAIN_FILTERS = """
     abs capitalize count d default dictsort first float int items last length list lower map max min reject rejectattr
     reverse safe select selectattr sort string title trim unique upper
 """
-_GLANCES = {"count", "d", "default", "first", "last", "length"}  # do not walk what they get
+_GLANCES = {"count", "d", "default", "first", "last", "length"}  # do not walk their argument
 
 # A width, as in %9999999d, pads to any length.
 _TIME_FORMAT = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 
 
 def size_after_replace(text: str, old: Any, new: Any, count: Any = None) -> int:
-    """Characters that `text.replace(old, new)` makes, found without making them."""
+    """Upper bound of the characters in `text.replace(old, new)`, without computing it."""
     if not (isinstance(old, str) and isinstance(new, str)):
         raise LimitError("replace() takes two strings")
-    found = text.count(old)
+    occurrences = text.count(old)
     if isinstance(count, int) and count >= 0:
-        found = min(found, count)
-    return len(text) + found * max(0, len(new) - len(old))
+        occurrences = min(occurrences, count)
+    return len(text) + occurrences * max(0, len(new) - len(old))
 
 
 def size_after_join(items: list[Any], separator: Any) -> int:
-    """Characters that joining makes, at least; items are measured, not printed."""
+    """Lower bound of the characters of a join; items are measured, not printed."""
     if not isinstance(separator, str):
         raise LimitError("join takes a string")
     return len(separator) * len(items)
 
 
-def _listed(value: Any) -> list[Any]:
-    """The items of any iterable; paid, so that no lazy one is walked for free."""
+def _pay_items(value: Any) -> list[Any]:
+    """The items of any iterable, each paid for, so that a lazy one is not walked for free."""
     budget = current.get()
     items = []
     for item in value:
@@ -69,13 +69,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _refuse_objects(name: str, value: Any) -> None:
-    """Most filters turn what they get into text, and Jinja's own objects can print for ever: see `text_of`."""
+    """Most filters convert their argument to text, and Jinja's own objects can print for ever: see `text_of`."""
     if isinstance(value, (Namespace, Macro)) and name not in ("d", "default"):
         raise LimitError(f"{name}: expected text, a number, a list or a dict, got a {type(value).__name__}")
 
 
-def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Jinja's own filter, paying for what it reads and makes. A lazy result is worked out now, as an iterator still."""
+def _make_paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Jinja's filter, paying for what it reads and makes. A lazy result is computed, and returned as an iterator."""
     wants = _PassArg.from_obj(function)
 
     # pass_context also keeps Jinja from evaluating the filter when it compiles, where there is no budget.
@@ -86,16 +86,15 @@ def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_objects(name, item)
             if name not in _GLANCES:
                 budget.read(item)
-        extra: tuple[Any, ...] = ()
-        if wants is _PassArg.context:
-            extra = (context,)
-        elif wants is _PassArg.eval_context:
-            extra = (context.eval_ctx,)
-        elif wants is _PassArg.environment:
-            extra = (context.environment,)
+        extra = {
+            None: (),
+            _PassArg.context: (context,),
+            _PassArg.eval_context: (context.eval_ctx,),
+            _PassArg.environment: (context.environment,),
+        }[wants]
         result = function(*extra, value, *args, **kwargs)
         if isinstance(result, Iterator):
-            items = _listed(result)
+            items = _pay_items(result)
             budget.made(items)
             return iter(items)  # as in Jinja: true in a test, no length, walked once
         return budget.made(result)
@@ -113,7 +112,7 @@ def _replace(context: Context, value: Any, old: Any, new: Any, count: int | None
 
 @pass_context
 def _join(context: Context, value: Any, d: str = "", attribute: str | int | None = None) -> str:
-    items = _listed(value)
+    items = _pay_items(value)
     if attribute is not None:
         items = [context.environment.getitem(item, attribute) for item in items]
     budget = current.get()
@@ -153,7 +152,7 @@ def _indent(context: Context, s: str, width: int | str = 4, first: bool = False,
     return FILTERS["indent"](s, width, first, blank)
 
 
-def _paying_test(name: str, test: Any) -> Callable[..., bool]:
+def _make_paying_test(name: str, test: Any) -> Callable[..., bool]:
     @pass_context
     def test_function(context: Context, value: Any, *args: Any) -> bool:
         for item in (value, *args):
@@ -165,13 +164,18 @@ def _paying_test(name: str, test: Any) -> Callable[..., bool]:
     return test_function
 
 
-TESTS = {name: _paying_test(name, test) for name, test in DEFAULT_TESTS.items() if name not in ("filter", "test")}
-FILTERS_ALLOWED: dict[str, Callable[..., Any]] = {name: _paying(name, FILTERS[name]) for name in PLAIN_FILTERS.split()}
-FILTERS_ALLOWED |= {"replace": _replace, "join": _join, "tojson": _tojson, "indent": _indent}
+TESTS = {name: _make_paying_test(name, test) for name, test in DEFAULT_TESTS.items() if name not in ("filter", "test")}
+FILTERS_ALLOWED: dict[str, Callable[..., Any]] = {
+    **{name: _make_paying(name, FILTERS[name]) for name in PLAIN_FILTERS.split()},
+    "replace": _replace,
+    "join": _join,
+    "tojson": _tojson,
+    "indent": _indent,
+}
 
 
 def text_of(value: Any) -> str:
-    """A value as `{{ }}` prints it: text, numbers, lists and dicts only. Jinja's own objects can print for ever."""
+    """A value as `{{ }}` prints it: only text, numbers, lists and dicts, as Jinja's own objects can print for ever."""
     current.get().made(value)
     if value is None or isinstance(value, (str, int, float, list, tuple, dict, Undefined)):
         return str(value)
@@ -179,19 +183,19 @@ def text_of(value: Any) -> str:
 
 
 def raise_exception(message: Any = "") -> None:
-    """What a template calls to refuse a conversation."""
+    """Called by a template to refuse a conversation."""
     raise TemplateError(text_of(message)[:500])
 
 
 def strftime_now(format: str) -> str:
-    """The time now, as transformers gives it to templates that write today's date."""
+    """The time now, for templates that write today's date."""
     if not isinstance(format, str) or len(format) > 64 or not _TIME_FORMAT.fullmatch(format):
         raise LimitError("strftime_now takes a short format without widths")
     return datetime.now().strftime(format)
 
 
 def bounded_range(*args: int) -> range:
-    """range(), of a length that the loops could walk at all."""
+    """range() of a limited length."""
     result = range(*args)
     if len(result) > 100_000:
         raise LimitError(f"range of {len(result)} items")
@@ -199,27 +203,27 @@ def bounded_range(*args: int) -> range:
 
 
 class SafeNamespace(Namespace):
-    """Jinja's namespace, without names that begin with an underscore (as transformers has it)."""
+    """Jinja's namespace, without names that begin with an underscore (as in transformers)."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
         attributes = dict(*args, **kwargs)
         for name in attributes:
-            _public(name)
+            _check_public(name)
         Namespace.__init__(self, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _public(name)
+        _check_public(name)
         Namespace.__setitem__(self, name, value)
 
 
-def _public(name: Any) -> None:
+def _check_public(name: Any) -> None:
     if not isinstance(name, str) or name.startswith("_"):
         raise LimitError(f"a namespace cannot hold {name!r:.80}")
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """dict(), as a function: the type itself has methods."""
+    """dict() as a function, because the type itself has methods."""
     return dict(*args, **kwargs)
 
 

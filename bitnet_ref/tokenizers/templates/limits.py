@@ -1,8 +1,8 @@
-"""How much one rendering of a chat template may do: two budgets, and the measures they are paid in.
+"""How much work one rendering of a chat template may do: two budgets, and the sizes that are paid from them.
 
 Jinja's sandbox keeps a template away from Python, but lets it work for ever: two nested loops, `x ~ x` forty times, or
-a list that holds itself twice over, twenty times. So each loop turn and each operation pays `steps`, each result
-pays for its size in `size`, and no single value may outgrow what a conversation of this length could need.
+a list that contains itself twice, twenty times over. So each loop turn and each operation pays `steps`, each result
+pays `size`, and no single value may be larger than a conversation of this length could need.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_MACRO_DEPTH = 32
 
 
 class LimitError(SecurityError):
-    """A template went over a limit."""
+    """A template exceeded a limit."""
 
 
 def measure(value: Any, limit: int) -> tuple[int, int]:
-    """(size, depth) of a value: characters, plus 8 for each item, with what is shared counted each time it appears.
+    """(size, depth) of a value: characters, plus 8 per item. A shared item counts each time it appears.
 
-    Counted so because printing, comparing and tojson walk it so: `[x, x]` made twenty times over is small in memory and
-    a million items in print. Stops with LimitError past `limit`. Only text, numbers, lists and dicts can be inside.
+    Printing, comparing and tojson walk it in the same way: `[x, x]` made twenty times over is small in memory and
+    prints a million items. Raises LimitError past `limit`, and for anything but text, numbers, lists and dicts.
     """
     kind = type(value)
     if kind is str:
@@ -66,7 +66,7 @@ def _within(size: int, limit: int) -> int:
 
 
 class Budget:
-    """What one rendering may still spend. `value_limit` is also the most characters that it may put out."""
+    """What one rendering may still spend. `value_limit` is also the maximum length of the text."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         given = sum(measure(value, 1 << 40)[0] for value in variables.values())
@@ -77,7 +77,7 @@ class Budget:
         self.printed = 0
 
     def step(self, count: int) -> None:
-        """Pay for `count` pieces of work (about one node of the template evaluated once)."""
+        """Pay for `count` pieces of work (each about one evaluated node of the template)."""
         self._steps -= count
         if self._steps < 0:
             raise LimitError("the template does more work than a conversation of this length needs: does a loop end?")
@@ -87,7 +87,7 @@ class Budget:
         if type(value) is str:
             self.step(1 + len(value) // 64)
         elif isinstance(value, (str, list, tuple, dict)):
-            self.step(1 + measure(value, self.value_limit)[0] // 8)  # measuring takes a step for each item itself
+            self.step(1 + measure(value, self.value_limit)[0] // 8)  # measuring itself takes a step per item
         return value
 
     def made(self, value: Any) -> Any:
@@ -99,7 +99,7 @@ class Budget:
         return value
 
     def will_make(self, size: int) -> None:
-        """Pay for a value of this size; called before the operation where that could outgrow its inputs."""
+        """Pay for a value of this size; called before an operation whose result may be larger than its inputs."""
         self._size -= _within(size, self.value_limit)
         if self._size < 0:
             raise LimitError("the template makes more text than a conversation of this length needs")
@@ -112,5 +112,5 @@ class Budget:
             raise LimitError(f"the text grows past {self.value_limit} characters")
 
 
-# The budget of the rendering that runs now, in this thread. Filters and operators of an environment are shared by all.
+# The budget of the rendering that runs in this thread. All threads share an environment's filters and operators.
 current: ContextVar[Budget] = ContextVar("bitnet_ref.template_budget")

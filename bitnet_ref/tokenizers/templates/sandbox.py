@@ -1,8 +1,8 @@
-"""Running a chat template that nobody vouches for: Jinja's sandbox, with its work bounded.
+"""Running a chat template that is not trusted: Jinja's sandbox, with bounded work.
 
-Three fences. The syntax tree may hold only the nodes, filters and tests of an allow-list. The tree is then rewritten,
-so that every loop turn and every list, `~` and slice passes through a function that pays from the rendering's budget
-(`template_limits`). Operators and calls pay in the environment's own hooks, where methods are on an allow-list too.
+Three protections. The syntax tree may contain only the nodes, filters and tests of an allow-list. The tree is then
+rewritten, so that every loop turn and every list, `~` and slice passes through a function that pays from the budget of
+the rendering (`limits`). Operators and calls pay in the environment's own hooks, which also allow only listed methods.
 """
 
 from __future__ import annotations
@@ -20,22 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from .filters import (
-    FILTERS_ALLOWED,
-    GLOBALS,
-    METHODS,
-    TESTS,
-    size_after_join,
-    size_after_replace,
-    text_of,
-)
-from .limits import (
-    MAX_INTEGER,
-    MAX_MACRO_DEPTH,
-    Budget,
-    LimitError,
-    current,
-)
+from .filters import FILTERS_ALLOWED, GLOBALS, METHODS, TESTS, size_after_join, size_after_replace, text_of
+from .limits import MAX_INTEGER, MAX_MACRO_DEPTH, Budget, LimitError, current
 
 MAX_SOURCE = 1 << 18  # characters; the longest published template has about 60,000
 MAX_NODES = 20_000
@@ -54,7 +40,7 @@ _ALLOWED_NODES = (
 
 
 class GenerationExtension(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks, for training, what the model wrote. Here it is only its body."""
+    """`{% generation %}...{% endgeneration %}`: marks the model's text, for training. Here it is only its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way to declare it
 
@@ -63,7 +49,7 @@ class GenerationExtension(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-# What the rewritten tree calls. All take the context, so that Jinja cannot evaluate them when it compiles.
+# The functions that the rewritten tree calls. They take the context, so that Jinja cannot evaluate them when compiling.
 
 
 @pass_context
@@ -86,7 +72,7 @@ def _read(context: Context, value: Any) -> Any:
 
 @pass_context
 def _concat(context: Context, values: list[Any]) -> str:
-    current.get().made(values)  # before: the parts are there, so the whole is no larger
+    current.get().made(values)  # first, because the parts exist, and the whole is no larger than they are
     return current.get().made("".join(map(text_of, values)))
 
 
@@ -94,7 +80,7 @@ _HOOKS = {"bitnet_ref.loop": _loop, "bitnet_ref.made": _made, "bitnet_ref.read":
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment that transformers gives chat templates, with the fences of this module."""
+    """The environment that transformers gives chat templates, with the protections of this module."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
@@ -113,7 +99,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._macro_weights = macro_weights
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Methods only of the allow-list; other attributes as in Jinja's sandbox."""
+        """Only methods of the allow-list; other attributes as in Jinja's sandbox."""
         if isinstance(value, _METHOD_TYPES) and not isinstance(obj, LoopContext):
             allowed = next((names for kind, names in METHODS.items() if isinstance(obj, kind)), frozenset[str]())
             return attr in allowed
@@ -137,9 +123,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget.made(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call one of: a macro, a function of ours, an allowed method, loop.cycle and loop.changed."""
+        """Call a macro, a function of GLOBALS, an allowed method, loop.cycle or loop.changed."""
         budget = current.get()
-        # Compiled code passes the loop's variables along for functions that take the context, which none of ours does.
+        # Compiled code also passes the loop's variables, for functions that take the context; none of ours does.
         given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
         for value in (*args, *given.values()):
             budget.read(value)
@@ -180,7 +166,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Rewriter(NodeTransformer):
-    """Check a tree against the allow-lists and put the paying functions into it."""
+    """Checks a tree against the allow-lists and inserts the functions that pay."""
 
     def __init__(self) -> None:
         self.macro_weights: dict[str, int] = {}
@@ -199,16 +185,12 @@ class _Rewriter(NodeTransformer):
         node.iter = _hook("loop", node.iter, nodes.Const(weight, lineno=node.lineno))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        self._weigh_macro(node.name, node)
-        return self.generic_visit(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        self._weigh_macro("caller", node)
-        return self.generic_visit(node)
-
-    def _weigh_macro(self, name: str, node: nodes.Macro | nodes.CallBlock) -> None:
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        name = node.name if isinstance(node, nodes.Macro) else "caller"
         self.macro_weights[name] = max(self.macro_weights.get(name, 0), _weight(node.body))
+        return self.generic_visit(node)
+
+    visit_CallBlock = visit_Macro
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
         if isinstance(node.value, int) and abs(node.value) >= MAX_INTEGER:
@@ -236,11 +218,10 @@ class _Rewriter(NodeTransformer):
         self.generic_visit(node)
         return _hook("concat", nodes.List(node.nodes, lineno=node.lineno))
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         return _hook("made", self.generic_visit(node))
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return _hook("made", self.generic_visit(node))
+    visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -257,7 +238,7 @@ def _hook(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _weight(body: list[Any]) -> int:
-    """What one pass over these nodes costs at most, loops and macros inside paying for themselves."""
+    """The maximum cost of one pass over these nodes, without inner loops and macros, which pay for themselves."""
     total, todo = 1, [node for node in body if node is not None]
     while todo:
         node = todo.pop()
@@ -267,7 +248,7 @@ def _weight(body: list[Any]) -> int:
 
 
 def _check_shape(tree: nodes.Node) -> None:
-    """Refuse a tree too large or too deep to be walked by recursion, which all that follows does."""
+    """Refuse a tree that is too large or too deep for the recursive walks that follow."""
     count, todo = 0, [(tree, 0)]
     while todo:
         node, depth = todo.pop()
@@ -278,27 +259,7 @@ def _check_shape(tree: nodes.Node) -> None:
         todo.extend((child, depth + 1) for child in node.iter_child_nodes())
 
 
-class Program:
-    """A checked and compiled template."""
-
-    def __init__(self, template: Template) -> None:
-        self._template = template
-
-    def render(self, variables: dict[str, Any]) -> str:
-        """The text. Raises LimitError, or what the template runs into."""
-        budget = Budget(variables)
-        token = current.set(budget)
-        try:
-            parts = []
-            for part in self._template.generate(variables):
-                budget.print(len(part))
-                parts.append(part)
-            return "".join(parts)
-        finally:
-            current.reset(token)
-
-
-def compile_template(source: str) -> Program:
+def compile_template(source: str) -> Template:
     """Check and compile. Raises TemplateSyntaxError with its line, or RecursionError."""
     if len(source) > MAX_SOURCE:
         raise TemplateSyntaxError(f"a template of more than {MAX_SOURCE} characters is refused", 1)
@@ -306,13 +267,26 @@ def compile_template(source: str) -> Program:
     environment = BoundedEnvironment(rewriter.macro_weights)
     tree = environment.parse(source)
     _check_shape(tree)
-    tree = rewriter.visit(tree)
-    code = environment.compile(tree, filename=_FILE_NAME)
-    return Program(Template.from_code(environment, code, environment.make_globals(None)))
+    code = environment.compile(rewriter.visit(tree), filename=_FILE_NAME)
+    return Template.from_code(environment, code, environment.make_globals(None))
+
+
+def render(template: Template, variables: dict[str, Any]) -> str:
+    """The text. Raises LimitError, or the template's own errors."""
+    budget = Budget(variables)
+    token = current.set(budget)
+    try:
+        parts = []
+        for part in template.generate(variables):
+            budget.print(len(part))
+            parts.append(part)
+        return "".join(parts)
+    finally:
+        current.reset(token)
 
 
 def message_of(error: Exception) -> str:
-    """What went wrong, without the line."""
+    """The error's message, without the line."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     text = error.message if isinstance(error, TemplateError) else str(error)
@@ -320,7 +294,7 @@ def message_of(error: Exception) -> str:
 
 
 def line_of(error: BaseException) -> int | None:
-    """The template's line where an error arose, if it can be told."""
+    """The template's line in which an error was raised, or None."""
     if isinstance(error, TemplateSyntaxError):
         return error.lineno
     line, trace = None, error.__traceback__

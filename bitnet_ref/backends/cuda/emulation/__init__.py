@@ -1,1 +1,1 @@
-"""The CUDA kernels on the processor, compiled by the host C++ compiler: to read, test and debug them without a card."""
+"""The CUDA kernels on the processor, built by the host's C++ compiler: to read, test and debug them without a GPU."""

@@ -1,4 +1,4 @@
-"""The package's `.cu` files, compiled by the host's C++ compiler: what the emulated device runs."""
+"""Compiles `.cu` files with the host's C++ compiler, for the emulated device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ....errors import BackendUnavailable, DeviceError
-from ..build_cache import kept
+from ..build_cache import build_once
 from ..sources import FOLDER, find, flattened
 
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-fvisibility=hidden", "-shared"]
@@ -27,7 +27,7 @@ def compiler() -> str | None:
 
 
 def why_unavailable() -> str | None:
-    """None, or why kernels cannot be emulated here."""
+    """None if kernels can be emulated here, else the reason."""
     if compiler() is None:
         return "emulating CUDA needs a C++17 compiler (Debian/Ubuntu: apt install g++; or set CXX), and there is none"
     return None
@@ -35,26 +35,27 @@ def why_unavailable() -> str | None:
 
 @cache
 def compiled(file: str, sanitize: bool) -> ctypes.CDLL:
-    """The shared library of a file of kernels. Compiles it unless that has been done."""
-    found = compiler()
-    if found is None:
+    """The shared library of a `.cu` file, compiled unless the build cache has it."""
+    path_of_compiler = compiler()
+    if path_of_compiler is None:
         raise BackendUnavailable(str(why_unavailable()))
-    version = _run([found, "--version"], "the compiler does not run")
+    version = _run([path_of_compiler, "--version"], "the compiler does not run")
     flags = [*FLAGS, *(SANITIZERS if sanitize else [])]
     headers = "".join((FOLDER / name).read_text() for name in ("emulated.h", "emulated_functions.h"))
-    made_from = "\0".join([flattened(file), headers, LISTING, version, *flags])
+    sources = "\0".join([flattened(file), headers, LISTING, version, *flags])
     path = find(file)
-    return ctypes.CDLL(str(kept(path.name, made_from, ".so", lambda target: _build(path, found, flags, target))))
+    build = build_once(path.name, sources, ".so", lambda target: _build(path, path_of_compiler, flags, target))
+    return ctypes.CDLL(str(build))
 
 
 def kernel_names(library: ctypes.CDLL) -> list[str]:
-    """The kernels of a file that was compiled."""
+    """The names of the kernels in a compiled file."""
     library.emulated_names.restype = ctypes.c_char_p
     return library.emulated_names().decode().split()
 
 
 def _build(path: Path, compiler: str, flags: list[str], target: Path) -> None:
-    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated.h")]
+    source = [compiler, "-x", "c++", f"-I{FOLDER}", "-include", str(FOLDER / "emulated_functions.h")]
     text = _run([*source, "-std=c++17", "-E", "-P", "-DBITNET_REF_LISTING", str(path)], path.name)
     names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
     lines = [f'#include "{path}"', *(f"EMULATED_KERNEL({name})" for name in names), LISTING.format(" ".join(names)), ""]

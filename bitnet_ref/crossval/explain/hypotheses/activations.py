@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from ....reference import layers
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
-from ..patterns import Kind
 from ..variants import Hypothesis, Op, Setting
 from .linears import ACC, OUT, has_ternary
 
@@ -81,7 +80,6 @@ HYPOTHESES = (
         "activations at a tie are rounded away from zero",
         "Round half to even: rint, nearbyint, torch.round. C's round() and lround() round away from zero.",
         lambda s: _quantize(s, _absmax, lambda v: np.copysign(np.floor(np.abs(v) + np.float32(0.5)), v)),
-        Kind.NEARLY,
     ),
     Hypothesis(
         "round_half_up",
@@ -89,7 +87,6 @@ HYPOTHESES = (
         "activations are rounded by floor(x + 0.5)",
         "Round half to even.",
         lambda s: _quantize(s, _absmax, lambda v: np.floor(v + np.float32(0.5))),
-        Kind.NEARLY,
     ),
     Hypothesis(
         "truncated",
@@ -97,7 +94,6 @@ HYPOTHESES = (
         "activations are truncated, not rounded, to int8",
         "Round before the cast to int8.",
         lambda s: _quantize(s, _absmax, np.trunc),
-        Kind.NEARLY,
     ),
     Hypothesis(
         "activation_scale_per_tensor",
@@ -119,7 +115,6 @@ HYPOTHESES = (
         "1e-5 is added to max|x|",
         "It is a floor: max(max|x|, 1e-5).",
         lambda s: _quantize(s, lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR))),
-        Kind.NEARLY,
     ),
     Hypothesis(
         "activation_scale_128",
@@ -127,7 +122,6 @@ HYPOTHESES = (
         "activations are scaled by 128 / max|x|",
         "The factor is 127.",
         lambda s: _quantize(s, lambda largest: _absmax(largest) * np.float32(128 / 127)),
-        Kind.NEARLY,
     ),
     Hypothesis(
         "activation_blocks_of_256",
@@ -149,6 +143,5 @@ HYPOTHESES = (
         "activations are not quantised: dense products with the dequantised weights",
         "Quantise the input of every BitLinear to int8.",
         _without_quantization,
-        Kind.NEARLY,
     ),
 )

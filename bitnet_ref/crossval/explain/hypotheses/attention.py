@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..patterns import Kind
 from ..variants import Hypothesis, Op, Sees, Setting, causal
 from .layouts import SHOWS_Q, permute_qk
 
@@ -48,7 +47,7 @@ def _sees(name: str, cause: str, remedy: str, sees: Sees) -> Hypothesis:
 
         return None if visible(sees) == visible(causal) else s.with_attention(sees=sees)
 
-    return Hypothesis(name, SCORES, cause, remedy, change, Kind.MASKED)
+    return Hypothesis(name, SCORES, cause, remedy, change)
 
 
 def _kv_heads(s: Setting, kv_head_of: Callable[[int], int]) -> Setting:
@@ -79,7 +78,6 @@ HYPOTHESES = (
         "q and k are stored permuted and RoPE is interleaved, as in llama.cpp: an equal computation in another order",
         "Nothing is wrong: compare from the attention scores on.",
         lambda s: permute_qk(s).with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None,
-        Kind.PERMUTED,
     ),
     *(_theta(value) for value in (10000.0, 500000.0, 1000000.0)),
     Hypothesis(
@@ -172,7 +170,6 @@ HYPOTHESES = (
         "scores are not divided by sqrt(d)",
         "q k / sqrt(head_dim).",
         lambda s: s.with_attention(factor=s.config.head_dim**0.5),
-        Kind.SCALED,
     ),
     Hypothesis(
         "scores_scaled_by_width",
@@ -180,6 +177,5 @@ HYPOTHESES = (
         "scores are divided by sqrt(D / H) where head_dim is something else",
         "Read head_dim from the config; it need not be hidden_size / num_attention_heads.",
         _scaled_by_width,
-        Kind.SCALED,
     ),
 )

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ....reference import layers
 from ....reference.quantization import quantize_activations
 from ....reference.weights import DenseWeight
-from ..patterns import Kind
 from ..variants import Hypothesis, Op, Setting, map_norms
 
 GATE = "*.mlp.hook_post"
@@ -131,7 +130,6 @@ def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
         f"row i of the logits is that of the {neighbour} token",
         "After a batched prefill, the row to read is (first row of the sequence) + length - 1.",
         lambda s: _on_head_input(s, lambda x: np.roll(x, shift, axis=0)) if len(s.tokens) > 1 else None,
-        Kind.SHIFTED,
     )
 
 
@@ -234,7 +232,6 @@ HYPOTHESES = (
         "the embedding is multiplied by sqrt(D), as in Gemma",
         "Use it unscaled.",
         lambda s: s.with_ops(embed=lambda op, w, tokens: op(w, tokens) * np.float32(s.config.hidden_size**0.5)),
-        Kind.SCALED,
     ),
     Hypothesis(
         "head_int8_rows",
@@ -286,6 +283,5 @@ HYPOTHESES = (
         "every row of the logits is the last token's",
         "Index the hidden states by token before the head.",
         lambda s: _on_head_input(s, lambda x: np.repeat(x[-1:], len(x), axis=0)) if len(s.tokens) > 1 else None,
-        Kind.SHIFTED,
     ),
 )

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....reference.weights import DenseWeight, LinearWeight, TernaryWeight
-from ..patterns import Kind
 from ..variants import Hypothesis, Setting, with_matrix
 
 SHOWS = "*_proj.hook_acc_int32 *_proj.hook_out"
@@ -72,7 +71,6 @@ HYPOTHESES = (
         "a packed byte's four rows are taken as neighbours",
         "Hugging Face packs strided: byte row r holds rows r, r+R, r+2R, r+3R with R = out/4.",
         lambda s: _matrices(s, lambda w: _row_groups(w, (4, -1))),  # row r + iR goes to row 4r + i
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "own_rows_strided",
@@ -80,7 +78,6 @@ HYPOTHESES = (
         "rows packed as neighbours are read as Hugging Face's strided ones",
         "Read the file with the layout that wrote it.",
         lambda s: _matrices(s, lambda w: _row_groups(w, (-1, 4))),
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "i2s_bits_reversed",
@@ -88,7 +85,6 @@ HYPOTHESES = (
         "I2_S bytes are read from the low bits up",
         "In I2_S the first 32 weights of a block of 128 are in bits 6-7, the last in bits 0-1.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, (3 - _QUARTER) * 32 + _BYTE)),
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "i2s_x86_read_as_arm",
@@ -96,7 +92,6 @@ HYPOTHESES = (
         "I2_S written in x86 blocks (128 weights in 32 bytes) is read in ARM blocks (64 in 16)",
         "The file does not say which: take the order of the machine that wrote it.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.argsort(_ARM_PLACE))),
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "i2s_arm_read_as_x86",
@@ -104,7 +99,6 @@ HYPOTHESES = (
         "I2_S written in ARM blocks (64 weights in 16 bytes) is read in x86 blocks (128 in 32)",
         "The file does not say which: take the order of the machine that wrote it.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE)),
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "four_in_a_byte_reversed",
@@ -112,7 +106,6 @@ HYPOTHESES = (
         "the four codes of a byte are read in reverse",
         "Where a byte holds four neighbours, the first is in the lowest bits.",
         lambda s: _matrices(s, lambda w: None if w.shape[1] % 4 else _in_blocks(w, 4, np.array([3, 2, 1, 0]))),
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "signs_flipped",
@@ -120,7 +113,6 @@ HYPOTHESES = (
         "+1 and -1 are exchanged",
         "Codes 0, 1, 2 stand for -1, 0, +1.",
         lambda s: _matrices(s, np.negative),
-        Kind.SCALED,
     ),
     Hypothesis(
         "qk_permuted",
@@ -128,7 +120,6 @@ HYPOTHESES = (
         "the rows of q and k are in llama.cpp's order for interleaved RoPE, but RoPE is half-split",
         "Un-permute q and k of `llama` architecture GGUF files; bitnet architectures are not permuted.",
         lambda s: permute_qk(s) if s.config.head_dim > 2 else None,
-        Kind.PERMUTED,
     ),
     Hypothesis(
         "qk_unpermuted_twice",
@@ -136,6 +127,5 @@ HYPOTHESES = (
         "the rows of q and k were un-permuted though they were not permuted",
         "Only `llama` architecture GGUF files are permuted; bitnet ones and Hugging Face's are not.",
         lambda s: permute_qk(s, back=True) if s.config.head_dim > 4 else None,
-        Kind.PERMUTED,
     ),
 )

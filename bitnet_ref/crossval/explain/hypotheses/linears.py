@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....reference.weights import LinearWeight, TernaryLinear, TernaryWeight
-from ..patterns import Kind
 from ..variants import Hypothesis, Op, Setting
 
 OUT = "*_proj.hook_out"
@@ -74,7 +73,6 @@ HYPOTHESES = (
         "the weight scale is inverted: divided by where it multiplies, or the reverse",
         "quantization_config.linear_class decides: autobitlinear multiplies by weight_scale, bitlinear divides by it.",
         lambda s: _scales(s, lambda w: np.float32(1) / w.w_dequant_scale),
-        Kind.SCALED,
     ),
     Hypothesis(
         "scale_missing",
@@ -82,7 +80,6 @@ HYPOTHESES = (
         "the weight scale is not applied",
         "y = acc * (w_scale / x_scale).",
         lambda s: _scales(s, lambda w: 1),
-        Kind.SCALED,
     ),
     Hypothesis(
         "scale_from_ternary_weights",
@@ -90,7 +87,6 @@ HYPOTHESES = (
         "absmean was taken of matrices that were ternary already: the scale is too small by the share of non-zeros",
         "A matrix that holds only -s, 0 and +s has the scale s; absmean is for master weights.",
         lambda s: _scales(s, lambda w: w.w_dequant_scale * np.float32(np.abs(w.ternary()).mean(dtype=np.float64))),
-        Kind.SCALED,
     ),
     Hypothesis(
         "scale_f16",
@@ -98,7 +94,6 @@ HYPOTHESES = (
         "the weight scale is rounded to float16",
         "Keep it in float32.",
         lambda s: _scales(s, lambda w: np.float16(w.w_dequant_scale)),
-        Kind.SCALED,
     ),
     Hypothesis(
         "scale_bf16",
@@ -106,7 +101,6 @@ HYPOTHESES = (
         "the weight scale is rounded to bfloat16",
         "Keep it in float32.",
         lambda s: _scales(s, lambda w: ml_dtypes.bfloat16(w.w_dequant_scale)),
-        Kind.SCALED,
     ),
     Hypothesis(
         "qkv_scales_by_thirds",
@@ -121,7 +115,6 @@ HYPOTHESES = (
         "q's weight scale is used for k and v too",
         "q, k and v were quantised separately: keep three scales.",
         lambda s: _row_scales(s, lambda ws: [np.full(len(w.packed), ws[0].w_dequant_scale) for w in ws]),
-        Kind.SCALED,
     ),
     Hypothesis(
         "int16_accumulators_wrap",
@@ -129,7 +122,6 @@ HYPOTHESES = (
         "sums are kept in int16 and wrap at 32,768",
         WIDEN,
         lambda s: _accumulators(s, lambda acc: (acc + 0x8000) % 0x10000 - 0x8000),
-        Kind.WRAPPED,
     ),
     Hypothesis(
         "int16_accumulators_saturate",
@@ -144,7 +136,6 @@ HYPOTHESES = (
         "the integer sums are rounded to bfloat16, which has 8 bits",
         "Keep the sums in int32 (or float32, exact below 2^24) until the scale is applied.",
         lambda s: _accumulators(s, lambda acc: acc.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)),
-        Kind.ROUNDED,
     ),
     Hypothesis(
         "f16_accumulators",
@@ -152,7 +143,6 @@ HYPOTHESES = (
         "the integer sums are rounded to float16",
         "Keep them in int32.",
         lambda s: _accumulators(s, lambda acc: np.clip(acc, -65504, 65504).astype(np.float16).astype(np.float32)),
-        Kind.ROUNDED,
     ),
 )
 
@@ -174,7 +164,7 @@ def _zeros(subject: str, names: frozenset[str]) -> Hypothesis:
 
     cause = f"{subject} return zeros"
     remedy = "A kernel must refuse a shape that it cannot compute; look for a size that it needs a multiple of."
-    return Hypothesis("unsupported_shape_gives_zeros", f"{ACC} {OUT}", cause, remedy, change, Kind.ZEROS)
+    return Hypothesis("unsupported_shape_gives_zeros", f"{ACC} {OUT}", cause, remedy, change)
 
 
 def zero_hypotheses(s: Setting, candidate: Mapping[str, NDArray]) -> Iterator[Hypothesis]:

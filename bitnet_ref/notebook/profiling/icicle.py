@@ -1,28 +1,17 @@
-"""A flame graph from the top down: what lies under a bar is inside of it, and widths are times."""
+"""A profile's tree as a flame graph from the top down: what lies under a bar is part of it, and widths are times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from .style import MINUS, new_figure, plain
+from ..figures.style import MINUS, new_figure, plain
+from .tree import OpTime
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from matplotlib.figure import Figure
 
 LEVEL_COLOURS = ("#8c8c8c", MINUS, "#5b8fd0", "#dd8a2b", "#e8b06f", "#f0d0a8")
-
-
-class Timed(Protocol):
-    """A node: its own time and what is inside of it."""
-
-    name: str
-    total_s: float
-
-    @property
-    def children(self) -> Mapping[str, Timed]: ...
 
 
 class Bar(NamedTuple):
@@ -34,16 +23,16 @@ class Bar(NamedTuple):
     name: str
 
 
-def bars(node: Timed, level: int = 0, start_s: float = 0.0) -> Iterator[Bar]:
-    """The node and all below it, each child beginning where the one before it ends."""
+def bars(node: OpTime, level: int = 0, start_s: float = 0.0) -> Iterator[Bar]:
+    """The node and all below it; each child begins where the one before it ends."""
     yield Bar(level, start_s, node.total_s, node.name)
     for child in node.children.values():
         yield from bars(child, level + 1, start_s)
         start_s += child.total_s
 
 
-def icicles(roots: Sequence[tuple[str, Timed]]) -> Figure:
-    """A figure with an icicle for each (title, root). The gaps are what no child took."""
+def icicles(roots: Sequence[tuple[str, OpTime]]) -> Figure:
+    """A figure with an icicle for each (title, root). The gaps are time in no child."""
     drawn = [list(bars(root)) for _, root in roots] or [[]]
     levels = [1 + max((bar.level for bar in each), default=0) for each in drawn]
     size = (11, 0.7 * len(drawn) + 0.32 * sum(levels))
