@@ -82,7 +82,9 @@ def _generations(model: Any, has_text: bool, label: str) -> Iterator[tuple[str, 
 def _plain(value: Any) -> Any:
     """The values that must not change: token ids, texts, reasons, log probabilities; no times."""
     if hasattr(value, "token_ids"):
-        return [_plain(getattr(value, name)) for name in ("token_ids", "text", "finish_reason", "logprobs")]
+        return [
+            _plain(getattr(value, name)) for name in ("token_ids", "text", "finish_reason", "logprobs", "top_logprobs")
+        ]
     if hasattr(value, "__dataclass_fields__"):
         return [_plain(getattr(value, name)) for name in value.__dataclass_fields__]
     if isinstance(value, dict):
