@@ -56,5 +56,5 @@ def test_bench_cache_and_the_option():
     assert [line.split()[0] for line in result.stdout.splitlines()[-3:]] == list(CACHE_DTYPES)
     arguments = ["generate", "The rabbit", "--max-tokens", "2", "--backend", "numpy", "--cache-dtype"]
     result = runner.invoke(cli, [*arguments, "int8"])
-    assert "int8 cache of 1.6 KB a token" in result.stderr
+    assert "int8 cache of 1.6 KB per token" in result.stderr
     assert runner.invoke(cli, [*arguments, "int4"]).exit_code == 2

@@ -212,7 +212,7 @@ def measure_cuda_kernels(
             row = row_launch(device, n_in, n_out)
             trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
         for name, grid, block, launch, wrong in trials:
-            wrong_y = count_unequal(ws.download(launch(first))[0].view(np.int32), y.view(np.int32))
+            wrong_y = count_unequal(device.to_host(launch(first)).view(np.int32), y.view(np.int32))
             timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
             sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
             results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))

@@ -164,9 +164,7 @@ class GpuRun:
         process |= {"python": self.python, "device": device, "quantized": goal.quantized}
         peer = measure_peer("transformers", self.plan.config(MAIN), *sizes, **process)
         facts |= {"peer": peer.to_dict(), "peer_device": device}
-        step_s = self.decode(Case(MAIN), {}).step_s
-        facts["step_ms_median"] = 1e3 * step_s
-        return peer.decode.median_s / step_s  # the median, since the peer's first steps compile
+        return peer.decode.median_s / self.decode(Case(MAIN), facts).step_s  # medians: the peer's first steps compile
 
     # -- models --------------------------------------------------------------------------------------------------------
 

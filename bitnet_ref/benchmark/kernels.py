@@ -174,8 +174,13 @@ def compare_and_time(
 
     def call(be: Backend, copies: list[LinearWeight]) -> Action:
         """Takes the next copy each time: when a copy's turn comes again, the cache has lost it."""
-        turn = itertools.cycle(copies)
-        return lambda: be.linears(expected.x, (next(turn),))
+        x, turn = be.from_host(expected.x), itertools.cycle(copies)
+
+        def multiply() -> None:
+            be.linear(x, next(turn))
+            be.synchronize()  # a device goes on computing after the call
+
+        return multiply
 
     actions = {str(i): call(*subjects[i]) for i, check in enumerate(checks) if check.equal}
     timings = take_turns({READ: reader.read, **actions}, repeats, budget_s) if actions else {}

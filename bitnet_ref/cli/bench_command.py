@@ -116,7 +116,7 @@ def cache(model: str, text: str | None, backend: str, threads: int | None) -> No
             )
             for error in result.errors
         ]
-        columns = ("cache", "bytes/token", "max |d logit|", "mean KL", "max KL", "same greedy choice")
+        columns = ("cache", "bytes/token", "max logit error", "mean KL", "max KL", "same greedy choice")
         draw_table(out, columns, rows)
 
     report(result, draw, model=model)

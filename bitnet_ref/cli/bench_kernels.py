@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..backends import NAMES
-from .bench_shared import draw_table, in_threads, in_time, machine_options, refuse_simd, report
+from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
@@ -24,26 +24,20 @@ if TYPE_CHECKING:
 
     Result = TypeVar("Result", KernelResult, CudaKernelResult)
 
-MAX_TOKENS = 1 << 20
 # The parts of `benchmark.gpu_goals`, which --help need not import
 PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
+# Facts of a row of `bench gpu`, by the name of the first one, in words
+FACTS = {
+    "tokens_per_s": "{tokens_per_s:,.0f} tok/s",
+    "step_ms_median": "{step_ms_median:.2f} ms per step",
+    "of_bound": "{of_bound:.0%} of the bound",
+    "fewer_bytes": "a step reads {fewer_bytes:.3f} x fewer bytes",
+    "held_gb": "{held_gb:.2f} GB of the card held",
+    "peer": "there {peer[decode_tokens_per_s_median]:,.1f} tok/s, {peer[weights]}",
+    "cpu_tokens_per_s": "CPU {cpu_tokens_per_s:.1f} tok/s on {cpu_threads} threads",
+    "gb_per_s": "{gb_per_s:,.0f} GB/s, {kernel}",
+}
 EMULATED = "Emulated on the host: the times say nothing about a GPU."
-
-
-class WholeNumbers(click.ParamType):
-    """Whole numbers with a separator: "6912x2560" -> (6912, 2560)."""
-
-    def __init__(self, name: str, separator: str, count: int | None = None) -> None:
-        self.name, self.separator, self.count = name, separator, count
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = value.lower().split(self.separator)
-        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MAX_TOKENS for word in words)
-        if not good or (self.count is not None and len(words) != self.count):
-            self.fail(f"expected {self.name}, whole numbers from 1 to {MAX_TOKENS}, got {value!r}", param, ctx)
-        return tuple(map(int, words))
 
 
 shape_option = click.option(
@@ -245,24 +239,11 @@ def describe_row(row: GoalResult) -> str:
     """The value with the facts that explain it, or why there is none."""
     if row.value is None:
         return row.why
-    facts, digits = row.facts, sum(row.value < limit for limit in (10, 100))
+    digits = sum(row.value < limit for limit in (10, 100))
     words = [f"{row.value:,.{digits}f} {row.goal.unit}"]
-    if row.goal.unit == "x" and "tokens_per_s" in facts:
-        words.append(f"{facts['tokens_per_s']:,.0f} tok/s")
-    if "step_ms_median" in facts:
-        words.append(f"{facts['step_ms_median']:.2f} ms per step")
-    if "of_bound" in facts:
-        words.append(f"{facts['of_bound']:.0%} of the bound")
-    if "fewer_bytes" in facts:
-        words.append(f"a step reads {facts['fewer_bytes']:.3f} x fewer bytes")
-    if "held_gb" in facts:
-        words.append(f"{facts['held_gb']:.2f} GB of the card held")
-    if "peer" in facts:
-        words.append(f"there {1e3 * facts['peer']['decode']['median_s']:.2f} ms, {facts['peer']['weights']}")
-    if "cpu_tokens_per_s" in facts:
-        words.append(f"CPU {facts['cpu_tokens_per_s']:.1f} tok/s on {in_threads(facts['cpu_threads'])}")
-    if "gb_per_s" in facts:
-        words.append(f"{facts['gb_per_s']:,.0f} GB/s, {facts['kernel'].removeprefix('ternary_')}")
+    known = "tokens_per_s" if row.goal.unit == "tok/s" else ""  # the value itself
+    names = [name for name in FACTS if name in row.facts and name != known]
+    words += [FACTS[name].format(**row.facts) for name in names]
     return ", ".join(words)
 
 

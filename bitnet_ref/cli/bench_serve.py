@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .bench_shared import Subject, draw_table, in_threads, plot_option, report, subject_options
-from .shell import LoadingBar, common_options
+from .bench_shared import Subject, WholeNumbers, draw_table, in_threads, plot_option, report, subject_options
+from .shell import AnyFunction, LoadingBar, common_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,20 +17,16 @@ if TYPE_CHECKING:
     from ..benchmark.serve import Quantiles, ServeBench
 
 
-class Range(click.ParamType):
-    """ "16-64" -> (16, 64), and "32" -> (32, 32)."""
+def token_range(ctx: click.Context, param: click.Parameter, numbers: tuple[int, ...]) -> tuple[int, int]:
+    """(16, 64) of "16-64", (32, 32) of "32" """
+    if len(numbers) > 2 or numbers[0] > numbers[-1]:
+        raise click.BadParameter(f"expected a number of tokens or a range like 16-64, got {numbers}", ctx, param)
+    return numbers[0], numbers[-1]
 
-    name = "FROM-TO"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        words = value.split("-")
-        good = len(words) <= 2 and all(word.isascii() and word.isdecimal() and len(word) < 8 for word in words)
-        low, high = (int(words[0]), int(words[-1])) if good else (0, 0)
-        if not 1 <= low <= high:
-            self.fail(f"expected a number of tokens or a range like 16-64, got {value!r}", param, ctx)
-        return low, high
+def range_option(name: str, default: str, help: str) -> Callable[[AnyFunction], AnyFunction]:
+    kind = WholeNumbers("FROM-TO", "-")
+    return click.option(name, type=kind, default=default, show_default=True, callback=token_range, help=help)
 
 
 @click.command(short_help="Throughput and waiting times of the engine, for each offered load.")
@@ -37,8 +34,8 @@ class Range(click.ParamType):
 @click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, help="At each rate.")
 @click.option("--rate", "rates", type=float, multiple=True, help="Requests per second. May be repeated.  "
               "[default: shares of the capacity]")  # fmt: skip
-@click.option("--prompt", type=Range(), default="8-32", show_default=True, help="Prompt tokens, drawn evenly.")
-@click.option("--new", type=Range(), default="16-64", show_default=True, help="New tokens, drawn evenly.")
+@range_option("--prompt", "8-32", "Prompt tokens, drawn evenly.")
+@range_option("--new", "16-64", "New tokens, drawn evenly.")
 @click.option("--together", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts at once, against "
               "one after another.")  # fmt: skip
 @click.option("--max-batch", type=click.IntRange(min=1), default=64, show_default=True)

@@ -20,8 +20,25 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..benchmark.record import Record
 
+MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
 SYNTHETIC = ("2b-4t", "700m", "1b", "7b", "tinyllama-1.1b")
+
+
+class WholeNumbers(click.ParamType):
+    """Whole numbers with a separator: "6912x2560" -> (6912, 2560)."""
+
+    def __init__(self, name: str, separator: str, count: int | None = None) -> None:
+        self.name, self.separator, self.count = name, separator, count
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = value.lower().split(self.separator)
+        good = all(word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MAX_NUMBER for word in words)
+        if not good or (self.count is not None and len(words) != self.count):
+            self.fail(f"expected {self.name}, whole numbers from 1 to {MAX_NUMBER}, got {value!r}", param, ctx)
+        return tuple(map(int, words))
 
 
 def machine_options(function: AnyFunction) -> AnyFunction:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .doctor_command import path_rows
 from .generation_options import apply_options, content_of, dtype_option, load_model
 from .shell import (
     DIFFERS,
@@ -223,11 +224,14 @@ def finish(
 
 
 def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
-    """The verdicts, then the first op that is wrong in each opponent that differs."""
+    """The verdicts, each execution path of our backends, and the first wrong op of each opponent that differs."""
     styles = {None: "yellow", True: "green", False: "red"}
     rows = [(crossing.opponent, styled(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
     out.print(make_table(("|", ""), rows))
     for crossing in crossings:
+        if crossing.paths:
+            out.print(styled(f"\n{crossing.opponent}, by every execution path", "bold"))
+            out.print(make_table(("|", "|", ""), path_rows(crossing.paths)))
         for comparison in crossing.comparisons:
             if comparison.first_divergence is not None:
                 _draw_neighbourhood(crossing.opponent, comparison, out)

@@ -79,7 +79,14 @@ class LLVocabulary:
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], vocab_size: int) -> None:
         """tokens: their bytes, b"" for a special one. vocab_size: the model's, which may be larger."""
-        self._library = _import_llguidance()
+        try:
+            import llguidance
+        except ImportError as problem:
+            raise GenerationError(
+                "guided_json, guided_regex, guided_choice and guided_grammar need llguidance: "
+                "pip install 'bitnet-ref[constrained]'"
+            ) from problem
+        self._maker = llguidance.LLMatcher
         self.end_tokens = list(tokenizer.eos_ids)
         padded = [*tokens, *[b""] * (vocab_size - len(tokens))]
         specials = [token for token, data in enumerate(padded) if not data]
@@ -94,13 +101,13 @@ class LLVocabulary:
             def __call__(self, text: str | bytes) -> list[int]:
                 return tokenize(tokenizer, tokens, text.decode(errors="replace") if isinstance(text, bytes) else text)
 
-        self._tokenizer = self._library.LLTokenizer(
-            self._library.TokenizerWrapper(Wrapped()), eos_token=self.end_tokens or None, slices=None
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(Wrapped()), eos_token=self.end_tokens or None, slices=None
         )
 
     def matcher(self, guide: str, value: Any) -> Any:
         """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar."""
-        maker = self._library.LLMatcher
+        maker = self._maker
         try:
             if guide == "guided_json":
                 schema = dict(value) if isinstance(value, Mapping) else {} if value is True else value
@@ -133,17 +140,6 @@ def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[i
         ids.append(max(fitting, key=lambda token: len(tokens[token])))
         rest = rest[len(tokens[ids[-1]]) :]
     return ids
-
-
-def _import_llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as problem:
-        raise GenerationError(
-            "guided_json, guided_regex, guided_choice and guided_grammar need llguidance: "
-            "pip install 'bitnet-ref[constrained]'"
-        ) from problem
-    return llguidance
 
 
 def _check(matcher: Any, guide: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +33,15 @@ class Beam:
     entries: tuple[Entry, ...] = ()  # ln p of each token and of its most likely alternatives
 
 
-@dataclass(frozen=True)
-class BeamStep:
-    """The candidates of one step, best first: continuations of the running beams, and the fate of each."""
+class BeamCandidate(NamedTuple):
+    """A continuation of a running beam that one step compared with others."""
 
-    candidates: tuple[Beam, ...]
-    fates: tuple[str, ...]  # "running", "ended" or "cut"
-    final_scores: tuple[float | None, ...]  # of those that ended
+    beam: Beam
+    fate: str  # "running", "ended" or "cut"
+    final_score: float | None  # if it ended
 
 
-Watcher = Callable[[int, BeamStep], None]  # (number of the prompt, its step)
+Watcher = Callable[[int, list[BeamCandidate]], None]  # (number of the prompt, the candidates of its step, best first)
 
 
 class BeamSearch:
@@ -58,8 +58,8 @@ class BeamSearch:
         """The prompt and the beam's tokens."""
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
-    def advance(self, logits: NDArray) -> BeamStep:
-        """Extend the beams by one token.   logits (running beams, V), the model's own"""
+    def advance(self, logits: NDArray) -> list[BeamCandidate]:
+        """Extend the beams by one token.   logits (running beams, V), the model's own  ->  candidates, best first"""
         width, length = self.params.num_beams, len(self.running[0].tokens) + 1
         own = np.stack([log_probabilities(row) for row in logits])
         scores = np.stack([self.rules.apply(self.ids(beam), row) for beam, row in zip(self.running, own, strict=True)])
@@ -84,8 +84,7 @@ class BeamSearch:
         self.running = [best[index] for index in running]
         self.done = self._is_done(length)
         fates = ["ended" if i in ended else "running" if i in running else "cut" for i in range(len(best))]
-        final_scores = [ended[index].score if index in ended else None for index in range(len(best))]
-        return BeamStep(tuple(best), tuple(fates), tuple(final_scores))
+        return [BeamCandidate(beam, fates[i], ended[i].score if i in ended else None) for i, beam in enumerate(best)]
 
     def _extend(self, index: int, score: float, own: NDArray) -> Beam:
         """The continuation at a flat index of `own` (running beams, V)."""

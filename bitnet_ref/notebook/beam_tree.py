@@ -10,7 +10,7 @@ from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
 from ..generation.params import SamplingParams
 from ..generation.results import Generation, GenerationStats
-from ..generation.search import BeamStep, beam_search
+from ..generation.search import BeamCandidate, beam_search
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
 from .figures.style import GOOD, MINUS, PALE, PLUS, new_figure, plain
@@ -75,25 +75,25 @@ def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> Beam
     if sampling.num_beams < 2:
         raise GenerationError(f"num_beams: a tree needs 2 or more, got {sampling.num_beams}")
     request = Request(model, prompt, sampling)
-    steps: list[BeamStep] = []
+    steps: list[list[BeamCandidate]] = []
     stats = GenerationStats(model.backend.name)
     results = beam_search(model, [request], stats, lambda _, step: steps.append(step))[0]
     text = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
     return BeamTree(text, collect_nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
 
 
-def collect_nodes(model: LoadedModel, steps: list[BeamStep], best: tuple[int, ...]) -> list[BeamNode]:
+def collect_nodes(model: LoadedModel, steps: list[list[BeamCandidate]], best: tuple[int, ...]) -> list[BeamNode]:
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues
     for number, step in enumerate(steps, start=1):
-        texts = token_texts(model, [beam.tokens[-1] for beam in step.candidates])
+        texts = token_texts(model, [candidate.beam.tokens[-1] for candidate in step])
         parents, running = running, []
-        for beam, fate, worth, text in zip(step.candidates, step.fates, step.final_scores, texts, strict=True):
+        for (beam, fate, final_score), text in zip(step, texts, strict=True):
             if fate == "running":
                 running.append(len(nodes))
             parent = parents[beam.parent] if parents else None
             chosen = fate != "cut" and beam.tokens == best[:number]
-            nodes.append(BeamNode(number, beam.tokens[-1], text, beam.score, parent, fate, worth, chosen))
+            nodes.append(BeamNode(number, beam.tokens[-1], text, beam.score, parent, fate, final_score, chosen))
     return nodes
 
 

@@ -133,14 +133,12 @@ class EngineMetrics:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         labels, values = ["model_name"], [self.model_name]
-        for name, value in self._gauges().items():
-            gauge = GaugeMetricFamily(PREFIX + name, GAUGES[name], labels=labels)
-            gauge.add_metric(values, value)
-            yield gauge
-        for name, count in self.counters.items():
-            counter = CounterMetricFamily(PREFIX + name, COUNTERS[name], labels=labels)
-            counter.add_metric(values, count)
-            yield counter
+        numbers = {**self._gauges(), **self.counters}
+        for kind, explanations in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, explanation in explanations.items():
+                metric = kind(PREFIX + name, explanation, labels=labels)
+                metric.add_metric(values, numbers[name])
+                yield metric
         ends = CounterMetricFamily(
             f"{PREFIX}request_success", "Requests that ended, by reason.", labels=[*labels, "finished_reason"]
         )

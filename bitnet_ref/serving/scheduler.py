@@ -43,7 +43,7 @@ NO_SLOT = -1
 class Job:
     """One sequence in the engine: its row, its rank in the order, and its pages and slot."""
 
-    __slots__ = ("arrival_s", "cached", "lease", "owner", "priority", "rank", "row", "running", "times_stopped")
+    __slots__ = ("arrival_s", "cached", "lease", "owner", "priority", "rank", "row", "running")
 
     def __init__(self, row: Row, arrival_s: float, number: tuple[int, int], priority: int = 0, owner: object = None):
         self.row, self.owner, self.priority, self.arrival_s = row, owner, priority, arrival_s
@@ -51,7 +51,6 @@ class Job:
         self.lease: Lease | None = None
         self.running = False
         self.cached = 0  # tokens that the cache held when it was admitted
-        self.times_stopped = 0
 
     def __lt__(self, other: Job) -> bool:
         return self.rank < other.rank
@@ -228,7 +227,6 @@ class Scheduler:
     def _stop(self, job: Job, plan: StepPlan) -> None:
         """Take its pages and slot; it will compute its tokens again."""
         self.stops += 1
-        job.times_stopped += 1
         if job.running:
             plan.stopped.append(job)
             self._pause(job)

@@ -7,6 +7,7 @@ import pytest
 from helpers import GOLDEN, GOLDEN_CASES, model, rng
 
 import bitnet_ref
+from bitnet_ref.backends import choose_backend
 from bitnet_ref.backends.run import first_non_finite
 from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
@@ -91,8 +92,10 @@ def test_no_wanted_tokens(backend_name):
 # -- NaN and Inf -------------------------------------------------------------------------------------------------------
 
 
-def changed(m, **parts):
-    return bitnet_ref.Model(m.config, replace(m.weights, **parts), m.backend)
+def changed(m, backend_name, **parts):
+    """The numpy model `m` with other weights, prepared for another backend."""
+    changed_model = bitnet_ref.Model(m.config, replace(m.weights, **parts), m.backend)
+    return changed_model.on(choose_backend(backend_name, threads=2))
 
 
 def check_named(m, tensor):
@@ -114,25 +117,25 @@ def check_named(m, tensor):
     ],
 )
 def test_the_first_bad_tensor_is_named(part, tensor, bad, backend_name):
-    m = model(CASE, backend_name)
+    m = model(CASE)
     layers = list(m.weights.layers)
     norm = np.array(getattr(layers[1], part))
     norm[3] = bad
     layers[1] = replace(layers[1], **{part: norm})
-    check_named(changed(m, layers=tuple(layers)), f"blocks.1.{tensor}")
+    check_named(changed(m, backend_name, layers=tuple(layers)), f"blocks.1.{tensor}")
 
 
-def test_bad_embeddings_and_final_norms_and_heads():
-    m = model(GOLDEN / "llama-dense", "cython" if bitnet_ref.available_backends()["cython"] is None else "numpy")
+def test_bad_embeddings_and_final_norms_and_heads(backend_name):
+    m = model(GOLDEN / "llama-dense")
     table = np.array(m.weights.embedding.array, dtype=np.float32)
     table[7, 2] = np.nan
-    check_named(changed(m, embedding=DenseWeight(table)), "hook_embed")
+    check_named(changed(m, backend_name, embedding=DenseWeight(table)), "hook_embed")
     norm = np.array(m.weights.final_norm)
     norm[0] = np.inf
-    check_named(changed(m, final_norm=norm), "ln_final.hook_normalized")
+    check_named(changed(m, backend_name, final_norm=norm), "ln_final.hook_normalized")
     head = np.array(m.weights.lm_head.array, dtype=np.float32)
     head[9] = 3e38
-    check_named(changed(m, lm_head=DenseWeight(head)), "lm_head.hook_out")
+    check_named(changed(m, backend_name, lm_head=DenseWeight(head)), "lm_head.hook_out")
 
 
 def test_a_fault_that_does_not_come_back_is_no_tensor():
