@@ -1,9 +1,9 @@
 """Mutants of the C and Cython kernels: where they stand, and one extension that holds them all.
 
-A place is a piece of source text that occurs once in its file, with the edit marked: `total / ⟦D → (D + 1)⟧`. In a
-scratch copy of the kernels each marked expression A becomes `(bitnet_ref_mutant == 17 ? (B) : (A))`, and each statement
-to drop `if (bitnet_ref_mutant != 17) A`. BITNET_REF_MUTANT=17 then selects that mutant as the extension is loaded, so
-all of them cost one build. The headers that are templates are mutated for every instruction set at once.
+A place is a piece of source text that occurs once in its file, with the edit marked: `total / ⟦D → (D + 1)⟧`. In a scratch
+copy of the kernels each marked expression A becomes `(bitnet_ref_mutant == 17 ? (B) : (A))`. BITNET_REF_MUTANT=17 then
+selects that mutant as the extension is loaded, so all of them cost one build. The headers that are templates are mutated
+for every instruction set at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 KERNELS = "bitnet_ref/kernels/cpu"
-_MARK = re.compile("⟦(.*?) →(.*?)⟧", re.DOTALL)
+_MARK = re.compile("⟦(.*?) → (.*?)⟧")
 _HEADER = """#ifndef BITNET_REF_MUTANT_H
 #define BITNET_REF_MUTANT_H
 #include <stdlib.h>
@@ -236,15 +237,15 @@ PLACES = {
 }
 
 
-def kernel_places() -> list[tuple[str, str, str, str]]:
-    """(file, place with its mark, old, new) of every mutant; number n is the n-th, from 1 on."""
-    out = []
+def kernel_places() -> list[tuple[str, str, str]]:
+    """(file, text, text with the mistake) of every mutant; number n is the n-th, from 1 on."""
+    return [(file, *(_MARK.sub(rf"\{side}", text) for side in (1, 2))) for file, text in _marked_texts()]
+
+
+def _marked_texts() -> Iterator[tuple[str, str]]:
     for file, text in PLACES.items():
         for line in filter(None, map(str.strip, text.splitlines())):
-            mark = _MARK.search(line)
-            assert mark is not None, line
-            out.append((file, line.replace(r"\n", "\n"), mark[1], mark[2].strip()))
-    return out
+            yield file, line.replace(r"\n", "\n")
 
 
 def build(root: Path) -> Path:
@@ -276,19 +277,19 @@ def _edited(kernels: Path) -> dict[str, str]:
     """The kernels' sources with every mutant in them, by file name."""
     edits: dict[str, dict[tuple[int, int], str]] = {}  # file -> {span of the expression: what stands there now}
     texts = {path.name: path.read_text() for path in kernels.iterdir() if path.suffix in (".h", ".pyx", ".pxi")}
-    for number, (file, line, old, new) in enumerate(kernel_places(), 1):
-        mark = _MARK.search(line)
-        assert mark is not None
-        context = line[: mark.start()] + old + line[mark.end() :]
+    for number, (file, marked) in enumerate(_marked_texts(), 1):
+        mark = _MARK.search(marked)
+        assert mark is not None, marked
+        old, new, context = mark[1], mark[2], _MARK.sub(r"\1", marked)
         if (count := texts[file].count(context)) != 1:
             raise LookupError(f"{file}: the text to mutate occurs {count} times, not once: {context!r}")
         start = texts[file].index(context) + mark.start()
-        span, in_c = (start, start + len(old)), file.endswith(".h")
-        before = edits.setdefault(file, {}).get(span, old)
-        if in_c:
-            edits[file][span] = f"(bitnet_ref_mutant == {number} ? ({new}) : ({before}))"
+        span = (start, start + len(old))
+        now = edits.setdefault(file, {}).get(span, old)
+        if file.endswith(".h"):
+            edits[file][span] = f"(bitnet_ref_mutant == {number} ? ({new}) : ({now}))"
         else:
-            edits[file][span] = f"(({new}) if bitnet_ref_mutant == {number} else ({before}))"
+            edits[file][span] = f"(({new}) if bitnet_ref_mutant == {number} else ({now}))"
     for file, spans in edits.items():
         text = texts[file]
         for (start, end), now in sorted(spans.items(), reverse=True):

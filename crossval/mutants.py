@@ -237,9 +237,10 @@ def choose(mutants: Sequence[Mutant], only: str, count: int | None, seed: int) -
 
 
 def kernel_mutants() -> list[Mutant]:
+    folder = KERNELS.removeprefix("bitnet_ref/")
     return [
-        Mutant(f"{KERNELS.removeprefix('bitnet_ref/')}/{file}", " ".join(place.split()), old, new, number=number)
-        for number, (file, place, old, new) in enumerate(kernel_places(), 1)
+        Mutant(f"{folder}/{file}", "", *(" ".join(text.split()) for text in (old, new)), number=number)
+        for number, (file, old, new) in enumerate(kernel_places(), 1)
     ]
 
 

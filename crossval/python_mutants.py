@@ -31,7 +31,8 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.file} {self.place}: {self.old} -> {self.new}"
+        place = f"{self.file} {self.place}" if self.place else self.file
+        return f"{place}: {self.old} -> {self.new}"
 
 
 OPERATORS: dict[type, type] = {
