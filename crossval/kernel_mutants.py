@@ -1,9 +1,9 @@
 """Mutants of the C and Cython kernels: where they stand, and one extension that holds them all.
 
-A place is a piece of source text that occurs once in its file, with the edit marked: `total / ⟦D → (D + 1)⟧`. In a scratch
-copy of the kernels each marked expression A becomes `(bitnet_ref_mutant == 17 ? (B) : (A))`. BITNET_REF_MUTANT=17 then
-selects that mutant as the extension is loaded, so all of them cost one build. The headers that are templates are mutated
-for every instruction set at once.
+A place is a piece of source text that occurs once in its file, with the edit marked: `total / ⟦D → (D + 1)⟧`. In a
+scratch copy of the kernels each marked expression A becomes `(bitnet_ref_mutant == 17 ? (B) : (A))`. The environment
+variable BITNET_REF_MUTANT=17 then selects that mutant as the extension is loaded, so all of them cost one build. The
+headers that are templates are mutated for every instruction set at once.
 """
 
 from __future__ import annotations
