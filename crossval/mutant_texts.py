@@ -41,11 +41,15 @@ def _variants(kernels: bool) -> Iterator[tuple[str, dict[str, Any], dict[str, st
         return
     from bitnet_ref.kernels.cpu import _cpu
 
+    options = {  # each with some layout: they do not depend on it
+        "2-bit": {"cache_dtype": "float16"},
+        "table": {"head": "screened"},
+        "1.6-bit": {"cache_dtype": "int8"},
+    }
     for layout, _, sets in reversed(_cpu.ternary_methods()):
         for simd in [simd for simd, lacks in reversed(_cpu.kernel_sets()) if lacks is None and simd in sets]:
             environment = {"BITNET_REF_SIMD": simd, "BITNET_REF_WEIGHTS": layout}
-            head = "screened" if layout == "table" else "exact"  # the head does not depend on the layout
-            yield f"{simd}, {layout}", {"backend": "cython", "head": head, "threads": 1}, environment
+            yield f"{simd}, {layout}", {"backend": "cython", "threads": 1, **options[layout]}, environment
 
 
 @contextlib.contextmanager
@@ -70,6 +74,8 @@ def _generations(model: Any, has_text: bool, label: str) -> Iterator[tuple[str, 
         return
     yield "greedy", model.generate(prompts[0], max_tokens=24)
     if not has_text:
+        with model.engine(max_batch=2, max_batch_tokens=16, page_size=8) as engine:
+            yield "engine", engine.generate(prompts, max_tokens=12)
         return
     yield "sampled", model.generate(prompts[0], max_tokens=16, logprobs=1, **SAMPLED)
     yield "two of each", model.generate(prompts[:2], max_tokens=8, n=2, **(SAMPLED | PENALTIES))
