@@ -84,6 +84,10 @@ class Backend(PlainBackend):
     def check_prepared(self, w: ModelWeights) -> None:
         """Raises ShapeError unless `weight_kinds` in weights from disk have the shapes that the kernels trust."""
 
+    def other_layouts(self) -> dict[str, Callable[[], Backend]]:
+        """Constructors of backends that differ from this one in the layout of ternary weights only, by its name."""
+        return {}
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def hidden(
