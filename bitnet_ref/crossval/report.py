@@ -102,6 +102,13 @@ details{margin:.8em 0}.scroll{overflow-x:auto}
 """
 
 
+_BY_DEPTH = (
+    "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are layers. "
+    "Equal tensors lie on the bottom line."
+)
+_BY_KIND = "By kind of op: smallest, median and largest relative L2 of the tensors that are not equal."
+
+
 def _section(anchor: str, s: Section) -> str:
     parts = [f'<h2 id="{anchor}">{_e(s.title)}</h2><p class="{_class(s.agrees)}">{_e(s.verdict)}</p>']
     if s.causes:
@@ -110,25 +117,12 @@ def _section(anchor: str, s: Section) -> str:
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_e(comparison.verdict)}</p>")
         if not comparison.ops:
             continue
-        points = [(i, op.relative_l2, _mark(op), op.name) for i, op in enumerate(comparison.ops)]
-        layers = [
-            next((i for i, op in enumerate(comparison.ops) if op.layer == n), None) for n in range(comparison.layers)
-        ]
-        parts.append(
-            _figure(
-                svg.by_depth(points, [i for i in layers if i is not None]),
-                "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are "
-                "layers; equal tensors lie on the bottom line.",
-            )
-        )
-        parts.append(
-            _figure(
-                svg.error_bars(_by_kind(comparison.ops)),
-                "By kind of op: smallest, median and largest relative L2 of the tensors that are not equal.",
-            )
-        )
-        parts.append(_flips(comparison))
-        parts.append(_table(comparison.ops))
+        ops = comparison.ops
+        points = [(i, op.relative_l2, _mark(op), op.name) for i, op in enumerate(ops)]
+        starts = [i for i, op in enumerate(ops) if op.layer is not None and (i == 0 or ops[i - 1].layer != op.layer)]
+        parts.append(_figure(svg.by_depth(points, starts), _BY_DEPTH))
+        parts.append(_figure(svg.error_bars(_by_kind(ops)), _BY_KIND))
+        parts += [_flips(comparison), _table(ops)]
     shown = s.evidence or Evidence()
     if shown.logits is not None:
         caption = "Logits of the last tokens: reference on the x axis, candidate on the y axis."
