@@ -102,10 +102,13 @@ def _checks(
     yield "text, streamed", lambda: _streamed(model, tokens)
     yield (
         "text, 3 prompts",
-        lambda: _text_batch(model, tokens, lambda prompts: model.generate(prompts, **_greedy(model, prompts[-1]))),
+        lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
     )
     if not quick:
-        yield "text, engine", lambda: _text_batch(model, tokens, lambda prompts: _engine(model, prompts))
+        yield "text, engine", lambda: _text_batch(model, _prompts(tokens), partial(_engine, model))
+        shared = 2 * PAGE_SIZE + 2  # tokens, of which two pages; the third page differs
+        beginnings = [tokens[:26], tokens[:shared] + tokens[shared:26][::-1], tokens[:26]]
+        yield "text, engine, shared pages", lambda: _text_batch(model, beginnings, partial(_engine, model))
         if be.screens_head:
             yield "text from a screened head", lambda: _text(reference.on(make(head="screened")), tokens)
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
@@ -357,18 +360,24 @@ def _streamed(model: Model, tokens: list[int]) -> Outcome:
     return len(chunks), None, "equal to generate"
 
 
-def _text_batch(model: Model, tokens: list[int], generate: Callable[[list[list[int]]], Any]) -> Outcome:
-    prompts = [row[: _prefill(tokens) + i] for i, row in enumerate(_three(tokens))]
-    outs = generate(prompts)
+def _prompts(tokens: list[int]) -> list[list[int]]:
+    return [row[: _prefill(tokens) + i] for i, row in enumerate(_three(tokens))]
+
+
+def _text_batch(model: Model, prompts: list[list[int]], generate: Callable[..., Any]) -> Outcome:
+    greedy = _greedy(model, max(prompts, key=len))
+    outs = generate(prompts, greedy)
     for i, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
+        if len(out.token_ids) != greedy["max_tokens"]:
+            return i + 1, f"prompt {i}: {greedy['max_tokens']} new tokens were asked for, got {len(out.token_ids)}", ""
         if (problem := _judge_text(model, prompt, out)) is not None:
             return i + 1, f"prompt {i}: {problem}", ""
     return sum(len(out.token_ids) for out in outs), None, "every token has the largest logit"
 
 
-def _engine(model: Model, prompts: list[list[int]]) -> Any:
+def _engine(model: Model, prompts: list[list[int]], greedy: dict[str, Any]) -> Any:
     with model.engine(max_batch=2, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
-        return engine.generate(prompts, **_greedy(model, prompts[-1]))
+        return engine.generate(prompts, **greedy)
 
 
 def _sampled(make: MakeBackend, reference: Model, tokens: list[int]) -> Outcome:
