@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..backends.loaded import LoadedModel
@@ -13,7 +15,7 @@ from ..generation.results import Generation, GenerationStats
 from ..generation.search import BeamCandidate, beam_search
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
-from .figures.style import GOOD, MINUS, PALE, PLUS, new_figure, plain
+from .figures import GOOD, MINUS, PALE, PLUS, new_figure, plain
 from .next_token import token_texts
 
 if TYPE_CHECKING:
@@ -55,12 +57,11 @@ class BeamTree:
         Needs matplotlib."""
         shown: list[BeamNode] = []
         places: dict[int, int] = {}
-        rejected: dict[int, int] = {}
+        rejected: Counter[int] = Counter()
         for index, node in enumerate(self.nodes):
-            if node.fate == "cut":
-                rejected[node.step] = rejected.get(node.step, 0) + 1
-                if cut is not None and rejected[node.step] > cut:
-                    continue
+            rejected[node.step] += node.fate == "cut"
+            if node.fate == "cut" and cut is not None and rejected[node.step] > cut:
+                continue
             places[index] = len(shown)
             shown.append(replace(node, parent=None if node.parent is None else places[node.parent]))
         return draw_tree(self.prompt, shown)
@@ -105,22 +106,17 @@ def heights(nodes: Sequence[BeamNode]) -> list[float]:
 
     Parents come before their children in `nodes`.
     """
-    children: dict[int | None, list[int]] = {}
+    children: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, node in enumerate(nodes):
-        children.setdefault(node.parent, []).append(index)
-    ys = [0.0] * len(nodes)
-    row = 0.0
-    waiting = [(index, False) for index in reversed(children.get(None, []))]
-    while waiting:
-        index, done = waiting.pop()
-        below = children.get(index, [])
-        if done:
+        children[node.parent].append(index)
+    ys, leaves, waiting = [0.0] * len(nodes), count(), children[None][::-1]
+    while waiting:  # depth first, from the top
+        index = waiting.pop()
+        waiting += children[index][::-1]
+        ys[index] = next(leaves) if not children[index] else 0.0
+    for index in reversed(range(len(nodes))):
+        if below := children[index]:
             ys[index] = (ys[below[0]] + ys[below[-1]]) / 2
-        elif below:
-            waiting += [(index, True), *((child, False) for child in reversed(below))]
-        else:
-            ys[index] = row
-            row += 1
     return ys
 
 

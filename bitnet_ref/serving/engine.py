@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
@@ -23,14 +23,12 @@ from ..errors import ConfigError, GenerationError, QueueFull
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import Number, SamplingOptions, expand_params
 from ..generation.sequence import Request
+from ..notebook.figures import StepRecord
+from ..notebook.widgets.live import LiveView, RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .step import StepRecord
-from .tickets import RequestHandle, RequestProgress, Ticket, check_process
+from .tickets import RequestHandle, Ticket, check_process
 from .worker import Worker
-
-if TYPE_CHECKING:
-    from ..notebook.widgets import LiveView
 
 CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
 PRIORITY, TIMEOUT = Number(whole=True), Number(0, above=True, optional=True)
@@ -170,8 +168,6 @@ class Engine:
     def live(self, interval_s: float = 0.5) -> LiveView:
         """A view of all this that updates itself, in JupyterLab or by rich; see `widgets.LiveView`. It keeps neither
         the engine nor the model alive."""
-        from ..notebook.widgets import LiveView
-
         return LiveView(_watch(weakref.ref(self)), interval_s)
 
     # -- the end -------------------------------------------------------------------------------------------------------

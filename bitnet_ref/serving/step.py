@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..backends import Backend
 from ..backends.head import Ids, TokenLogits
@@ -17,31 +15,12 @@ from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..errors import GenerationError
 from ..generation.results import StreamChunk
 from ..generation.sequence import Continuation
+from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
 from .tickets import Outbox, Ticket
-
-
-class StepPart(NamedTuple):
-    """One request's part of a step. kind: "prefill" or "decode"."""
-
-    request_id: int
-    slot: int
-    kind: str
-    tokens: int
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step of the engine. `start_s`: by `time.perf_counter`."""
-
-    number: int
-    start_s: float
-    seconds: float
-    parts: tuple[StepPart, ...]
-    waiting: int  # requests that had not started
 
 
 class Stepper:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from ..errors import EngineClosed, GenerationError, RequestCancelled
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
+from ..notebook.widgets.live import RequestProgress
 from .scheduler import Job
 
 NEWEST_CHUNKS = 16
@@ -63,18 +63,6 @@ def wake_readers(outboxes: Sequence[Outbox]) -> None:
 def _wake(outboxes: Sequence[Outbox]) -> None:
     for outbox in outboxes:
         outbox.news.set()
-
-
-@dataclass(frozen=True)
-class RequestProgress:
-    """The progress of a request."""
-
-    request_id: int
-    state: str  # "waiting", "running"
-    prompt_tokens: int
-    generated_tokens: int  # of all its n continuations
-    age_s: float
-    newest_text: str  # of its first continuation
 
 
 class Ticket:

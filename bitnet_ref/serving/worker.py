@@ -16,12 +16,14 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
 from ..errors import EngineClosed, GenerationError, QueueFull, RequestTimeout
 from ..generation.results import StreamChunk
+from ..notebook.figures import StepRecord
+from ..notebook.widgets.live import RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
-from .step import Stepper, StepRecord, part_of, ticket_of
-from .tickets import Outbox, RequestProgress, Ticket, check_process, wake_readers
+from .step import Stepper, part_of, ticket_of
+from .tickets import Outbox, Ticket, check_process, wake_readers
 
 
 class Worker:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...backends.loaded import LoadedModel
 from ...backends.run import run
 from ...errors import GenerationError
-from .icicle import icicles
-from .report import TableRow, as_html, as_table, as_text, table_rows, write_trace
+from .report import TableRow, as_html, as_table, as_text, icicles, table_rows, write_trace
 from .timed import PATHS, StepTimer
 from .tree import KINDS, OpTime, Phase, Step
 

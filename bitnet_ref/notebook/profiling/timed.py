@@ -21,11 +21,12 @@ from ...backends.run import Logits, run
 from ...backends.split import SplitBackend
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.weights import LayerWeights, LinearWeight, ModelWeights
+from ...reference.weights import LinearWeight, ModelWeights
 from .tree import HALVES, OpTime, Span, Step
 
 PATHS = ("ops", "blocks", "replayed")
 READ_WEIGHTS = ("linears", "head_rows", "dense_matmul", "ternary_matmul")  # their second argument; a norm is small
+HALF_LINEARS = {HALVES[0]: ("q_proj", "k_proj", "v_proj", "o_proj"), HALVES[1]: ("gate_proj", "up_proj", "down_proj")}
 NAMED = ("rms_norm", "linears", "dense_matmul", "ternary_matmul")  # their name includes that of the weight
 
 
@@ -140,16 +141,10 @@ class OpClock:
     def _nbytes(self, op: str, args: tuple[Any, ...], result: Any) -> int:
         """Bytes of the weights, and for attention of the keys and values, that the call read."""
         if op == "hidden":
-            w: ModelWeights = args[0]
-            return sum(weight.nbytes for layer in w.layers for _, weight in layer.linears()) + self.cache_bytes * len(
-                w.layers
-            )
+            return sum(self._nbytes(half, (None, layer), None) for layer in args[0].layers for half in HALVES)
         if op in HALVES:
-            layer: LayerWeights = args[1]
-            names = (
-                ("q_proj", "k_proj", "v_proj", "o_proj") if op == HALVES[0] else ("gate_proj", "up_proj", "down_proj")
-            )
-            return sum(getattr(layer, name).nbytes for name in names) + self.cache_bytes * (op == HALVES[0])
+            weights = (getattr(args[1], name) for name in HALF_LINEARS[op])
+            return sum(weight.nbytes for weight in weights) + self.cache_bytes * (op == HALVES[0])
         if op == "attention":
             return self.cache_bytes
         if op == "head_rows" and result is not None and hasattr(args[1], "screen_nbytes"):

@@ -63,15 +63,10 @@ class Explorer:
         controls = []
         for slider in sliders:
             kind = ipywidgets.IntSlider if slider.step == 1 else ipywidgets.FloatSlider
-            control = kind(
-                value=slider.value,
-                min=slider.low,
-                max=slider.high,
-                step=slider.step,
-                description=slider.name,
-                style={"description_width": "6em"},
-                continuous_update=False,  # drawing takes a tenth of a second
-            )
+            limits = {"value": slider.value, "min": slider.low, "max": slider.high, "step": slider.step}
+            # not while it moves, because drawing takes a tenth of a second
+            shown = {"description": slider.name, "style": {"description_width": "6em"}, "continuous_update": False}
+            control = kind(**limits, **shown)
             control.observe(lambda change, name=slider.name: move(name, change), names="value")
             controls.append(control)
         return ipywidgets.VBox([*controls, note, image])
