@@ -119,8 +119,6 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, number in _NUMBERS.items():
-            _check(number.accepts(getattr(self, name)), name, str(number), getattr(self, name))
         for name, (accepts, expected) in _CHOICES.items():
             _check(accepts(getattr(self, name)), name, expected, getattr(self, name))
         for name, (accepts, expected) in _LISTS.items():
@@ -301,6 +299,7 @@ _LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "processors": (callable, "functions (token_ids, logits) -> logits"),
 }
 _CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{name: (number.accepts, str(number)) for name, number in _NUMBERS.items()},
     **dict.fromkeys(("ignore_eos", "echo"), (lambda v: isinstance(v, bool), "True or False")),
     **dict.fromkeys(("guided_regex", "guided_grammar"), (lambda v: v is None or _is_text(v), "a non-empty text")),
     "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..reference.cache import TokenBatch, TokenIds
-from .logprobs import Entry
 from .results import Generation, GenerationStats
-from .sampling import likeliest, likeliest_logprobs, log_probabilities
+from .sampling import Entry, likeliest, likeliest_logprobs, log_probabilities
 from .sequence import Request, split_into_steps
 
 
@@ -115,11 +114,7 @@ class BeamSearch:
         reachable = self._final_score(self.running[0], self.request.max_tokens if longest else length)
         return reachable <= self.ended[-1].score
 
-    def results(self, stats: GenerationStats) -> list[Generation]:
-        """The `n` best, best first. Fewer where a grammar allows fewer."""
-        return [self._result(beam, stats) for beam in self.ended[: self.params.n]]
-
-    def _result(self, beam: Beam, stats: GenerationStats) -> Generation:
+    def result(self, beam: Beam, stats: GenerationStats) -> Generation:
         text = self.request.text_stream()
         whole = self.request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
         last = beam.tokens[-1]
@@ -185,7 +180,8 @@ def beam_search(
             advance(number, logits[done : done + len(beams)])
             done += len(beams)
     stats.decode_s = time.perf_counter() - started
-    results = [search.results(stats) for search in searches]
+    # The `n` best, best first; fewer where a grammar allows fewer.
+    results = [[search.result(beam, stats) for beam in search.ended[: search.params.n]] for search in searches]
     stats.generated_tokens = sum(len(out.token_ids) for group in results for out in group)
     stats.decode_tokens = stats.generated_tokens - sum(map(len, results))
     return results

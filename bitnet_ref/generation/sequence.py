@@ -18,12 +18,11 @@ from ..errors import GenerationError, TokenizerError
 from ..reference.cache import TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
-from .logprobs import Logprobs
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import BannedWords, Rules
 from .results import Generation, GenerationStats, Overflow, StreamChunk
-from .sampling import candidates_needed, choose, choose_among
+from .sampling import Logprobs, candidates_needed, choose, choose_among
 from .streaming import TextStream
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
@@ -240,25 +239,19 @@ class Continuation:
             return "stop", None
         return ("length", None) if len(self.chunks) + 1 == self.request.max_tokens else (None, None)
 
-    def _logprobs(self) -> list[float]:
-        return [chunk.logprob for chunk in self.chunks]
-
-    def _tops(self) -> list[dict[int, float] | None]:
-        return [chunk.top_logprobs for chunk in self.chunks]
-
     def result(self, stats: GenerationStats) -> Generation:
         """The generation, once it is finished."""
-        last = self.chunks[-1]
+        last, tops = self.chunks[-1], lambda: [chunk.top_logprobs for chunk in self.chunks]
         assert last.finish_reason is not None
         return Generation(
             text="".join(chunk.text for chunk in self.chunks),
             token_ids=[chunk.token_id for chunk in self.chunks],
             finish_reason=last.finish_reason,
-            logprobs=cast("list[float]", self._logprobs),  # computed when they are read
+            logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),  # computed when read
             prompt_token_ids=self.request.given.tolist(),
             stats=stats,
             stop_reason=last.stop_reason,
-            top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", self._tops),
+            top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", tops),
             overflows=Overflow.of(self.chunks),
         )
 

@@ -152,8 +152,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     async def aclose(self) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.cancel()
+    __del__ = cancel
 
     # -- sync ----------------------------------------------------------------------------------------------------------
 

@@ -66,8 +66,7 @@ def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | N
     vocab = {tokens[n]: n for n in known}
     table = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **dict.fromkeys(("truncation", "padding")),
         "added_tokens": [_added_token(n, tokens[n], types[n] == CONTROL) for n in added],
         "normalizer": None,
         "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
@@ -75,12 +74,8 @@ def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | N
         "decoder": _byte_level(add_prefix_space=True, use_regex=True),
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "ignore_merges": ignore_merges,
             "vocab": vocab,
             "merges": _merges(vocabulary, vocab),
@@ -118,8 +113,7 @@ def _added_token(n: int, content: str, special: bool) -> dict[str, Any]:
 
 
 def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
-    flags = {"add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
-    return {"type": "ByteLevel", **flags}
+    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
 def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[str, Any]:
@@ -203,6 +197,5 @@ def _pre_of(pre_tokenizer: Any, ignore_merges: bool, path: Any) -> tuple[str, bo
         for name, (known, ignores, _) in _PRE.items():
             if list(known) == patterns and ignores == ignore_merges:
                 return name, bool(last.get("add_prefix_space"))
-    flag = f"(with ignore_merges {str(ignore_merges).lower()})"
-    message = f"GGUF has no name for this pre-tokenizer {flag}; it knows {', '.join(_PRE)}"
-    raise TokenizerError(message, path=path, field="pre_tokenizer")
+    kind = f"this pre-tokenizer (with ignore_merges {str(ignore_merges).lower()})"
+    raise TokenizerError(f"GGUF has no name for {kind}; it knows {', '.join(_PRE)}", path=path, field="pre_tokenizer")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,7 @@ def in_ms(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e3:.1f} ms"
 
 
-class LiveView:
+class LiveView(AbstractContextManager["LiveView", None]):
     """Running and waiting requests, the cache, tokens a second, latencies, and the newest text of each request.
 
     In JupyterLab it is the last line of a cell (`engine.live()`) and needs ipywidgets: a thread takes a snapshot every
@@ -236,9 +237,6 @@ class LiveView:
     def watching(self) -> bool:
         """Whether its thread is running."""
         return self._thread is not None and self._thread.is_alive()
-
-    def __enter__(self) -> LiveView:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
