@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar, Unpack, get_type_hints
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +25,8 @@ POLICIES = ("error", "truncate", "sliding", "sinks")  # of `overflow`; see `over
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-class Processor(Protocol):
-    """(token ids so far (T,), logits (V,)) -> logits (V,)"""
-
-    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray, /) -> NDArray: ...
-
-
-class Strategy(Protocol):
-    """(token ids so far (T,), logits (V,), random generator) -> token id"""
-
-    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray, rng: np.random.Generator, /) -> int: ...
+Processor = Callable[[NDArray[np.int64], NDArray], NDArray]  # (ids so far (T,), logits (V,)) -> logits (V,)
+Strategy = Callable[[NDArray[np.int64], NDArray, np.random.Generator], int]  # (ids so far, logits, ...) -> token id
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from .overflow import Spans
 
 SHOWN_CHARACTERS = 60  # of a text in a repr
 SHOWN_HTML_CHARACTERS = 2000
-
 
 T = TypeVar("T")
 
@@ -80,10 +79,6 @@ class Overflow:
     at: int
     kept: Spans
 
-    @classmethod
-    def of(cls, chunks: Sequence[StreamChunk]) -> list[Overflow]:
-        return [cls(at, chunk.kept) for at, chunk in enumerate(chunks) if chunk.kept is not None]
-
 
 @dataclass(repr=False)
 class GenerationStats:
@@ -105,7 +100,6 @@ class GenerationStats:
     head_rows: int = 0  # logits computed to choose all tokens
 
     def describe(self, cache: KVCache) -> None:
-        """Note the dtype and size of the keys and values."""
         self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 
     @property

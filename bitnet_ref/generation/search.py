@@ -54,7 +54,6 @@ class BeamSearch:
         self.done = False
 
     def ids(self, beam: Beam) -> NDArray[np.int64]:
-        """The prompt and the beam's tokens."""
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
     def advance(self, logits: NDArray) -> list[BeamCandidate]:
@@ -127,7 +126,7 @@ class BeamSearch:
             logprobs=[chosen for chosen, _ in beam.entries],
             prompt_token_ids=self.request.given.tolist(),
             stats=stats,
-            stop_reason=text.banned_by if text.filtered else last if by_token else None,
+            stop_reason=text.banned.found if text.filtered else last if by_token else None,
             top_logprobs=None if self.params.logprobs is None else [likely for _, likely in beam.entries],
             score=beam.score,
             overflows=self.request.overflows,

@@ -16,7 +16,6 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..errors import GenerationError
 from ..generation.results import StreamChunk
-from ..generation.sequence import Continuation
 from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
@@ -40,7 +39,7 @@ class Stepper:
     def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
         asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
-        pieces = [piece for piece in plan.pieces if not ticket_of(piece.job).ended]
+        pieces = [piece for piece in plan.pieces if not piece.job.ticket.ended]
         needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
         if not pieces:
             return
@@ -61,9 +60,9 @@ class Stepper:
     def _ask(self, job: Job) -> tuple[int | None, Ids] | None:
         """The logits that the row needs; None when its own rules fail, which ends the request."""
         try:
-            return _row(job).needs()
+            return job.row.needs()
         except Exception as error:
-            self.end(ticket_of(job), _own_error(ticket_of(job), error), "error")
+            self.end(job.ticket, _own_error(job.ticket, error), "error")
             return None
 
     def _forward(
@@ -85,8 +84,8 @@ class Stepper:
         return self.model.run(TokenBatch.of(parts, logits_of_last=wanted), cache, needs).tokens
 
     def _accept(self, job: Job, logits: TokenLogits) -> None:
-        """Choose a token for a job."""
-        ticket, row = ticket_of(job), _row(job)
+        ticket: Ticket = job.ticket
+        row = job.row
         if ticket.ended:  # by an error of another of its n rows
             return
         if not row.chunks and job is ticket.jobs[0]:
@@ -130,7 +129,8 @@ class Stepper:
     def _fail(self, pieces: Sequence[PlannedPiece], error: Exception) -> None:
         """End all requests of a step in which the model raised."""
         self.metrics.add("engine_faults")
-        tickets, op = dict.fromkeys(ticket_of(piece.job) for piece in pieces), _failed_op(error)
+        tickets: dict[Ticket, None] = dict.fromkeys(piece.job.ticket for piece in pieces)
+        op = _failed_op(error)
         for ticket in tickets:
             message = (
                 f"request {ticket.number} failed with the {len(tickets)} requests of its step, after "
@@ -141,18 +141,8 @@ class Stepper:
 
 def part_of(piece: PlannedPiece) -> StepPart:
     """The timeline's entry for a computed piece."""
-    decodes = piece.tokens == 1 and len(_row(piece.job).chunks) > 1  # the newest chunk is of this step
-    return StepPart(ticket_of(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
-
-
-def ticket_of(job: Job) -> Ticket:
-    assert isinstance(job.owner, Ticket)
-    return job.owner
-
-
-def _row(job: Job) -> Continuation:
-    assert isinstance(job.row, Continuation)
-    return job.row
+    decodes = piece.tokens == 1 and len(piece.job.row.chunks) > 1  # the newest chunk is of this step
+    return StepPart(piece.job.ticket.number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
 
 
 def _own_error(ticket: Ticket, error: Exception) -> GenerationError:

@@ -21,6 +21,7 @@ from ..notebook.widgets.live import RequestProgress
 from .scheduler import Job
 
 NEWEST_CHUNKS = 16
+SUBJECT = "this request belongs to the engine"  # of `check_process`
 
 
 class Outbox:
@@ -76,14 +77,12 @@ class Ticket:
         seen = self.rows[0].context_tokens
         self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
         self.jobs = [
-            Job(row, self.arrival_s, (number, choice), priority, owner=self) for choice, row in enumerate(self.rows)
+            Job(row, self.arrival_s, (number, choice), priority, ticket=self) for choice, row in enumerate(self.rows)
         ]
         self.outbox = Outbox()
         self.start_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s = 0.0
-        self.submitted = False
-        self.ended = False
+        self.last_token_s, self.submitted, self.ended = 0.0, False, False
 
     @property
     def streams(self) -> bool:
@@ -118,8 +117,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     def __init__(self, ticket: Ticket, cancel: Callable[[Ticket], None]) -> None:
         self._ticket, self._cancel, self._outbox = ticket, cancel, ticket.outbox
-        self._closed = False
-        self._process = os.getpid()
+        self._closed, self._process = False, os.getpid()
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "waiting" if self._ticket.start_s is None else "running"
@@ -175,7 +173,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
         Raises the error that ended the request, or TimeoutError after `timeout_s` (the request goes on).
         """
-        self._check_process()
+        check_process(self._process, SUBJECT)
         try:
             ended = self._outbox.done.wait(timeout_s)
         except BaseException:  # Ctrl-C
@@ -209,7 +207,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     async def aresult(self) -> Any:
         """`result`, for asyncio."""
-        self._check_process()
+        check_process(self._process, SUBJECT)
         while True:
             news = self._outbox.subscribe()
             if self.done:
@@ -244,12 +242,9 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         return self._ticket.result()
 
     def _check_readable(self) -> None:
-        self._check_process()
+        check_process(self._process, SUBJECT)
         if not self._ticket.streams:
             raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
-
-    def _check_process(self) -> None:
-        check_process(self._process, "this request belongs to the engine")
 
 
 def check_process(process: int, subject: str = "this engine belongs") -> None:

@@ -22,7 +22,7 @@ from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
-from .step import Stepper, part_of, ticket_of
+from .step import Stepper, part_of
 from .tickets import Outbox, Ticket, check_process, wake_readers
 
 
@@ -180,9 +180,8 @@ class Worker:
                 self._end(ticket, error, "timeout")
 
     def _note_starts(self, plan: StepPlan, now: float) -> None:
-        """Note the requests whose first step this is."""
         for piece in plan.pieces:
-            ticket = ticket_of(piece.job)
+            ticket: Ticket = piece.job.ticket
             if ticket.start_s is None:
                 ticket.start_s = now
                 with self._changed:

@@ -54,10 +54,8 @@ class ByteDetokenizer:
         strips_first: Callable[[int], bool] | None = None,
         strip_all: bool = False,
     ) -> None:
-        self._bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._strips_first = strips_first
-        self._strip_all = strip_all
+        self._bytes, self._utf8 = token_bytes, codecs.getincrementaldecoder("utf-8")(errors)
+        self._strips_first, self._strip_all = strips_first, strip_all
 
     def push(self, token: int) -> str:
         data = self._bytes(token)
@@ -81,34 +79,33 @@ class ByteRunDetokenizer:
         self._new_run()
 
     def _new_run(self) -> None:
-        self._held: list[str] = []  # the characters of the run so far, valid only if the whole run is
-        self._run_bytes = 0
-        self._run_is_bad = False
+        self._run, self._run_is_bad = bytearray(), False  # its text is valid only if the whole run is
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
 
     def push(self, token: int) -> str:
         part = self._part(token)
         if isinstance(part, str):
             return self._cut(self._end_of_run() + part)
-        if not self._run_is_bad:
-            self._run_bytes += len(part)
-            try:
-                self._held.append(self._utf8.decode(part))
-                return ""
-            except UnicodeDecodeError:
-                self._run_is_bad = True
-                return self._cut(REPLACEMENT * self._run_bytes)
-        return self._cut(REPLACEMENT * len(part))
+        if self._run_is_bad:
+            return self._cut(REPLACEMENT * len(part))
+        self._run += part
+        try:
+            self._utf8.decode(part)
+            return ""
+        except UnicodeDecodeError:
+            self._run_is_bad = True
+            return self._cut(REPLACEMENT * len(self._run))
 
     def flush(self) -> str:
         return self._cut(self._end_of_run())
 
     def _end_of_run(self) -> str:
-        if self._run_bytes == 0:
+        if not self._run:
             return ""
-        text = "" if self._run_is_bad else "".join(self._held)
-        if not self._run_is_bad and self._utf8.getstate()[0]:  # it ends inside a character
-            text = REPLACEMENT * self._run_bytes
+        try:
+            text = "" if self._run_is_bad else self._run.decode("utf-8")
+        except UnicodeDecodeError:  # it ends inside a character
+            text = REPLACEMENT * len(self._run)
         self._new_run()
         return text
 
@@ -126,15 +123,11 @@ class PairDetokenizer:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._previous: int | None = None
+        self._previous: list[int] = []  # the previous token, if there is one
 
     def push(self, token: int) -> str:
-        if self._previous is None:
-            text = self._decode([token])
-        else:
-            before = self._decode([self._previous])
-            text = self._decode([self._previous, token])[len(before) :]
-        self._previous = token
+        before = self._decode(self._previous) if self._previous else ""
+        text, self._previous = self._decode([*self._previous, token])[len(before) :], [token]
         return text
 
     def flush(self) -> str:
@@ -167,8 +160,7 @@ class StreamDecoder:
         self, machine: Detokenizer, check: Callable[[object, int], int], is_skipped: Callable[[int], bool]
     ) -> None:
         self._machine, self._check, self._is_skipped = machine, check, is_skipped
-        self._count = 0
-        self._finished = False
+        self._count, self._finished = 0, False
 
     def push(self, token_id: int) -> str:
         """Add one token; return the text that is now final, often "". Raises TokenizerError for a bad id."""
@@ -180,7 +172,5 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """Return the text that was held back, with U+FFFD for an incomplete character."""
-        if self._finished:
-            return ""
-        self._finished = True
-        return self._machine.flush()
+        finished, self._finished = self._finished, True
+        return "" if finished else self._machine.flush()
