@@ -229,9 +229,6 @@ def suggest(name: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
 
 
-# -- what each parameter may be ----------------------------------------------------------------------------------------
-
-
 class Number(NamedTuple):
     """The numbers that a parameter may be. `above`: `low` itself is excluded."""
 

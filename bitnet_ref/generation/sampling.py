@@ -89,9 +89,6 @@ def _typical(ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical
     return ids[keep], probabilities[keep] / probabilities[keep].sum()
 
 
-# -- from candidates ---------------------------------------------------------------------------------------------------
-
-
 def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
     """How many of the largest logits the choice needs; None: all logits."""
     if params.temperature == 0:
@@ -161,9 +158,6 @@ def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
 def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     e = np.exp(scores - scores.max())
     return e / e.sum()
-
-
-# -- log probabilities -------------------------------------------------------------------------------------------------
 
 
 def log_probability(logits: NDArray, token: int) -> float:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..reference.cache import TokenBatch, TokenIds
-from .results import Generation, GenerationStats
+from .results import Generation, GenerationStats, Overflow
 from .sampling import Entry, likeliest, likeliest_logprobs, log_probabilities
 from .sequence import Request, split_into_steps
 
@@ -114,22 +114,23 @@ class BeamSearch:
         return reachable <= self.ended[-1].score
 
     def result(self, beam: Beam, stats: GenerationStats) -> Generation:
-        text = self.request.text_stream()
-        whole = self.request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
+        request = self.request
+        text = request.text_stream()
+        whole = request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
         last = beam.tokens[-1]
-        by_token = last in self.request.end_tokens
+        by_token = last in request.end_tokens
         matched = self.constraint is not None and self.constraint.complete(self.ids(beam))
         return Generation(
             text=whole,
             token_ids=list(beam.tokens),
             finish_reason="filtered" if text.filtered else "stop" if by_token or matched else "length",
             logprobs=[chosen for chosen, _ in beam.entries],
-            prompt_token_ids=self.request.given.tolist(),
+            prompt_token_ids=request.given.tolist(),
             stats=stats,
             stop_reason=text.banned.found if text.filtered else last if by_token else None,
             top_logprobs=None if self.params.logprobs is None else [likely for _, likely in beam.entries],
             score=beam.score,
-            overflows=self.request.overflows,
+            overflows=[Overflow(0, request.kept)] if len(request.prompt) < len(request.given) else [],
         )
 
 

@@ -74,11 +74,6 @@ class Request:
         return wanted
 
     @property
-    def overflows(self) -> list[Overflow]:
-        """What "truncate" cut off the prompt."""
-        return [Overflow(0, self.kept)] if len(self.prompt) < len(self.given) else []
-
-    @property
     def capacity(self) -> int:
         """Tokens that the cache has to hold."""
         total = len(self.prompt) + self.max_tokens

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
+from ..tokenizers import Tokenizer
 
 
 class StopStrings:

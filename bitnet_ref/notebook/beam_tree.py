@@ -79,11 +79,7 @@ def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> Beam
     steps: list[list[BeamCandidate]] = []
     stats = GenerationStats(model.backend.name)
     results = beam_search(model, [request], stats, lambda _, step: steps.append(step))[0]
-    text = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
-    return BeamTree(text, collect_nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
-
-
-def collect_nodes(model: LoadedModel, steps: list[list[BeamCandidate]], best: tuple[int, ...]) -> list[BeamNode]:
+    best = tuple(results[0].token_ids) if results else ()
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues
     for number, step in enumerate(steps, start=1):
@@ -95,10 +91,8 @@ def collect_nodes(model: LoadedModel, steps: list[list[BeamCandidate]], best: tu
             parent = parents[beam.parent] if parents else None
             chosen = fate != "cut" and beam.tokens == best[:number]
             nodes.append(BeamNode(number, beam.tokens[-1], text, beam.score, parent, fate, final_score, chosen))
-    return nodes
-
-
-# -- the figure --------------------------------------------------------------------------------------------------------
+    title = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
+    return BeamTree(title, nodes, results)
 
 
 def heights(nodes: Sequence[BeamNode]) -> list[float]:

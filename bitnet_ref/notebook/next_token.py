@@ -18,11 +18,11 @@ from ..generation.params import SamplingParams
 from ..generation.sampling import distribution, likeliest
 from ..generation.sequence import Request
 from ..reference.cache import TokenBatch, TokenIds
+from .figures import token_bars
+from .widgets import Explorer, Slider
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from .widgets import Explorer
 
 # In the order in which they apply, each with the value that limits nothing
 LIMITS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
@@ -95,16 +95,12 @@ class NextToken:
 
     def plot(self, count: int = 16, **params: Any) -> Figure:
         """A panel of bars for each stage, of the model's likeliest tokens. Needs matplotlib."""
-        from .figures import token_bars
-
         ids = self.likeliest(count)
         return token_bars(self.texts(ids), [(stage.name, stage.of(ids)) for stage in self.stages(**params)])
 
     def explore(self, count: int = 16, **params: Any) -> Explorer:
         """The same with sliders for temperature, top_k, top_p and min_p in Jupyter; `params` are their first values.
         Without ipywidgets or a running kernel it shows the figure as it is."""
-        from .widgets import Explorer, Slider
-
         # name: (first value, low, high, step)
         ranges = {"temperature": (1.0, 0.0, 2.0, 0.05), "top_k": (0, 0, 50, 1)}
         ranges |= {"top_p": (1.0, 0.05, 1.0, 0.05), "min_p": (0.0, 0.0, 0.5, 0.01)}

@@ -174,7 +174,6 @@ class Lease:
             self.published += 1
 
     def fork(self) -> Lease:
-        """Another lease of the same pages."""
         other = Lease(self.pool)
         other.pages, other.published = list(self.pages), self.published
         for page in other.pages:

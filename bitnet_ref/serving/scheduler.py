@@ -107,8 +107,6 @@ class Scheduler:
                 self._add_piece(job, count, plan)
         return plan
 
-    # -- who runs ------------------------------------------------------------------------------------------------------
-
     def _free_slot(self) -> None:
         """Pause a less important job for the first waiting one. It keeps its pages for now."""
         while self.waiting and not self._slots:
@@ -194,8 +192,6 @@ class Scheduler:
         plan.copies += copies
         plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
 
-    # -- who has to stop -----------------------------------------------------------------------------------------------
-
     def _last_after(self, job: Job) -> Job | None:
         """The last waiting job that holds pages, else the last running one after this job."""
         last = self.running[-1] if self.running[-1] is not job else None
@@ -217,7 +213,6 @@ class Scheduler:
         self._close(job)
 
     def _pause(self, job: Job) -> None:
-        """Take its slot."""
         self.running.remove(job)
         heapq.heappush(self._slots, job.row.slot)
         job.row.slot, job.running = NO_SLOT, False

@@ -15,18 +15,17 @@ from ..backends.head import Ids, TokenLogits
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..errors import GenerationError
-from ..generation.results import StreamChunk
 from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
-from .tickets import Outbox, Ticket
+from .tickets import Delivery, Ticket
 
 
 @dataclass
 class Stepper:
-    """Computes the steps. end: ends a request. deliver: passes a chunk to its reader."""
+    """Computes the steps. end: ends a request. deliveries: chunks for readers, to which a step adds its own."""
 
     model: LoadedModel
     cache: PagedKVCache
@@ -34,7 +33,7 @@ class Stepper:
     scheduler: Scheduler
     metrics: EngineMetrics
     end: Callable[[Ticket, GenerationError | None, str], None]
-    deliver: Callable[[Outbox, StreamChunk | None], None]
+    deliveries: list[Delivery]
 
     def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
@@ -108,7 +107,7 @@ class Stepper:
         ticket.last_token_s = now
         ticket.stats.decode_s = now - ticket.first_token_s
         if ticket.streams:
-            self.deliver(ticket.outbox, chunk)
+            self.deliveries.append((ticket.outbox, chunk))
         if row.computed == 0:  # `overflow` dropped tokens
             self.scheduler.restart(job)
         if chunk.finish_reason is not None:

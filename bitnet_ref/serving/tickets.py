@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any
 
-from ..errors import EngineClosed, GenerationError, RequestCancelled
+from ..errors import EngineClosed, GenerationError
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
 from ..notebook.widgets.live import RequestProgress
@@ -37,10 +37,6 @@ class Outbox:
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asyncio reader
         self.news = asyncio.Event()
 
-    def end(self) -> None:
-        self.chunks.put(None)
-        self.done.set()
-
     def subscribe(self) -> asyncio.Event:
         """The event of news for this event loop, cleared. Call it before looking for chunks, to miss none."""
         loop = asyncio.get_running_loop()
@@ -48,6 +44,9 @@ class Outbox:
             self.loop, self.news = loop, asyncio.Event()
         self.news.clear()
         return self.news
+
+
+Delivery = tuple[Outbox, StreamChunk | None]  # a chunk, or the end, on its way to an outbox after the step
 
 
 def wake_readers(outboxes: Sequence[Outbox]) -> None:
@@ -99,13 +98,6 @@ class Ticket:
             newest_text="".join(chunk.text for chunk in self.rows[0].chunks[-NEWEST_CHUNKS:]),
         )
 
-    def result(self) -> Generation | list[Generation]:
-        results = [row.result(self.stats) for row in self.rows]
-        return results[0] if self.streams else results
-
-    def cancellation(self) -> RequestCancelled:
-        return RequestCancelled(f"request {self.number} was cancelled after {self.stats.generated_tokens} tokens")
-
 
 class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     """One request: its chunks as they come, by `for` or `async for`, or its whole result.
@@ -152,8 +144,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     __del__ = cancel
 
-    # -- sync ----------------------------------------------------------------------------------------------------------
-
     def __next__(self) -> StreamChunk:
         self._check_readable()
         if self._closed:
@@ -188,8 +178,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- asyncio -------------------------------------------------------------------------------------------------------
 
     async def __anext__(self) -> StreamChunk:
         self._check_readable()
@@ -227,8 +215,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
             self.close()
             raise
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def _end(self) -> None:
         """After the last chunk: raise the request's error, if it has one."""
         self._outbox.chunks.put(None)  # for other readers
@@ -239,7 +225,8 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def _result(self) -> Generation | list[Generation]:
         if self._outbox.error is not None:
             raise self._outbox.error
-        return self._ticket.result()
+        results = [row.result(self.stats) for row in self._ticket.rows]
+        return results[0] if self._ticket.streams else results
 
     def _check_readable(self) -> None:
         check_process(self._process, SUBJECT)

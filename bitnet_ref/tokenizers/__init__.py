@@ -16,14 +16,7 @@ from .files import MAX_VOCABULARY_BYTES, TokenizerFiles
 from .settings import TokenizerSettings, read_settings
 from .streaming import StreamDecoder
 
-__all__ = [
-    "StreamDecoder",
-    "Tokenizer",
-    "TokenizerSettings",
-    "load_tokenizer",
-    "load_tokenizer_files",
-    "read_settings",
-]
+__all__ = ["StreamDecoder", "Tokenizer", "TokenizerSettings", "load_tokenizer", "load_tokenizer_files", "read_settings"]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

@@ -64,10 +64,11 @@ def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | N
         # The library numbers a token that is not in the vocabulary after the last one, whatever the file says.
         known = [n for n, kind in enumerate(types) if kind != UNUSED]
     vocab = {tokens[n]: n for n in known}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     table = {
         "version": "1.0",
         **dict.fromkeys(("truncation", "padding")),
-        "added_tokens": [_added_token(n, tokens[n], types[n] == CONTROL) for n in added],
+        "added_tokens": [{"id": n, "content": tokens[n], **flags, "special": types[n] == CONTROL} for n in added],
         "normalizer": None,
         "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
         "post_processor": _post_processor(tokens, bos, eos),
@@ -105,11 +106,6 @@ def _merges(vocabulary: GgufVocabulary, vocab: dict[str, int]) -> list[list[str]
                 raise TokenizerError(f"{line[:80]!r}: {what}", field=f"{PREFIX}merges[{n}]")
         merges.append([left, right])
     return merges
-
-
-def _added_token(n: int, content: str, special: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": n, "content": content, **flags, "special": special}
 
 
 def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:

@@ -99,9 +99,14 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     is_model = "tokenizer.model" in files
     out = vocabulary_from_model(tokenizer) if is_model else bpe_from_json(tokenizer, files["tokenizer.json"])
     out |= _special_tokens(tokenizer, tokenizer._settings)
-    _warn_of_losses(tokenizer._settings)
-    if tokenizer._settings.chat_template is not None:
-        out["tokenizer.chat_template"] = tokenizer._settings.chat_template
+    settings = tokenizer._settings
+    if settings.legacy:
+        log.warning("GGUF cannot hold `legacy: true` (a space before text after a special token); it is left out")
+    greedy = [token.content for token in settings.added_tokens if token.lstrip or token.rstrip or token.single_word]
+    if greedy:
+        log.warning("GGUF cannot hold that %s take in the spaces around them; it is left out", greedy[:8])
+    if settings.chat_template is not None:
+        out["tokenizer.chat_template"] = settings.chat_template
     return out
 
 
@@ -125,14 +130,6 @@ def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[s
         message = f"GGUF can only put BOS and EOS around a text, and this tokenizer puts the tokens {around} there"
         raise TokenizerError(message, path=settings.path, field="post_processor")
     return out
-
-
-def _warn_of_losses(settings: TokenizerSettings) -> None:
-    if settings.legacy:
-        log.warning("GGUF cannot hold `legacy: true` (a space before text after a special token); it is left out")
-    greedy = [token.content for token in settings.added_tokens if token.lstrip or token.rstrip or token.single_word]
-    if greedy:
-        log.warning("GGUF cannot hold that %s take in the spaces around them; it is left out", greedy[:8])
 
 
 def _json(value: Any) -> bytes:

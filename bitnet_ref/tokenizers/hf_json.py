@@ -26,7 +26,12 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
     model = typed(table.get("model"), dict, "model")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        _check_vocabulary(vocabulary)
+        owner: dict[int, str] = {}
+        for token, value in vocabulary.items():
+            number = token_id(value, f"model.vocab[{token[:40]!r}]")
+            if owner.setdefault(number, token) != token:
+                message = f"{owner[number][:40]!r} and {token[:40]!r} are both token {number}"
+                raise TokenizerError(message, field="model.vocab")
     elif isinstance(vocabulary, list):  # Unigram: [[token, score], ...]
         for n, entry in enumerate(vocabulary):
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
@@ -35,7 +40,10 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
         raise TokenizerError("expected an object or a list", field="model.vocab")
     decoder_kinds = [step.get("type") for step in _steps(table.get("decoder"), "decoders")]
     if model.get("byte_fallback") or "ByteFallback" in decoder_kinds:
-        _check_byte_tokens(vocabulary)
+        for token in vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary):
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and not BYTE_TOKEN.fullmatch(token):
+                message = f"{token!r} has the form of a byte token, but is no byte <0x00> to <0xFF>"
+                raise TokenizerError(message, field="model.vocab")
     if isinstance(vocabulary, dict) and "merges" in model and model.get("continuing_subword_prefix"):
         # The library cuts this many bytes off the right half of every merge, unchecked: past a shorter half it reads
         # other memory, or its Rust code panics twice and ends the process (0.23). No published language model sets it.
@@ -52,24 +60,6 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
             growth *= max(1.0, len(step["content"]) / (len(old) if old and isinstance(old, str) else 1))
     if growth > MAX_GROWTH:  # forty steps of "a" to "aa" make 10^12 characters of one
         raise TokenizerError(f"its Replace steps make a text {growth:.0f} times longer", field="normalizer")
-
-
-def _check_vocabulary(vocabulary: dict[str, Any]) -> None:
-    owner: dict[int, str] = {}
-    for token, value in vocabulary.items():
-        number = token_id(value, f"model.vocab[{token[:40]!r}]")
-        if number in owner:
-            message = f"{owner[number][:40]!r} and {token[:40]!r} are both token {number}"
-            raise TokenizerError(message, field="model.vocab")
-        owner[number] = token
-
-
-def _check_byte_tokens(vocabulary: dict[str, Any] | list[Any]) -> None:
-    """With byte fallback every token of the form <0x..> must be a byte."""
-    for token in vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary):
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and not BYTE_TOKEN.fullmatch(token):
-            message = f"{token!r} has the form of a byte token, but is no byte <0x00> to <0xFF>"
-            raise TokenizerError(message, field="model.vocab")
 
 
 def _check_added_tokens(entries: Any) -> None:

@@ -38,7 +38,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self._processor.vocab_size() != self._size:
             message = f"sentencepiece reads {self._processor.vocab_size()} pieces where the file has {self._size}"
             raise TokenizerError(message, path=path)
-        self._legacy = settings.legacy
         self._ids = {piece: n for n, piece in enumerate(self._model.pieces)}  # and those of added tokens
         self._specials = {n for n, kind in enumerate(self._model.types) if kind in (CONTROL, UNKNOWN)}
         self._added: dict[int, str] = {}
@@ -118,7 +117,7 @@ class SentencePieceTokenizer(Tokenizer):
         """
         if not text:
             return []
-        if first or self._legacy:
+        if first:
             return self._processor.encode(text)
         if self._inner_processor is None:
             self._inner_processor = _processor(self._model_bytes + NO_DUMMY_PREFIX, self.path)

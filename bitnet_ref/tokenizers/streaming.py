@@ -1,14 +1,7 @@
 """Text from token ids one at a time: only text that no later token can change.
 
 A *detokenizer* has `push(token_id) -> str` and `flush() -> str`, whose outputs joined equal `decode`. Each kind is
-exact for one family of decoders:
-
-- `ByteDetokenizer`: every token stands for the same bytes in every place; text is their UTF-8 decoding. A character
-  split over tokens is held back until its last byte. (SentencePiece; byte-level BPE.)
-- `ByteRunDetokenizer`: tokens are text, except runs of byte tokens: one bad byte turns a whole run into U+FFFD, so a
-  run is held back until it ends. (Llama's tokenizer.json.)
-- `PairDetokenizer`: a token's text depends only on whether it is the first.
-- `WholeDetokenizer`: for unknown decoders; all text is held back until the end.
+exact for one family of decoders.
 """
 
 from __future__ import annotations
@@ -40,8 +33,9 @@ codecs.register_error("bitnet_ref.one_mark_per_byte", _one_mark_per_byte)
 
 
 class ByteDetokenizer:
-    """Tokens are bytes; `errors` is the codec's handler of invalid UTF-8.
+    """Tokens are the same bytes in every place, and text their UTF-8 decoding (SentencePiece; byte-level BPE).
 
+    A character split over tokens is held back until its last byte. `errors`: the codec's handler of invalid UTF-8.
     `strips_first(token)`: whether a token loses its leading space when it is the first text. With `strip_all` every
     leading space is removed until there is other text (SentencePiece's remove_extra_whitespaces).
     """
@@ -71,7 +65,8 @@ class ByteDetokenizer:
 
 
 class ByteRunDetokenizer:
-    """Tokens are text (str) or bytes; up to `strip` leading `strip_char` of the whole text are removed."""
+    """Tokens are text (str) or bytes. One bad byte turns a whole run of bytes into U+FFFD, so a run is held back until
+    its end (Llama's tokenizer.json). Up to `strip` leading `strip_char` of the whole text are removed."""
 
     def __init__(self, token_part: Callable[[int], str | bytes], *, strip_char: str = " ", strip: int = 0) -> None:
         self._part = token_part
@@ -119,7 +114,7 @@ class ByteRunDetokenizer:
 
 
 class PairDetokenizer:
-    """A token's text is what `decode` adds when the token follows another one."""
+    """A token's text depends only on whether it is the first; else it is what `decode` adds after another token."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -135,7 +130,7 @@ class PairDetokenizer:
 
 
 class WholeDetokenizer:
-    """Holds everything until the end."""
+    """For unknown decoders: holds everything until the end."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode

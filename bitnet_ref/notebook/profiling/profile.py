@@ -60,8 +60,6 @@ class Profile:
         self._lock = threading.Lock()
         self._entered, self._started_s, self._wall_s = 0, 0.0, 0.0
 
-    # -- watching ------------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Profile:
         """Raises GenerationError while a profile of another path is entered on the same model."""
         with _lock:
@@ -106,8 +104,6 @@ class Profile:
             self.calls += len(step.spans)
             self.profiler_s += time.perf_counter() - started_s
 
-    # -- results -------------------------------------------------------------------------------------------------------
-
     @property
     def wall_s(self) -> float:
         """Time inside the `with`, so far, without what the profile itself took between the steps."""
@@ -134,7 +130,6 @@ class Profile:
         return sorted(ops.values(), key=lambda op: -op.total_s)
 
     def in_order(self) -> list[Phase]:
-        """The phases, in the order of KINDS."""
         with self._lock:
             return [self.phases[kind] for kind in KINDS if kind in self.phases]
 

@@ -59,7 +59,6 @@ def table_rows(phases: Sequence[Phase], wall_s: float, outside_s: float, blocks:
 
 
 def as_table(rows: Iterator[TableRow]) -> Table:
-    """For a rich console."""
     from rich.table import Table
     from rich.text import Text
 

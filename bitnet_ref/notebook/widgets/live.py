@@ -62,19 +62,17 @@ class Frame:
         ]
         for name, title in LATENCIES.items():
             values = self.latencies[name]
-            words = ", ".join(f"{q} {in_ms(value)}" for q, value in zip(QUANTILES, values, strict=True))
-            figures.append((title, words))
+            words = ["-" if value is None else f"{value * 1e3:.1f} ms" for value in values]
+            figures.append((title, ", ".join(f"{q} {word}" for q, word in zip(QUANTILES, words, strict=True))))
         return figures
 
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of each request that is shown, in the order of HEAD."""
         return [
             (
-                str(each.request_id),
-                each.state,
-                str(each.prompt_tokens),
-                str(each.generated_tokens),
-                f"{each.age_s:.1f}",
+                *map(
+                    str, (each.request_id, each.state, each.prompt_tokens, each.generated_tokens, f"{each.age_s:.1f}")
+                ),
                 "".join(letter if letter.isprintable() else " " for letter in each.newest_text),
             )
             for each in self.requests[:MAX_ROWS]
@@ -143,7 +141,6 @@ def draw_speeds(speeds: Sequence[float]) -> str:
 
 
 def as_table(frame: Frame) -> Table:
-    """For a rich console."""
     from rich.table import Table
     from rich.text import Text
 
@@ -161,10 +158,6 @@ def as_table(frame: Frame) -> Table:
     return whole
 
 
-def in_ms(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e3:.1f} ms"
-
-
 class LiveView(AbstractContextManager["LiveView", None]):
     """Running and waiting requests, the cache, tokens a second, latencies, and the newest text of each request.
 
@@ -176,9 +169,7 @@ class LiveView(AbstractContextManager["LiveView", None]):
     """
 
     def __init__(
-        self,
-        look: Callable[[], tuple[Mapping[str, Any], list[RequestProgress], bool]],
-        interval_s: float = INTERVAL_S,
+        self, look: Callable[[], tuple[Mapping[str, Any], list[RequestProgress], bool]], interval_s: float = INTERVAL_S
     ) -> None:
         self.interval_s = interval_s
         self._look, self._history = look, History()
@@ -193,8 +184,6 @@ class LiveView(AbstractContextManager["LiveView", None]):
         with self._lock:
             self.frame = self._history.frame(time.monotonic(), *self._look())
             return self.frame
-
-    # -- JupyterLab ----------------------------------------------------------------------------------------------------
 
     @property
     def widget(self) -> Any:
@@ -235,13 +224,10 @@ class LiveView(AbstractContextManager["LiveView", None]):
 
     @property
     def watching(self) -> bool:
-        """Whether its thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- display -------------------------------------------------------------------------------------------------------
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The widget, and the snapshot of now as HTML, for a stored notebook or without ipywidgets."""

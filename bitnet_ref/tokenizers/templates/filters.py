@@ -190,7 +190,6 @@ def strftime_now(format: str) -> str:
 
 
 def bounded_range(*args: int) -> range:
-    """range() of a limited length."""
     result = range(*args)
     if len(result) > 100_000:
         raise LimitError(f"range of {len(result)} items")
