@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, TypeVar
@@ -73,6 +73,10 @@ class Overflow:
 
     at: int
     kept: Spans
+
+    @classmethod
+    def of(cls, chunks: Sequence[StreamChunk]) -> list[Overflow]:
+        return [cls(at, chunk.kept) for at, chunk in enumerate(chunks) if chunk.kept is not None]
 
 
 @dataclass(repr=False)

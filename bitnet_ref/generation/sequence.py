@@ -243,7 +243,7 @@ class Continuation:
             stats=stats,
             stop_reason=last.stop_reason,
             top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", tops),
-            overflows=[Overflow(at, chunk.kept) for at, chunk in enumerate(self.chunks) if chunk.kept is not None],
+            overflows=Overflow.of(self.chunks),
         )
 
 
