@@ -45,7 +45,7 @@ from known_mutants import KNOWN
 from mutant_texts import same, small_models, write_texts
 from python_mutants import PACKAGE, Mutant, executed_lines, python_mutants
 
-TIMEOUT_S, CPU_LIMIT_S = 400, 90  # of one mutant
+TIMEOUT_S, TEXTS_LIMIT_S, CHECKS_LIMIT_S = 600, 40, 200  # of one mutant: of the clock, and of the processor
 
 
 @dataclass(frozen=True)
@@ -67,28 +67,31 @@ def judge(
     os.environ["BITNET_REF_MUTANT"] = str(mutant.number if mutant else 0)
     sys.meta_path.insert(0, Finder(mutant, extension))
     try:
-        for name, result in write_texts(models, kernels=extension is not None):
-            if not same(result, right[name]):
-                break
-        else:
-            if mutant is not None:
-                yield "no change", ""
-                return
-            name = "storyteller"
+        texts = write_texts(models, kernels=extension is not None)
+        changed = next((name for name, result in texts if not same(result, right[name])), None)
     except Exception as error:
         yield "error", first_line(error)
         return
-    yield "noticed", f"{name}: the checks crashed, or did not end"
+    if mutant is None:
+        if changed is not None:
+            yield "error", f"{changed}: differs from run to run"
+            return
+        changed = "storyteller"
+    elif changed is None:
+        yield "no change", ""
+        return
+    yield "noticed", f"{changed}: the checks crashed, or did not end"
+    limit_cpu(CHECKS_LIMIT_S)
     os.environ["BITNET_REF_NUM_THREADS"] = "1"  # as many mutants at a time as there are processors
-    model = models[name.split(",")[0]]
+    model = models[changed.split(",")[0]]
     commands = [["doctor", "--json"], ["crossval", "backends", model, "--json"]]
     if model != "storyteller" or (mutant and mutant.file.startswith(("backends", "kernels"))):
         commands.reverse()  # what finds it sooner
     for command in commands:
         if outcome := ask(command):
-            yield "noticed", f"{name}; {command[0]}: {outcome}"
+            yield "noticed", f"{changed}; {command[0]}: {outcome}"
             return
-    yield "survived", name
+    yield "survived", changed
 
 
 def ask(command: list[str]) -> str:
@@ -161,7 +164,7 @@ def in_child(work: Callable[[], Iterable[Any]]) -> tuple[int, int]:
         os.close(write)
         return pid, read
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    limit_cpu(TEXTS_LIMIT_S)
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
         os.dup2(silence, stream)
@@ -173,6 +176,10 @@ def in_child(work: Callable[[], Iterable[Any]]) -> tuple[int, int]:
         except BaseException:
             out.write(json.dumps({"failed": traceback.format_exc()}) + "\n")
     os._exit(0)
+
+
+def limit_cpu(seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def run_all(works: Sequence[Callable[[], Iterable[Any]]], jobs: int, done: Callable[[int, Any], None]) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,7 @@ class Verification:
         return ("HOLDS: " if self.holds else "DOES NOT HOLD: ") + "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        lists = {"confirmed": self.confirmed, "refuted": self.refuted, "unchecked": self.unchecked}
-        return {"path": self.path, "holds": self.holds, "verdict": self.verdict, **lists}
+        return {**asdict(self), "holds": self.holds, "verdict": self.verdict}
 
     def check(self, statement: str, before: Any, now: Any) -> bool:
         """Record whether a figure of the receipt is the same now."""

@@ -42,26 +42,26 @@ def judge_trace(
     """
     ids = np.asarray(getattr(trace, "token_ids", None) if tokens is None else tokens, dtype=np.int64)
     cfg = model.config
-    found = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers)
-    found.problem = same_tokens(ids, trace, cfg)
-    if found.problem is not None:
-        return found
+    comparison = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers)
+    comparison.problem = same_tokens(ids, trace, cfg)
+    if comparison.problem is not None:
+        return comparison
     replay = _Replay(model, trace, ids, backend)
     own = bool(getattr(trace, "own_engine", True))
-    walk = Walk({}, {}, cfg, ids, found, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
+    walk = Walk({}, {}, cfg, ids, comparison, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
     with np.errstate(all="ignore"):  # values that are not finite are reported as such
         for name in names.op_order(cfg):
             if name in replay.misfits:
-                found.ops.append(walk.refuse(name, names.op_shape(name, cfg, len(ids)), replay.misfits[name]))
+                comparison.ops.append(walk.refuse(name, names.op_shape(name, cfg, len(ids)), replay.misfits[name]))
             elif name in replay.actual:
                 result = replay.judge(name, walk, own)
                 if result is None:
-                    found.missing.append(name)
+                    comparison.missing.append(name)
                 else:
-                    found.ops.append(result)
-    if not found.ops:
-        found.problem = "no tensor of the trace can be computed from others that it carries"
-    return found
+                    comparison.ops.append(result)
+    if not comparison.ops:
+        comparison.problem = "no tensor of the trace can be computed from others that it carries"
+    return comparison
 
 
 class _Replay:
