@@ -91,6 +91,8 @@ def _checks(
     for dtype in ("float16", "int8"):
         if dtype in be.cache_dtypes:
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
+    for layout, make_other in be.other_layouts().items():
+        yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
@@ -105,6 +107,7 @@ def _checks(
     if not quick:
         yield "text, engine", lambda: _text_batch(model, tokens, lambda prompts: _engine(model, prompts))
         if be.screens_head:
+            yield "text from a screened head", lambda: _text(reference.on(make(head="screened")), tokens)
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
 
 
@@ -231,6 +234,12 @@ def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outco
     return logits.size, None, f"within {errors.max():.1e} of float64 (numpy: {allowed.max():.1e})"
 
 
+def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
+    """A whole prompt, and one token at a time: kernels for many tokens and for few."""
+    found = [_whole(model, tokens, None), _decoding(model, tokens, None)]
+    return _equal(np.concatenate(found), np.concatenate([plain, plain]))
+
+
 def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
     """The paths with a narrow cache: equal among themselves; what is stored, and attention over it, as the
     reference's."""
@@ -241,21 +250,27 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
         count, problem, _ = _equal(_decoding(narrow, tokens, path), expected)
         if problem is not None:
             return count, f"{path}: {problem}", ""
-    cache, batch = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)])
     dice = np.random.default_rng(0)
-    sizes = len(tokens), cfg.num_key_value_heads, cfg.head_dim
-    k, v = (dice.standard_normal(sizes, dtype=np.float32) for _ in range(2))
+    sizes = cfg.num_key_value_heads, cfg.head_dim
+    k, v = (dice.standard_normal((len(tokens), *sizes), dtype=np.float32) for _ in range(2))
     q = dice.standard_normal((len(tokens), cfg.num_attention_heads, cfg.head_dim), dtype=np.float32)
+    plain = Model(cfg, w, Backend("float32", 1), cache_dtype=dtype)
+    halves = k[0].astype(np.float16)
+    integers = np.arange(halves.size, dtype=np.float32).reshape(sizes) % 200 - 99.5
+    integers[:, 0] = 127  # so that the scale is 1
+    ties = np.stack([halves.astype(np.float32) + np.spacing(halves) / 2, integers])  # between two numbers of the cache
+    for mine, theirs in ((ties, -ties), (k, v)):
+        expected_rows, rows = (_stored(each, mine, theirs) for each in (plain, narrow))
+        for a, b, name in zip(expected_rows, rows, ("keys", "values"), strict=True):
+            if not np.array_equal(a, b):
+                return a.size, f"the {name} at rest differ by up to {np.abs(a - b).max():.1e}", ""
+    cache, batch = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)])
     with be.running():
         placed = be.place(batch)
         be.append(cache, 0, placed, be.from_host(k), be.from_host(v))
         z = be.to_host(be.attention(be.from_host(q), cache, placed, 0, None))
-    plain = Model(cfg, w, Backend("float32", 1), cache_dtype=dtype)
     right = plain.new_cache(1, len(tokens))
     right.append(0, batch, k, v)
-    for mine, theirs, name in zip(right.stored(0, batch), cache.stored(0, batch), ("keys", "values"), strict=True):
-        if not np.array_equal(mine, theirs):
-            return mine.size, f"the {name} at rest differ by up to {np.abs(mine - theirs).max():.1e}", ""
     for i in range(len(tokens)):
         keys, values = right.visible(0, 0, i, None)
         pattern = layers.softmax(layers.attention_scores(q[i], keys))
@@ -263,6 +278,14 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
         if np.abs(z[i] - expected_z).max() > 2 * TABLE["attention values"].alone * EPSILON * np.abs(values).max():
             return z.size, f"attention over the stored numbers differs at token {i}", ""
     return expected.size + z.size, None, "equal to ops; stored numbers equal to the reference's"
+
+
+def _stored(model: Model, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
+    """Keys and values (T, G, d) as a cache of the model keeps them."""
+    be, cache, batch = model.backend, model.new_cache(1, len(k)), TokenBatch.of([(0, 0, [0] * len(k))])
+    with be.running():
+        be.append(cache, 0, be.place(batch), be.from_host(k), be.from_host(v))
+    return cache.stored(0, batch)
 
 
 def _screened(model: Model, tokens: list[int]) -> Outcome:
@@ -300,20 +323,29 @@ def _greedy(model: Model, prompt: list[int]) -> dict[str, Any]:
     return {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
 
 
-def _judge_text(model: Model, prompt: list[int], found: Sequence[int]) -> str | None:
-    """The problem with greedy tokens, or None: each is the largest logit of a pass by ops over all before it."""
-    logits = _whole(model, [*prompt, *found[:-1]], "ops")[len(prompt) - 1 :]
-    expected = logits.argmax(axis=1).tolist()
-    if list(found) == expected:
-        return None
-    at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
-    return f"new token {at} is {found[at]}, and the largest logit is that of {expected[at]}"
+def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str | None:
+    """The problem with a greedy text, or None: each token is the largest logit of a pass by ops over all before it, and
+    the log probabilities, of the `top` most likely tokens too, are the softmax of these logits."""
+    logits = _whole(model, [*prompt, *out.token_ids[:-1]], "ops")[len(prompt) - 1 :]
+    for at, (token, expected) in enumerate(zip(out.token_ids, logits.argmax(axis=1).tolist(), strict=True)):
+        if token != expected:
+            return f"new token {at} is {token}, and the largest logit is that of {expected}"
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    if np.abs(np.array(out.logprobs) - logprobs.max(axis=1)).max() > LOGITS_FLOOR:
+        return "the log probabilities of the new tokens are not those of the logits"
+    likeliest = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
+    for at, ids in enumerate(likeliest.tolist() if top else []):
+        found, expected = out.top_logprobs[at], {token: float(logprobs[at, token]) for token in ids}
+        if found.keys() != expected.keys() or any(abs(found[each] - expected[each]) > LOGITS_FLOOR for each in ids):
+            return f"the {top} most likely tokens at new token {at} are {expected}, got {found}"
+    return None if top or out.top_logprobs is None else "top_logprobs were not asked for"
 
 
 def _text(model: Model, tokens: list[int]) -> Outcome:
     prompt = tokens[: 2 * _prefill(tokens)]
-    out: Any = model.generate(prompt, **_greedy(model, prompt))
-    return len(out.token_ids), _judge_text(model, prompt, out.token_ids), "every token has the largest logit"
+    out: Any = model.generate(prompt, logprobs=3, **_greedy(model, prompt))
+    return len(out.token_ids), _judge_text(model, prompt, out, 3), "every token has the largest logit"
 
 
 def _streamed(model: Model, tokens: list[int]) -> Outcome:
@@ -329,7 +361,7 @@ def _text_batch(model: Model, tokens: list[int], generate: Callable[[list[list[i
     prompts = [row[: _prefill(tokens) + i] for i, row in enumerate(_three(tokens))]
     outs = generate(prompts)
     for i, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
-        if (problem := _judge_text(model, prompt, out.token_ids)) is not None:
+        if (problem := _judge_text(model, prompt, out)) is not None:
             return i + 1, f"prompt {i}: {problem}", ""
     return sum(len(out.token_ids) for out in outs), None, "every token has the largest logit"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.head import TokenLogits
+from ..backends.run import TokenLogits
 from .params import SamplingParams
 
 MAX_TOP_K = 1024  # a larger limit computes the whole head

@@ -30,7 +30,7 @@ def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **
 
     Raises BackendUnavailable if matplotlib is not installed.
     """
-    figure = _figure_class()(figsize=size, dpi=80, layout="constrained")
+    figure = figure_class()(figsize=size, dpi=80, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
@@ -39,7 +39,7 @@ def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **
 
 
 @cache
-def _figure_class() -> Any:
+def figure_class() -> Any:
     """matplotlib's Figure, shown by a notebook even if pyplot, which would register that, was never imported."""
     try:
         from matplotlib.figure import Figure

@@ -86,7 +86,7 @@ class NextToken:
         return stages
 
     def likeliest(self, count: int) -> NDArray[np.int64]:
-        """The ids of the model's own likeliest tokens, likeliest first."""
+        """The ids of the tokens that the model finds most likely, the most likely first."""
         return likeliest(self.logits.astype(np.float64), min(count, len(self.logits)))
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
@@ -94,7 +94,7 @@ class NextToken:
         return token_texts(self.model, ids.tolist())
 
     def plot(self, count: int = 16, **params: Any) -> Figure:
-        """A panel of bars for each stage, of the model's likeliest tokens. Needs matplotlib."""
+        """A panel of bars for each stage, of the most likely tokens. Needs matplotlib."""
         ids = self.likeliest(count)
         return token_bars(self.texts(ids), [(stage.name, stage.of(ids)) for stage in self.stages(**params)])
 

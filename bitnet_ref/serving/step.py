@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from traceback import walk_tb
 
 from ..backends import Backend
-from ..backends.head import Ids, TokenLogits
+from ..backends.head import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
+from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TokenizerError
-from .files import token_id, typed
+from .files import check_token_id, check_type
 from .streaming import ByteDetokenizer, ByteRunDetokenizer, Detokenizer, PairDetokenizer, WholeDetokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -23,12 +23,12 @@ MAX_GROWTH = 1024  # characters that the normalizer may make of one; real files 
 
 def check_tokenizer_json(table: dict[str, Any]) -> None:
     """Raise TokenizerError, naming the field, for a file that must not reach the library."""
-    model = typed(table.get("model"), dict, "model")
+    model = check_type(table.get("model"), dict, "model")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         owner: dict[int, str] = {}
         for token, value in vocabulary.items():
-            number = token_id(value, f"model.vocab[{token[:40]!r}]")
+            number = check_token_id(value, f"model.vocab[{token[:40]!r}]")
             if owner.setdefault(number, token) != token:
                 message = f"{owner[number][:40]!r} and {token[:40]!r} are both token {number}"
                 raise TokenizerError(message, field="model.vocab")
@@ -51,7 +51,7 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
     _check_added_tokens(table.get("added_tokens"))
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if table.get(part) is not None:
-            typed(table[part], dict, part)
+            check_type(table[part], dict, part)
     growth = 1.0
     for step in _steps(table.get("normalizer"), "normalizers"):
         if step.get("type") == "Replace" and isinstance(step.get("content"), str):
@@ -64,11 +64,11 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
 
 def _check_added_tokens(entries: Any) -> None:
     seen: set[int | str] = set()
-    for n, entry in enumerate([] if entries is None else typed(entries, list, "added_tokens")):
+    for n, entry in enumerate([] if entries is None else check_type(entries, list, "added_tokens")):
         where = f"added_tokens[{n}]"
-        typed(entry, dict, where)
-        number = token_id(entry.get("id"), f"{where}.id")
-        content = typed(entry.get("content"), str, f"{where}.content")
+        check_type(entry, dict, where)
+        number = check_token_id(entry.get("id"), f"{where}.id")
+        content = check_type(entry.get("content"), str, f"{where}.content")
         if number in seen or content in seen:
             raise TokenizerError(f"{content!r} or its id {number} stands twice", field=where)
         seen.update((number, content))
@@ -108,8 +108,9 @@ def _affixes(processor: Any) -> tuple[list[int], list[int]]:
             left, right = _affixes(inner)
             before, after = left + before, after + right
         return before, after
-    if kind in ("BertProcessing", "RobertaProcessing"):  # cls: [token, id]
-        return [token_id(processor["cls"][1], "post_processor")], [token_id(processor["sep"][1], "post_processor")]
+    if kind in ("BertProcessing", "RobertaProcessing"):  # [token, id]
+        cls_id, sep_id = (check_token_id(processor[key][1], "post_processor") for key in ("cls", "sep"))
+        return [cls_id], [sep_id]
     if kind == "TemplateProcessing":
         sides: tuple[list[int], list[int]] = ([], [])
         texts = 0
@@ -118,7 +119,7 @@ def _affixes(processor: Any) -> tuple[list[int], list[int]]:
                 texts += 1
             else:
                 ids = processor["special_tokens"][step["SpecialToken"]["id"]]["ids"]
-                sides[texts > 0].extend(token_id(number, "post_processor") for number in ids)
+                sides[texts > 0].extend(check_token_id(number, "post_processor") for number in ids)
         if texts == 1:
             return sides
         raise TokenizerError("the text must stand in it exactly once", field="post_processor.single")

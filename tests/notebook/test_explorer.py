@@ -66,6 +66,6 @@ def test_wrong_parameters_raise_at_once(after):
 
 def test_without_matplotlib_there_is_one_line(after, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    figures._figure_class.cache_clear()
+    figures.figure_class.cache_clear()
     with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):
         after.plot()

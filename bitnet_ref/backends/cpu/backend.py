@@ -9,10 +9,11 @@ way to the next int8 (`kernels/cpu/float_steps.h`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
+from functools import partial
 from typing import Self
 from zlib import crc32
 
@@ -32,7 +33,16 @@ from ..head import HeadNeed, HeadRows
 from ..paged_cache import CacheSpec
 from .buffers import Buffers
 from .cache import KernelKVCache, view_layer
-from .extension import TABLE_TOKENS, _cpu, choose_layout, choose_simd, layout_number, layouts, simd_variants
+from .extension import (
+    TABLE_TOKENS,
+    _cpu,
+    choose_layout,
+    choose_simd,
+    layout_number,
+    layouts,
+    layouts_for,
+    simd_variants,
+)
 from .huge_pages import HugePages
 from .kernels import GATES, CpuKernels, as_floats
 from .replay import MAX_TOKENS, RopeRows
@@ -108,6 +118,11 @@ class CythonBackend(Backend):
 
     def prepared_layout(self) -> str:
         return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
+
+    def other_layouts(self) -> dict[str, Callable[[], Backend]]:
+        names = [name for name in layouts_for(self.simd) if name != self.layout]
+        make = partial(CythonBackend, self.dtype.name, self.threads, self.simd, head=self.head)
+        return {name: partial(make, layout=name) for name in names}
 
     def check_prepared(self, w: ModelWeights) -> None:
         head = w.lm_head

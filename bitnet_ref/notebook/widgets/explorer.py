@@ -64,7 +64,7 @@ class Explorer:
         for slider in sliders:
             kind = ipywidgets.IntSlider if slider.step == 1 else ipywidgets.FloatSlider
             limits = {"value": slider.value, "min": slider.low, "max": slider.high, "step": slider.step}
-            # not while it moves, because drawing takes a tenth of a second
+            # not while it moves, because drawing takes 0.1 s
             shown = {"description": slider.name, "style": {"description_width": "6em"}, "continuous_update": False}
             control = kind(**limits, **shown)
             control.observe(lambda change, name=slider.name: move(name, change), names="value")

@@ -159,7 +159,7 @@ def as_table(frame: Frame) -> Table:
 
 
 class LiveView(AbstractContextManager["LiveView", None]):
-    """Running and waiting requests, the cache, tokens a second, latencies, and the newest text of each request.
+    """Running and waiting requests, the cache, tokens per second, latencies, and the newest text of each request.
 
     In JupyterLab it is the last line of a cell (`engine.live()`) and needs ipywidgets: a thread takes a snapshot every
     `interval_s` seconds, from when the view is first shown until `close()` or the engine's end. In a terminal it is a
