@@ -108,7 +108,11 @@ class BannedWords(LogitsRule):
         self.max_length = max(map(len, self.words))
 
     def moves(self, token_ids: Ids) -> Ids:
-        tail = self._tail(token_ids)
+        tail, tokens = b"", self.vocabulary.tokens  # the last bytes of the text, as many as can begin a word
+        for token in token_ids[: self.prompt_tokens - 1 if self.prompt_tokens else None : -1].tolist():
+            tail = (tokens[token] if token < len(tokens) else b"") + tail
+            if len(tail) >= self.max_length:
+                break
         completing = [
             self.vocabulary.with_prefix(word[length:])
             for word in self.words
@@ -116,15 +120,6 @@ class BannedWords(LogitsRule):
             if tail.endswith(word[:length])
         ]
         return np.unique(np.concatenate([self.containing, *completing]))
-
-    def _tail(self, token_ids: Ids) -> bytes:
-        """The last bytes of the text, as many as can begin a word."""
-        tail, tokens = b"", self.vocabulary.tokens
-        for token in token_ids[: self.prompt_tokens - 1 if self.prompt_tokens else None : -1].tolist():
-            tail = (tokens[token] if token < len(tokens) else b"") + tail
-            if len(tail) >= self.max_length:
-                break
-        return tail
 
 
 class Rules:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
@@ -15,11 +15,8 @@ from ..generation.results import Generation, GenerationStats
 from ..generation.search import BeamCandidate, beam_search
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
-from .figures import GOOD, MINUS, PALE, PLUS, new_figure, plain
+from .figures import GOOD, MINUS, PALE, PLUS, Figure, new_figure, plain
 from .next_token import token_texts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FATES = {"running": MINUS, "ended": PLUS, "cut": PALE}
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from ..errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # for annotations; matplotlib is not imported
 
 # Dark grey for floats, green right, red wrong, orange and blue for the rest
 FLOAT, GOOD, WRONG, PLUS, MINUS = "#4a4a4a", "#3a923a", "#c03d3e", "#dd8a2b", "#3b6fb6"

@@ -7,7 +7,7 @@ parameter at each, so they show exactly what is sampled from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,8 @@ from ..generation.params import SamplingParams
 from ..generation.sampling import distribution, likeliest
 from ..generation.sequence import Request
 from ..reference.cache import TokenBatch, TokenIds
-from .figures import token_bars
+from .figures import Figure, token_bars
 from .widgets import Explorer, Slider
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # In the order in which they apply, each with the value that limits nothing
 LIMITS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}

@@ -1,8 +1,7 @@
 """Text to token ids and back: one class, whatever file the vocabulary comes in.
 
 `load_tokenizer(folder)` reads a checkpoint folder as the hub has it; `load_tokenizer_files` takes the same files as
-bytes, from wherever they came. Importing this package imports neither
-`tokenizers`, `sentencepiece` nor `jinja2`: each is imported when a folder, or a chat, needs it.
+bytes. `tokenizers`, `sentencepiece` and `jinja2` are imported when a folder, or a chat, needs them.
 """
 
 from __future__ import annotations

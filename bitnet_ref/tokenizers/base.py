@@ -84,8 +84,6 @@ class Tokenizer(ABC):
         """The ids that the vocabulary file puts before and after a text."""
         return [], []
 
-    # -- the public methods --------------------------------------------------------------------------------------------
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 
@@ -176,8 +174,6 @@ class Tokenizer(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
-
-    # -- checks and settings -------------------------------------------------------------------------------------------
 
     @cached_property
     def _compiled_template(self) -> ChatTemplate | None:

@@ -48,7 +48,15 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
         # The library cuts this many bytes off the right half of every merge, unchecked: past a shorter half it reads
         # other memory, or its Rust code panics twice and ends the process (0.23). No published language model sets it.
         raise TokenizerError("is not supported for BPE", field="model.continuing_subword_prefix")
-    _check_added_tokens(table.get("added_tokens"))
+    entries, seen = table.get("added_tokens"), set[int | str]()
+    for n, entry in enumerate([] if entries is None else check_type(entries, list, "added_tokens")):
+        where = f"added_tokens[{n}]"
+        check_type(entry, dict, where)
+        number = check_token_id(entry.get("id"), f"{where}.id")
+        content = check_type(entry.get("content"), str, f"{where}.content")
+        if number in seen or content in seen:
+            raise TokenizerError(f"{content!r} or its id {number} stands twice", field=where)
+        seen.update((number, content))
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if table.get(part) is not None:
             check_type(table[part], dict, part)
@@ -60,18 +68,6 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
             growth *= max(1.0, len(step["content"]) / (len(old) if old and isinstance(old, str) else 1))
     if growth > MAX_GROWTH:  # forty steps of "a" to "aa" make 10^12 characters of one
         raise TokenizerError(f"its Replace steps make a text {growth:.0f} times longer", field="normalizer")
-
-
-def _check_added_tokens(entries: Any) -> None:
-    seen: set[int | str] = set()
-    for n, entry in enumerate([] if entries is None else check_type(entries, list, "added_tokens")):
-        where = f"added_tokens[{n}]"
-        check_type(entry, dict, where)
-        number = check_token_id(entry.get("id"), f"{where}.id")
-        content = check_type(entry.get("content"), str, f"{where}.content")
-        if number in seen or content in seen:
-            raise TokenizerError(f"{content!r} or its id {number} stands twice", field=where)
-        seen.update((number, content))
 
 
 def _steps(part: Any, key: str) -> Iterator[dict[str, Any]]:
@@ -140,8 +136,7 @@ def read_decoder(decoder: dict[str, Any] | None) -> Decoding:
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
         return Decoding(byte_level_bytes, lambda token, _: ByteDetokenizer(lambda n: byte_level_bytes(token(n))))
-    llama = _llama(steps)
-    if llama is not None:
+    if (llama := _llama(steps)) is not None:
         return llama
     if set(kinds) <= _FIRST_MATTERS:
         return Decoding(None, lambda _, decode: PairDetokenizer(decode))

@@ -96,7 +96,9 @@ class SentencePieceTokenizer(Tokenizer):
         for match in self._pattern.finditer(text):
             flags = self._cut_out[match[0]]
             left, right = match.span()
-            if left < start or (flags.single_word and _touches_word(text, left, right)):
+            if left < start or (
+                flags.single_word and re.search(r"\w", text[left - 1 : left] + text[right : right + 1])
+            ):
                 continue
             before = text[start:left].rstrip() if flags.lstrip else text[start:left]
             ids += [*self._encode_segment(before, first=start == 0), self._ids[match[0]]]
@@ -157,7 +159,3 @@ def _processor(data: bytes, path: AnyPath) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError, TypeError, OSError, MemoryError) as error:
         raise TokenizerError(f"sentencepiece cannot read this model: {error}", path=path) from error
-
-
-def _touches_word(text: str, left: int, right: int) -> bool:
-    return bool(re.match(r"\w", text[left - 1 : left]) or re.match(r"\w", text[right : right + 1]))

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...system.atomic import atomic_path
-from ..figures import MINUS, new_figure, plain
+from ..figures import MINUS, Figure, new_figure, plain
 from .tree import OpTime, Phase, Span, Step
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.table import Table
 
 LEVEL_COLOURS = ("#8c8c8c", MINUS, "#5b8fd0", "#dd8a2b", "#e8b06f", "#f0d0a8")

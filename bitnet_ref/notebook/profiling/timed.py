@@ -1,9 +1,4 @@
-"""Passes of a model with their parts timed, by one of the execution paths of its backend:
-
-"ops"       each operation by itself; the parts of a `linears` too
-"blocks"    the two blocks of each layer as a whole, as the backend fuses them
-"replayed"  the whole pass up to the head, by the fastest way that applies: what `generate` runs
-"""
+"""Passes of a model with their parts timed, by one of the execution paths of its backend: see `Profile`."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ..figures import Figure
 
 
 class Slider(NamedTuple):
