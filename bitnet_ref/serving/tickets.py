@@ -57,7 +57,12 @@ def wake_readers(outboxes: Sequence[Outbox]) -> None:
             by_loop.setdefault(outbox.loop, []).append(outbox)
     for loop, of_loop in by_loop.items():
         with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(lambda group: [outbox.news.set() for outbox in group], of_loop)
+            loop.call_soon_threadsafe(_wake, of_loop)
+
+
+def _wake(outboxes: Sequence[Outbox]) -> None:
+    for outbox in outboxes:
+        outbox.news.set()
 
 
 class Ticket:
