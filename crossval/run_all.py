@@ -1,4 +1,4 @@
-"""Every engine that runs here on storyteller and on the golden cases of the tests: the table of who agrees with whom.
+"""Every engine that runs here, on storyteller and on the golden cases of the tests: which agree with the reference.
 
     python crossval/run_all.py [--python PATH] [--markdown FILE] [--json FILE] [--receipts FOLDER] [--require]
                                [MODEL ...]
@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-del sys.path[0]  # this folder, whose files have the names of packages
+del sys.path[0]  # this folder: some of its files have the names of packages
 
 from bitnet_ref.api import load  # noqa: E402
 from bitnet_ref.crossval import cross_all, default_tokens, make_receipt  # noqa: E402
@@ -37,7 +37,7 @@ def subjects(models):
 
 
 def write_receipts(folder, table, runs):
-    """One for each model and kind of opponent."""
+    """One receipt for each model and kind of opponent."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, path, tokens in runs:
         model = load(path, backend="numpy")

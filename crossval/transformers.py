@@ -8,7 +8,7 @@ one has not. Exit code 0: it agrees, 1: it differs or is missing with --require,
 
 import sys
 
-del sys.path[0]  # this folder: the file beside, or this one, is no package of that name
+del sys.path[0]  # this folder: its files are not the packages of the same names
 
 from bitnet_ref.cli import main  # noqa: E402
 

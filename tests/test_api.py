@@ -375,3 +375,13 @@ def test_a_shared_model_that_was_closed_is_loaded_anew(tmp_path):
     second = bitnet_ref.load(folder, backend="numpy", share=True)
     assert second is not first
     assert second.logits([1, 2]).shape == (2, 40)
+
+
+def test_what_a_notebook_prints_fits_a_cell():
+    m = model("storyteller")
+    _, seen = m.run_with_cache([1, 2, 3])
+    shown = [m, m.weights, m.weights.layers[0], m.weights.embedding, seen]
+    assert max(len(repr(each)) for each in shown) < 1000
+    assert "hook_embed" in repr(seen)
+    assert len(seen._repr_html_()) < 4000
+    assert "and 292 more" in seen._repr_html_()

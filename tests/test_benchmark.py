@@ -1,7 +1,7 @@
 """The measurements: what differs gets no speed, the arithmetic is right, the shell shows it. No time is asserted."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -25,11 +25,12 @@ from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark import MemoryReader
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
+from bitnet_ref.benchmark.record import Record
 from bitnet_ref.benchmark.timing import Timing, take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_shared
 from bitnet_ref.errors import BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError
-from bitnet_ref.reference.quantization import first_invalid_code
+from bitnet_ref.formats.packing import first_invalid_code
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -104,6 +105,21 @@ def test_kernel_arithmetic():
     assert found.g_multiply_adds_per_s == pytest.approx(2 * 640 * 2560 / 1e6)
     assert found.of_read == pytest.approx(0.04096)
     assert found.of_read_median == pytest.approx(0.02048)
+
+
+def test_a_record_is_written_with_its_properties():
+    @dataclass(frozen=True)
+    class Pair(Record):
+        parts: tuple[Timing, ...]
+        count: np.int64
+
+        @property
+        def best_s(self):
+            return min(part.best_s for part in self.parts)
+
+    facts = Pair((Timing(1.0, 2.0, 3),), np.int64(4)).to_dict()
+    assert facts == {"parts": [{"best_s": 1.0, "median_s": 2.0, "repetitions": 3}], "count": 4, "best_s": 1.0}
+    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_timing_takes_turns_and_keeps_to_the_budget():

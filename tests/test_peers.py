@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import bitnet_ref
 from bitnet_ref import benchmark
-from bitnet_ref.benchmark.peers import Peer, peer_config
+from bitnet_ref.benchmark.peers import Peer
 from bitnet_ref.benchmark.synthetic import write_random_gguf
 from bitnet_ref.cli import bench_model, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable
@@ -30,13 +30,18 @@ def test_the_shell_knows_the_peers():
     assert set(bench_model.PEER_NAMES) == set(benchmark.PEERS)
 
 
-def test_a_peer_is_asked_for_the_same_shape():
-    asked = peer_config(TINY)
+def test_a_peer_is_asked_for_the_same_shape(tmp_path, monkeypatch):
+    times = {"version": "1", "prompt_s": [1], "decode_s": [1], "peak_memory_bytes": 7}
+    use_script(monkeypatch, tmp_path, f"import sys, json; print(json.dumps({{**{times}, 'weights': sys.argv[2]}}))")
+    monkeypatch.setitem(benchmark.PEERS, "echo", Peer("pip install it"))
+    asked = json.loads(benchmark.measure_peer("echo", TINY).weights)["config"]
     assert (asked["hidden_size"], asked["num_key_value_heads"], asked["hidden_act"]) == (16, 2, "relu2")
     assert asked["tie_word_embeddings"] is True
     assert "sliding_window" not in asked
-    assert peer_config(replace(TINY, model_type="mistral", sliding_window=4))["sliding_window"] == 4
-    json.dumps(asked)
+    windowed = replace(TINY, model_type="mistral", sub_norms=False, quantization=None, sliding_window=4)
+    assert json.loads(benchmark.measure_peer("echo", windowed).weights)["config"]["sliding_window"] == 4
+    with pytest.raises(BackendError, match="no bitnet model of transformers has it"):
+        benchmark.measure_peer("echo", replace(TINY, mlp_bias=True))
 
 
 @pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")

@@ -7,9 +7,11 @@ the ways in which it computes a pass. `run.py` is the door to all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Self
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +22,13 @@ from ..reference.config import ModelConfig
 from ..reference.model import PlainBackend, final_hidden
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from ..system.memory import available_bytes, memory_bytes
-from ..system.threads import blas_threads, resolve_threads
+from ..system.threads import resolve_threads
 from .cache_dtypes import CACHE_DTYPES
 from .head import HeadNeed, HeadRows
 from .paged_cache import CacheSpec, PagedKVCache
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 HEADS = ("auto", "exact", "screened")
 PROMPT_TOKENS = 512  # of one pass
@@ -78,6 +83,10 @@ class Backend(PlainBackend):
 
     def check_prepared(self, w: ModelWeights) -> None:
         """Raises ShapeError unless `weight_kinds` in weights from disk have the shapes that the kernels trust."""
+
+    def other_layouts(self) -> dict[str, Callable[[], Backend]]:
+        """Constructors of backends that differ from this one in the layout of ternary weights only, by its name."""
+        return {}
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 
@@ -152,3 +161,52 @@ class Backend(PlainBackend):
 
     def close(self) -> None:
         """Free what the backend holds outside this process's memory. It cannot compute afterwards."""
+
+
+@contextmanager
+def blas_threads(threads: int) -> Iterator[None]:
+    """NumPy's BLAS uses at most so many threads in the `with` block, and as many as before after it.
+
+    The setting belongs to the process. Of several Python threads in such a block the lowest count holds, and the last
+    one to leave restores the original count; if each restored its own, another's limit could remain.
+    """
+    with _blas.lock:
+        if not _blas.inside:
+            _blas.before = _blas.counts()
+        _blas.inside.append(threads)
+        _blas.apply()
+    try:
+        yield
+    finally:
+        with _blas.lock:
+            _blas.inside.remove(threads)
+            _blas.apply()
+
+
+class _Blas:
+    """The BLAS libraries in this process, and the limits in force."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: list[int] = []
+        self.before: list[int] = []
+
+    @staticmethod
+    @cache
+    def libraries() -> ThreadpoolController:
+        import numpy  # noqa: F401  # a library that is not loaded is not found
+        from threadpoolctl import ThreadpoolController
+
+        return ThreadpoolController().select(user_api="blas")
+
+    def counts(self) -> list[int]:
+        return [library.get_num_threads() for library in self.libraries().lib_controllers]
+
+    def apply(self) -> None:
+        for library, before in zip(self.libraries().lib_controllers, self.before, strict=True):
+            wanted = min([before, *self.inside])
+            if library.get_num_threads() != wanted:
+                library.set_num_threads(wanted)
+
+
+_blas = _Blas()

@@ -45,6 +45,7 @@ class LoadedModel:
     ) -> None:
         """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use."""
         self.config, self.backend, self.path = config, backend, path
+        self.context_length = config.context_length
         self.cache_dtype = cache_dtype
         self.run_pass: Callable[..., Logits] = run  # a profile replaces it while it watches
         self._weights: ModelWeights | None = weights
@@ -173,9 +174,9 @@ class LoadedModel:
             tokens = np.empty(0)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
-        if tokens.size > self.config.context_length and not any_length:
+        if tokens.size > self.context_length and not any_length:
             raise GenerationError(
-                f"{tokens.size} tokens do not fit the model's context of {self.config.context_length}; shorten them"
+                f"{tokens.size} tokens do not fit the model's context of {self.context_length}; shorten them"
             )
         bad = np.flatnonzero((tokens < 0) | (tokens >= self.config.vocab_size))
         if bad.size:

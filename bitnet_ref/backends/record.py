@@ -32,6 +32,7 @@ from .backend import Backend
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 Call = Callable[..., Any]
+SHOWN_ROWS = 24  # of a recorded run in a notebook's cell
 
 
 def match_names(names_filter: NamesFilter) -> Callable[[str], bool]:
@@ -44,13 +45,26 @@ def match_names(names_filter: NamesFilter) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, glob) for glob in globs)
 
 
+class RecordedTensors(dict[str, NDArray]):
+    """Tensors by name, in the order of the computation. It prints as a list of names and shapes, not of numbers."""
+
+    def __repr__(self) -> str:
+        names = list(self)[:3] + ["..."] * (len(self) > 3)
+        return f"<{len(self)} recorded tensors: {', '.join(names)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr><td>{name}</td><td>{a.dtype} {a.shape}</td></tr>" for name, a in list(self.items())[:SHOWN_ROWS]]
+        rows += [f"<tr><td colspan=2>and {len(self) - SHOWN_ROWS} more</td></tr>"] * (len(self) > SHOWN_ROWS)
+        return f"<table>{''.join(rows)}</table>"
+
+
 class Recorder:
     """Records a pass: `observe(be, recorder)`. `seen` maps names to copies, in the order of the computation."""
 
     def __init__(self, be: Backend, w: ModelWeights, cfg: ModelConfig, names_filter: NamesFilter = None) -> None:
         self.be, self.cfg = be, cfg
         self.wants = match_names(names_filter)
-        self.seen: dict[str, NDArray] = {}
+        self.seen = RecordedTensors()
         self.current = ""  # the tensor being computed, or the last one kept
         self.linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
         self.norm_names = {id(w.final_norm): "ln_final"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,44 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights
 from .backend import Backend
-from .head import HeadNeed, Ids, TokenLogits, all_finite
+from .head import HeadNeed, HeadRows, Ids
 from .observe import observe
 from .record import FiniteCheck
+
+SMALL = 4096  # numbers
+
+
+class TokenLogits:
+    """One token's logits: those that were asked for, and on demand all of them."""
+
+    def __init__(
+        self, rows: HeadRows, vocab_size: int, head: Callable[[NDArray], NDArray], hidden: NDArray | None = None
+    ) -> None:
+        """head: the whole head, hidden states (n, D) -> logits (n, V).  hidden (D,): needed unless rows are all."""
+        self.ids, self.values, self._bounds = rows  # (n,) ascending, (n,)
+        self.vocab_size, self.head, self.hidden = vocab_size, head, hidden
+
+    def __repr__(self) -> str:
+        return f"<TokenLogits: {len(self.ids)} of {self.vocab_size}>"
+
+    @property
+    def complete(self) -> bool:
+        """Whether `values` holds all logits, in the order of ids."""
+        return len(self.ids) == self.vocab_size
+
+    def all(self) -> NDArray:
+        """Every logit, computed now if it was not asked for.   -> (V,)"""
+        if self.complete:
+            return self.values
+        assert self.hidden is not None
+        return self.head(self.hidden[None])[0]
+
+    def rest(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Lower and upper bounds of the logits that are not in `values`.   -> (V - n,) both"""
+        assert self._bounds is not None
+        others = np.ones(self.vocab_size, dtype=np.bool_)
+        others[self.ids] = False
+        return self._bounds[0][others], self._bounds[1][others]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +112,13 @@ def run(
     vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
     tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
     return Logits(tokens, vocab_size)
+
+
+def all_finite(arrays: Sequence[NDArray]) -> bool:
+    """Whether no array holds NaN or Inf. Many small arrays are checked together."""
+    if len(arrays) > 1 and max(array.size for array in arrays) <= SMALL:
+        arrays = [np.concatenate([array.ravel() for array in arrays])]
+    return all(bool(np.isfinite(array).all()) for array in arrays)
 
 
 def first_non_finite(

@@ -19,7 +19,7 @@ import numpy as np
 from ..backends import Backend
 from ..backends.cpu import extension
 from ..errors import ShapeError
-from ..notebook.figures.style import new_figure
+from ..notebook.figures import new_figure
 from ..system.threads import resolve_threads
 from .record import Record
 from .timing import Action, Timing, take_turns

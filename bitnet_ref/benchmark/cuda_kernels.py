@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from ..backends.cuda import Device, DeviceArray, Graph
+from ..backends.cuda import Device, DeviceArray, DeviceGraph
 from ..backends.cuda.rows import linear_of_row, row_launch, takes_row
 from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
 from ..backends.cuda.workspace import Arena, Workspace
@@ -188,36 +188,38 @@ def measure_cuda_kernels(
     ws, kernels = Workspace(device), TernaryKernels(device)
     stopwatch = Stopwatch(ws, copy_bytes, repeats)
     results: list[CudaKernelResult] = []
-    cases = list(itertools.product(shapes, tokens))
-    for done, ((n_out, n_in), m) in enumerate(cases):
-        if done % len(tokens) == 0:  # a new shape
-            weight = random_ternary_weight(rng, n_out, n_in)
-            first = kernels.prepare(weight)
-            copies = [first, *(copy_of(device, first) for _ in range(-(-cold_bytes // first.tiles.nbytes) - 1))]
-            device.synchronize()
-        x = rng.standard_normal((m, n_in), dtype=np.float32)
-        x_q, x_scale = quantization.quantize_activations(x)
-        acc = quantization.ternary_matmul(x_q, weight.packed, n_in)
-        y = quantization.dequantize(acc, weight.w_dequant_scale, x_scale)
-        inputs, out = (device.array(x_q), device.array(x_scale)), device.empty((m, n_out), np.float32)
-        is_row = takes_row(inputs[0], first)
-        default = ROW if is_row else choose_launch(m, n_out, n_in, device.multiprocessors).kernel
+    done = itertools.count(1)
+    for n_out, n_in in shapes:
+        weight = random_ternary_weight(rng, n_out, n_in)
+        first = kernels.prepare(weight)
+        copies = [first, *(copy_of(device, first) for _ in range(-(-cold_bytes // first.tiles.nbytes) - 1))]
+        device.synchronize()
+        for m in tokens:
+            x = rng.standard_normal((m, n_in), dtype=np.float32)
+            x_q, x_scale = quantization.quantize_activations(x)
+            acc = quantization.ternary_matmul(x_q, weight.packed, n_in)
+            y = quantization.dequantize(acc, weight.w_dequant_scale, x_scale)
+            inputs, out = (device.array(x_q), device.array(x_scale)), device.empty((m, n_out), np.float32)
+            is_row = takes_row(inputs[0], first)
+            default = ROW if is_row else choose_launch(m, n_out, n_in, device.multiprocessors).kernel
 
-        trials: list[tuple[str, tuple[int, int, int], int, Launch, int]] = []
-        for name in kernels_for(m):
-            plan = choose_launch(m, n_out, n_in, device.multiprocessors, name)
-            wrong = count_unequal(device.to_host(kernels.matmul(inputs[0], first, kernel=name)), acc)
-            trials.append((name, plan.grid, plan.block, partial(kernels.linear, *inputs, y=out, kernel=name), wrong))
-        if is_row:  # quantises its row itself, as decoding does; its accumulators stay in the kernel
-            row = row_launch(device, n_in, n_out)
-            trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
-        for name, grid, block, launch, wrong in trials:
-            wrong_y = count_unequal(device.to_host(launch(first)).view(np.int32), y.view(np.int32))
-            timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
-            sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
-            results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))
-        if progress is not None:
-            progress(done + 1, len(cases))
+            trials: list[tuple[str, tuple[int, int, int], int, Launch, int]] = []
+            for name in kernels_for(m):
+                plan = choose_launch(m, n_out, n_in, device.multiprocessors, name)
+                wrong = count_unequal(device.to_host(kernels.matmul(inputs[0], first, kernel=name)), acc)
+                trials.append(
+                    (name, plan.grid, plan.block, partial(kernels.linear, *inputs, y=out, kernel=name), wrong)
+                )
+            if is_row:  # quantises its row itself, as decoding does; its accumulators stay in the kernel
+                row = row_launch(device, n_in, n_out)
+                trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
+            for name, grid, block, launch, wrong in trials:
+                wrong_y = count_unequal(device.to_host(launch(first)).view(np.int32), y.view(np.int32))
+                timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
+                sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
+                results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))
+            if progress is not None:
+                progress(next(done), len(shapes) * len(tokens))
     copy = Timing.of(stopwatch.copy_samples_s)
     bench = CudaKernelBench(device.name, device.emulated, device.l2_bytes, stopwatch.copy.nbytes, copy, results)
     return replace(bench, results=[replace(result, copy_gb_per_s=bench.copy_gb_per_s) for result in results])
@@ -230,7 +232,7 @@ def copy_of(device: Device, w: TiledWeight) -> TiledWeight:
     return replace(w, tiles=tiles)
 
 
-def seconds_of(device: Device, graph: Graph) -> float:
+def seconds_of(device: Device, graph: DeviceGraph) -> float:
     """Of one launch of the graph, between two events."""
     graph.launch()  # the card is busy while the host asks for the rest, so that the measured time has no gap
     before = device.event()

@@ -138,22 +138,21 @@ def measure_kernels(
     cache_bytes = last_level_cache_bytes() if cache_bytes is None else cache_bytes
     rng = np.random.default_rng(0)
     results: list[KernelResult] = []
-    cases = list(itertools.product(shapes, tokens))
-    for done, ((n_out, n_in), count) in enumerate(cases):
-        if done % len(tokens) == 0:  # a new shape
-            weight = random_ternary_weight(rng, n_out, n_in)
-            expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)
-            copies = -(-CACHES_OF_WEIGHTS * cache_bytes // weight.nbytes) or 1
-            by_layout: dict[Layout, list[LinearWeight]] = {}  # several kernel sets may read the same layout
-            for be in backends:
-                if layout_of(be) not in by_layout:
-                    by_layout[layout_of(be)] = [
-                        be.prepare(replace(weight, packed=weight.packed.copy())) for _ in range(copies)
-                    ]
+    done = itertools.count(1)
+    for n_out, n_in in shapes:
+        weight = random_ternary_weight(rng, n_out, n_in)
+        expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)
+        copies = -(-CACHES_OF_WEIGHTS * cache_bytes // weight.nbytes) or 1
+        by_layout: dict[Layout, list[LinearWeight]] = {}  # several kernel sets may read the same layout
+        for be in backends:
+            if layout_of(be) not in by_layout:
+                fresh = (replace(weight, packed=weight.packed.copy()) for _ in range(copies))
+                by_layout[layout_of(be)] = [be.prepare(w) for w in fresh]
         subjects = [(be, by_layout[layout_of(be)]) for be in backends]
-        results += compare_and_time(subjects, expected.first(count), reader, repeats, budget_s)
-        if progress is not None:
-            progress(done + 1, len(cases))
+        for count in tokens:
+            results += compare_and_time(subjects, expected.first(count), reader, repeats, budget_s)
+            if progress is not None:
+                progress(next(done), len(shapes) * len(tokens))
     speeds = [result.read_gb_per_s for result in results if result.read_gb_per_s is not None]
     return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results)
 

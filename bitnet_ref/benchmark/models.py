@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends.head import TokenLogits
+from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..generation.sampling import log_probability
 from ..notebook.profiling import OpTime, Profile

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import BackendError, BackendUnavailable, ConfigError, FormatError
+from ..formats.hf.writer import hf_config_json
 from ..reference.config import ModelConfig
 from .record import Record
 from .synthetic import write_random_gguf
@@ -93,7 +94,11 @@ def measure_peer(
     peer = PEERS[name]
     if (device, quantized) != ("cpu", False) and not peer.chooses:
         raise BackendError(f"{name} runs as it is: device and quantized are for transformers")
-    question = {"config": peer_config(config), "prompt": prompt_tokens, "new": new_tokens, "threads": threads}
+    try:
+        shape = hf_config_json(config, None)
+    except ConfigError as error:
+        raise BackendError(f"{name} could not be measured: {error}") from error
+    question: dict[str, Any] = {"config": shape, "prompt": prompt_tokens, "new": new_tokens, "threads": threads}
     question |= {"repeats": PROMPT_REPEATS, **({"device": device, "quantized": quantized} if peer.chooses else {})}
     if peer.gguf is None:
         answer = ask_peer(name, python, question, timeout_s)
@@ -125,16 +130,3 @@ def ask_peer(name: str, python: str, question: dict[str, Any], timeout_s: float)
     if "missing" in answer:
         raise BackendUnavailable(f"{name} is not installed for {python} ({answer['missing']}): {PEERS[name].pip}")
     return answer
-
-
-def peer_config(config: ModelConfig) -> dict[str, Any]:
-    """The shape as a Hugging Face config."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    others = ("model_type", "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
-    return {
-        **{name: getattr(config, name) for name in sizes + others},
-        "hidden_act": config.activation,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        **({"sliding_window": config.sliding_window} if config.model_type == "mistral" else {}),
-    }

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-Progress = Callable[[int, int], object]  # called with (steps done, steps in all)
+Progress = Callable[[int, int], None]  # called with (steps done, steps in all)
 
 
 class Record:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..errors import GenerationError, QueueFull
 from ..generation import Generation
-from ..notebook.figures.style import new_figure
+from ..notebook.figures import new_figure
 from ..serving import Engine, EngineConfig
 from .record import Progress, Record
 from .timing import seconds

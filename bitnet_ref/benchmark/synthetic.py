@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..backends import Backend
 from ..errors import ConfigError
-from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes
+from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes, read_weights
 from ..formats.gguf.export import write_gguf_model
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
-from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryWeight
+from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from .record import Progress
 
 _BITNET = ModelConfig(
@@ -68,7 +68,7 @@ SHAPES: dict[str, ModelConfig] = {
 # The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one; 13 of them are a third
 # more frequent than the others, which no speed depends on.
 VALID_BYTES = np.array([byte for byte in range(256) if not byte & (byte >> 1) & 0x55], dtype=np.uint8)
-MAX_DRAWN = 1 << 22  # values of a table that are drawn; a larger table repeats them
+MAX_DRAWN = 1 << 22  # values of a dense matrix that are drawn at a time: 8 MB
 _ANY_TO_VALID = VALID_BYTES[np.arange(256) % len(VALID_BYTES)].tobytes()
 
 
@@ -87,64 +87,23 @@ def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Te
 def random_dense_weight(rng: np.random.Generator, n_out: int, n_in: int) -> DenseWeight:
     """A bfloat16 matrix (n_out, n_in), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
     bits = np.empty((n_out, n_in), dtype=np.uint16)
-    rows = max(1, (1 << 22) // n_in)  # 8 MB at a time
+    rows = max(1, MAX_DRAWN // n_in)
     for start in range(0, len(bits), rows):
         block = bits[start : start + rows]
-        drawn = np.frombuffer(rng.bytes(block.nbytes), dtype=np.uint16).reshape(block.shape)
-        np.bitwise_and(drawn, 0x807F, out=block)
-        block |= 0x3C80
+        block[:] = np.frombuffer(rng.bytes(block.nbytes), dtype=np.uint16).reshape(block.shape) & 0x807F | 0x3C80
     return DenseWeight(bits.view(ml_dtypes.bfloat16))
 
 
-def synthetic_model(
-    config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
-) -> Model:
-    """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter.
-
-    Its linears are ternary, or dense bfloat16 if the config has no quantization. One matrix at a time is drawn and
-    prepared, so that peak memory is hardly above the model's size.
-    """
-    if layers is not None:
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
-        config = replace(config, num_hidden_layers=layers)
-    rng = np.random.default_rng(seed)
-    total = config.num_hidden_layers + 1
-    draw = random_ternary_weight if config.quantization else random_dense_weight
-
-    def layer(index: int) -> LayerWeights:
-        prepare = backend.prepare_for(index)
-        linears = {name: prepare(draw(rng, *shape)) for name, shape in config.linear_shapes().items()}
-        if progress is not None:
-            progress(index + 1, total)
-        return LayerWeights(
-            attn_norm=_ones(config.hidden_size),
-            attn_sub_norm=_ones(config.query_size) if config.sub_norms else None,
-            ffn_norm=_ones(config.hidden_size),
-            ffn_sub_norm=_ones(config.intermediate_size) if config.sub_norms else None,
-            **linears,
-        )
-
-    blocks = tuple(layer(index) for index in range(config.num_hidden_layers))
-    table = config.vocab_size, config.hidden_size
-    embedding = random_dense_weight(rng, *table)
-    head = embedding if config.tie_word_embeddings else backend.prepare_for(None)(random_dense_weight(rng, *table))
-    if progress is not None:
-        progress(total, total)
-    weights = ModelWeights(embedding, blocks, _ones(config.hidden_size), head)
-    return Model(config, backend.prepare_model(weights), backend)
-
-
-def _ones(size: int) -> NDArray[np.float32]:
-    return np.ones(size, dtype=np.float32)
-
-
 class RandomCheckpoint(Checkpoint):
-    """A ternary model of that shape for a writer of files: each call draws a matrix, so that one at a time is held."""
+    """A model of that shape to be read: each call draws a matrix, so that no second copy of the model is held.
 
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+    Its linears are ternary, or dense bfloat16 if the config has no quantization. Embedding and head: bfloat16, or
+    float16.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0, *, float16: bool = False) -> None:
         self.path, self.config, self.kind, self.evidence = Path("random"), config, "random", []
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._float16 = np.random.default_rng(seed), float16
 
     def close(self) -> None:
         pass
@@ -153,7 +112,8 @@ class RandomCheckpoint(Checkpoint):
         pass
 
     def embedding(self) -> DenseWeight:
-        return DenseWeight(self._table())
+        table = random_dense_weight(self._rng, self.config.vocab_size, self.config.hidden_size)
+        return DenseWeight(table.array.astype(np.float16)) if self._float16 else table
 
     def norm(self, name: str) -> NDArray[np.float32]:
         sizes = {"final_norm": self.config.hidden_size, **norm_sizes(self.config)}
@@ -161,15 +121,21 @@ class RandomCheckpoint(Checkpoint):
 
     def linear(self, name: str) -> LinearWeight:
         if name == "lm_head":
-            return DenseWeight(self._table())
-        return random_ternary_weight(self._rng, *linear_shape(self.config, name))
+            return self.embedding()
+        draw = random_ternary_weight if self.config.quantization else random_dense_weight
+        return draw(self._rng, *linear_shape(self.config, name))
 
-    def _table(self) -> NDArray[np.float16]:
-        """A float16 matrix (V, D), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
-        shape = self.config.vocab_size, self.config.hidden_size
-        count = min(MAX_DRAWN, shape[0] * shape[1])
-        bits = np.frombuffer(self._rng.bytes(2 * count), dtype=np.uint16) & 0x83FF | 0x2400
-        return np.resize(bits, shape).view(np.float16)
+
+def synthetic_model(
+    config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
+) -> Model:
+    """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter."""
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
+        config = replace(config, num_hidden_layers=layers)
+    weights = read_weights(RandomCheckpoint(config, seed), progress, backend.prepare_for)
+    return Model(config, backend.prepare_model(weights), backend)
 
 
 def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:
@@ -182,5 +148,4 @@ def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: s
         raise ConfigError(f"the shape is dense, and a file of {kind} is of a ternary one", field="quantization")
     if config.sub_norms:
         config = replace(config, activation="silu")
-    with RandomCheckpoint(config) as checkpoint:
-        write_gguf_model(checkpoint, path, kind)
+    write_gguf_model(RandomCheckpoint(config, float16=True), path, kind)

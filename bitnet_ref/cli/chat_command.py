@@ -12,7 +12,7 @@ import click
 
 from ..errors import BitNetRefError
 from .generate_command import Reply
-from .generation_options import given_only, load_model, model_options, sampling_options
+from .generation_options import load_model, model_options, sampling_options, select_given
 from .shell import (
     INTERRUPTED,
     SectionedCommand,
@@ -45,7 +45,7 @@ def chat(system: str | None, **options: Any) -> None:
     standard input is a message (plain text, or {"content": "..."} for one with line ends), and each answer one line.
     """
     model = load_model(options)
-    session = model.chat(system, **given_only(options))
+    session = model.chat(system, **select_given(options))
     session.how_to_reset = f"{RESET} starts a new one"
     if wants_json():
         answer_lines(session)

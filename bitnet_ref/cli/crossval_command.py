@@ -18,7 +18,7 @@ from .shell import (
     make_table,
     print_json,
     show,
-    styled,
+    style_text,
     wants_json,
 )
 
@@ -226,19 +226,19 @@ def finish(
 def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
     """The verdicts, each execution path of our backends, and the first wrong op of each opponent that differs."""
     styles = {None: "yellow", True: "green", False: "red"}
-    rows = [(crossing.opponent, styled(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
+    rows = [(crossing.opponent, style_text(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
     out.print(make_table(("|", ""), rows))
     for crossing in crossings:
         if crossing.paths:
-            out.print(styled(f"\n{crossing.opponent}, by every execution path", "bold"))
+            out.print(style_text(f"\n{crossing.opponent}, by every execution path", "bold"))
             out.print(make_table(("|", "|", ""), path_rows(crossing.paths)))
         for comparison in crossing.comparisons:
             if comparison.first_divergence is not None:
                 _draw_neighbourhood(crossing.opponent, comparison, out)
         for line in crossing.diagnosis():
-            out.print(styled(f"{crossing.opponent}: {line}"), soft_wrap=True)
+            out.print(style_text(f"{crossing.opponent}: {line}"), soft_wrap=True)
     for name in required:
-        out.print(styled(f"{name} is required and not available", "red"))
+        out.print(style_text(f"{name} is required and not available", "red"))
 
 
 def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> None:
@@ -246,10 +246,10 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
     bad = next(i for i, op in enumerate(comparison.ops) if op is comparison.first_divergence)
     rows = []
     for op in comparison.ops[max(0, bad - 3) : bad + 4]:
-        status = styled(op.status, {"ok": "green", "rounding flip": "yellow"}.get(op.status, "red"))
+        status = style_text(op.status, {"ok": "green", "rounding flip": "yellow"}.get(op.status, "red"))
         figures = (f"{op.n_differ:,}", f"{op.max_abs:.2e}", f"{op.relative_l2:.1e}")
         rows.append((op.name, status, *figures, f"{op.cosine:.5f}", f"{op.scale_ratio:.5f}"))
-    out.print(styled(f"\n{opponent}, {comparison.mode}", "bold"))
+    out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
     columns = ("tensor", "status", ">differ|", ">max abs|", ">rel. L2|", ">cosine|", ">scale|")
     shown = len(columns) if out.width >= 100 else 5  # else the names of tensors take three lines each
     out.print(make_table(columns[:shown], [row[:shown] for row in rows]))
@@ -271,7 +271,7 @@ def _draw_precision(found: PrecisionBench, out: Console) -> None:
 
 
 def _draw_verification(found: Verification, out: Console) -> None:
-    out.print(styled(found.verdict, "green" if found.holds else "red"))
+    out.print(style_text(found.verdict, "green" if found.holds else "red"))
     for title, lines in (("refuted", found.refuted), ("not checked", found.unchecked)):
         for line in lines:
             out.print(f"  {title}: {line}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .shell import DIFFERS, common_options, make_table, print_json, show, size_in_words, styled, wants_json
+from .shell import DIFFERS, common_options, make_table, print_json, show, size_in_words, style_text, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +38,7 @@ def draw(found: DoctorReport, out: Console) -> None:
     versions = {name: version for name, version in found.versions.items() if name != "bitnet_ref"}
     present = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     absent = ", ".join(name for name, version in versions.items() if version is None)
-    features = styled(" ".join(name for name, is_there in found.cpu_features.items() if is_there))
+    features = style_text(" ".join(name for name, is_there in found.cpu_features.items() if is_there))
     lacks = ", ".join(name for name, is_there in found.cpu_features.items() if not is_there)
     features.append(f" (not: {lacks})" if lacks else "", style="dim")
     threads = f"{found.threads} of {found.cores}, from: {found.threads_from}" if found.threads else found.threads_from
@@ -51,7 +51,7 @@ def draw(found: DoctorReport, out: Console) -> None:
         ("system", found.os),
         ("CPU", found.cpu),
         ("", features),
-        ("threads", styled(threads, "" if found.threads else "red")),
+        ("threads", style_text(threads, "" if found.threads else "red")),
         ("memory", memory_in_words(found)),
         ("models", ", ".join(found.models)),
     ]
@@ -64,7 +64,7 @@ def draw(found: DoctorReport, out: Console) -> None:
         *((f"{check.backend}: execution paths and known answers", path_rows(check.paths)) for check in found.checks),
     ):
         if rows:
-            out.print(styled(f"\n{title}", "bold"))
+            out.print(style_text(f"\n{title}", "bold"))
             out.print(make_table(("|", "|", ""), rows))
 
 
@@ -84,13 +84,13 @@ def method_row(method: dict[str, Any]) -> tuple[str, Text, str]:
     state = ("used", "green") if method["chosen"] else ("available", "")
     if method["reason"] is not None:
         state = ("unavailable", "yellow")
-    return method["name"], styled(*state), f"{method['summary']}; {method['reason'] or method['why']}"
+    return method["name"], style_text(*state), f"{method['summary']}; {method['reason'] or method['why']}"
 
 
 def backend_row(backend: BackendState) -> tuple[str, Text, str]:
     if backend.available:
-        return backend.name, styled("available", "green"), backend.kernel or ""
-    return backend.name, styled("unavailable", "yellow"), backend.reason or ""
+        return backend.name, style_text("available", "green"), backend.kernel or ""
+    return backend.name, style_text("unavailable", "yellow"), backend.reason or ""
 
 
 def check_row(check: BackendCheck) -> tuple[str, Text, str]:
@@ -108,4 +108,4 @@ def path_rows(paths: list[PathCheck]) -> list[tuple[str, Text, str]]:
 
 
 def state_in_words(passed: bool) -> Text:
-    return styled("passed", "green") if passed else styled("FAILED", "bold red")
+    return style_text("passed", "green") if passed else style_text("FAILED", "bold red")

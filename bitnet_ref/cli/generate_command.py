@@ -12,7 +12,7 @@ import click
 
 from ..errors import GenerationError, TokenizerError
 from ..system.memory import peak_memory_bytes
-from .generation_options import given_only, load_model, model_options, sampling_options, several_options
+from .generation_options import load_model, model_options, sampling_options, select_given, several_options
 from .shell import (
     INTERRUPTED,
     SectionedCommand,
@@ -49,7 +49,7 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
     ids = parse_ids(prompt) if raw_ids else None
     model = load_model(options)
     ids = encode(model, prompt) if ids is None else ids
-    params = given_only(options)
+    params = select_given(options)
     with show_profile(model) if profile else nullcontext():
         if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
             show_several(model, ids, params, raw_ids)

@@ -120,7 +120,7 @@ def several_options(function: AnyFunction) -> AnyFunction:
     return apply_options(function, options)
 
 
-def given_only(options: dict[str, Any]) -> dict[str, Any]:
+def select_given(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given, as keyword arguments."""
     return {name: value for name, value in options.items() if value not in (None, ())}
 

@@ -16,7 +16,7 @@ from .shell import (
     print_json,
     show,
     size_in_words,
-    styled,
+    style_text,
     wants_json,
 )
 
@@ -50,7 +50,7 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
         if wants_json():
             print_json(view.statistics())
         else:
-            show(lambda out: out.print(styled(view.text(out.width, is_unicode(out))), soft_wrap=True))
+            show(lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True))
         return
     with LoadingBar("reading layers") as bar:
         found = inspect_model(path, progress=bar, options=options)
@@ -63,7 +63,7 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
 
 
 def draw(found: Inspection, out: Console) -> None:
-    out.print(styled(found.path, "bold"), soft_wrap=True)
+    out.print(style_text(found.path, "bold"), soft_wrap=True)
     if found.header_only:
         out.print(f"A .safetensors file without a config.json beside it: {len(found.tensors)} tensors.\n")
         draw_metadata(found, out)
@@ -164,7 +164,7 @@ def share_bar(shares: tuple[float, float, float], width: int, unicode: bool) -> 
     """-1, 0 and +1 as one bar of three characters, which differ without colour too."""
     minus, plus = round(width * shares[0]), round(width * shares[2])
     inks = "▓░█" if unicode else "-.+"
-    bar = styled("")
+    bar = style_text("")
     for ink, count, style in zip(inks, (minus, width - minus - plus, plus), ("blue", "dim", "red"), strict=True):
         bar.append(ink * count, style=style)
     return bar
@@ -198,20 +198,20 @@ def draw_metadata(found: Inspection, out: Console) -> None:
 def draw_findings(found: Inspection, out: Console) -> None:
     """Errors, warnings and notes: one line for each fault, however many tensors share it."""
     if not found.findings:
-        out.print(styled("Nothing odd about it.", "green"))
+        out.print(style_text("Nothing odd about it.", "green"))
         return
     rows = []
     for first, *others in found.finding_groups():
-        severity = styled(f"{first.severity}:", SEVERITY_STYLES[first.severity])
+        severity = style_text(f"{first.severity}:", SEVERITY_STYLES[first.severity])
         place = [Path(first.path).name] if first.path else []
         place += [f"byte {first.offset}"] if first.offset is not None else []
         place += [first.field] if first.field else []
         if others:
             is_same = all(other.message == first.message for other in others)
-            message = styled(f"{len(others) + 1} tensors", "bold")
+            message = style_text(f"{len(others) + 1} tensors", "bold")
             message.append(f": {first.message}{', first' if is_same else ' in'} {', '.join(place)}", style="not bold")
         else:
-            message = styled(", ".join(place if first.path else [first.part, *place]), "bold")
+            message = style_text(", ".join(place if first.path else [first.part, *place]), "bold")
             message.append(f": {first.message}", style="not bold")
         rows.append((severity, message))
     out.print(make_table(("|", ""), rows))

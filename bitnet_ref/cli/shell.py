@@ -198,7 +198,7 @@ def make_table(
     return table
 
 
-def styled(text: str, style: str = "") -> Text:
+def style_text(text: str, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(text, style=style)

@@ -152,21 +152,23 @@ def compare(
     own_engine = getattr(candidate, "own_engine", True) if own_engine is None else own_engine
     engine_dtype = str(engine_dtype or getattr(candidate, "engine_dtype", None) or "float32")
     count = len(ids) if ids is not None else _token_count(reference)
-    found = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers)
-    found.problem = same_tokens(ids, candidate, config, getattr(reference, "prompt", None))
-    if found.problem is not None:
-        return found
-    walk = Walk(reference, candidate, config, ids, found, own_engine, engine_dtype)
+    comparison = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers)
+    comparison.problem = same_tokens(ids, candidate, config, getattr(reference, "prompt", None))
+    if comparison.problem is not None:
+        return comparison
+    walk = Walk(reference, candidate, config, ids, comparison, own_engine, engine_dtype)
     order = op_order(config)
-    found.unknown = sorted(name for name in candidate if SYNONYMS.get(name, name) not in set(order))
-    with np.errstate(all="ignore"):  # values that are not finite are found and named below
+    comparison.unknown = sorted(name for name in candidate if SYNONYMS.get(name, name) not in set(order))
+    with np.errstate(all="ignore"):  # values that are not finite are named below
         for name in order:
             walk.step(name)
-    if not found.ops:
-        found.problem = "the two runs have no tensor in common" + (
-            f"; the candidate's names are not of this model: {', '.join(found.unknown[:3])}" if found.unknown else ""
+    if not comparison.ops:
+        comparison.problem = "the two runs have no tensor in common" + (
+            f"; the candidate's names are not of this model: {', '.join(comparison.unknown[:3])}"
+            if comparison.unknown
+            else ""
         )
-    return found
+    return comparison
 
 
 def same_tokens(
@@ -179,26 +181,24 @@ def same_tokens(
     return token_parity(ids.tolist(), list(theirs), config, (prompt, getattr(candidate, "prompt", None)))
 
 
+@dataclass
 class Walk:
     """Judges tensors in the order of the computation, and tracks which tokens a flip has reached."""
 
-    def __init__(
-        self,
-        reference: Tensors,
-        candidate: Tensors,
-        config: ModelConfig,
-        ids: NDArray[np.int64] | None,
-        found: Comparison,
-        own_engine: bool,
-        engine_dtype: str,
-        is_ternary: Callable[[str], bool] | None = None,
-    ) -> None:
-        self._is_ternary = is_ternary or self._recorded_as_ternary
-        self._any_int8 = any(name.endswith(INT8) for name in reference)
-        self.reference, self.candidate, self.config, self.ids, self.found = reference, candidate, config, ids, found
-        self.own_engine, self.engine_dtype = own_engine, engine_dtype
-        self.names = {SYNONYMS.get(name, name): name for name in candidate}
-        self.reached = np.zeros(found.tokens, dtype=bool)
+    reference: Tensors
+    candidate: Tensors
+    config: ModelConfig
+    ids: NDArray[np.int64] | None
+    comparison: Comparison  # the results go there
+    own_engine: bool
+    engine_dtype: str
+    is_ternary: Callable[[str], bool] | None = None  # of a linear's name; None: as recorded
+
+    def __post_init__(self) -> None:
+        self._is_ternary = self.is_ternary or self._recorded_as_ternary
+        self._any_int8 = any(name.endswith(INT8) for name in self.reference)
+        self.names = {SYNONYMS.get(name, name): name for name in self.candidate}
+        self.reached = np.zeros(self.comparison.tokens, dtype=bool)
         self.depth: int | None = None  # layers computed before a tensor that `pair` judges
 
     def step(self, name: str) -> None:
@@ -207,16 +207,16 @@ class Walk:
         if name not in self.reference:
             return
         if name in self.names:
-            self.found.ops.append(self._judge(name, self.candidate, self.names[name]))
+            self.comparison.ops.append(self._judge(name, self.candidate, self.names[name]))
             return
-        self.found.missing.append(name)
+        self.comparison.missing.append(name)
         if name.endswith(INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
             source = linear_input(linear, self.config)
-            if source in self.names and shape_of(self.candidate, self.names[source])[:1] == (self.found.tokens,):
-                x = np.asarray(self.candidate[self.names[source]], dtype=np.float32).reshape(self.found.tokens, -1)
+            if source in self.names and shape_of(self.candidate, self.names[source])[:1] == (self.comparison.tokens,):
+                x = np.asarray(self.candidate[self.names[source]], dtype=np.float32).reshape(self.comparison.tokens, -1)
                 result = self._judge(name, {name: implied_int8(x)}, name, "implied by the linear's input")
                 if result.status != OK:  # it is not the candidate's own tensor: only the flips it shows matter
-                    self.found.ops.append(result)
+                    self.comparison.ops.append(result)
 
     def pair(self, name: str, mine: NDArray, theirs: NDArray, depth: int | None = None, note: str = "") -> OpResult:
         """Judge one tensor outside the walk. depth: see `Tolerance.relative`."""
@@ -248,8 +248,8 @@ class Walk:
         if kind == "logits":
             ids = None if self.ids is None or self.ids.max(initial=0) >= shape[1] else self.ids
             if d.finite:
-                full = (self.found.tokens, shape[1]) if first_row else shape
-                self.found.logits = measure_logits(
+                full = (self.comparison.tokens, shape[1]) if first_row else shape
+                self.comparison.logits = measure_logits(
                     self.reference, candidate, name, candidate_name, full, ids, first_row
                 )
         status, token, why, reason = OK, None, "", tolerance.reason
@@ -282,7 +282,7 @@ class Walk:
             return DIFFERS, _first(~np.isfinite(d.row_l2)), ""
         beyond = ~(d.row_excess <= 1)
         fresh = beyond & ~reached
-        if kind == "activation int8" and fresh.any() and self.found.mode == "free-running":
+        if kind == "activation int8" and fresh.any() and self.comparison.mode == "free-running":
             mine, theirs = np.asarray(reference[name]), np.asarray(candidate[candidate_name])
             linear, depth = name.rpartition(".")[0], self._depth(name) or 0
             named = View(self.candidate)
@@ -291,8 +291,8 @@ class Walk:
             )
             if judged.unexplained is not None:
                 return DIFFERS, judged.unexplained[0], f"{list(judged.unexplained)}: {judged.why}"
-            self.found.n_flips += len(judged.flips)
-            self.found.flips += judged.flips[: _MAX_FLIPS - len(self.found.flips)]
+            self.comparison.n_flips += len(judged.flips)
+            self.comparison.flips += judged.flips[: _MAX_FLIPS - len(self.comparison.flips)]
             self.reached |= fresh
             return FLIP, int(judged.flips[0].token), f"{len(judged.flips)} flips, expected: {judged.flips[0]}"
         if fresh.any():
@@ -301,7 +301,7 @@ class Walk:
         if too_far.any():
             return DIFFERS, _first(too_far), f"after a rounding flip, but above the limit for one ({FLIP_CEILING})"
         if beyond.any():
-            first = self.found.flips[0] if self.found.flips else None
+            first = self.comparison.flips[0] if self.comparison.flips else None
             since = f", since {first.name}[{first.token}, {first.element}]" if first else ""
             return FLIP, _first(beyond), f"expected, after a rounding flip{since}"
         return OK, None, ""
@@ -320,7 +320,7 @@ class Walk:
 
     def _depth(self, name: str) -> int | None:
         """Layers computed before this op; None for an op that was fed the reference's inputs."""
-        if self.found.mode != "free-running":
+        if self.comparison.mode != "free-running":
             return self.depth
         layer = layer_of(name)
         return layer if layer is not None else 0 if name == "hook_embed" else self.config.num_hidden_layers

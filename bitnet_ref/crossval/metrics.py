@@ -196,9 +196,9 @@ def measure_logits(
         best = np.partition(r, -2, axis=-1)[:, -2:] if r.shape[-1] > 1 else np.zeros((len(r), 2))
         margins += (best[:, 1] - best[:, 0]).tolist()
         if tokens is not None:
-            for i in range(len(r)):
-                if (following := absolute.start + i + 1) < len(tokens):
-                    nll.append((-log_p[i, tokens[following]], -log_q[i, tokens[following]]))
+            following = tokens[absolute.start + 1 : absolute.stop + 1]
+            chosen = np.arange(len(following)), following
+            nll += zip(-log_p[chosen], -log_q[chosen], strict=True)
     lost = [margin for margin, agrees in zip(margins, same, strict=True) if not agrees]
     perplexity = np.exp(np.minimum(np.mean(nll, axis=0), 700.0)).tolist() if nll else (None, None)
     return LogitsDistance(

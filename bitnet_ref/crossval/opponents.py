@@ -10,6 +10,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -95,8 +96,8 @@ class Crossing:
         sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
         return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+    def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
+        """As plain JSON values; `describe` gives those of a comparison."""
         return {
             "opponent": self.opponent,
             "agrees": self.agrees,
@@ -104,10 +105,10 @@ class Crossing:
             "unavailable": self.unavailable,
             "failed": self.failed,
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "comparisons": [describe(comparison) for comparison in self.comparisons],
             "paths": [check.to_dict() for check in self.paths],
             "rule": self.rule,
-            "contract": None if self.contract is None else self.contract.to_dict(),
+            "contract": None if self.contract is None else describe(self.contract),
             "greedy": None if self.greedy is None else self.greedy.to_dict(),
         }
 
@@ -133,17 +134,13 @@ def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | No
     reference = model.on(Backend("float32", threads))
     wanted = None if only is None else set(only)
     crossings = []
-    with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
-        path = Path(folder) / "reference.safetensors"
-        record_to_file(reference, tokens, path)
-        with Trace(path) as right:
-            for name, make, reason in list_backends(threads):
-                if wanted is not None and name not in wanted:
-                    continue
-                if reason is not None:
-                    crossings.append(Crossing(name, unavailable=reason))
-                    continue
-                crossings.append(_cross_backend(name, make, reference, tokens, right, Path(folder)))
+    with record_reference(reference, tokens) as right:
+        for name, make, reason in list_backends(threads):
+            if wanted is None or name in wanted:
+                crossing = Crossing(name, unavailable=reason)
+                if reason is None:
+                    _cross_backend(crossing, make, reference, right)
+                crossings.append(crossing)
     unknown = (wanted or set()) - {crossing.opponent for crossing in crossings}
     return crossings + [Crossing(name, unavailable="no backend or kernel set has this name") for name in unknown]
 
@@ -160,21 +157,16 @@ def list_backends(threads: int) -> Iterator[tuple[str, Callable[..., Backend], s
                 yield f"{name} {simd}", partial(CythonBackend, threads=threads, simd=simd), reason or lacks
 
 
-def _cross_backend(
-    name: str, make: Callable[..., Backend], reference: Model, tokens: Sequence[int], right: Trace, folder: Path
-) -> Crossing:
-    crossing = Crossing(name)
-    path = folder / f"{name}.safetensors"
+def _cross_backend(crossing: Crossing, make: Callable[..., Backend], reference: Model, right: Trace) -> None:
+    name, tokens = crossing.opponent, right.token_ids
+    path = right.path.with_name(f"{name}.safetensors")
     try:
         if name != "numpy":  # which is the reference itself
             candidate = reference.on(make())
             crossing.comparisons.append(teacher_forced(reference, candidate, tokens))
             record_to_file(candidate, tokens, path)
             with Trace(path) as trace:
-                free = compare(right, trace, reference.config)
-                crossing.comparisons.append(free)
-                crossing.evidence = evidence(right, trace, free)
-                crossing.causes = diagnose(reference, tokens, trace, free)
+                compare_free(crossing, reference, right, trace)
         crossing.paths = check_paths(make, reference, tokens, quick=is_emulated(name))
         if is_shipped(reference):
             crossing.paths += check_answers(reference.on(make()), quick=is_emulated(name))
@@ -182,7 +174,6 @@ def _cross_backend(
         crossing.failed = f"{type(error).__name__}: {error}"
     finally:
         path.unlink(missing_ok=True)
-    return crossing
 
 
 def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True) -> Crossing:
@@ -206,16 +197,28 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
         by_op = judge_trace(reference, trace)
         if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
             crossing.comparisons.append(by_op)
-        with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
-            right_path = Path(folder) / "reference.safetensors"
-            record_to_file(reference, trace.token_ids, right_path)
-            with Trace(right_path) as right:
-                free = compare(right, trace, model.config)
-                crossing.comparisons.append(free)
-                crossing.evidence = evidence(right, trace, free)
-                if causes:
-                    crossing.causes = diagnose(reference, trace.token_ids, trace, free)
+        with record_reference(reference, trace.token_ids) as right:
+            compare_free(crossing, reference, right, trace, causes=causes)
     return crossing
+
+
+@contextmanager
+def record_reference(reference: Model, tokens: Sequence[int]) -> Iterator[Trace]:
+    """The reference's run, in a temporary file."""
+    with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
+        path = Path(folder) / "reference.safetensors"
+        record_to_file(reference, tokens, path)
+        with Trace(path) as trace:
+            yield trace
+
+
+def compare_free(crossing: Crossing, reference: Model, right: Trace, trace: Trace, *, causes: bool = True) -> None:
+    """Add the free-running comparison of a trace with the reference's, its evidence, and the causes of a difference."""
+    free = compare(right, trace, reference.config)
+    crossing.comparisons.append(free)
+    crossing.evidence = evidence(right, trace, free)
+    if causes:
+        crossing.causes = diagnose(reference, trace.token_ids, trace, free)
 
 
 def _token_difference(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | None:

@@ -91,6 +91,8 @@ def _checks(
     for dtype in ("float16", "int8"):
         if dtype in be.cache_dtypes:
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
+    for layout, make_other in be.other_layouts().items():
+        yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
@@ -105,6 +107,7 @@ def _checks(
     if not quick:
         yield "text, engine", lambda: _text_batch(model, tokens, lambda prompts: _engine(model, prompts))
         if be.screens_head:
+            yield "text from a screened head", lambda: _text(reference.on(make(head="screened")), tokens)
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
 
 
@@ -231,6 +234,12 @@ def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outco
     return logits.size, None, f"within {errors.max():.1e} of float64 (numpy: {allowed.max():.1e})"
 
 
+def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
+    """A whole prompt, and one token at a time: kernels for many tokens and for few."""
+    found = [_whole(model, tokens, None), _decoding(model, tokens, None)]
+    return _equal(np.concatenate(found), np.concatenate([plain, plain]))
+
+
 def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
     """The paths with a narrow cache: equal among themselves; what is stored, and attention over it, as the
     reference's."""
@@ -241,21 +250,27 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
         count, problem, _ = _equal(_decoding(narrow, tokens, path), expected)
         if problem is not None:
             return count, f"{path}: {problem}", ""
-    cache, batch = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)])
     dice = np.random.default_rng(0)
-    sizes = len(tokens), cfg.num_key_value_heads, cfg.head_dim
-    k, v = (dice.standard_normal(sizes, dtype=np.float32) for _ in range(2))
+    sizes = cfg.num_key_value_heads, cfg.head_dim
+    k, v = (dice.standard_normal((len(tokens), *sizes), dtype=np.float32) for _ in range(2))
     q = dice.standard_normal((len(tokens), cfg.num_attention_heads, cfg.head_dim), dtype=np.float32)
+    plain = Model(cfg, w, Backend("float32", 1), cache_dtype=dtype)
+    halves = k[0].astype(np.float16)
+    integers = np.arange(halves.size, dtype=np.float32).reshape(sizes) % 200 - 99.5
+    integers[:, 0] = 127  # so that the scale is 1
+    ties = np.stack([halves.astype(np.float32) + np.spacing(halves) / 2, integers])  # between two numbers of the cache
+    for mine, theirs in ((ties, -ties), (k, v)):
+        expected_rows, rows = (_stored(each, mine, theirs) for each in (plain, narrow))
+        for a, b, name in zip(expected_rows, rows, ("keys", "values"), strict=True):
+            if not np.array_equal(a, b):
+                return a.size, f"the {name} at rest differ by up to {np.abs(a - b).max():.1e}", ""
+    cache, batch = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)])
     with be.running():
         placed = be.place(batch)
         be.append(cache, 0, placed, be.from_host(k), be.from_host(v))
         z = be.to_host(be.attention(be.from_host(q), cache, placed, 0, None))
-    plain = Model(cfg, w, Backend("float32", 1), cache_dtype=dtype)
     right = plain.new_cache(1, len(tokens))
     right.append(0, batch, k, v)
-    for mine, theirs, name in zip(right.stored(0, batch), cache.stored(0, batch), ("keys", "values"), strict=True):
-        if not np.array_equal(mine, theirs):
-            return mine.size, f"the {name} at rest differ by up to {np.abs(mine - theirs).max():.1e}", ""
     for i in range(len(tokens)):
         keys, values = right.visible(0, 0, i, None)
         pattern = layers.softmax(layers.attention_scores(q[i], keys))
@@ -263,6 +278,14 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
         if np.abs(z[i] - expected_z).max() > 2 * TABLE["attention values"].alone * EPSILON * np.abs(values).max():
             return z.size, f"attention over the stored numbers differs at token {i}", ""
     return expected.size + z.size, None, "equal to ops; stored numbers equal to the reference's"
+
+
+def _stored(model: Model, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
+    """Keys and values (T, G, d) as a cache of the model keeps them."""
+    be, cache, batch = model.backend, model.new_cache(1, len(k)), TokenBatch.of([(0, 0, [0] * len(k))])
+    with be.running():
+        be.append(cache, 0, be.place(batch), be.from_host(k), be.from_host(v))
+    return cache.stored(0, batch)
 
 
 def _screened(model: Model, tokens: list[int]) -> Outcome:

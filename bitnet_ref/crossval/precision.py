@@ -86,10 +86,7 @@ class PrecisionBench:
 
 
 def measure_precision(
-    model: Model,
-    backend: str = "cupy",
-    dtypes: Sequence[str] = DTYPES,
-    text: str | Sequence[int] | None = None,
+    model: Model, backend: str = "cupy", dtypes: Sequence[str] = DTYPES, text: str | Sequence[int] | None = None
 ) -> PrecisionBench:
     """The error of each dtype of a backend on a text (or token ids), cut to the model's context.
 

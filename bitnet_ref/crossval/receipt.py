@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,24 +51,9 @@ def make_receipt(
     if trace is not None:
         subject |= {"trace": os.fspath(trace), "trace_sha256": file_hash(trace)}
     ran = [crossing.agrees for crossing in crossings if crossing.agrees is not None]
-    results = [crossing_figures(crossing) for crossing in crossings]
+    results = [crossing.to_dict(figures) for crossing in crossings]
     agrees = bool(ran) and all(ran)
     return seal({"kind": kind, "bitnet_ref": __version__, "subject": subject, "results": results, "agrees": agrees})
-
-
-def crossing_figures(crossing: Crossing) -> dict[str, Any]:
-    """The result for one opponent, in the figures that a receipt keeps."""
-    return {
-        "opponent": crossing.opponent,
-        "agrees": crossing.agrees,
-        "verdict": crossing.verdict,
-        "unavailable": crossing.unavailable,
-        "failed": crossing.failed,
-        "comparisons": [figures(comparison) for comparison in crossing.comparisons],
-        "rule": crossing.rule,
-        "contract": None if crossing.contract is None else figures(crossing.contract),
-        "greedy": None if crossing.greedy is None else crossing.greedy.to_dict(),
-    }
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
@@ -144,8 +129,7 @@ class Verification:
         return ("HOLDS: " if self.holds else "DOES NOT HOLD: ") + "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        lists = {"confirmed": self.confirmed, "refuted": self.refuted, "unchecked": self.unchecked}
-        return {"path": self.path, "holds": self.holds, "verdict": self.verdict, **lists}
+        return {**asdict(self), "holds": self.holds, "verdict": self.verdict}
 
     def check(self, statement: str, before: Any, now: Any) -> bool:
         """Record whether a figure of the receipt is the same now."""
@@ -215,6 +199,10 @@ def _check_result(out: Verification, result: dict[str, Any], now: Crossing) -> N
         out.unchecked.append(f"{opponent}: not available {place}: {now.unavailable or result['unavailable']}")
         return
     out.check(f"{opponent}: agrees", result["agrees"], now.agrees)
+    passed = {check.path: check.passed for check in now.paths}
+    for check in result["paths"]:
+        if check["path"] in passed:
+            out.check(f"{opponent}, path {check['path']}", check["passed"], passed[check["path"]])
     for before, comparison in zip(result["comparisons"], now.comparisons, strict=False):
         after = figures(comparison)
         for key in ("tensors", "accumulators", "first_divergence", "problem"):

@@ -47,17 +47,17 @@ class Section:
     causes: list[str] = field(default_factory=list)  # the diagnosis, one sentence per cause
 
 
-def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], found: Comparison) -> Evidence:
+def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], comparison: Comparison) -> Evidence:
     """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
     out = Evidence()
     actual = {SYNONYMS.get(name, name): name for name in candidate}
-    op = next((op for op in found.ops if op.name == LOGITS), None)
+    op = next((op for op in comparison.ops if op.name == LOGITS), None)
     if op is not None and shape_of(candidate, actual[LOGITS]) == shape_of(reference, LOGITS):
         rows = slice(max(0, op.shape[0] - 8), op.shape[0])  # the last tokens see the longest context
         pair = [rows_of(reference, LOGITS, rows), rows_of(candidate, actual[LOGITS], rows)]
         step = max(1, pair[0].size // _LOGIT_POINTS)
         out.logits = np.stack([side.astype(np.float32).reshape(-1)[::step] for side in pair], axis=-1)
-    bad = found.first_divergence
+    bad = comparison.first_divergence
     if bad is None or bad.worst is None or bad.name not in reference or bad.name not in actual:
         return out
     shape = shape_of(reference, bad.name)
@@ -102,31 +102,27 @@ details{margin:.8em 0}.scroll{overflow-x:auto}
 """
 
 
+_BY_DEPTH = (
+    "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are layers. "
+    "Equal tensors lie on the bottom line."
+)
+_BY_KIND = "By kind of op: smallest, median and largest relative L2 of the tensors that are not equal."
+
+
 def _section(anchor: str, s: Section) -> str:
     parts = [f'<h2 id="{anchor}">{_e(s.title)}</h2><p class="{_class(s.agrees)}">{_e(s.verdict)}</p>']
     if s.causes:
         parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_e(cause)}</li>' for cause in s.causes)}</ul>")
-    for found in s.comparisons:
-        parts.append(f"<h3>{_e(found.mode.capitalize())}</h3><p>{_e(found.verdict)}</p>")
-        if not found.ops:
+    for comparison in s.comparisons:
+        parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_e(comparison.verdict)}</p>")
+        if not comparison.ops:
             continue
-        points = [(i, op.relative_l2, _mark(op), op.name) for i, op in enumerate(found.ops)]
-        layers = [next((i for i, op in enumerate(found.ops) if op.layer == n), None) for n in range(found.layers)]
-        parts.append(
-            _figure(
-                svg.by_depth(points, [i for i in layers if i is not None]),
-                "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are "
-                "layers; equal tensors lie on the bottom line.",
-            )
-        )
-        parts.append(
-            _figure(
-                svg.error_bars(_by_kind(found.ops)),
-                "By kind of op: smallest, median and largest relative L2 of the tensors that are not equal.",
-            )
-        )
-        parts.append(_flips(found))
-        parts.append(_table(found.ops))
+        ops = comparison.ops
+        points = [(i, op.relative_l2, _mark(op), op.name) for i, op in enumerate(ops)]
+        starts = [i for i, op in enumerate(ops) if op.layer is not None and (i == 0 or ops[i - 1].layer != op.layer)]
+        parts.append(_figure(svg.by_depth(points, starts), _BY_DEPTH))
+        parts.append(_figure(svg.error_bars(_by_kind(ops)), _BY_KIND))
+        parts += [_flips(comparison), _table(ops)]
     shown = s.evidence or Evidence()
     if shown.logits is not None:
         caption = "Logits of the last tokens: reference on the x axis, candidate on the y axis."
@@ -149,11 +145,11 @@ def _by_kind(ops: Sequence[OpResult]) -> list[tuple[str, int, int, list[float]]]
     return out
 
 
-def _flips(found: Comparison) -> str:
-    if not found.n_flips:
+def _flips(comparison: Comparison) -> str:
+    if not comparison.n_flips:
         return ""
-    shown = "".join(f"<li>{_e(str(flip))}</li>" for flip in found.flips[:20])
-    return f"<details><summary>{found.n_flips} rounding flips, expected</summary><ol>{shown}</ol></details>"
+    shown = "".join(f"<li>{_e(str(flip))}</li>" for flip in comparison.flips[:20])
+    return f"<details><summary>{comparison.n_flips} rounding flips, expected</summary><ol>{shown}</ol></details>"
 
 
 def _table(ops: Sequence[OpResult]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..api import load
 from .engines.outside import ENGINES, cross_engine_on
 from .opponents import Crossing, cross_backends, default_tokens
-from .receipt import crossing_figures
+from .receipt import figures
 
 Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, path, tokens
 Report = Callable[[str], None]
@@ -32,12 +32,14 @@ class Table:
     @property
     def agrees(self) -> bool:
         """Whether something ran and nothing that ran differs."""
-        ran = [found.agrees for row in self.rows.values() for found in row.values() if found.agrees is not None]
+        ran = [
+            crossing.agrees for row in self.rows.values() for crossing in row.values() if crossing.agrees is not None
+        ]
         return bool(ran) and all(ran)
 
     def missing(self) -> list[str]:
         """Opponents that ran on no model at all."""
-        return [name for name in self.opponents if all(found.agrees is None for found in self._column(name))]
+        return [name for name in self.opponents if all(crossing.agrees is None for crossing in self._column(name))]
 
     def markdown(self) -> str:
         """One row per model, one column per engine (with all its kernel sets and files), and notes below."""
@@ -45,11 +47,13 @@ class Table:
         columns = list(dict.fromkeys(_column_of(name) for name in ran))
         lines = ["| |" + "".join(f" {column} |" for column in columns), "|---|" + "---|" * len(columns)]
         for model, row in self.rows.items():
-            cells = [_cells([found for name, found in row.items() if _column_of(name) == column]) for column in columns]
+            cells = [
+                _cells([crossing for name, crossing in row.items() if _column_of(name) == column]) for column in columns
+            ]
             lines.append(f"| {model} |" + "".join(f" {text} |" for text in cells))
         notes: dict[str, None] = {}
         for row in self.rows.values():
-            notes |= {f"- \\* {found.opponent}: {found.rule}": None for found in row.values() if found.rule}
+            notes |= {f"- \\* {crossing.opponent}: {crossing.rule}": None for crossing in row.values() if crossing.rule}
         notes |= {f"- {name}: {self._column(name)[0].verdict}": None for name in self.missing()}
         return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
@@ -59,7 +63,8 @@ class Table:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values: the figures of a receipt."""
         rows = {
-            model: {name: crossing_figures(found) for name, found in row.items()} for model, row in self.rows.items()
+            model: {name: crossing.to_dict(figures) for name, crossing in row.items()}
+            for model, row in self.rows.items()
         }
         return {"agrees": self.agrees, "missing": self.missing(), "models": rows}
 
@@ -69,11 +74,11 @@ def _column_of(opponent: str) -> str:
     return f"{engine} {variant.split(',')[0]}" if engine == "transformers" else engine
 
 
-def _cells(found: Sequence[Crossing]) -> str:
+def _cells(crossings: Sequence[Crossing]) -> str:
     """One cell for the kernel sets or files of an engine on a model: the worst of them."""
-    ran = [crossing for crossing in found if crossing.unavailable is None]
+    ran = [crossing for crossing in crossings if crossing.unavailable is None]
     if not ran:
-        return "–" if found else ""
+        return "–" if crossings else ""
     worst = max(ran, key=_badness)
     return cell(worst) if len(ran) == 1 or worst.agrees else f"{cell(worst)} ({worst.opponent})"
 
@@ -90,19 +95,24 @@ def cell(crossing: Crossing) -> str:
     """
     if crossing.failed is not None:
         return "FAILED"
-    bad = next((found for found in crossing.comparisons if not found.agrees), None)
+    bad = next((each for each in crossing.comparisons if not each.agrees), None)
     if bad is not None:
         first = bad.first_divergence
         return f"**DIFFERS**: {bad.problem if first is None else first.name}"
-    found = crossing.comparisons[-1]
-    if all(op.equal for op in found.ops):
+    if not crossing.agrees:
+        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
+    if not crossing.comparisons:
+        return "agrees"
+    free = crossing.comparisons[-1]
+    if all(op.equal for op in free.ops):
         return "equal"
-    kl = "" if found.logits is None else f", KL {max(found.logits.kl_max, 0.0):.0e}"
-    flips = f", {found.n_flips} flips" if found.n_flips else ""
+    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
+    flips = f", {free.n_flips} flips" if free.n_flips else ""
     if crossing.rule is None:
         return f"agrees{flips}{kl}"
-    apart = "" if crossing.contract is None or crossing.contract.logits is None else crossing.contract.logits.kl_max
-    return f"inexact*{kl}" if apart == "" else f"explained*{kl}; without the rule {apart:.0e}"
+    if crossing.contract is None or crossing.contract.logits is None:
+        return f"inexact*{kl}"
+    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
 def cross_all(
@@ -129,7 +139,7 @@ def cross_all(
     for engine in ENGINES:
         report(f"{engine}: {len(runs)} models")
         python = pythons.get(engine, pythons.get(""))
-        found = cross_engine_on(engine, [(path, tokens) for _, path, tokens in runs], python=python)
-        for (name, _, _), crossings in zip(runs, found, strict=True):
+        results = cross_engine_on(engine, [(path, tokens) for _, path, tokens in runs], python=python)
+        for (name, _, _), crossings in zip(runs, results, strict=True):
             table.rows[name] |= {crossing.opponent: crossing for crossing in crossings}
     return table

@@ -39,12 +39,12 @@ def teacher_forced(reference: LoadedModel, candidate: LoadedModel, tokens: Seque
     Raises NumericsError when the reference itself computes NaN or Inf.
     """
     ids, cfg = reference.check_tokens(tokens), reference.config
-    found = Comparison(mode="teacher-forced", tokens=len(ids), layers=cfg.num_hidden_layers)
+    comparison = Comparison(mode="teacher-forced", tokens=len(ids), layers=cfg.num_hidden_layers)
     be, weights = Backend("float32", reference.backend.threads), plain_weights(reference.weights)
     batch, cache = TokenBatch.of([(0, 0, ids)]), KVCache(cfg, slots=1, capacity=len(ids))
     with candidate.backend.running():
-        run(observe(be, _Teacher(_Side(be, weights, cfg, batch), candidate, found)), weights, cfg, batch, cache)
-    return found
+        run(observe(be, _Teacher(_Side(be, weights, cfg, batch), candidate, comparison)), weights, cfg, batch, cache)
+    return comparison
 
 
 class _Side:
@@ -74,13 +74,13 @@ class _Side:
 class _Teacher(Recorder):
     """Around each op of the reference: computes the candidate's op beside it, judges it, returns the reference's."""
 
-    def __init__(self, right: _Side, candidate: LoadedModel, found: Comparison) -> None:
+    def __init__(self, right: _Side, candidate: LoadedModel, comparison: Comparison) -> None:
         super().__init__(right.be, right.weights, right.cfg, names_filter=[])
-        self.right, self.found, self.batch = right, found, right.batch
+        self.right, self.comparison, self.batch = right, comparison, right.batch
         self.side = _Side(candidate.backend, candidate.weights, candidate.config, right.batch)
         self.candidate, self.config, theirs = candidate.backend, candidate.config, candidate.weights
         ternary = {name for name, weight in right.weights.linears() if isinstance(weight, TernaryLinear)}
-        self.walk = Walk({}, {}, right.cfg, right.batch.tokens, found, True, "float32", ternary.__contains__)
+        self.walk = Walk({}, {}, right.cfg, right.batch.tokens, comparison, True, "float32", ternary.__contains__)
         self.residual: NDArray | None = None  # the reference's, before the current half of a block
         self.linears: dict[int, LinearWeight] = {id(right.weights.embedding): theirs.embedding}
         self.norms: dict[int, NDArray | None] = {id(right.weights.final_norm): theirs.final_norm}
@@ -96,7 +96,7 @@ class _Teacher(Recorder):
     def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
         result = self.walk.pair(name, mine, self.candidate.to_host(theirs), note=note)
         if not (only_if_wrong and result.status == OK):
-            self.found.ops.append(result)
+            self.comparison.ops.append(result)
 
     def judge_half(self, half: str, mine: NDArray) -> None:
         """Judge the candidate's half of a block on the reference's residual stream.
@@ -113,7 +113,7 @@ class _Teacher(Recorder):
                 free = compare(right, own, self.config)
                 if free.agrees and free.n_flips and np.array_equal(own[name], theirs):
                     result = replace(result, status=FLIP, note=f"expected, after a rounding flip: {free.flips[0]}")
-            self.found.ops.append(result)
+            self.comparison.ops.append(result)
         self.residual = mine
 
     # -- ops -----------------------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ class TraceWriter:
     def close(self) -> None:
         """Write the header, which makes the file a trace."""
         header = json.dumps({"__metadata__": self.metadata, **self.entries}).encode()
-        if len(header) > self._header_bytes:
-            raise FormatError("the header has more tensors or axes than space was reserved for", path=self._path)
-        self._file.seek(0)
-        self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
-        self._file.close()
+        with self._file:
+            if len(header) > self._header_bytes:
+                raise FormatError("the header has more tensors or axes than space was reserved for", path=self._path)
+            self._file.seek(0)
+            self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
 
 
 class _FileRecorder(Recorder):

@@ -1,4 +1,4 @@
-"""`BinaryFile`: reads bytes from a file that is not trusted and that another process may be changing."""
+"""Reads bytes from files that are not trusted and that another process may be changing (`BinaryFile`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import FormatError, OutOfMemory
+
+_BLOCK = 1 << 18  # values checked at a time
+_EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}  # all set: NaN or Inf
 
 
 class Closeable:
@@ -67,3 +70,25 @@ class BinaryFile(Closeable):
                 done += count
         except OSError as problem:
             raise FormatError(f"cannot be read: {problem}", path=self.path, offset=offset, field=field) from problem
+
+
+def first_not_finite(array: NDArray) -> tuple[list[int], float] | None:
+    """(index, value) of the first NaN or Inf of a float array, row by row, or None. Checks in blocks, without a copy.
+
+    >>> first_not_finite(np.array([[1, 2], [np.inf, 4]], dtype=np.float32))
+    ([1, 0], inf)
+    """
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        finite = _are_finite(flat[start : start + _BLOCK])
+        if not finite.all():
+            at = start + int(np.argmin(finite))
+            return [int(i) for i in np.unravel_index(at, array.shape)], float(flat[at])
+    return None
+
+
+def _are_finite(values: NDArray) -> NDArray[np.bool_]:
+    exponent = _EXPONENTS.get(values.dtype.name)
+    if exponent is None:
+        return np.isfinite(values)
+    return values.view(np.uint16) & exponent != exponent  # `isfinite` of 16 bits goes through float32

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from ..errors import FormatError, TokenizerError
 from ..reference.config import ModelConfig
-from ..reference.quantization import first_invalid_code
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, linear_name
 from ..system.json_file import read_bounded
 from .binary_file import Closeable
 from .names import hf_module
+from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
@@ -66,6 +66,12 @@ class Checkpoint(Closeable, ABC):
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
         return FormatError(message, path=self.path, field=tensor)
+
+    @property
+    def input_norm_eps(self) -> float | None:
+        """The eps of the norm inside each ternary linear; None if there is none."""
+        quantized = self.config.quantization
+        return quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
 
     @abstractmethod
     def embedding(self) -> DenseWeight:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ..errors import ShapeError
 
+_BLOCK_BYTES = 1 << 20  # checked for invalid codes at a time
 _CHUNK_BYTES = 1 << 18  # of a plane at a time: what is made of it stays in the processor's cache
 _PADDING = 0x55  # code 1, a zero weight, in all four fields
 # c0 | c1 << 8 | c2 << 16 | c3 << 24 times this has c0 | c1 << 2 | c2 << 4 | c3 << 6 in its highest byte: the terms
@@ -40,3 +41,14 @@ def hf_from_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
         raise ShapeError("hf_from_ternary", expected="a multiple of 4 rows", got=f"{w_t.shape[0]} rows")
     q0, q1, q2, q3 = np.split((w_t + 1).astype(np.uint8), 4, axis=0)
     return np.bitwise_or(q0 | q1 << 2, q2 << 4 | q3 << 6, dtype=np.uint8)
+
+
+def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
+    """Index of the first byte that holds a code 3 (in any layout of 2-bit codes), or None when all are valid."""
+    for start in range(0, len(packed), rows := max(1, _BLOCK_BYTES // max(1, packed[:1].size))):
+        block = packed[start : start + rows]
+        bad = block & (block >> 1) & 0x55
+        if bad.any():
+            row, *rest = np.unravel_index(int(np.flatnonzero(bad)[0]), block.shape)
+            return (start + int(row), *(int(i) for i in rest))
+    return None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.head import TokenLogits
+from ..backends.run import TokenLogits
 from .sampling import likeliest_logprobs, log_probability
 
 Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} of the most likely and the chosen ones

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.head import TokenLogits
+from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams

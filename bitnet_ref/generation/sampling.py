@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.head import TokenLogits
+from ..backends.run import TokenLogits
 from .params import SamplingParams
 
 MAX_TOP_K = 1024  # a larger limit computes the whole head

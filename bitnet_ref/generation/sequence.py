@@ -12,8 +12,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.head import Ids, TokenLogits
+from ..backends.head import Ids
 from ..backends.loaded import LoadedModel
+from ..backends.run import TokenLogits
 from ..errors import GenerationError, TokenizerError
 from ..reference.cache import TokenIds
 from ..tokenizers.base import Tokenizer

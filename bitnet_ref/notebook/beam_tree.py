@@ -13,7 +13,7 @@ from ..generation.results import Generation, GenerationStats
 from ..generation.search import BeamCandidate, beam_search
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
-from .figures.style import GOOD, MINUS, PALE, PLUS, new_figure, plain
+from .figures import GOOD, MINUS, PALE, PLUS, new_figure, plain
 from .next_token import token_texts
 
 if TYPE_CHECKING:

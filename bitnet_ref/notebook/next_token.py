@@ -90,7 +90,7 @@ class NextToken:
         return stages
 
     def likeliest(self, count: int) -> NDArray[np.int64]:
-        """The ids of the model's own likeliest tokens, likeliest first."""
+        """The ids of the tokens that the model finds most likely, the most likely first."""
         return likeliest(self.logits.astype(np.float64), min(count, len(self.logits)))
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
@@ -98,7 +98,7 @@ class NextToken:
         return token_texts(self.model, ids.tolist())
 
     def plot(self, count: int = 16, **params: Any) -> Figure:
-        """A panel of bars for each stage, of the model's likeliest tokens. Needs matplotlib."""
+        """A panel of bars for each stage, of the most likely tokens. Needs matplotlib."""
         from .figures import token_bars
 
         ids = self.likeliest(count)

@@ -110,17 +110,6 @@ def unpack_ternary(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.in
     return _BYTE_TO_TERNARY[packed].reshape(len(packed), -1)[:, :in_features]
 
 
-def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
-    """Index of the first byte that holds a code 3 (in any layout of 2-bit codes), or None when all are valid."""
-    for start in range(0, len(packed), rows := max(1, _BLOCK_VALUES // max(1, packed[:1].size))):
-        block = packed[start : start + rows]
-        bad = block & (block >> 1) & 0x55
-        if bad.any():
-            row, *rest = np.unravel_index(int(np.flatnonzero(bad)[0]), block.shape)
-            return (start + int(row), *(int(i) for i in rest))
-    return None
-
-
 def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int32]:
     """The exact integer product. x_q (M, K) int8, packed (N, ceil(K/4)) uint8 -> acc (M, N) int32.
 

@@ -27,9 +27,13 @@ class InputNorm:
 
 
 class LinearWeight(ABC):
-    """Any linear's weight, in whatever form: (out_features, in_features) and perhaps a bias."""
+    """Any linear's weight, in any layout: (out_features, in_features) and perhaps a bias."""
 
     bias: NDArray[np.float32] | None  # (N,)
+
+    def __repr__(self) -> str:
+        bias = "" if self.bias is None else " with bias"
+        return f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]}{bias}, {self.nbytes:,} bytes>"
 
     @property
     @abstractmethod
@@ -43,7 +47,7 @@ class LinearWeight(ABC):
 
 
 class TernaryLinear(LinearWeight):
-    """A BitLinear's weight in whatever layout: W ~ w_t * w_dequant_scale."""
+    """A BitLinear's weight in any layout: W ~ w_t * w_dequant_scale."""
 
     in_features: int  # K
     w_dequant_scale: np.float32
@@ -54,7 +58,7 @@ class TernaryLinear(LinearWeight):
         """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of its packed form."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TernaryWeight(TernaryLinear):
     """A BitLinear's matrix: W ~ w_t * w_dequant_scale, w_t in {-1, 0, +1}, packed as `quantization` describes."""
 
@@ -91,7 +95,7 @@ class TernaryWeight(TernaryLinear):
         return quantization.unpack_ternary(self.packed, self.in_features)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DenseWeight(LinearWeight):
     """A matrix that is not quantised: the embedding, the head, every linear of a dense model."""
 
@@ -108,7 +112,7 @@ class DenseWeight(LinearWeight):
         return self.array.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerWeights:
     """One transformer block. Norm weights are float32 vectors; a sub-norm is None in families that have none."""
 
@@ -124,6 +128,9 @@ class LayerWeights:
     ffn_sub_norm: NDArray[np.float32] | None  # (F,)
     down_proj: LinearWeight  # (D, F)
 
+    def __repr__(self) -> str:
+        return f"<LayerWeights: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
+
     def linears(self) -> Iterator[tuple[str, LinearWeight]]:
         """(name, weight) of the seven linears"""
         for field in fields(self):
@@ -132,7 +139,7 @@ class LayerWeights:
                 yield field.name, value
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ModelWeights:
     """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
 
@@ -140,6 +147,10 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: NDArray[np.float32]  # (D,)
     lm_head: LinearWeight  # (V, D)
+
+    def __repr__(self) -> str:
+        tied = "tied" if self.tied else repr(self.lm_head)
+        return f"<ModelWeights: embedding {self.embedding}, {len(self.layers)} layers, head {tied}>"
 
     @property
     def tied(self) -> bool:

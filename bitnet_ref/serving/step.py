@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..backends import Backend
-from ..backends.head import Ids, TokenLogits
+from ..backends.head import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
+from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..generation.results import StreamChunk
 from ..generation.sequence import Continuation

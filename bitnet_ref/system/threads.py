@@ -9,17 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import BackendError
-
-if TYPE_CHECKING:
-    from threadpoolctl import ThreadpoolController
 
 MAX_THREADS = 4096  # OpenMP ends the process when the system cannot start all of them
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
@@ -57,55 +50,6 @@ def machine_threads(root: Path = _ROOT) -> tuple[int, str]:
 def available_cpus() -> int:
     """Threads that this process can usefully run at once; see `machine_threads`."""
     return machine_threads()[0]
-
-
-@contextmanager
-def blas_threads(threads: int) -> Iterator[None]:
-    """NumPy's BLAS uses at most so many threads in the `with` block, and as many as before after it.
-
-    The setting belongs to the process. Of several Python threads in such a block the lowest count holds, and the last
-    one to leave restores the original count; if each restored its own, another's limit could remain.
-    """
-    with _blas.lock:
-        if not _blas.inside:
-            _blas.before = _blas.counts()
-        _blas.inside.append(threads)
-        _blas.apply()
-    try:
-        yield
-    finally:
-        with _blas.lock:
-            _blas.inside.remove(threads)
-            _blas.apply()
-
-
-class _Blas:
-    """The BLAS libraries in this process, and the limits in force."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.inside: list[int] = []
-        self.before: list[int] = []
-
-    @staticmethod
-    @cache
-    def libraries() -> ThreadpoolController:
-        import numpy  # noqa: F401  # a library that is not loaded is not found
-        from threadpoolctl import ThreadpoolController
-
-        return ThreadpoolController().select(user_api="blas")
-
-    def counts(self) -> list[int]:
-        return [library.get_num_threads() for library in self.libraries().lib_controllers]
-
-    def apply(self) -> None:
-        for library, before in zip(self.libraries().lib_controllers, self.before, strict=True):
-            wanted = min([before, *self.inside])
-            if library.get_num_threads() != wanted:
-                library.set_num_threads(wanted)
-
-
-_blas = _Blas()
 
 
 def usable_cpus() -> set[int]:

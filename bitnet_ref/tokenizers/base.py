@@ -97,14 +97,14 @@ class Tokenizer(ABC):
         `add_special_tokens`, BOS (and EOS) are put around the ids where the tokenizer's files say so; a text that
         already begins with BOS does not get it twice. Raises TokenizerError if `text` is no str, or has no UTF-8 form.
         """
-        ids = self._encode_plain(self._checked_text(text, "text"))
+        ids = self._encode_plain(self._check_text(text, "text"))
         return self._add_affixes(ids) if add_special_tokens else ids
 
     def encode_batch(self, texts: Iterable[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`[encode(text) for text in texts]`, but faster. Raises TokenizerError as `encode`, with the text's index."""
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
             raise TokenizerError(f"encode_batch expects a list of str, got {type(texts).__name__}")
-        batch = self._encode_plain_batch([self._checked_text(text, f"texts[{n}]") for n, text in enumerate(texts)])
+        batch = self._encode_plain_batch([self._check_text(text, f"texts[{n}]") for n, text in enumerate(texts)])
         return [self._add_affixes(ids) for ids in batch] if add_special_tokens else batch
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -115,28 +115,28 @@ class Tokenizer(ABC):
         """
         detokenizer = self._detokenizer()
         skips = self._is_special if skip_special_tokens else _never
-        parts = [detokenizer.push(token) for token in self._checked_ids(ids) if not skips(token)]
+        parts = [detokenizer.push(token) for token in self._check_ids(ids) if not skips(token)]
         parts.append(detokenizer.flush())
         return "".join(parts)
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder of generated tokens, one at a time; see `StreamDecoder`."""
-        return StreamDecoder(self._detokenizer(), self._checked_id, self._is_special if skip_special_tokens else _never)
+        return StreamDecoder(self._detokenizer(), self._check_id, self._is_special if skip_special_tokens else _never)
 
     def id_to_token(self, token_id: int) -> str:
         """The token as the vocabulary writes it. Raises TokenizerError if there is none."""
-        token = self._token(self._checked_id(token_id, None))
+        token = self._token(self._check_id(token_id, None))
         assert token is not None
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token stands for inside a text (a leading space included); b"" for a special token."""
-        token = self._checked_id(token_id, None)
+        token = self._check_id(token_id, None)
         return b"" if self._is_special(token) else self._token_bytes(token)
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out by default. Raises TokenizerError for an id not in the vocabulary."""
-        return self._is_special(self._checked_id(token_id, None))
+        return self._is_special(self._check_id(token_id, None))
 
     @property
     def chat_template(self) -> str | None:
@@ -193,13 +193,13 @@ class Tokenizer(ABC):
         source = self.chat_template
         return None if source is None else ChatTemplate(source, path=self._settings.path)
 
-    def _checked_text(self, text: object, name: str) -> str:
+    def _check_text(self, text: object, name: str) -> str:
         if not isinstance(text, str):
             raise TokenizerError(f"{name}: expected str, got {type(text).__name__}")
         check_unicode(text)
         return text
 
-    def _checked_id(self, token_id: object, index: int | None) -> int:
+    def _check_id(self, token_id: object, index: int | None) -> int:
         place = "" if index is None else f" at index {index}"
         try:
             if isinstance(token_id, bool):
@@ -212,10 +212,10 @@ class Tokenizer(ABC):
             raise TokenizerError(f"token id {token}{place} is not in the vocabulary (vocab_size {self.vocab_size})")
         return token
 
-    def _checked_ids(self, ids: Iterable[int]) -> list[int]:
+    def _check_ids(self, ids: Iterable[int]) -> list[int]:
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
             raise TokenizerError(f"ids: expected a list of integers, got {type(ids).__name__}")
-        return [self._checked_id(token, index) for index, token in enumerate(ids)]
+        return [self._check_id(token, index) for index, token in enumerate(ids)]
 
     def _find_named(self, key: str, token: str | None) -> int | None:
         """The id of a special token that the settings name. Raises TokenizerError if it is not in the vocabulary."""

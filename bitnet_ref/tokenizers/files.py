@@ -64,7 +64,7 @@ class TokenizerFiles:
         return parse_json_object(self.read(name, MAX_CONFIG_BYTES), TokenizerError, self.path(name))
 
 
-def typed(value: Any, kind: type, field: str, what: str | None = None) -> Any:
+def check_type(value: Any, kind: type, field: str, what: str | None = None) -> Any:
     """`value`, which must be of type `kind` (a bool is not an int). Raises TokenizerError naming `field`."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TokenizerError(f"expected {what or _NAMES[kind]}, got {_shorten(value)}", field=field)
@@ -73,15 +73,15 @@ def typed(value: Any, kind: type, field: str, what: str | None = None) -> Any:
     return value
 
 
-def optional(table: Mapping[str, Any], key: str, kind: type) -> Any:
-    """`table[key]`, checked by `typed`; None when it is absent or null."""
+def get_optional(table: Mapping[str, Any], key: str, kind: type) -> Any:
+    """`table[key]`, checked by `check_type`; None when it is absent or null."""
     value = table.get(key)
-    return None if value is None else typed(value, kind, key)
+    return None if value is None else check_type(value, kind, key)
 
 
-def token_id(value: Any, field: str) -> int:
+def check_token_id(value: Any, field: str) -> int:
     """A token id read from a file: an integer in 0..MAX_TOKEN_ID - 1. Raises TokenizerError naming `field`."""
-    typed(value, int, field, "a token id")
+    check_type(value, int, field, "a token id")
     if not 0 <= value < MAX_TOKEN_ID:
         raise TokenizerError(f"token id {_shorten(value)} is not in 0..{MAX_TOKEN_ID - 1}", field=field)
     return value

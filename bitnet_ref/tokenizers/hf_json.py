@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import TokenizerError
-from .files import token_id, typed
+from .files import check_token_id, check_type
 from .hf_decoders import BYTE_TOKEN
 
 MAX_GROWTH = 1024  # characters that the normalizer may make of one; real files stay under 10
@@ -17,7 +17,7 @@ MAX_GROWTH = 1024  # characters that the normalizer may make of one; real files 
 
 def check_tokenizer_json(table: dict[str, Any]) -> None:
     """Raise TokenizerError, naming the field, for a file that must not reach the library."""
-    model = typed(table.get("model"), dict, "model")
+    model = check_type(table.get("model"), dict, "model")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         _check_vocabulary(vocabulary)
@@ -37,7 +37,7 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
     _check_added_tokens(table.get("added_tokens"))
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if table.get(part) is not None:
-            typed(table[part], dict, part)
+            check_type(table[part], dict, part)
     growth = 1.0
     for step in _steps(table.get("normalizer"), "normalizers"):
         if step.get("type") == "Replace" and isinstance(step.get("content"), str):
@@ -51,7 +51,7 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
 def _check_vocabulary(vocabulary: dict[str, Any]) -> None:
     owner: dict[int, str] = {}
     for token, value in vocabulary.items():
-        number = token_id(value, f"model.vocab[{token[:40]!r}]")
+        number = check_token_id(value, f"model.vocab[{token[:40]!r}]")
         if number in owner:
             message = f"{owner[number][:40]!r} and {token[:40]!r} are both token {number}"
             raise TokenizerError(message, field="model.vocab")
@@ -68,11 +68,11 @@ def _check_byte_tokens(vocabulary: dict[str, Any] | list[Any]) -> None:
 
 def _check_added_tokens(entries: Any) -> None:
     seen: set[int | str] = set()
-    for n, entry in enumerate([] if entries is None else typed(entries, list, "added_tokens")):
+    for n, entry in enumerate([] if entries is None else check_type(entries, list, "added_tokens")):
         where = f"added_tokens[{n}]"
-        typed(entry, dict, where)
-        number = token_id(entry.get("id"), f"{where}.id")
-        content = typed(entry.get("content"), str, f"{where}.content")
+        check_type(entry, dict, where)
+        number = check_token_id(entry.get("id"), f"{where}.id")
+        content = check_type(entry.get("content"), str, f"{where}.content")
         if number in seen or content in seen:
             raise TokenizerError(f"{content!r} or its id {number} stands twice", field=where)
         seen.update((number, content))
@@ -112,8 +112,9 @@ def _affixes(processor: Any) -> tuple[list[int], list[int]]:
             left, right = _affixes(inner)
             before, after = left + before, after + right
         return before, after
-    if kind in ("BertProcessing", "RobertaProcessing"):  # cls: [token, id]
-        return [token_id(processor["cls"][1], "post_processor")], [token_id(processor["sep"][1], "post_processor")]
+    if kind in ("BertProcessing", "RobertaProcessing"):  # [token, id]
+        cls_id, sep_id = (check_token_id(processor[key][1], "post_processor") for key in ("cls", "sep"))
+        return [cls_id], [sep_id]
     if kind == "TemplateProcessing":
         sides: tuple[list[int], list[int]] = ([], [])
         texts = 0
@@ -122,7 +123,7 @@ def _affixes(processor: Any) -> tuple[list[int], list[int]]:
                 texts += 1
             else:
                 ids = processor["special_tokens"][step["SpecialToken"]["id"]]["ids"]
-                sides[texts > 0].extend(token_id(number, "post_processor") for number in ids)
+                sides[texts > 0].extend(check_token_id(number, "post_processor") for number in ids)
         if texts == 1:
             return sides
         raise TokenizerError("the text must stand in it exactly once", field="post_processor.single")

@@ -42,7 +42,7 @@ class HfTokenizer(Tokenizer):
             check_tokenizer_json(table)
             self._tokenizer = self._load(json_bytes)
             for n, entry in enumerate(table.get("added_tokens") or []):
-                self._check_id(entry["content"], entry["id"], f"added_tokens[{n}]")
+                self._check_declared_id(entry["content"], entry["id"], f"added_tokens[{n}]")
         with errors_at(settings.path):
             self._add_tokens(settings)
         with errors_at(path):
@@ -66,7 +66,7 @@ class HfTokenizer(Tokenizer):
             tokenizer.model.dropout = None  # BPE dropout is for training: it splits a text at random
         return tokenizer
 
-    def _check_id(self, content: str, number: int, field: str) -> None:
+    def _check_declared_id(self, content: str, number: int, field: str) -> None:
         actual = self._tokenizer.token_to_id(content)
         if actual != number:  # the library only warns, and continues with its own number
             message = f"{content!r} is declared as token {number} but is token {actual} in the vocabulary"
@@ -86,7 +86,7 @@ class HfTokenizer(Tokenizer):
                 add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
                 self._guard("add a token", partial(add, [LibraryToken(token.content, **flags)]))
             if token.id is not None:
-                self._check_id(token.content, token.id, "added_tokens")
+                self._check_declared_id(token.content, token.id, "added_tokens")
 
     def _read_vocabulary(self) -> None:
         self._ids: dict[str, int] = self._guard("list its vocabulary", partial(self._tokenizer.get_vocab, True))
@@ -125,7 +125,7 @@ class HfTokenizer(Tokenizer):
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        checked = self._checked_ids(ids)
+        checked = self._check_ids(ids)
         if skip_special_tokens:
             checked = [token for token in checked if token not in self._specials]
         return self._library_decode(checked)

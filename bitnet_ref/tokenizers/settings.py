@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from .files import MAX_CONFIG_BYTES, TokenizerFiles, errors_at, optional, token_id, typed
+from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, errors_at, get_optional
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
@@ -75,7 +75,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
     with errors_at(files.path(_ADDED)):
         for content, value in files.json_object(_ADDED).items():
             special = added[content].special if content in added else False
-            added[content] = AddedToken(content, token_id(value, content), special=special)
+            added[content] = AddedToken(content, check_token_id(value, content), special=special)
     with errors_at(files.path(_CONFIG)):
         for token in _added_tokens_decoder(config):  # last, because only this table has the ids and all the flags
             earlier = added.get(token.content)
@@ -84,7 +84,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
                 raise TokenizerError(message, field="added_tokens_decoder")
             special = token.special or (earlier is not None and earlier.special)
             added[token.content] = replace(token, special=special)
-        flags = {key: optional(config, key, bool) for key in ("add_bos_token", "add_eos_token", "legacy")}
+        flags = {key: get_optional(config, key, bool) for key in ("add_bos_token", "add_eos_token", "legacy")}
     tables = {name: files.json_object(name) for name in ("generation_config.json", "config.json")}
     bos_ids, pad_ids, eos_ids = (_config_ids(files, tables, f"{name}_token_id") for name in ("bos", "pad", "eos"))
     return TokenizerSettings(
@@ -105,12 +105,12 @@ def _added_token(value: Any, where: str, *, special: bool, number: int | None = 
     """A token as these files write it: a string, or an object with `content` and flags."""
     if isinstance(value, str):
         value = {"content": value}
-    typed(value, dict, where, "a string or an object with 'content'")
-    content = typed(value.get("content"), str, f"{where}.content")
+    check_type(value, dict, where, "a string or an object with 'content'")
+    content = check_type(value.get("content"), str, f"{where}.content")
     if not content:
         raise TokenizerError("a token cannot be empty", field=f"{where}.content")
     flags = {
-        flag: typed(value.get(flag, flag == "special" and special), bool, f"{where}.{flag}")
+        flag: check_type(value.get(flag, flag == "special" and special), bool, f"{where}.{flag}")
         for flag in ("lstrip", "rstrip", "single_word", "normalized", "special")
     }
     return AddedToken(content, number, **flags)
@@ -121,18 +121,18 @@ def _more_specials(table: Mapping[str, Any]) -> list[AddedToken]:
     tokens = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = table.get(key) or []
-        values = list(values.values()) if isinstance(values, dict) else typed(values, list, key)
+        values = list(values.values()) if isinstance(values, dict) else check_type(values, list, key)
         tokens += [_added_token(value, f"{key}[{n}]", special=True) for n, value in enumerate(values)]
     return tokens
 
 
 def _added_tokens_decoder(config: Mapping[str, Any]) -> list[AddedToken]:
     tokens, seen = [], set[int | str]()
-    for key, value in (optional(config, "added_tokens_decoder", dict) or {}).items():
+    for key, value in (get_optional(config, "added_tokens_decoder", dict) or {}).items():
         where = f"added_tokens_decoder.{key}"
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise TokenizerError(f"expected a token id as the key, got {key[:40]!r}", field=where)
-        number = token_id(int(key), where)
+        number = check_token_id(int(key), where)
         token = _added_token(value, where, special=False, number=number)
         if number in seen or token.content in seen:
             raise TokenizerError(f"{token.content!r} or its id stands here twice", field=where)
@@ -148,7 +148,7 @@ def _config_ids(files: TokenizerFiles, tables: Mapping[str, Mapping[str, Any]], 
         value = table.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         with errors_at(files.path(name)):  # old LLaMA configs write -1 for "none"
-            ids += [token_id(value, key) for value in values if value != -1 or isinstance(value, bool)]
+            ids += [check_token_id(value, key) for value in values if value != -1 or isinstance(value, bool)]
     return tuple(dict.fromkeys(ids))
 
 
@@ -166,8 +166,8 @@ def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | No
             templates: dict[str, Any] = {}
             for n, entry in enumerate(value):
                 where = f"chat_template[{n}]"
-                typed(entry, dict, where, "an object with 'name' and 'template'")
-                title = typed(entry.get("name"), str, f"{where}.name")
+                check_type(entry, dict, where, "an object with 'name' and 'template'")
+                title = check_type(entry.get("name"), str, f"{where}.name")
                 if title in templates:
                     raise TokenizerError(f"two templates are named {title!r}", field=where)
                 templates[title] = entry.get("template")
@@ -176,5 +176,5 @@ def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | No
                 names = ", ".join(sorted(templates))[:200]
                 raise TokenizerError(f"none of the templates is named 'default': {names}", field="chat_template")
         if value is not None:
-            typed(value, str, "chat_template", "a string, or a list of {name, template}")
+            check_type(value, str, "chat_template", "a string, or a list of {name, template}")
         return value

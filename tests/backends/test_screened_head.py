@@ -14,7 +14,8 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import MIN_SCREENED_BYTES, ScreenedHead, surviving_rows
-from bitnet_ref.backends.head import HeadNeed, TokenLogits
+from bitnet_ref.backends.head import HeadNeed
+from bitnet_ref.backends.run import TokenLogits
 from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.sampling import candidates_needed, choose, choose_among

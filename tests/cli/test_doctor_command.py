@@ -88,5 +88,5 @@ def test_doctor_says_that_cublas_is_missing(monkeypatch, there):
     monkeypatch.setattr(cuda, "device_count", lambda: 1)
     monkeypatch.setattr(cuda, "open_device", lambda index: card)
     said = doctor._describe_backend("cupy", None).kernel
-    assert said.startswith("CUDA kernels on a card (card 0, compute capability 9.0, 80 GiB, launches overlap)")
+    assert said.startswith("CUDA kernels on a card (card 0, compute capability 9.0, 80 GiB)")
     assert ("cuBLAS is not installed" in said) == ('pip install "bitnet-ref[cuda12]"' in said) == (not there)

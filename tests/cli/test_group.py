@@ -93,8 +93,7 @@ def test_exit_codes(error, code):
         (("generate", "x", "--num-beams", "2", "--stop", "y"), 2, "or set --num-beams 1"),
         (("generate", "x", "--max-tokens", "1000"), 2, "the model's context is 256"),
         pytest.param(
-            ("generate", "x", "--backend", "cython", "--dtype", "float64"),
-            2,
+            *(("generate", "x", "--backend", "cython", "--dtype", "float64"), 2),
             "--dtype: backend 'cython' computes in float32",
             marks=needs_cython,
         ),

@@ -14,7 +14,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_all, cross_engine, cross_engine_on, make_receipt, verify_receipt
-from bitnet_ref.crossval.engines.engine import Engine
+from bitnet_ref.crossval.engines.engine import ExternalEngine
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
@@ -95,7 +95,7 @@ def test_the_shell_runs_an_engine():
 
 
 def test_a_missing_engine_is_named_with_its_command(tmp_path):
-    lacking = Engine("transformers", ("no_such_package_at_all",), "no-such-package")
+    lacking = ExternalEngine("transformers", ("no_such_package_at_all",), "no-such-package")
     assert "no_such_package_at_all is not installed: pip install no-such-package" in lacking.missing()
     nothing = tmp_path / "python"
     (crossing,) = cross_engine("onnxruntime", CASE, [1, 5], python=str(nothing))

@@ -61,13 +61,15 @@ def test_no_false_alarm_on_many_random_models(tmp_path):
 
 def test_every_backend_and_kernel_set_is_there():
     crossings = cross_backends(model(CASE), TOKENS)
-    names = {"cython", "cupy"} | {f"cython {name}" for name in simd_variants()}
+    names = {"numpy", "cython", "cupy"} | {f"cython {name}" for name in simd_variants()}
     assert {crossing.opponent for crossing in crossings} == names
     for crossing in crossings:
+        modes = [] if crossing.opponent == "numpy" else ["teacher-forced", "free-running"]
         if crossing.agrees is None:
             assert crossing.verdict.startswith("not available: ")
         else:
-            assert [found.mode for found in crossing.comparisons] == ["teacher-forced", "free-running"]
+            assert [found.mode for found in crossing.comparisons] == modes
+            assert "ops, decoding" in [check.path for check in crossing.paths]
         json.dumps(crossing.to_dict(), allow_nan=False)
 
 
@@ -302,12 +304,16 @@ def test_a_changed_receipt_is_refused(receipt):
 @needs_cython
 def test_a_receipt_that_says_otherwise_is_refuted(receipt):
     kept = read_receipt(receipt)
-    kept["results"][0]["comparisons"][0]["accumulators"]["compared"] += 1
+    result = next(result for result in kept["results"] if result["comparisons"])
+    result["comparisons"][0]["accumulators"]["compared"] += 1
+    kept["results"] = [result]
+    next(check for check in result["paths"] if check["path"] == "ops, decoding")["passed"] = False
     body = {key: kept[key] for key in ("kind", "bitnet_ref", "subject", "results", "agrees")}
     write_receipt(receipt, seal(body))
     found = verify_receipt(receipt)
     assert not found.holds
-    assert "accumulators" in found.refuted[0]
+    assert "path ops, decoding" in found.refuted[0]
+    assert "accumulators" in found.refuted[1]
 
 
 def test_a_receipt_of_other_weights_is_refuted(receipt):

@@ -10,7 +10,7 @@ from helpers import GOLDEN, model, rng
 from bitnet_ref.backends import cuda
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import measure_precision, precision
-from bitnet_ref.errors import GenerationError, ShapeError
+from bitnet_ref.errors import ConfigError, GenerationError
 
 CASE = GOLDEN / "llama-bf16-biases"
 TOKENS = rng(5).integers(1, 90, 66).tolist()  # more than a step: the prompt goes through `matmul_16`
@@ -60,7 +60,7 @@ def test_the_command():
 def test_what_it_refuses(monkeypatch):
     with pytest.raises(GenerationError, match="two tokens or more, got 1"):
         measure_precision(model(CASE), "numpy", ["float32"], [1])
-    with pytest.raises(ShapeError, match="dtype float32 or float64"):
+    with pytest.raises(ConfigError, match="computes in float32"):
         measure_precision(model(CASE), "numpy", ["float16"], [1, 2])
     monkeypatch.setattr("bitnet_ref.backends.cuda.why_unavailable", lambda index=0: "there is no GPU")
     assert CliRunner().invoke(cli, ["crossval", "precision", str(CASE), "--tokens", "1,2"]).exit_code == 4

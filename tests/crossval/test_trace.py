@@ -68,7 +68,7 @@ def test_names_choose(tmp_path):
 
 def test_space_for_the_header_is_reserved(tmp_path):
     path = tmp_path / "many.safetensors"
-    arrays = {f"tensor \N{SNOWMAN} {i}": np.full((1,) * (i % 32) + (i,), i, dtype=np.float32) for i in range(50)}
+    arrays = {f"tensor \N{SNOWMAN} {i}": np.full((1,) * (i % 8) + (i,), i, dtype=np.float32) for i in range(50)}
     metadata = trace_metadata([1], engine="test", prompt="\N{SNOWMAN}" * 100)
     writer = TraceWriter(path, metadata, list(arrays))
     for name, array in arrays.items():

@@ -11,7 +11,8 @@ from helpers import rng
 
 import bitnet_ref
 from bitnet_ref.backends.cpu.extension import why_unavailable
-from bitnet_ref.backends.head import HeadRows, TokenLogits
+from bitnet_ref.backends.head import HeadRows
+from bitnet_ref.backends.run import TokenLogits
 from bitnet_ref.generation.logprobs import TOKENS_AT_A_TIME, Logprobs
 from bitnet_ref.generation.sampling import log_probability
 

@@ -6,7 +6,8 @@ from helpers import model, rng
 
 import bitnet_ref
 from bitnet_ref.backends.cpu.extension import why_unavailable
-from bitnet_ref.backends.head import HeadRows, TokenLogits
+from bitnet_ref.backends.head import HeadRows
+from bitnet_ref.backends.run import TokenLogits
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.processors import CountPenalties, Rules

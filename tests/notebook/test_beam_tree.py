@@ -87,3 +87,7 @@ def test_the_figure_draws_every_node(tree):
     assert kept < len(tree.plot(cut=1).axes[0].lines) <= kept + 6
     words = [text.get_text() for text in tree.plot().axes[0].texts]
     assert all(any(n.text in word for word in words) for n in tree.nodes if n.chosen)
+
+
+def test_a_repr_fits_a_cell(tree):
+    assert len(repr(tree)) < 200

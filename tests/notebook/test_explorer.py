@@ -7,8 +7,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable, GenerationError
-from bitnet_ref.notebook import NextToken
-from bitnet_ref.notebook.figures import style
+from bitnet_ref.notebook import NextToken, figures
 
 pytest.importorskip("matplotlib")
 
@@ -67,6 +66,6 @@ def test_wrong_parameters_raise_at_once(after):
 
 def test_without_matplotlib_there_is_one_line(after, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    style._figure_class.cache_clear()
+    figures.figure_class.cache_clear()
     with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):
         after.plot()

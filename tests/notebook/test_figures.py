@@ -3,8 +3,7 @@
 import pytest
 from helpers import model
 
-from bitnet_ref.notebook.figures import memory_lines, timeline
-from bitnet_ref.notebook.figures.style import plain
+from bitnet_ref.notebook.figures import memory_lines, plain, timeline
 from bitnet_ref.serving import cache_memory
 from bitnet_ref.serving.cache_memory import tokens_held
 

@@ -84,3 +84,8 @@ def test_the_figure_shows_the_numbers(after):
         assert [bar.get_width() for bar in ax.patches[-12:]] == stage.of(ids).tolist()
     crosses = [line for line in figure.axes[-1].lines if line.get_marker() == "x"]
     assert [int(line.get_ydata()[0]) for line in crosses] == list(range(5, 12))
+
+
+def test_reprs_fit_a_cell(after):
+    assert repr(after).startswith("<bitnet_ref.NextToken after 6 tokens: ▁out 0.")
+    assert max(len(repr(each)) for each in (after, *after.stages(**ALL))) < 200

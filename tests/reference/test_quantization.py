@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitnet_ref.errors import NumericsError, ShapeError
+from bitnet_ref.formats.packing import first_invalid_code
 from bitnet_ref.reference import quantization as q
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_pack_and_unpack(n, k, seed):
     packed = q.pack_ternary(w_t)
     assert packed.dtype == np.uint8
     assert packed.shape == (n, -(-k // 4))
-    assert q.first_invalid_code(packed) is None
+    assert first_invalid_code(packed) is None
     unpacked = q.unpack_ternary(packed, k)
     assert unpacked.dtype == np.int8
     np.testing.assert_array_equal(unpacked, w_t)
@@ -124,16 +125,16 @@ def test_pack_refuses_what_is_not_a_ternary_matrix(w_t):
 @pytest.mark.parametrize("shift", [0, 2, 4, 6])
 def test_first_invalid_code_finds_code_3_anywhere(shift):
     packed = q.pack_ternary(random_ternary(rng(4), 700, 8000))  # several blocks of the search
-    assert q.first_invalid_code(packed) is None
+    assert first_invalid_code(packed) is None
     packed[650, 1999] |= 3 << shift
-    assert q.first_invalid_code(packed) == (650, 1999)
+    assert first_invalid_code(packed) == (650, 1999)
     packed[3, 7] |= 3 << shift
-    assert q.first_invalid_code(packed) == (3, 7)
+    assert first_invalid_code(packed) == (3, 7)
 
 
 def test_codes_1_and_2_side_by_side_are_no_code_3():
     """Bits 1 and 2 of a byte belong to two codes."""
-    assert q.first_invalid_code(np.array([[0b10_01_10_01, 0b01_10_01_10]], dtype=np.uint8)) is None
+    assert first_invalid_code(np.array([[0b10_01_10_01, 0b01_10_01_10]], dtype=np.uint8)) is None
 
 
 # -- activations and the product (each backend's versions are held to these by tests/contract) -------------------------

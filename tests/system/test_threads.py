@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from bitnet_ref.backends import choose_backend
+from bitnet_ref.backends.backend import blas_threads
 from bitnet_ref.errors import BackendError
 from bitnet_ref.system.threads import (
     MAX_THREADS,
     available_cpus,
-    blas_threads,
     cgroup_cpus,
     machine_threads,
     physical_cores,

@@ -7,10 +7,11 @@ and layout gives the same int32 accumulators, and NumPy's float32 in the steps b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
+from functools import partial
 from zlib import crc32
 
 import ml_dtypes
@@ -23,12 +24,22 @@ from ...reference.config import ModelConfig
 from ...reference.model import RopeTables, final_hidden
 from ...reference.ops import check_attention, check_dequantize, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..backend import Backend
 from ..cache_dtypes import CACHE_DTYPES
 from ..head import HeadNeed, HeadRows
 from ..paged_cache import CacheSpec
 from .buffers import Buffers
 from .cache import KernelKVCache, view_layer
-from .extension import TABLE_TOKENS, _cpu, choose_layout, choose_simd, layout_number, layouts, simd_variants
+from .extension import (
+    TABLE_TOKENS,
+    _cpu,
+    choose_layout,
+    choose_simd,
+    layout_number,
+    layouts,
+    layouts_for,
+    simd_variants,
+)
 from .huge_pages import HugePages
 from .kernels import GATES, CpuKernels, as_floats
 from .replay import MAX_TOKENS, KernelBackend, RopeRows
@@ -104,6 +115,11 @@ class CythonBackend(KernelBackend):
 
     def prepared_layout(self) -> str:
         return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
+
+    def other_layouts(self) -> dict[str, Callable[[], Backend]]:
+        names = [name for name in layouts_for(self.simd) if name != self.layout]
+        make = partial(CythonBackend, self.dtype.name, self.threads, self.simd, head=self.head)
+        return {name: partial(make, layout=name) for name in names}
 
     def check_prepared(self, w: ModelWeights) -> None:
         head = w.lm_head

@@ -20,7 +20,7 @@ MIN_SCREENED_BYTES = 16 << 20
 MAX_CANDIDATES = 1 / 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PanelWeight(TernaryLinear):
     """A ternary matrix in panels of 64 rows. In 2-bit (`kernels/cpu/panel.h`) and table (`table_avx2.h`) layouts it is
     as large as its packed form; at 1.6 bits (`dense_avx512.h`) it is 4/5 of that."""
@@ -54,7 +54,7 @@ class PanelWeight(TernaryLinear):
         return quantization.unpack_ternary(packed, self.in_features)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScreenedHead(DenseWeight):
     """A head with a second, coarser copy of itself in int8, whose bounds prove which rows need a closer look.
 

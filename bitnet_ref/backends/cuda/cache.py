@@ -119,7 +119,7 @@ class DeviceKVCache(PagedKVCache):
         return self.key_scales[layer], self.value_scales[layer]
 
     def page_arguments(self) -> tuple[Any, ...]:
-        """The kernels' parameters for `Pages` (pages.cuh)."""
+        """The kernels' parameters for `Pages` (rope.cuh)."""
         return self.table, self.table.shape[1], self.page_size, *self.keys.shape[-2:]
 
     # -- checks before a launch: a kernel would write and read anywhere ------------------------------------------------

@@ -48,7 +48,7 @@ class Kernel(Protocol):
         """
 
 
-class Graph(ABC):
+class DeviceGraph(ABC):
     """Launches and copies, recorded once, to be run again on the current contents of the same arrays."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def capture(self) -> AbstractContextManager[Graph]:
+    def capture(self) -> AbstractContextManager[DeviceGraph]:
         """Record the launches, copies and fills inside the `with` instead of running them."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Device(ABC):
 
 
 def check_copy(target: Any, source: Any, from_host: bool) -> None:
-    """Raises ShapeError unless one array can be copied over the other byte by byte. Host arrays may be strided."""
+    """Raises ShapeError unless `source` can be copied to `target` byte by byte. A host array may have any strides."""
     expected = "two arrays of one shape and dtype"
     got = f"{target.dtype} {target.shape} and {source.dtype} {source.shape}"
     if target.shape != source.shape or target.dtype != source.dtype:

@@ -17,22 +17,20 @@ from typing import Any
 
 from ...api import Model
 from ...backends import Backend
-from ..compare import compare
 from ..explain.replay import judge_trace
-from ..opponents import Crossing
-from ..report import evidence
-from ..trace import Trace, record_to_file
+from ..opponents import Crossing, compare_free, record_reference
+from ..trace import Trace
 
 _RECORDERS = Path(__file__).parent / "recorders"
 _TIMEOUT_S = 600
 _TAIL = 300  # characters of an engine's error output that are shown
 
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
-Judge = Callable[[Crossing, Model, Trace, Path], None]
+Judge = Callable[[Crossing, Model, Trace], None]
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExternalEngine:
     """An engine: its name, the packages that its recorder imports, and what pip installs them."""
 
     name: str
@@ -99,14 +97,10 @@ class Attempt:
     unavailable: str | None = None
 
 
-def judge_by_contract(crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
+def judge_by_contract(crossing: Crossing, model: Model, trace: Trace) -> None:
     """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
     reference = model.on(Backend("float32", model.backend.threads))
     if trace.carries_inputs and trace.engine_dtype == "float32":
         crossing.comparisons.append(judge_trace(reference, trace))
-    path = folder / "reference.safetensors"
-    record_to_file(reference, trace.token_ids, path)
-    with Trace(path) as right:
-        free = compare(right, trace, model.config)
-        crossing.comparisons.append(free)
-        crossing.evidence = evidence(right, trace, free)
+    with record_reference(reference, trace.token_ids) as right:
+        compare_free(crossing, reference, right, trace, causes=False)

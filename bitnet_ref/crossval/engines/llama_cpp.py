@@ -38,9 +38,9 @@ from ..names import ACC, INT8, SCALE, linear_input
 from ..opponents import Crossing
 from ..report import evidence
 from ..trace import Trace
-from .engine import Attempt, Engine, Prepared
+from .engine import Attempt, ExternalEngine, Prepared
 
-ENGINE = Engine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
+ENGINE = ExternalEngine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
 BLOCK = 256
 _BLOCKS = "activations quantised in blocks of 256"
 _FLOATS = "matrices as floats, activations not quantised"
@@ -86,7 +86,7 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
         raise ConfigError("llama.cpp's architecture llama attends to all tokens", field="sliding_window")
 
 
-def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
+def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
     plain = model.on(Backend("float32", model.backend.threads))
     setting = Setting.of(plain, trace.token_ids)

@@ -13,9 +13,9 @@ from ...formats.onnx.export import export_onnx
 from ...formats.onnx.library import import_onnx
 from ...formats.open import open_checkpoint
 from ...reference.config import ModelConfig
-from .engine import Attempt, Engine, Prepared, judge_by_contract
+from .engine import Attempt, ExternalEngine, Prepared, judge_by_contract
 
-ENGINE = Engine("onnxruntime", ("onnxruntime", "numpy"), "onnxruntime")
+ENGINE = ExternalEngine("onnxruntime", ("onnxruntime", "numpy"), "onnxruntime")
 _LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 

@@ -15,10 +15,10 @@ from ...formats.open import find_model
 from ..opponents import Crossing, default_tokens
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
-from .engine import Attempt, Engine
+from .engine import Attempt, ExternalEngine
 
 _MODULES = {"transformers": transformers, "llama_cpp": llama_cpp, "onnxruntime": onnxruntime}
-ENGINES: dict[str, Engine] = {name: module.ENGINE for name, module in _MODULES.items()}
+ENGINES: dict[str, ExternalEngine] = {name: module.ENGINE for name, module in _MODULES.items()}
 
 
 def cross_engine(
@@ -65,7 +65,7 @@ def cross_engine_on(
 
 
 def _run_attempts(
-    engine: Engine, python: str | None, attempts: Sequence[tuple[Attempt, Sequence[int]]], missing: str | None
+    engine: ExternalEngine, python: str | None, attempts: Sequence[tuple[Attempt, Sequence[int]]], missing: str | None
 ) -> list[Crossing]:
     """Prepare each attempt's file, record them all in one process, judge each."""
     crossings = [Crossing(attempt.opponent, unavailable=missing or attempt.unavailable) for attempt, _ in attempts]
@@ -89,5 +89,5 @@ def _run_attempts(
             crossing.failed = failed
             if failed is None:
                 with Trace(job["out"]) as trace:
-                    attempt.judge(crossing, model, trace, Path(job["out"]).parent)
+                    attempt.judge(crossing, model, trace)
     return crossings

@@ -14,9 +14,9 @@ from ...system.json_file import read_json_object
 from ..opponents import Crossing
 from ..tolerances import NARROW_FLOATS
 from ..trace import Trace
-from .engine import Attempt, Engine, Prepared, judge_by_contract
+from .engine import Attempt, ExternalEngine, Prepared, judge_by_contract
 
-ENGINE = Engine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
+ENGINE = ExternalEngine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
 _MAX_CONFIG_BYTES = 1_000_000
 _BFLOAT16 = (
     "bfloat16 cannot hold the integers exactly: each tensor is held to a relative L2 of "
@@ -33,8 +33,8 @@ def attempts(path: Path) -> list[Attempt]:
     return [Attempt(name, partial(_prepare, path, dtype, packed), _judge) for name, dtype, packed in variants]
 
 
-def _judge(crossing: Crossing, model: Model, trace: Trace, folder: Path) -> None:
-    judge_by_contract(crossing, model, trace, folder)
+def _judge(crossing: Crossing, model: Model, trace: Trace) -> None:
+    judge_by_contract(crossing, model, trace)
     if trace.engine_dtype == "bfloat16":
         crossing.rule = _BFLOAT16
 

@@ -21,25 +21,10 @@ from ...backends.loaded import LoadedModel
 from ...errors import NumericsError
 from ...reference import layers
 from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
+from .. import names
 from ..compare import DIFFERS, FLIP, Comparison, OpResult, Walk, fits, same_tokens
 from ..flips import judge_flips
 from ..metrics import shape_of
-from ..names import (
-    ACC,
-    INT8,
-    LOGITS,
-    NORM_SCALE,
-    NORMALIZED,
-    OUT,
-    SCALE,
-    SYNONYMS,
-    linear_input,
-    module_input,
-    op_inputs,
-    op_kind,
-    op_order,
-    op_shape,
-)
 from ..tolerances import TABLE
 
 
@@ -57,26 +42,26 @@ def judge_trace(
     """
     ids = np.asarray(getattr(trace, "token_ids", None) if tokens is None else tokens, dtype=np.int64)
     cfg = model.config
-    found = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers)
-    found.problem = same_tokens(ids, trace, cfg)
-    if found.problem is not None:
-        return found
+    comparison = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers)
+    comparison.problem = same_tokens(ids, trace, cfg)
+    if comparison.problem is not None:
+        return comparison
     replay = _Replay(model, trace, ids, backend)
     own = bool(getattr(trace, "own_engine", True))
-    walk = Walk({}, {}, cfg, ids, found, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
+    walk = Walk({}, {}, cfg, ids, comparison, own, getattr(trace, "engine_dtype", "float32"), replay.is_ternary)
     with np.errstate(all="ignore"):  # values that are not finite are reported as such
-        for name in op_order(cfg):
+        for name in names.op_order(cfg):
             if name in replay.misfits:
-                found.ops.append(walk.refuse(name, op_shape(name, cfg, len(ids)), replay.misfits[name]))
+                comparison.ops.append(walk.refuse(name, names.op_shape(name, cfg, len(ids)), replay.misfits[name]))
             elif name in replay.actual:
                 result = replay.judge(name, walk, own)
                 if result is None:
-                    found.missing.append(name)
+                    comparison.missing.append(name)
                 else:
-                    found.ops.append(result)
-    if not found.ops:
-        found.problem = "no tensor of the trace can be computed from others that it carries"
-    return found
+                    comparison.ops.append(result)
+    if not comparison.ops:
+        comparison.problem = "no tensor of the trace can be computed from others that it carries"
+    return comparison
 
 
 class _Replay:
@@ -88,15 +73,15 @@ class _Replay:
         self.trace, self.ids, self.cfg = trace, ids, model.config
         self.actual: dict[str, str] = {}
         self.misfits: dict[str, str] = {}  # name -> what is wrong with its shape
-        order = set(op_order(self.cfg))
+        order = set(names.op_order(self.cfg))
         for actual in trace:
-            name, given = SYNONYMS.get(actual, actual), shape_of(trace, actual)
+            name, given = names.SYNONYMS.get(actual, actual), shape_of(trace, actual)
             if name not in order:
                 continue
-            shape = op_shape(name, self.cfg, len(ids))
+            shape = names.op_shape(name, self.cfg, len(ids))
             if fits(shape, given):
                 self.actual[name] = actual
-            elif not (name == LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
+            elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
                 self.misfits[name] = f"shape {list(given)} instead of {list(shape)}"
         self.w = plain_weights(model.weights)
         self.be = backend or Backend("float32", model.backend.threads)
@@ -114,9 +99,9 @@ class _Replay:
         except _MissingInput:
             return None
         except NumericsError as error:
-            return walk.refuse(name, op_shape(name, self.cfg, len(self.ids)), f"cannot be computed: {error}")
+            return walk.refuse(name, names.op_shape(name, self.cfg, len(self.ids)), f"cannot be computed: {error}")
         theirs = np.asarray(self.trace[self.actual[name]]).reshape(mine.shape)
-        rounded = any(TABLE[op_kind(op, self.is_ternary)].alone for op in self.recomputed)
+        rounded = any(TABLE[names.op_kind(op, self.is_ternary)].alone for op in self.recomputed)
         result = walk.pair(name, mine, theirs, depth=0 if rounded else None)
         if result.status == DIFFERS and result.kind == "activation int8" and np.isfinite(result.max_abs):
             return self.rounding(name, mine, theirs, result, own)
@@ -125,13 +110,13 @@ class _Replay:
     def value(self, name: str, dtype: type = np.float32) -> NDArray:
         """A tensor of the run: as recorded, or computed from recorded ones."""
         if name in self.actual:
-            array = np.asarray(self.trace[self.actual[name]]).reshape(op_shape(name, self.cfg, len(self.ids)))
+            array = np.asarray(self.trace[self.actual[name]]).reshape(names.op_shape(name, self.cfg, len(self.ids)))
             cast: NDArray = array.astype(dtype)
             if np.dtype(dtype).kind == "i" and not np.array_equal(cast, array):
                 raise NumericsError(f"{name} has values that {np.dtype(dtype)} cannot hold", tensor=name)
             return cast
-        if name.endswith(INT8):
-            source = linear_input(name.rpartition(".")[0], self.cfg)
+        if name.endswith(names.INT8):
+            source = names.linear_input(name.rpartition(".")[0], self.cfg)
             if source not in self.actual:  # how the engine rounded it is not known
                 raise _MissingInput(name)
         array = self.compute(name)
@@ -148,12 +133,12 @@ class _Replay:
         """The op, computed by the reference from its inputs."""
         parent, _, hook = name.rpartition(".")
         block = name.rpartition(".attn.")[0] or name.rpartition(".mlp.")[0] or parent
-        inputs = op_inputs(name, self.cfg)
-        if hook in (INT8, SCALE, ACC, OUT):
+        inputs = names.op_inputs(name, self.cfg)
+        if hook in (names.INT8, names.SCALE, names.ACC, names.OUT):
             return self._linear(parent, hook)
-        if hook in (NORM_SCALE, NORMALIZED):
+        if hook in (names.NORM_SCALE, names.NORMALIZED):
             x, (weight, eps) = self.rows(inputs[0]), self._norm(parent)
-            return layers.rms_scale(x, eps) if hook == NORM_SCALE else self.be.rms_norm(x, weight, eps)
+            return layers.rms_scale(x, eps) if hook == names.NORM_SCALE else self.be.rms_norm(x, weight, eps)
         if hook == "hook_embed":
             return self.be.embed(self.w.embedding, self.ids)
         if hook in ("hook_resid_mid", "hook_resid_post"):
@@ -172,16 +157,16 @@ class _Replay:
     def _linear(self, linear: str, hook: str) -> NDArray:
         w = self.linears[linear]
         if isinstance(w, DenseWeight):
-            if hook != OUT:
+            if hook != names.OUT:
                 raise _MissingInput(hook)
-            return self.be.linear(self.rows(module_input(linear, self.cfg)), w)
+            return self.be.linear(self.rows(names.module_input(linear, self.cfg)), w)
         assert isinstance(w, TernaryLinear)
-        if hook in (INT8, SCALE):
-            x_q, scale = self.be.quantize_activations(self.rows(linear_input(linear, self.cfg)))
-            return x_q if hook == INT8 else scale
-        if hook == ACC:
-            return self.be.ternary_matmul(self.value(f"{linear}.{INT8}", np.int8), w)
-        acc, scale = self.value(f"{linear}.{ACC}", np.int32), self.value(f"{linear}.{SCALE}")
+        if hook in (names.INT8, names.SCALE):
+            x_q, scale = self.be.quantize_activations(self.rows(names.linear_input(linear, self.cfg)))
+            return x_q if hook == names.INT8 else scale
+        if hook == names.ACC:
+            return self.be.ternary_matmul(self.value(f"{linear}.{names.INT8}", np.int8), w)
+        acc, scale = self.value(f"{linear}.{names.ACC}", np.int32), self.value(f"{linear}.{names.SCALE}")
         y = self.be.dequantize(acc, w, scale.reshape(len(self.ids), -1))
         return y if w.bias is None else y + w.bias
 
@@ -229,9 +214,9 @@ class _Replay:
     def rounding(self, name: str, mine: NDArray, theirs: NDArray, result: OpResult, own: bool) -> OpResult:
         """Judge int8 values that differ from the rounded input: by the last bit of x * scale, or wrong."""
         linear = name.rpartition(".")[0]
-        source = linear_input(linear, self.cfg)
+        source = names.linear_input(linear, self.cfg)
         here = {source: self.rows(source)}
-        if (scale := f"{linear}.{SCALE}") in self.actual:
+        if (scale := f"{linear}.{names.SCALE}") in self.actual:
             here[scale] = self.value(scale)
         rows = np.ones(len(self.ids), dtype=bool)
         recorded = here if source in self.actual else {}  # the engine's own input may differ from a recomputed one

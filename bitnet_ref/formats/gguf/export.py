@@ -72,7 +72,7 @@ def write_gguf_model(
     if kind in _FILE_TYPES:
         metadata["general.quantization_version"] = Typed("uint32", _QUANTIZATION_VERSION)
         metadata["general.file_type"] = Typed("uint32", _FILE_TYPES[kind])
-    tensors = list(_Tensors(checkpoint, kind, dense_type, tl_tiles).all())
+    tensors = list(_ModelTensors(checkpoint, kind, dense_type, tl_tiles).all())
     if kind in BLOCK_KINDS:
         tensors.sort(key=_llama_cpp_order)
     try:
@@ -87,7 +87,7 @@ def _llama_cpp_order(tensor: TensorToWrite) -> tuple[int, str]:
     return (int(name.split(".")[1]) if name.startswith("blk.") else -1), name
 
 
-class _Tensors:
+class _ModelTensors:
     """The tensors of a model in the order of the file."""
 
     def __init__(
@@ -105,7 +105,7 @@ class _Tensors:
         if quantized is None and self.kind not in DENSE_KINDS:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
             raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
-        if quantized is not None and quantized.use_rms_norm:
+        if self.checkpoint.input_norm_eps is not None:
             raise ConfigError("GGUF has no place for a norm inside a linear", field="use_rms_norm")
         for name in linear_names(self.config):
             n, k = linear_shape(self.config, name)

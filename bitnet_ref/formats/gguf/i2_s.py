@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, ShapeError
-from ...reference.quantization import first_invalid_code
+from ..packing import first_invalid_code
 
 LAYOUTS = ("x86", "arm", "interleaved")
 TAIL_BYTES = 32

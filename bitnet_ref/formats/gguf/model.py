@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ...errors import FormatError, ShapeError
 from ...reference import quantization
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
+from ..binary_file import first_not_finite
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size
-from ..finite import first_not_finite
 from ..names import gguf_name
 from .blocks import DEQUANTIZABLE, dequantize, quantize, ternary_from_blocks
 from .config import ROPE_FREQS, read_gguf_config, tensor_shape

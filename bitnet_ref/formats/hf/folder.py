@@ -18,9 +18,8 @@ from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import parse_json_object, read_json_object
-from ..binary_file import Closeable
+from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size, read_tokenizer_folder
-from ..finite import first_not_finite
 from ..names import hf_module, hf_modules
 from ..packing import pack_from_hf
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
@@ -169,14 +168,13 @@ class HfCheckpoint(Checkpoint):
         return self._vector(stored, norm_size(self.config, name))
 
     def linear(self, name: str) -> LinearWeight:
-        module, quantized = hf_module(name), self.config.quantization
+        module = hf_module(name)
         out_features, in_features = linear_shape(self.config, name)
         bias = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
-        if quantized is None or not is_ternary(self.config, name):
+        if not is_ternary(self.config, name):
             return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias)
-        input_norm = None
-        if quantized.use_rms_norm:
-            input_norm = InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), quantized.rms_norm_eps)
+        eps = self.input_norm_eps
+        input_norm = None if eps is None else InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), eps)
         if self._scale_convention == "absmean":
             w = self.tensors.take(f"{module}.weight", (out_features, in_features)).astype(np.float32)
             w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)

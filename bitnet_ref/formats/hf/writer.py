@@ -179,7 +179,7 @@ def _plan_linear(
     if not is_ternary(checkpoint.config, name):
         yield PlannedTensor(weight, dtype_name(checkpoint.dense_dtype(name)), (rows, columns), lambda w: w.array)
         return
-    if quantization is not None and quantization.use_rms_norm:
+    if checkpoint.input_norm_eps is not None:
         yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.input_norm.weight)
     if masters:
         master = checkpoint.master(name)

@@ -100,10 +100,8 @@ class NativeCheckpoint(Checkpoint):
     def _migrate(self, version: int, migrations: Mapping[int, Migration]) -> None:
         stored_format = self._metadata.get("format")
         if stored_format != FORMAT:
-            message = (
-                f"expected {FORMAT!r}, got {stored_format!r}: not a native file, whatever its name; if it belongs "
-            )
-            raise self._bad("format", message + "to a Hugging Face folder, load the folder")
+            message = f"expected {FORMAT!r}, got {stored_format!r}: not a native file, whatever its name; "
+            raise self._bad("format", message + "if it belongs to a Hugging Face folder, load the folder")
         text = self._metadata.get("format_version", "")
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and text == str(int(text)) and int(text)):
             raise self._bad("format_version", f"expected a whole number from 1, got {text[:100]!r}")
@@ -151,10 +149,9 @@ class NativeCheckpoint(Checkpoint):
         packed = read_plane(name, n, k)
         tensor = f"{name}.w_dequant_scale"
         scale = self.checked_scale(tensor, np.float32(self._take(tensor, (), "F32")))
-        input_norm = None
-        if cfg.quantization is not None and cfg.quantization.use_rms_norm:
-            input_norm = InputNorm(self._take(f"{name}.input_norm", (k,), "F32"), cfg.quantization.rms_norm_eps)
-        return TernaryWeight(packed, k, scale, bias, input_norm)
+        eps = self.input_norm_eps
+        norm = None if eps is None else InputNorm(self._take(f"{name}.input_norm", (k,), "F32"), eps)
+        return TernaryWeight(packed, k, scale, bias, norm)
 
     def _read_packed(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
         name += ".packed"

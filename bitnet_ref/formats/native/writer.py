@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, ShapeError
-from ...reference.config import ModelConfig
 from ...reference.quantization import CODES_PER_BYTE
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.atomic import atomic_path
@@ -71,27 +70,26 @@ def _plan_linear(checkpoint: Checkpoint, name: str, storage: str) -> Iterator[Pl
     """The tensors that store one linear."""
     config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
     if has_bias(config, name):
-        yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(config, name, w).bias)
+        yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(checkpoint, name, w).bias)
     if not is_ternary(config, name):
         dtype = dtype_name(checkpoint.dense_dtype(name))
-        yield PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(config, name, w).array)
+        yield PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
         return
     if storage == "base3":
         shape = (n, -(-k // TRITS_PER_BYTE))
-        yield PlannedTensor(f"{name}.trits", "U8", shape, lambda w: pack_base3(_checked(config, name, w).packed, k))
+        yield PlannedTensor(f"{name}.trits", "U8", shape, lambda w: pack_base3(_checked(checkpoint, name, w).packed, k))
     else:
         shape = (n, -(-k // CODES_PER_BYTE))
-        yield PlannedTensor(f"{name}.packed", "U8", shape, lambda w: _checked(config, name, w).packed)
+        yield PlannedTensor(f"{name}.packed", "U8", shape, lambda w: _checked(checkpoint, name, w).packed)
     yield PlannedTensor(f"{name}.w_dequant_scale", "F32", (), lambda w: np.array(w.w_dequant_scale, dtype=np.float32))
-    if config.quantization is not None and config.quantization.use_rms_norm:
+    if checkpoint.input_norm_eps is not None:
         yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.input_norm.weight)
 
 
-def _checked(config: ModelConfig, name: str, w: LinearWeight) -> Any:
+def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
     """`w`. ShapeError if it contradicts the config."""
-    quantized, norm = config.quantization, getattr(w, "input_norm", None)
-    eps = quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
-    agrees = isinstance(w, DenseWeight) or (None if norm is None else norm.eps) == eps
+    config, norm = checkpoint.config, getattr(w, "input_norm", None)
+    agrees = isinstance(w, DenseWeight) or (None if norm is None else norm.eps) == checkpoint.input_norm_eps
     agrees = agrees and isinstance(w, DenseWeight) != is_ternary(config, name)
     if not agrees or (w.bias is not None) != has_bias(config, name):
         raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(w).__name__}")

@@ -100,29 +100,26 @@ class Constants:
                 raise self.fail(node, f"expected a whole zero point for each of {scale.size} scales")
             zero = zero.astype(np.int64).reshape(scale.shape)
         axis, block = given.get("axis", 1), given.get("block_size", 0)
-        if scale.size > 1:
-            axis += x.ndim if axis < 0 else 0
-            if not 0 <= axis < x.ndim:
-                raise self.fail(node, f"has no axis {axis} in shape {list(x.shape)}")
-            length = x.shape[axis]
-            if block:
-                blocks = -(-length // block) if block > 0 else 0
-                expected = (*x.shape[:axis], blocks, *x.shape[axis + 1 :])
-                if scale.shape != expected:
-                    raise self.fail(node, f"expected scales of shape {list(expected)}, got {list(scale.shape)}")
-                block_of = np.arange(length) // block
-                scale = scale.take(block_of, axis)
-                zero = zero.take(block_of, axis) if zero.ndim else zero
-            elif scale.shape != (length,):
-                raise self.fail(node, f"expected {length} scales, got shape {list(scale.shape)}")
-            else:
-                along = tuple(length if i == axis else 1 for i in range(x.ndim))
-                scale, zero = scale.reshape(along), zero.reshape(along) if zero.ndim else zero
-        elif scale.size == 1:
-            scale, zero = scale.reshape(()), zero.reshape(())
-        else:
+        if scale.size == 0:
             raise self.fail(node, "has no scale")
-        return self._scaled(node, x, zero, scale)
+        if scale.size == 1:
+            return self._scaled(node, x, zero.reshape(()), scale.reshape(()))
+        axis += x.ndim if axis < 0 else 0
+        if not 0 <= axis < x.ndim:
+            raise self.fail(node, f"has no axis {axis} in shape {list(x.shape)}")
+        length = x.shape[axis]
+        zero = np.broadcast_to(zero, scale.shape)
+        if block:
+            blocks = -(-length // block) if block > 0 else 0
+            expected = (*x.shape[:axis], blocks, *x.shape[axis + 1 :])
+            if scale.shape != expected:
+                raise self.fail(node, f"expected scales of shape {list(expected)}, got {list(scale.shape)}")
+            block_of = np.arange(length) // block
+            return self._scaled(node, x, zero.take(block_of, axis), scale.take(block_of, axis))
+        if scale.shape != (length,):
+            raise self.fail(node, f"expected {length} scales, got shape {list(scale.shape)}")
+        along = tuple(length if i == axis else 1 for i in range(x.ndim))
+        return self._scaled(node, x, zero.reshape(along), scale.reshape(along))
 
     def _n_bits(self, node: Any, given: dict[str, Any]) -> NDArray[np.float32]:
         """com.microsoft.MatMulNBits: rows of K numbers in blocks, each with a scale and perhaps a zero point."""

@@ -24,7 +24,7 @@ EXTERNAL_BYTES = 1024  # tensors of at least this size go to the file beside, as
 _ALIGNMENT = 4096  # a page: onnxruntime maps tensors that begin on one
 
 
-class _Tensors:
+class _TensorProtos:
     """Makes TensorProtos. The data of large ones goes to the file `data` at once, so that none is kept in memory."""
 
     def __init__(self, data: BinaryIO | None, location: str, external_bytes: int) -> None:
@@ -78,7 +78,7 @@ def export_onnx(
         data = None
         if external_bytes is not None:
             data = stack.enter_context(open(stack.enter_context(atomic_path(data_path)), "wb"))
-        graph = DecoderGraph(checkpoint, _Tensors(data, data_path.name, external_bytes or 0), progress).build()
+        graph = DecoderGraph(checkpoint, _TensorProtos(data, data_path.name, external_bytes or 0), progress).build()
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
         settings = {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: json.dumps(checkpoint.config.to_dict(), sort_keys=True)}

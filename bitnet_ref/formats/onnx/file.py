@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError, OutOfMemory
 from ...system.json_file import read_bounded
-from ..binary_file import BinaryFile
-from ..finite import first_not_finite
+from ..binary_file import BinaryFile, first_not_finite
 from ..hf.folder import stays_inside
 from .library import DTYPES, MAX_MODEL_BYTES, import_onnx
 

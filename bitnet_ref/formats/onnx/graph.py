@@ -21,7 +21,7 @@ from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, Terna
 from ..checkpoint import Checkpoint, Progress, part_count
 from ..names import hf_module
 from .library import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
-from .nodes import AddTensor, Graph
+from .nodes import AddTensor, GraphBuilder
 
 OPSET, IR_VERSION = 18, 8  # the first opset whose Reduce operators all take their axes as an input
 _CODE_TABLE = quantization.unpack_ternary(np.arange(256, dtype=np.uint8)[:, None], 4)  # byte -> its 4 weights
@@ -32,7 +32,7 @@ class DecoderGraph:
     """Builds the graph of one model, reading its checkpoint one matrix at a time."""
 
     def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
-        self.source, self.cfg, self.g = checkpoint, checkpoint.config, Graph(add_tensor)
+        self.source, self.cfg, self.g = checkpoint, checkpoint.config, GraphBuilder(add_tensor)
         self._progress, self._done = progress, 0
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears
         self._activations = {"relu2": self.relu2, "silu": self.silu}

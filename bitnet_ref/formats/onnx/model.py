@@ -208,9 +208,9 @@ class OnnxCheckpoint(Checkpoint):
         return quantization.pack_ternary(w_t), self.checked_scale(name, scale)
 
     def _input_norm(self, name: str, size: int) -> InputNorm | None:
-        quantized = self.config.quantization
-        if quantized is None or not quantized.use_rms_norm:
+        eps = self.input_norm_eps
+        if eps is None:
             return None
         ending = f"{hf_module(name)}.rms_norm.weight"
         tensor = next((tensor for tensor in self.file.tensors if tensor.endswith(ending)), ending)
-        return InputNorm(self._take(tensor, (size,)).astype(np.float32), quantized.rms_norm_eps)
+        return InputNorm(self._take(tensor, (size,)).astype(np.float32), eps)

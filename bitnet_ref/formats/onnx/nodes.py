@@ -15,7 +15,7 @@ from .library import DATA_TYPES, import_onnx
 AddTensor = Callable[[str, NDArray, bool], Any]
 
 
-class Graph:
+class GraphBuilder:
     """The nodes and initialisers of a graph. Calling it adds a node and returns the name of its output."""
 
     def __init__(self, add_tensor: AddTensor) -> None:

@@ -1,4 +1,4 @@
-// Attention of N tokens, each over what it sees of its own sequence, through the page tables of the cache.
+// Attention of N tokens, each over the tokens that it sees of its own sequence, through the cache's page tables.
 //
 // Plain version, for token i and head h, whose keys are those of kv head g = h / (H/G) (NumPy: layers.py):
 //
@@ -6,31 +6,31 @@
 //     pattern[j] = (float)(e[j] / sum of e),   e[j] = exp((float)(score[j] - max score))
 //     z[d]       = (float)(sum over j of pattern[j] * value[j][d])
 //
-// Sums and exponentials are float64 and rounded to float32 where NumPy rounds them: z is on the way to the next int8.
-// Both sums are products of matrices, and the tensor cores of a data centre's card multiply float64 twice as fast as
-// its other units: a prompt of 2,048 tokens of 2B-4T asks for 644 GFLOP here, 10 ms at the 67 TFLOP/s of an H200, and
-// that is as long as its ternary linears take in int8.
+// Sums and exponentials are float64 and rounded to float32 where NumPy rounds them, since z becomes the next int8. Both
+// sums are matrix products, and the tensor cores of a data centre's GPU multiply float64 twice as fast as its other
+// units: a prompt of 2,048 tokens of 2B-4T needs 644 GFLOP here, 10 ms at the 67 TFLOP/s of an H200, as long as its
+// ternary linears take in int8.
 //
 // Keys come in chunks of CHUNK positions, counted from position 0 of the sequence. A block takes one kv head and a run:
-// tokens of one sequence that follow each other, at most as many as have 32 heads of the group between them. A row is a
-// head of a token; all rows of a run read the same keys, 8 rows in each product.
+// consecutive tokens of one sequence, with at most 32 rows. A row is one query head of the group of one token; all rows
+// of a run read the same keys, 8 rows in each product.
 //
 //     scores:       the run's rows against one chunk, to memory. For decoded tokens, each of another sequence, it also
-//                   does RoPE and the append: each block rotates the queries that it reads, and the block of the token's
-//                   own chunk writes its key and value into the cache. No block reads a key that another one writes:
-//                   each token has its own sequence, and pages that sequences share are written by none of them.
-//     normalisers:  max and sum of e of every row, once, where many blocks would ask for them (a prompt). Else each
-//                   block of `values` finds them itself: S numbers are little beside S keys, and it saves a launch.
+//                   does RoPE and the append: each block rotates the queries that it reads, and the block of the
+//                   token's own chunk writes its key and value into the cache. No block reads a key that another one
+//                   writes: each token has its own sequence, and none of them writes to a shared page.
+//     normalisers:  max and sum of e of every row, once, where many blocks need them (a prompt). Else each block of
+//                   `values` computes them itself: S numbers are few beside S keys, and it saves a launch.
 //     values:       the pattern of a chunk, times the chunk's values. In a prompt a block goes through all chunks of
-//                   its run. While one token is decoded that would leave most of the card idle, so there a block takes
+//                   its run. While one token is decoded that would leave most of the GPU idle, so there a block takes
 //                   one chunk, and the last block to finish adds the chunks' parts.
 //
-// Either way a row's sums are taken by the same instructions in the same order, 16 columns at a time, and chunk by
-// chunk; what a token does not see counts as zero, which changes no sum. So the order depends on the token's position
-// and window only: not on what else is in the batch, how long the run is, or which block was last.
+// Either way the same instructions compute a row's sums in the same order, 16 columns at a time, and chunk by chunk; a
+// key that a token does not see counts as zero, which changes no sum. So the order depends only on the token's position
+// and window: not on the rest of the batch, the length of the run, or which block was last.
 //
-// Left for a day with a card: sm_90 has a product of 16 x 8 x 16 (m16n8k16), to compare in speed. It may add in another
-// order, so decoding would have to take it as well, with 8 of its 16 rows idle.
+// To be compared in speed on a GPU: sm_90 has a product of 16 x 8 x 16 (m16n8k16). It may add in another order, so
+// decoding would have to use it as well, with 8 of its 16 rows idle.
 #include "mma.cuh"
 #include "rope.cuh"
 
@@ -39,7 +39,7 @@ constexpr int WARPS = 4;             // of a block
 constexpr int TILE = 8;              // rows, and columns, of a product
 constexpr int STEP = 16;             // what a product sums over: lane t of 4 has the elements 4t, ..., 4t + 3
 constexpr int KEYS = CHUNK / WARPS;  // of a warp, in `scores`
-constexpr int COLUMNS = 32;          // of a warp, in `values`: 4 of a lane
+constexpr int COLUMNS = 32;          // of a warp, in `values`: 4 per lane
 static_assert(KEYS == 4 * TILE && COLUMNS == 4 * TILE, "four tiles of columns a warp");
 
 // The first position that a token sees; `position` itself is the last.
@@ -57,7 +57,7 @@ __device__ __forceinline__ size_t score_of(Row row, int j, int stride) {
     return row.at * stride + j - row.first / CHUNK * CHUNK;
 }
 
-// Four neighbours of a key or value as the cache keeps them.
+// Four neighbours of a key or value as the cache stores them.
 template <class T> struct alignas(4 * sizeof(T)) Four {
     T element[4];
 };
@@ -85,7 +85,7 @@ __device__ __forceinline__ Row row_of(const Run& run, int number, int kv_head, i
     return {at, first_seen(position, window), position};
 }
 
-// Elements e, ..., e + 3 of the key or value whose element 0 is at `place`; zeros where there is none.
+// Elements e, ..., e + 3 of the key or value whose element 0 is at `place`; zeros if `place` is negative.
 template <class T> __device__ __forceinline__ Four<T> load_4(const T* kept, long long place, int d, int e) {
     Four<T> four = {};
     const bool here = (place >= 0) & (e < d);
@@ -98,7 +98,7 @@ template <class T> __device__ __forceinline__ Four<T> load_4(const T* kept, long
     return four;
 }
 
-// The floats that they stand for. scales: of int8, one for each d numbers.
+// Their values as floats. scales: of int8, one for each d numbers.
 template <class T>
 __device__ __forceinline__ void widen_4(Four<T> four, const float* scales, long long place, int d, double (&out)[4]) {
     const float scale = sizeof(T) == 1 && place >= 0 ? scales[place / d] : 1;
@@ -156,7 +156,7 @@ __device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, 
         const int start = first_seen(run.position, window), last = run.position + run.tokens - 1;
         const int chunk = start / CHUNK + blockIdx.x, first = chunk * CHUNK + warp_of_block() * KEYS;  // of my warp
         if (chunk * CHUNK > last) continue;
-        long long place[4];  // of the keys that my lane reads; -1 of one that no token of the run sees
+        long long place[4];  // of the keys that this lane reads; -1 for one that no token of the run sees
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const int j = first + tile * TILE + row;
@@ -167,7 +167,7 @@ __device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, 
         }
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += rows_at_once) {
             const int live = min(run.tokens * group - row_0, rows_at_once), tiles = (live + TILE - 1) / TILE;
-            __syncthreads();  // the last rows have been read
+            __syncthreads();  // the previous rows have been read
             for (int i = threadIdx.x; i < tiles * TILE * width; i += blockDim.x) {
                 const int r = i / width, e = i % width;
                 const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
@@ -246,7 +246,7 @@ extern "C" __global__ void attention_normalisers(const float* scores, int stride
     if (lane_of_warp() == 0) norms[number] = norm;
 }
 
-// Puts 0 for each Inf and NaN among a step's values.   -> which of its STEP keys had one, a bit each, to every lane
+// Replaces each Inf and NaN among a step's values by 0.   -> a bit for each key that had one, to every lane
 __device__ inline unsigned take_out_bad(double (&value)[4][4]) {
     unsigned bad = 0;
 #pragma unroll
@@ -265,7 +265,7 @@ __device__ inline unsigned take_out_bad(double (&value)[4][4]) {
     return bad;
 }
 
-// NaN to the sums of a row, if it sees a key that was bad, of those from position j on.
+// Sets the sums of a row to NaN if it sees one of the bad keys. j: the position of the first bit of `bad`.
 __device__ inline void give_back_bad(unsigned bad, int j, Row row, double (&sum)[4][2]) {
     for (; bad != 0; j++, bad >>= 1)
         if (bad & 1 && row.first <= j && j <= row.last)
@@ -283,7 +283,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
     constexpr int ROWS = TILES * TILE, IN_FLIGHT = TILES == 1 ? 2 : 1;
     double* pattern = dynamic_shared<double>();
     __shared__ Normaliser norm[ROWS];
-    __shared__ long long where[CHUNK];  // each value's place in the pool; -1 of one that no token of the run sees
+    __shared__ long long where[CHUNK];  // each value's place in the pool; -1 for one that no token of the run sees
     __shared__ bool is_last;
     const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
     const int row = lane_of_warp() / 4, t = lane_of_warp() % 4;
@@ -297,7 +297,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
         if (blockIdx.x >= chunks) continue;
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += ROWS) {
             const int live = min(run.tokens * group - row_0, ROWS), tiles = (live + TILE - 1) / TILE;
-            __syncthreads();  // the last rows' norms have been read
+            __syncthreads();  // the previous rows' norms have been read
             for (int r = warp_of_block(); r < live; r += WARPS) {
                 const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
                 const float* from = scores + score_of(mine, mine.first, stride);
@@ -306,11 +306,11 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
                 if (lane_of_warp() == 0) norm[r] = found;
             }
             for (int strip = 0; strip < d; strip += WARPS * COLUMNS) {
-                const int column_0 = strip + warp_of_block() * COLUMNS;  // of my warp; a lane reads four of them
+                const int column_0 = strip + warp_of_block() * COLUMNS;  // of this warp; a lane reads four of them
                 double total[TILES][4][2] = {};
                 for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x == 1 ? 1 : chunks) {
                     const int first = (start / CHUNK + chunk) * CHUNK;
-                    __syncthreads();  // the last chunk's pattern has been read, the rows' norms are there
+                    __syncthreads();  // the previous chunk's pattern has been read, the rows' norms are there
                     for (int i = threadIdx.x; i < CHUNK; i += blockDim.x) {
                         const int j = first + i;
                         where[i] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
@@ -346,7 +346,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
 #pragma unroll
                                 for (int column = 0; column < 4; column++) value[column][m] = of_key[column];
                             }
-                            // What a row does not see is multiplied by 0, and counts unless it is Inf or NaN.
+                            // A value that a row does not see is multiplied by 0, so Inf and NaN must be taken out.
                             const bool all_see = run.tokens == 1 || (first_seen(last, window) <= first + step &&
                                                                      first + step + STEP - 1 <= run.position);
                             const unsigned bad = all_see ? 0 : take_out_bad(value);
@@ -384,7 +384,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
             }
         }
         if (takes_all) continue;
-        __threadfence();  // my parts can be seen before I am counted
+        __threadfence();  // the parts of this block are visible before it is counted
         __syncthreads();
         int* count = done + (size_t)run.token * pages.kv_heads + kv_head;
         if (threadIdx.x == 0) is_last = atomicAdd(count, 1) == chunks - 1;
@@ -397,7 +397,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
             for (int chunk = 0; chunk < chunks; chunk++) sum += parts[(at * gridDim.x + chunk) * d + i % d];
             z[at * d + i % d] = (float)sum;
         }
-        if (threadIdx.x == 0) *count = 0;  // as it was found
+        if (threadIdx.x == 0) *count = 0;  // for the next launch
     }
 }
 

@@ -6,7 +6,7 @@
 
 static constexpr unsigned ALL_LANES = 0xffffffffu;
 
-/* Dynamic shared memory, 16-byte aligned: `float *values = dynamic_shared<float>();` One array in a kernel. */
+/* Dynamic shared memory, 16-byte aligned: `float *values = dynamic_shared<float>();` One array per kernel. */
 #ifdef BITNET_REF_EMULATED
 template <typename T> __device__ __forceinline__ T *dynamic_shared() {
     return static_cast<T *>(emulated_dynamic_shared());
@@ -21,12 +21,12 @@ template <typename T> __device__ __forceinline__ T *dynamic_shared() {
 __device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }  // blocks are one-dimensional
 __device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
 
-// -- over a warp: every lane has the result, added in the same tree on each -------------------------------------------
+// -- over a warp: every lane gets the result, computed in the same tree ----------------------------------------------
 
 struct Sum {
     template <typename T> __device__ __forceinline__ static T combine(T a, T b) { return a + b; }
 };
-struct Max {  // NaN wins: what is not finite must be seen
+struct Max {  // NaN wins, so that it is noticed
     __device__ __forceinline__ static float combine(float a, float b) { return (a != a || a > b) ? a : b; }
     __device__ __forceinline__ static int combine(int a, int b) { return a > b ? a : b; }
 };
@@ -38,7 +38,8 @@ template <typename Op, typename T> __device__ __forceinline__ T warp_all(T value
 template <typename T> __device__ __forceinline__ T warp_sum(T value) { return warp_all<Sum>(value); }
 template <typename T> __device__ __forceinline__ T warp_max(T value) { return warp_all<Max>(value); }
 
-// -- over a block of whole warps: `scratch` is shared memory for 32 values, which wait there for the next barrier ------
+// -- over a block of whole warps: `scratch` is shared memory for 32 values, in use until the next barrier
+// --------------
 
 template <typename T> __device__ __forceinline__ T block_sum(T value, T *scratch) {
     const int warps = blockDim.x / 32;
@@ -48,7 +49,7 @@ template <typename T> __device__ __forceinline__ T block_sum(T value, T *scratch
     return warp_sum(lane_of_warp() < warps ? scratch[lane_of_warp()] : T(0));  // by every warp: no second barrier
 }
 
-/* The largest of values of which none is negative. They compare as integers do, NaN above all of them. */
+/* The largest of values that are not negative. They compare as integers do, NaN above all of them. */
 __device__ __forceinline__ float block_largest(float value, int *scratch) {
     const int warps = blockDim.x / 32, mine = __reduce_max_sync(ALL_LANES, __float_as_int(value));
     if (lane_of_warp() == 0) scratch[warp_of_block()] = mine;
@@ -103,7 +104,7 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
 
 // -- global to shared memory without registers between (cp.async, sm_80) ----------------------------------------------
 
-/* 16 bytes, both addresses aligned to 16; where `valid` is false, zeros, and nothing is read. */
+/* Copies 16 bytes, both addresses aligned to 16; if `valid` is false it writes zeros and reads nothing. */
 __device__ __forceinline__ void copy_async_16(void *shared, const void *global, bool valid) {
 #ifdef BITNET_REF_EMULATED
     *static_cast<uint4 *>(shared) = valid ? *static_cast<const uint4 *>(global) : make_uint4(0, 0, 0, 0);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 #endif
 }
 
-/* Closes a group of copies; `copies_wait<n>` returns when at most the n latest groups of this thread are under way. */
+/* Closes a group of copies; `copies_wait<n>` returns when at most the n latest groups of this thread are unfinished. */
 __device__ __forceinline__ void copies_commit() {
 #ifndef BITNET_REF_EMULATED
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -126,7 +127,7 @@ template <int latest> __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
-/* The same for a number that is known when the kernel runs, at most 9. */
+/* The same for a number known at run time, at most 9. */
 __device__ __forceinline__ void copies_wait(int latest) {
     switch (latest) {
     case 0: return copies_wait<0>();

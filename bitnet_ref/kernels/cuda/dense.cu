@@ -4,20 +4,20 @@
 //
 //     y[t][r] = sum over k of x[t][k] * w[r][k]          x, y and the sum float32; w of 32 or 16 bits, widened
 //
-// A matrix product of cuBLAS would take another order of summation for another number of tokens, and a token's logits
-// would depend on its company. Here the order of a sum is written down, and it is the same for any number of tokens:
+// cuBLAS may sum in another order for another number of tokens, and a token's logits would then depend on the rest of
+// the batch. Here the order of a sum is fixed for any number of tokens:
 //
 //     w of 16 bits   chunks of 64 columns, each summed by tensor cores; their sums are added one after the other
 //     w of 32 bits   lane l of a warp adds up the elements 8 l, ..., 8 l + 7 of every 256, then the lanes are added
 //
-// What differs with the number of tokens is only which warp computes what, and how often a weight is read.
+// Only the assignment of work to warps, and how often a weight is read, differ with the number of tokens.
 #include "floats.cuh"
 #include "mma.cuh"
 #include "stacked.cuh"
 
 constexpr int WIDE = 8;  // elements that a lane takes at a time: 16 bytes of 16 bits
 
-// A row of a matrix of `rows`; past the last it is the last, and what comes of it is not written.
+// A row of a matrix of `rows`. Past the last row it is the last one, and the result is not written.
 template <class T> __device__ __forceinline__ const T* row_of(const T* matrix, int row, int width, int rows) {
     return matrix + (size_t)min(row, rows - 1) * width;
 }
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load(const float* row, int k, int width, float (
     for (int e = 0; e < WIDE; e++) out[e] = k + e < width ? row[k + e] : 0.0f;
 }
 
-// The same of 16 bits, two to a word. They are read once: not to be kept in the first-level cache, where x is.
+// The same for 16 bits, two per word. They are read once and bypass the first-level cache, where x is.
 template <class T> __device__ __forceinline__ uint4 load(const T* row, int k, int width) {
     if (width % WIDE == 0)
         return k < width ? __ldcg(reinterpret_cast<const uint4*>(row + k)) : make_uint4(0, 0, 0, 0);
@@ -61,17 +61,17 @@ template <class T> __device__ __forceinline__ void copy_words(uint4* to, const T
 //
 // A warp multiplies 16 rows of W by 8 tokens at a time (mma.cuh), bfloat16 with float32 sums.
 //
-// Exact products. x, float32, is the sum of three bfloat16: its upper 16 bits, those of what is left, and what is left
-// then (8 bits of 24 each; cut, not rounded, so that no finite x becomes infinite; an Inf leaves Inf - Inf, and shows).
-// So each product is three. A float16 weight is the sum of two bfloat16 (8 bits of 11, and 3), and its product is six.
-// (tf32 would hold float16 as it is, but of x three parts again, at half the columns an mma: as many.) Only what lies
-// below float32's normal numbers may be lost, in parts of an x below 2^-110.
+// Exact products. x, float32, is the sum of three bfloat16: its upper 16 bits, those of the remainder, and those of the
+// second remainder (8 bits of 24 each; cut, not rounded, so that no finite x becomes infinite; an Inf leaves Inf - Inf,
+// which is noticed). So each product is three. A float16 weight is the sum of two bfloat16 (8 bits of 11, and 3), and
+// its product is six. (tf32 holds float16 whole, but also needs three parts of x, at half the columns per mma: as
+// many.) Only bits below float32's normal numbers may be lost, in parts of an x below 2^-110.
 //
-// Sums. A tensor core cuts off what lies below the last bit of the largest term: no float32 addition, and a long chain
-// of them would lean towards zero. So a chain there is one chunk, 64 columns from zero, the smallest parts first: only
-// its last four steps (of bfloat16) add to a sum of full size; the other way round errors are ten times as large, as
-// emulated. The chunks' sums are added as usual, each rounded once. That a sum is the same wherever in the tile its row
-// and its token lie is taken for granted: no document says so.
+// Sums. A tensor core cuts off the bits below the last bit of the largest term, unlike a float32 addition, so a long
+// chain would lean towards zero. Here a chain is one chunk, 64 columns from zero, the smallest parts first: only its
+// last four steps (of bfloat16) add to a sum of full size; in the other order errors are ten times as large, as
+// emulated. The chunks' sums are added as usual, each rounded once. We assume that a sum does not depend on the place
+// of its row and token in the tile: no document says so.
 //
 // Columns. An mma's 16 columns may be any, in any order, as long as A and B agree, and all kernels do. Lane 4g + t
 // reads 8 weights of row g side by side, of columns 32 j + 8t, ...; two of their four words are what an mma wants of
@@ -119,8 +119,8 @@ __device__ __forceinline__ Words load_words(const T* w, int row, int chunk, int 
     return words;
 }
 
-// A bfloat16 is its own part: the word, with a zero that ptxas cannot see (blocks are one-dimensional). Else it keeps
-// words where they were loaded, and moves four together before every mma: as many instructions again as the loop has.
+// A bfloat16 is its own part. The word is xored with a zero that ptxas cannot see (blocks are one-dimensional): without
+// it ptxas moves four words together before every mma, which doubles the instructions of the loop.
 __device__ __forceinline__ void parts_of(unsigned word, const bf16*, unsigned (&parts)[1]) {
     parts[0] = word ^ (blockDim.y - 1);
 }
@@ -171,16 +171,16 @@ __device__ __forceinline__ int chunks_of(int width) { return (width + CHUNK - 1)
 
 #define PARAMETERS(T) const float *x, int n, int width, const T *w, int out, int second, int third, float *y
 #define ARGUMENTS x, n, width, w, out, second, third, y
-// x (n, width), w (out, width) -> y (n, out), of a stack as stacked.cuh says. A block is of some rows and some tokens;
-// blocks of the same rows lie side by side in the grid, run together, and find their weights in the second-level cache.
+// x (n, width), w (out, width) -> y (n, out), of a stack as stacked.cuh says. A block takes some rows and some tokens;
+// blocks of the same rows are neighbours in the grid, run together, and find their weights in the second-level cache.
 
 // -- 16 bits, few tokens: the limit is memory -------------------------------------------------------------------------
 //
 // 2B-4T's head is 656 MB, and bounds decoding as much as all its ternary matrices. A block takes 16 rows, and its warps
-// take chunks in turn, each the next one's weights on their way while it multiplies: 2 KB a warp, of some 24 warps that
-// fit on a multiprocessor, where 23 KB keep the memory busy (ternary.cu). Each splits the x of its chunk in registers:
-// no other warp of the block wants it. The chunks' sums meet in shared memory, where they are added in order; those of
-// a long row in several rounds.
+// take chunks in turn. Each warp loads the next chunk's weights while it multiplies: 2 KB per warp, with some 24 warps
+// per multiprocessor, where 23 KB keep the memory busy (ternary.cu). Each warp splits the x of its chunk in registers,
+// since no other warp of the block needs it. The chunks' sums go to shared memory, where they are added in order; those
+// of a long row in several rounds.
 constexpr int SUMS_KEPT = 8192;  // of chunks, in shared memory: 32 KB
 
 template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
@@ -238,13 +238,13 @@ template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
 
 // -- 16 bits, many tokens: the limit is the tensor cores --------------------------------------------------------------
 //
-// A warp has 32 rows (of float16, whose parts take twice the registers, 16) by 32 or 64 tokens of sums, and four warps
-// are a block. A chunk of the block's x lies in shared memory in parts, split once for all its rows: while one chunk is
-// multiplied, the next is read and split. Of the next weights, each lane's own are on their way to a place there that
-// only this lane reads: in registers they would leave no room for three blocks on a multiprocessor.
+// A warp has 32 rows (16 of float16, whose parts take twice the registers) by 32 or 64 tokens of sums; a block has four
+// warps. A chunk of the block's x lies in shared memory in parts, split once for all rows: while one chunk is
+// multiplied, the next is read and split. Each lane's next weights are copied to a place in shared memory that only
+// this lane reads: in registers they would leave no room for three blocks per multiprocessor.
 //
 // In shared memory a token's 64 columns of a part are eight pieces of 16 bytes; odd tokens have the halves exchanged.
-// So the eight lanes that read at a time (g = 0 and 1, t = 0 to 3, piece t or t + 4) take all 32 banks once.
+// So the eight lanes that read at a time (g = 0 and 1, t = 0 to 3, piece t or t + 4) use all 32 banks once.
 constexpr int ROW_WARPS = 4, THREADS = 32 * ROW_WARPS, PIECES = CHUNK / WIDE;
 
 __device__ __forceinline__ int piece_place(int token, int piece) { return token * PIECES + (piece ^ (token & 1) << 2); }
@@ -300,7 +300,7 @@ template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
                 of_tile.of[i / LOADS][i % LOADS] = words[(r * 2 * LOADS + i) * THREADS];
             a.set(r, of_tile, w);
         }
-        __syncthreads();  // this chunk's x is there, and the other stage is free
+        __syncthreads();  // this chunk's x is complete, and the other stage is free
         if (chunk + 1 < chunks) ask_for_words(chunk + 1);
 #pragma unroll
         for (int pair = 0; pair < TILES / C; pair++) {
@@ -352,10 +352,10 @@ FEW(f16, 32_float16) { few<f16, 4>(ARGUMENTS); }
 MANY(f16, 32_float16) { many<f16, 4>(ARGUMENTS); }
 MANY(f16, 64_float16) { many<f16, 8>(ARGUMENTS); }
 
-// -- 32 bits: no tensor core takes them whole -------------------------------------------------------------------------
+// -- 32 bits: no tensor core multiplies them whole --------------------------------------------------------------------
 //
-// A warp takes LANE_ROWS rows of W, which share what is read of x, and up to TOKENS tokens, which share what is read of
-// W. That decides only how many sums a lane keeps, and how often a row is read again.
+// A warp takes LANE_ROWS rows of W, which share each load of x, and up to TOKENS tokens, which share each load of W.
+// That decides only how many sums a lane holds, and how often a row is read again.
 constexpr int LANE_ROWS = 4;
 
 template <int TOKENS> __device__ inline void by_lanes(PARAMETERS(float)) {

@@ -1,18 +1,18 @@
-// CUDA C++ on the host: the language's words, a block's threads and launches. emulated_functions.h has the functions; it
-// is included before a .cu file, and a C++17 compiler then builds that file unchanged.
+// CUDA C++ on the host: the language's words, a block's threads and launches. emulated_functions.h has the functions;
+// it is included before a .cu file, and a C++17 compiler then builds that file unchanged.
 //
 // For reading, testing and debugging kernels where there is no GPU; nothing here is fast. One block runs after another.
 // A block's threads are fibers of one host thread: each runs until it needs the others (__syncthreads, or a warp's
 // shuffle, vote or mma) and then waits. So barriers and warp collectives mean what they mean on the device, and more
 // errors are found than there:
 //
-//   - a barrier that some threads never reach, or that they reach on different lines, is an error that says who waits
-//     where; so is a warp collective whose lanes came with another mask or another operation, or whose lane has exited,
-//     and a shuffle from a lane that takes no part;
+//   - a barrier that some threads never reach, or that they reach on different lines, is an error that names the waiting
+//     threads and lines; so is a warp collective whose lanes have different masks or operations, or whose lane has
+//     exited, and a shuffle from a lane that takes no part;
 //   - the order in which threads run is a parameter of the launch (ascending, descending, or shuffled by a seed): a
 //     result that depends on it lacks a barrier;
-//   - shared memory holds 0xCD when a block starts (but not that of function templates: GCC keeps it out of the section
-//     that is filled), so a value read before it is written shows; a write past dynamic shared memory is an error;
+//   - shared memory holds 0xCD when a block starts (except in function templates: GCC keeps it out of the filled
+//     section), so a value read before it is written shows; a write past dynamic shared memory is an error;
 //   - built with -fsanitize=address, every out-of-bounds access of shared, local and global memory is found.
 //
 // What it does not model: caches, memory ordering between blocks, alignment faults, occupancy, time.
@@ -212,7 +212,7 @@ static void to_fiber(Fiber &fiber) {
 #endif
 }
 
-/* Ends the launch: the message is the launch's error, and no thread goes on. */
+/* Ends the launch with this error message; no thread goes on. */
 __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...) {
     if (!machine.failed) {
         machine.failed = true;
@@ -348,7 +348,7 @@ static void describe_deadlock() {
     fail("no thread can go on: %zu of %zu have exited%s", exited, machine.fibers.size(), text);
 }
 
-/* Nobody is ready: a barrier that all have reached opens, or a warp whose other lanes have exited goes on. */
+/* Called when no thread is ready: opens a barrier that all have reached, or completes collectives of exited lanes. */
 static bool release() {
     bool any = false;
     for (Fiber &fiber : machine.fibers)
@@ -470,7 +470,6 @@ template <typename... Arguments, void (*kernel)(Arguments...)> struct Kernel<ker
     }
 
 #define __syncthreads() ((void)emulated::barrier(__FILE__, __LINE__, 0))
-#define __syncthreads_count(value) emulated::barrier(__FILE__, __LINE__, (value) != 0)
 #define __syncthreads_or(value) (emulated::barrier(__FILE__, __LINE__, (value) != 0) != 0)
 
 static inline void *emulated_dynamic_shared() { return emulated::machine.dynamic; }

@@ -72,14 +72,6 @@ template <typename T> static T __shfl_xor_sync(unsigned mask, T value, int bits,
     const int source = emulated::lane() ^ bits, end = (emulated::lane() & ~(width - 1)) + width;
     return emulated::shuffle(mask, value, source < end ? source : -1);
 }
-template <typename T> static T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
-    const int source = emulated::lane() + int(by), end = (emulated::lane() & ~(width - 1)) + width;
-    return emulated::shuffle(mask, value, source < end ? source : -1);
-}
-template <typename T> static T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
-    const int source = emulated::lane() - int(by);
-    return emulated::shuffle(mask, value, source >= (emulated::lane() & ~(width - 1)) ? source : -1);
-}
 static inline unsigned __ballot_sync(unsigned mask, int value) {
     emulated::Vote mine{value != 0, 0};
     emulated::collective("__ballot_sync", mask, emulated::finish_ballot, &mine);
@@ -142,7 +134,7 @@ static inline void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)[4], const un
     collective("mma.sync.m16n8k32", 0xffffffffu, finish_mma, &mine);
 }
 
-// -- mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64, sixteen at once: four A, for each four B -------------------------
+// -- mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64, sixteen at once: four A, for each four B ------------------------
 
 struct Mma64 { double (*d)[2]; const double *a, (*b)[4]; };
 
@@ -319,7 +311,6 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     }
     return result;
 }
-static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 #define EMULATED_MINMAX(type)                                                                                         \
     static inline type min(type a, type b) { return b < a ? b : a; }                                                  \

@@ -1,8 +1,8 @@
-// What the float kernels share: float32, float16 and bfloat16 in one text, and the place where a kernel notes NaN or Inf.
+// Shared by the float kernels: float32, float16 and bfloat16 as types, and the report of NaN and Inf.
 #pragma once
 #include "common.cuh"
 
-// 16-bit floats travel as structs around their bits, so that a template tells them apart.
+// 16-bit floats are structs around their bits, so that templates can tell them apart.
 struct f16 {
     unsigned short bits;
 };

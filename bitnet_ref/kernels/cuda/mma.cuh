@@ -1,17 +1,17 @@
-// The tensor cores' products, each behind one function of a warp.
+// The products of the tensor cores, one function each, called by a whole warp.
 #pragma once
 
 // int8: D += A B with A 16x32, B 32x8, D 16x8.
 //
-// Each lane holds four registers of A, two of B and four of D; which elements they are is in `emulated_functions.h`, in
-// the words of the PTX ISA. In short, with g = lane / 4 and t = lane % 4:
+// Each lane holds four registers of A, two of B and four of D; `emulated_functions.h` quotes the PTX ISA on their
+// elements. In short, with g = lane / 4 and t = lane % 4:
 //
 //     a[0]  row g,   columns 4t .. 4t+3       a[1]  row g+8, the same columns
 //     a[2]  row g,   columns 4t+16 .. +19     a[3]  row g+8, the same columns
 //     b[0]  rows 4t .. 4t+3 of column g       b[1]  rows 4t+16 .. 4t+19 of column g
 //     d[0], d[1]  row g, columns 2t, 2t+1     d[2], d[3]  row g+8, columns 2t, 2t+1
 //
-// The sum over the 32 may be taken in any order of them, as long as A and B have the same one.
+// The 32 columns of A and rows of B may be in any order, the same in both.
 __device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #ifdef BITNET_REF_EMULATED
     emulated::mma_m16n8k32_s8(d, a, b);
@@ -28,8 +28,8 @@ __device__ __forceinline__ void mma_s8(int (&d)[4], const unsigned (&a)[4], cons
 //
 //     a[m]     row g, column 4t + m     b[i][m]  row 4t + m, column g     d[i][0], d[i][1]  row g, columns 2t, 2t+1
 //
-// To the instruction the four lanes' elements are columns t of A; which columns of the 16 they are is for us to say, and
-// four neighbours are one load. Product m is added after product m - 1.
+// The instruction takes one column of A per lane t; we give it four neighbours of the 16 columns, which are one load,
+// in four products. Product m is added after product m - 1.
 __device__ __forceinline__ void mma_f64(double (&d)[4][2], const double (&a)[4], const double (&b)[4][4]) {
 #ifdef BITNET_REF_EMULATED
     emulated::mma_m8n8k4_f64(d, a, b);
@@ -51,10 +51,10 @@ __device__ __forceinline__ void mma_f64(double (&d)[4][2], const double (&a)[4],
 //     b[0]  rows 2t, 2t+1 of column g         b[1]  rows 2t+8, 2t+9 of column g
 //     d     as of int8
 //
-// Products are exact. Sums are not rounded to nearest: what lies below the last bit of the largest term is cut off.
+// Products are exact. Sums are not rounded to nearest: bits below the last bit of the largest term are cut off.
 //
-// Here for R A's below each other and C B's beside each other, STEPS times: sums that do not wait for each other take
-// turns. (In emulation all of it is one meeting of the lanes, which is what costs there.)
+// One call takes R A's below each other and C B's beside each other, STEPS times, so that independent sums take turns.
+// (In emulation it is one collective of the warp, which is the expensive part there.)
 template <int R, int C, int STEPS>
 __device__ __forceinline__ void mma_bf16(float (&d)[R][C][4], const unsigned (&a)[R][STEPS][4],
                                          const unsigned (&b)[C][STEPS][2]) {

@@ -7,8 +7,8 @@
 //     keys[slot i, position i] = k',  values[slot i, position i] = v
 //
 // cos and sin are NumPy's own, computed in float64 and uploaded: a GPU's sine has other last bits. A thread rotates one
-// pair. The fused kernel rotates k on its way into the cache: one launch instead of two, and k' is never read again. For
-// decoded tokens attention.cu does both.
+// pair. The fused kernel rotates k on its way into the cache: one launch instead of two, and k' is never read again.
+// For decoded tokens attention.cu does both.
 #include "rope.cuh"
 
 // q_rotated (N, H, d) and k_rotated (N, G, d); grid (ceil((H + G) * d/2 / blockDim), N).
@@ -100,9 +100,9 @@ extern "C" __global__ void append_int8(const float* k, const float* v, const lon
     extern "C" __global__ void rope_append_##NAME(                                                                     \
         const float* q, const float* k, const float* v, const float* cos, const float* sin, const long long* slots,    \
         const long long* positions, int heads, const int* table, int pages_per_slot, int page_size, int kv_heads,      \
-        int head_dim, float* q_rotated, T* keys, T* values, int* trouble) {                                             \
+        int head_dim, float* q_rotated, T* keys, T* values, int* trouble) {                                            \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
-        rope_append(q, k, v, cos, sin, slots, positions, heads, pages, q_rotated, keys, values, trouble);               \
+        rope_append(q, k, v, cos, sin, slots, positions, heads, pages, q_rotated, keys, values, trouble);              \
     }
 FOR_A_CACHE_OF(float, float32)
 FOR_A_CACHE_OF(f16, float16)

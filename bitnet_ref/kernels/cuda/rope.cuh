@@ -1,7 +1,18 @@
-// One pair of RoPE, and one number of the cache: shared by rope.cu and attention.cu.
+// What rope.cu and attention.cu share: a place in the cache, one pair of RoPE, and one number of the cache.
 #pragma once
 #include "floats.cuh"
-#include "pages.cuh"
+
+// The pool of pages of one layer is (pages, page_size, G, d); each slot has a page table.
+struct Pages {
+    const int* table;  // (slots, pages_per_slot): the page of positions [i * page_size, (i + 1) * page_size)
+    int pages_per_slot, page_size, kv_heads, head_dim;
+};
+
+// Index of element 0 of kv head g at a position of a slot.
+__device__ __forceinline__ size_t place_of(const Pages& pages, int slot, int position, int g) {
+    const size_t page = pages.table[(size_t)slot * pages.pages_per_slot + position / pages.page_size];
+    return ((page * pages.page_size + position % pages.page_size) * pages.kv_heads + g) * pages.head_dim;
+}
 
 struct Pair {
     float first, second;

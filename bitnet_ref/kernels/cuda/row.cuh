@@ -11,10 +11,10 @@
 // Bits: sums and exponentials are float64, rounded once to float32. The rest are NumPy's float32 expressions, one
 // rounding each (compiled without fused multiply-add), so x_q equals NumPy's.
 //
-// A thread holds four neighbours of every 2048 elements in registers: VECTORS times four. The float64 sum has one order,
-// so a row gives the same bits in every kernel: elements 4t to 4t + 3 of every 2048 belong to thread t, which adds the
-// even ones to one sum and the odd ones to another, then both; `block_sum` adds the threads. A block has 512 threads, or
-// fewer if those hold the whole row: the missing threads would only add zeros.
+// A thread holds four neighbours of every 2048 elements in registers: VECTORS times four. The float64 sum has one
+// order, so a row gives the same bits in every kernel: elements 4t to 4t + 3 of every 2048 belong to thread t, which
+// adds the even ones to one sum and the odd ones to another, then both; `block_sum` adds the threads. A block has 512
+// threads, or fewer if those hold the whole row: the missing threads would only add zeros.
 #pragma once
 #include "floats.cuh"
 
@@ -128,9 +128,9 @@ struct RowNorm {  // weight null: no norm
     double eps, part;  // part: 1 / width
 };
 
-// n / d rounded once, in three instructions, given `inverse`, 1 / d rounded once. The remainder of a nearly right quotient
-// is exact and tells which neighbour is nearest (P. Markstein, IBM Journal of Research and Development 34, 1990). Where
-// the remainder is too small for a float (|n| < 2^-101) the last bit may be wrong.
+// n / d rounded once, in three instructions, given `inverse`, 1 / d rounded once. The remainder of a nearly right
+// quotient is exact and tells which neighbour is nearest (P. Markstein, IBM Journal of Research and Development 34,
+// 1990). Where the remainder is too small for a float (|n| < 2^-101) the last bit may be wrong.
 __device__ __forceinline__ float quotient(float n, float d, float inverse) {
     const float q = __fmul_rn(n, inverse);
     return __fmaf_rn(__fmaf_rn(-q, d, n), inverse, q);
@@ -140,10 +140,10 @@ __device__ __forceinline__ double quotient(double n, double d, double inverse) {
     return __fma_rn(__fma_rn(-q, d, n), inverse, q);
 }
 
-// The divisor of a row. `divides`: by a division per element, where `quotient` may be wrong: with an rms near the limits
-// of float32, and in rows that are written out, which must be right to the last bit of the smallest number. For int8,
-// elements below 2^-101 do not matter: with an rms above 1e-7 they are at most 2^-77 after it, and 2^-53 after the scale
-// (at most 127 / 1e-5), so a weight would have to be 2^50 to make anything but zero of them.
+// The divisor of a row. `divides`: by a division per element, where `quotient` may be wrong: with an rms near the
+// limits of float32, and in rows that are written out, which must be right to the last bit of the smallest number. For
+// int8, elements below 2^-101 do not matter: with an rms above 1e-7 they are at most 2^-77 after it, and 2^-53 after
+// the scale (at most 127 / 1e-5), so a weight would have to be 2^50 to make anything but zero of them.
 struct Rms {
     float value, inverse;
     bool divides;

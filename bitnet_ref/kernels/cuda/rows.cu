@@ -70,8 +70,8 @@ __device__ __forceinline__ void row(int gate, const float* a, const float* b, co
     } while (LONG && (first += PIECE) < stride);
 }
 
-// One block per row of `width`; part = 1 / width. weight null: no norm. y (n, width): the row after the gate and the norm,
-// or null. x_q: rows of `stride` bytes, zeros past `width`, or null.
+// One block per row of `width`; part = 1 / width. weight null: no norm. y (n, width): the row after the gate and the
+// norm, or null. x_q: rows of `stride` bytes, zeros past `width`, or null.
 #define ROWS(NAME, VECTORS, LONG, BLOCKS)                                                                              \
     extern "C" __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)                                                  \
         NAME(int gate, const float* a, const float* b, int width, double part, const float* weight, double eps,        \
@@ -85,13 +85,13 @@ ROWS(rows_4, 4, false, 2)
 ROWS(rows_8, 8, false, 1)
 ROWS(rows_long, 4, true, 1)
 
-// z = x + y, `count` elements; y has as many, or `y_count` that repeat: a bias added to every row. One thread per element.
+// z = x + y, `count` elements; y has as many, or `y_count` that repeat: a bias. One thread per element.
 extern "C" __global__ void add(const float* x, const float* y, size_t count, size_t y_count, float* z) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) z[i] = x[i] + y[i % y_count];
 }
 
-// x (n, width) in 16 bits, for a product that takes no other; a value they cannot hold is an error. One thread per element.
+// x (n, width) rounded to 16 bits; a value that they cannot hold is an error. One thread per element.
 template <class T>
 __device__ inline void rounded(const float* x, size_t n, int width, T* y, int* trouble) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// Which logits are among the k largest: so that a few numbers cross the bus instead of a vocabulary's 128,256.
+// Selects the logits among the k largest, so that the host copies a few numbers instead of a vocabulary's 128,256.
 //
 // Plain version, for a token's logits:
 //
@@ -8,8 +8,8 @@
 // Floats are compared as integers of the same order: the sign bit flipped, and of negative ones all bits; -0 is 0.
 // `kth_largest` finds the threshold 8 bits at a time: a histogram of the next 8 bits of all keys that begin like the
 // threshold, and the bin in which the k-th lies. For k = 1 `largest` computes one maximum per block, which `collect`
-// combines: so no memory has to be zeroed between the launches. `collect` then writes what reaches the threshold, in any
-// order: the host sorts a few ids.
+// combines: so no memory has to be zeroed between the launches. `collect` then writes what reaches the threshold, in
+// any order: the host sorts a few ids.
 #include "floats.cuh"
 
 __device__ inline unsigned key_of(float x) {
@@ -26,7 +26,7 @@ __device__ inline unsigned largest_of_block(unsigned mine, unsigned* block) {
     return *block;
 }
 
-// thresholds (n, blocks): the largest key of each block's share of a token's logits; counts (n,) zeros; grid (blocks, n).
+// thresholds (n, blocks): the largest key in each block's share of the logits; counts (n,) zeros; grid (blocks, n).
 extern "C" __global__ void largest(const float* logits, int vocab, unsigned* thresholds, int* counts, int* trouble) {
     __shared__ unsigned block;
     const float* row = logits + (size_t)blockIdx.y * vocab;

@@ -1,11 +1,11 @@
-// Matrices of one input that lie on top of each other: q, k and v, or gate and up. One launch computes all of them.
+// Stacked matrices of one input: q, k and v, or gate and up. One launch computes all of them.
 //
-// What comes after takes each of them as an array of its own, so the results do not lie side by side in a row but one
-// (tokens, its rows) array after the other. Of a single matrix that is (tokens, rows).
+// The results are one array (tokens, its rows) for each matrix, one after the other. For a single matrix that is
+// (tokens, rows).
 #pragma once
 
-/* Index of a token's y of a row. second, third: the first row of the matrix below, and of the one below that; `rows`,
- * which is all of them, where there is none. */
+/* Index of y of a token and a row of the stack. second, third: the first row of the second and third matrix, or `rows`,
+ * the number of all rows, where there is none. */
 __device__ __forceinline__ long long place_in_stack(long long token, int row, int tokens, int rows, int second,
                                                     int third) {
     const int begin = row >= third ? third : row >= second ? second : 0;

@@ -1,14 +1,14 @@
 // The ternary product y[M,N] = x[M,K] w[N,K]^T on a GPU: int8 activations, 2-bit weights, exact int32 sums.
 //
-// Read ternary.cuh first, which has the layout of the weights; then this file from top to bottom: the plain version, and
-// the fast ones. ternary_row.cu multiplies one token whose row it norms and quantises itself.
+// Read ternary.cuh first, which has the layout of the weights; then this file from top to bottom: the plain version,
+// and the fast ones. ternary_row.cu multiplies one token whose row it norms and quantises itself.
 #include "mma.cuh"
 #include "stacked.cuh"
 #include "ternary.cuh"
 
 // -- into the layout --------------------------------------------------------------------------------------------------
 
-/* One thread a word: from rows of 4 codes a byte (w + 1, the first in the lowest bits) to tiles. */
+/* One thread per word: from rows of 4 codes per byte (w + 1, the first in the lowest bits) to tiles. */
 extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, int columns, unsigned *tiles) {
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, row_bytes = (columns + 3) / 4;
@@ -30,7 +30,7 @@ extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, i
     tiles[index] = result;
 }
 
-/* Rows of `columns` int8 into rows of whole tiles: for x whose rows the kernels below cannot read. */
+/* Pads rows of `columns` int8 to whole tiles, as the kernels below read them. */
 extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int columns, signed char *padded) {
     const int stride = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -42,17 +42,17 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 
 // Parameters of the kernels 0 to 3:
 //
-//   x_q       (tokens, x_stride) int8, x_stride a multiple of 128, at least `columns`; what lies past `columns` does
-//             not matter, since weights there are zeros
-//   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see above
+//   x_q       (tokens, x_stride) int8, x_stride a multiple of 128, at least `columns`; past `columns` any values, since
+//             the weights there are zeros
+//   tiles     (ceil(rows / 16), tiles_k = ceil(columns / 128), 128) words, see ternary.cuh
 //   w_scales  (rows,) float32   x_scales (tokens,) float32   bias (rows,) float32 or null
 //   second, third  where the second and the third matrix of a stack begin, see stacked.cuh
 //   residual  (tokens, rows) float32, added to y; or null, as for every stack
-//   y         (tokens, rows) float32 (of a stack: see stacked.cuh), or null where the sums themselves are wanted
-//   acc       (tokens, rows) int32 for these, or null
-//   share     of kernel 3: tiles along K of one block; the grid has ceil(tiles_k / share) blocks along K, which *add* to
-//             acc. What it holds before, and for a y after, too, is zeros
-//   done      of kernel 3 where several blocks make a y: a zero for each block of rows and tokens, and zeros after
+//   y         (tokens, rows) float32 (of a stack: see stacked.cuh), or null if the sums are the result
+//   acc       (tokens, rows) int32 for the sums, or null
+//   share     of kernel 3: tiles along K of one block; the grid has ceil(tiles_k / share) blocks along K, which *add*
+//             to acc. It holds zeros before the launch, and also after it if there is a y
+//   done      of kernel 3 where several blocks compute a y: a zero for each block of rows and tokens, before and after
 #define PARAMETERS                                                                                                    \
     const signed char *x_q, int x_stride, const unsigned *tiles, int tokens, int rows, int columns, int second,       \
         int third, int share, const float *w_scales, const float *x_scales, const float *bias,                        \
@@ -60,7 +60,7 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 #define ARGUMENTS                                                                                                     \
     x_q, x_stride, tiles, tokens, rows, columns, second, third, share, w_scales, x_scales, bias, residual, acc, done, y
 
-// -- 0: the plain version. One thread an output, a weight at a time ---------------------------------------------------
+// -- 0: the plain version. One thread per output, one weight at a time ------------------------------------------------
 
 extern "C" __global__ void ternary_plain(PARAMETERS) {
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -84,15 +84,15 @@ extern "C" __global__ void ternary_plain(PARAMETERS) {
 
 // -- 1: one token, dp4a -----------------------------------------------------------------------------------------------
 //
-// A step of decoding reads every weight once and does four operations with it: its limit is memory. What counts is how
-// many bytes are on their way at once; at 4.3 TB/s (a copy, measured on an H200) and a latency of some 0.7 us (assumed)
-// 3 MB, 23 KB for each multiprocessor, which is the whole of a small matrix. So a block takes 16 rows and all of K, its
-// warps take the tiles of a row of tiles in turn, and each asks for its first four tiles (16 bytes a lane and tile)
-// before it does anything else. Nothing of the weights goes through shared memory.
+// A decoding step reads every weight once and does four operations with it: memory is its limit. What counts is how
+// many bytes are in flight; at 4.3 TB/s (a copy, measured on an H200) and a latency of some 0.7 us (assumed) 3 MB, 23
+// KB per multiprocessor, which is the whole of a small matrix. So a block takes 16 rows and all of K, its warps take
+// the tiles of a row of tiles in turn, and each loads its first four tiles (16 bytes per lane and tile) before it does
+// anything else. Weights do not go through shared memory.
 //
 // Operations for a lane's 64 weights of a tile: 12 shifts, 16 ands, 16 dp4a. The x of a warp's four tiles is 512 bytes:
-// one load of 16 bytes a lane, handed round through shared memory within the warp.
-/* A lane's four words of the tiles first, first + step, ... below `end`; zeros past it. Read once: not to be kept. */
+// one load of 16 bytes per lane, shared through shared memory within the warp.
+/* A lane's four words of the tiles first, first + step, ... below `end`; zeros past it. Read once, so not cached. */
 __device__ __forceinline__ void load_tiles(uint4 (&words)[TILES_AHEAD], const uint4 *row_of_tiles, int first, int step,
                                            int end) {
     #pragma unroll
@@ -102,8 +102,8 @@ __device__ __forceinline__ void load_tiles(uint4 (&words)[TILES_AHEAD], const ui
     }
 }
 
-/* What a thread of kernels 1 and 2 needs to write sums of its row: asked for at the start, since it lies in memory too,
- * and at the end a block would wait for nothing else. */
+/* What a thread of kernels 1 and 2 needs to write sums of its row. It is loaded at the start, with the weights: loaded
+ * at the end, the block would wait for it alone. */
 struct Row {
     int row;
     bool exists;
@@ -134,12 +134,12 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     while (tile < tiles_k) {
         const int tile_of_lane = min(tile + lane_of_warp() / 8 * warps, tiles_k - 1);
         const uint4 chunk = reinterpret_cast<const uint4 *>(x_q)[tile_of_lane * 8 + lane_of_warp() % 8];
-        __syncwarp();  // all have read what lay there
+        __syncwarp();  // all lanes have read the previous x
         x[lane_of_warp()] = chunk;
         __syncwarp();
         #pragma unroll
         for (int ahead = 0; ahead < TILES_AHEAD; ahead++) {
-            if (tile + ahead * warps >= tiles_k) break;  // all lanes alike
+            if (tile + ahead * warps >= tiles_k) break;  // the same in all lanes
             add_tile(sums, words[ahead], x[8 * ahead + t], x[8 * ahead + t + 4]);
         }
         tile += TILES_AHEAD * warps;
@@ -165,13 +165,13 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
 // -- 2: few tokens, tensor cores, weights read once -------------------------------------------------------------------
 //
 // The same plan for up to 8 GROUPS tokens: a lane's words, unpacked, *are* its part of A (16 rows of weights), and its
-// 16-byte loads of x are its part of B (8 tokens): nothing is exchanged, and a tile costs 4 mma in place of 16 dp4a for
-// each token. With one token all columns of B are the same, and it is still fewer operations than kernel 1.
+// 16-byte loads of x are its part of B (8 tokens): no lanes exchange data, and a tile costs 4 mma in place of 16 dp4a
+// for each token. With one token all columns of B are the same, and it is still fewer operations than kernel 1.
 //
 // x is read once for each 16 rows: 1 KB for 8 tokens beside 512 bytes of weights. All blocks of a multiprocessor read
-// the same, so it comes from the first-level cache, which the weights pass by; past 32 tokens kernel 3 is the better.
-// Independent chains of sums hide the latency of mma: there are four, whatever GROUPS is. Eight loads of x, those of
-// BATCH tiles, are asked for at once.
+// the same x, so it comes from the first-level cache, which the weights bypass; past 32 tokens kernel 3 is better. Four
+// independent chains of sums hide the latency of mma, for any GROUPS. Eight loads of x, those of BATCH tiles, are in
+// flight at once.
 template <int GROUPS>
 __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     constexpr int CHAINS = 4 / GROUPS, BATCH = 4 / GROUPS, TOKENS = 8 * GROUPS;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
                     x[i][group][1] = *reinterpret_cast<const uint4 *>(x_of_token[group] + column + 64);
                 }
             }
-            if (GROUPS < 4) __syncwarp();  // or ptxas puts each load behind the mma before it, and latencies add up
+            if (GROUPS < 4) __syncwarp();  // else ptxas puts each load after the previous mma, and latencies add up
             #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 const uint4 w = words[first + i];  // zeros past the end, where x is that of the last tile
@@ -233,7 +233,7 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
         }
     __syncthreads();
     if (!mine.exists) return;
-    for (int index = threadIdx.x; index < tokens * TILE_ROWS; index += blockDim.x) {  // always the same row
+    for (int index = threadIdx.x; index < tokens * TILE_ROWS; index += blockDim.x) {  // a thread stays in one row
         const int token = index / TILE_ROWS;
         const long long place = (long long)token * rows + mine.row;
         int sum = 0;
@@ -259,16 +259,16 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_32(PARAMETERS
 
 // -- 3: many tokens ---------------------------------------------------------------------------------------------------
 //
-// Prompts and large batches: the limit is the tensor cores. A warp has 32 rows by 64 tokens of sums; a block has four
-// warps along the rows and TOKEN_WARPS along the tokens. Of x, 128 columns of the block's tokens lie in shared memory,
-// three times over: while one is multiplied, two are on their way. Weights go from memory to registers, as above, one
+// Prompts and large batches: the tensor cores are the limit. A warp has 32 rows by 64 tokens of sums; a block has four
+// warps along the rows and TOKEN_WARPS along the tokens. Shared memory has three stages of 128 columns of x of the
+// block's tokens: while one is multiplied, two are on their way. Weights go from memory to registers, as above, one
 // step ahead, and are unpacked once for 64 tokens: 56 operations beside 64 mma.
 //
-// Where rows and tokens make too few blocks for the card, several divide K, add their sums to acc, and the last of them to
-// finish makes y of it. Sums are integers: their order changes nothing.
+// Where rows and tokens give too few blocks for the GPU, several divide K and add their sums to acc, and the last of
+// them to finish computes y. Sums are integers, so their order changes nothing.
 //
-// In shared memory a token's 128 bytes are eight chunks of 16; those of odd tokens have their halves exchanged. So the
-// eight lanes that read at a time (g = 0 and 1, t = 0 to 3, chunk t or t + 4) take all 32 banks once.
+// In shared memory a token's 128 bytes are eight chunks of 16; odd tokens have their halves exchanged. So the eight
+// lanes that read at a time (g = 0 and 1, t = 0 to 3, chunk t or t + 4) use all 32 banks once.
 static constexpr int STAGES = 3, WARP_ROW_TILES = 2, ROW_WARPS = 4, WARP_GROUPS = 8;
 
 __device__ __forceinline__ int chunk_place(int token, int chunk) {
@@ -298,7 +298,7 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     const int row_tile = (blockIdx.x * ROW_WARPS + warp_of_block() % ROW_WARPS) * WARP_ROW_TILES;
     const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
 
-    // Rows past the last are those of the last tile, and not written.
+    // Tiles past the last one read the last tile, and their rows are not written.
     const uint4 *weights = reinterpret_cast<const uint4 *>(tiles) + lane_of_warp() +
                            ((long long)min(row_tile, tiles_n - 1) * tiles_k + begin) * 32;
     const int below = row_tile + 1 < tiles_n ? tiles_k * 32 : 0;
@@ -312,7 +312,7 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     int sums[WARP_ROW_TILES][WARP_GROUPS][4] = {};
     for (int k = begin; k < end; k++) {
         copies_wait<STAGES - 2>();
-        __syncthreads();  // everybody's copies for k are here, and the stage of k - 1 is free
+        __syncthreads();  // all copies for k have arrived, and the stage of k - 1 is free
         const int later = k + STAGES - 1;
         if (later < end)
             fetch_x<TOKENS>(stages + (later - begin) % STAGES * STAGE_BYTES, x_q, x_stride, first_token, tokens, later);
@@ -344,7 +344,8 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
                 for (int i = 0; i < WARP_ROW_TILES; i++) mma_s8(sums[i][group], a[i][crumb], b[crumb]);
         }
     }
-    // Each of the warp's sums, by the rows g and g + 8 of its tiles: 8 lanes write 32 bytes side by side.
+    // Calls use(row, token, sum) for each of the warp's sums, by the rows g and g + 8 of its tiles: 8 lanes write 32
+    // neighbouring bytes.
     auto each = [&](auto use) {
         #pragma unroll
         for (int i = 0; i < WARP_ROW_TILES; i++)
@@ -375,7 +376,7 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     }
     each([&](int row, int token, int sum) { atomicAdd(acc + (long long)token * rows + row, sum); });
     if (y == nullptr) return;
-    __threadfence();  // my sums can be seen before I am counted
+    __threadfence();  // the sums of this block are visible before it is counted
     __syncthreads();
     int *count = done + blockIdx.y * gridDim.x + blockIdx.x;
     const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(count, 1) == (int)gridDim.z - 1);

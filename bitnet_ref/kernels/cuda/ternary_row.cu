@@ -1,22 +1,22 @@
 // One token through a ternary linear, from its float row to the result: each of a decoding step's four products per
 // layer in one launch, with the norm and the quantisation before it.
 //
-// Plain version (NumPy: layers.py, quantization.py; row.cuh says what comes before the product, ternary.cu has the product
-// by itself):
+// Plain version (NumPy: layers.py, quantization.py; row.cuh says what comes before the product, ternary.cu has the
+// product by itself):
 //
 //     x_q, scale = quantised RMSNorm of x
 //     y[n]       = (sum over k of x_q[k] * w[n][k]) * (w_scale[n] / scale) + bias[n] + residual[n]
 //     gated:  y[n] = gated(gate, y[n], y[n + N/2])                the matrix is gate and up, stacked
 //
-// A layer of 2B-4T takes 11 launches as one kernel per operation, each waiting for the one before. At some 2 us per launch
-// (assumed; none of this has run on a GPU yet) 30 layers are 0.7 ms, and reading the weights only 0.28 ms at 4.3 TB/s. So
-// every block computes the whole row for itself, from the second-level cache: all blocks do the same work at the same
-// time. With more than one token that would cost more than a launch.
+// A layer of 2B-4T takes 11 launches as one kernel per operation, each waiting for the one before. At some 2 us per
+// launch (assumed; none of this has run on a GPU yet) 30 layers are 0.7 ms, and reading the weights only 0.28 ms at 4.3
+// TB/s. So every block computes the whole row for itself, from the second-level cache: all blocks do the same work at
+// the same time. With more than one token that would cost more than a launch.
 //
-// The grid has one block per multiprocessor. A block first asks for as many weight tiles as it has slots, by asynchronous
-// copies into shared memory; registers have no room for them. Ten slots per warp are 80 KB per multiprocessor: all that
-// the widest product of 2B-4T, gate and up, has for one of 132. While they are on their way the row is normed and
-// quantised in registers, and its int8 are laid into shared memory in the order of an mma.
+// The grid has one block per multiprocessor. A block first asks for as many weight tiles as it has slots, by
+// asynchronous copies into shared memory; registers have no room for them. Ten slots per warp are 80 KB per
+// multiprocessor: all that the widest product of 2B-4T, gate and up, has for one of 132. While they are on their way
+// the row is normed and quantised in registers, and its int8 are laid into shared memory in the order of an mma.
 //
 // The product takes the tensor cores: x is the first column of B, the others are zeros. That is 4 mma per tile in place
 // of 16 dp4a.
@@ -33,8 +33,8 @@ struct Scratch {  // of a block, in shared memory
 };
 static_assert(sizeof(Scratch) <= 2560, "rows.py: OWN_SHARED");
 
-// Where a thread's first four of x_q lies, as a word: by tile, lane t, crumb and half, so that the words which a lane gives
-// to an mma are neighbours. The thread's next four is 2048 elements away.
+// Where a thread's first four of x_q lies, as a word: by tile, lane t, crumb and half, so that the words which a lane
+// gives to an mma are neighbours. The thread's next four is 2048 elements away.
 __device__ __forceinline__ int place_of_first_four() {
     const int four = threadIdx.x;
     return four / 32 * 32 + four / 4 % 4 * 8 + four % 4 * 2 + four / 16 % 2;
@@ -84,8 +84,8 @@ __device__ __forceinline__ void row_times(const float* row, const RowNorm& by, c
 
     if (by.weight) stage<VECTORS>(weight_here, by.weight, by.width);
 
-    // The warps share the block's tiles: each has a run of them. One group of copies per slot, an empty one past the run
-    // or past the slots there are, so that MAX_SLOTS groups always come after the norm's weight.
+    // The warps share the block's tiles: each has a run of them. One group of copies per slot, an empty one past the
+    // run or past the slots there are, so that MAX_SLOTS groups always come after the norm's weight.
     const int all = (mine << shift) * tiles_k, from = all * warp / warps, run = all * (warp + 1) / warps - from;
     const Place begin = {from / tiles_k, from % tiles_k};
     Place ask = begin;

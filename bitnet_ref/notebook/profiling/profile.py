@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...backends.loaded import LoadedModel
 from ...backends.run import run
 from ...errors import GenerationError
-from .icicle import icicles
+from ..figures import icicles
 from .report import TableRow, as_html, as_table, as_text, table_rows, write_trace
 from .timed import PATHS, StepTimer
 from .tree import KINDS, OpTime, Phase, Step
@@ -40,7 +40,7 @@ class Profile:
     that was under way when the profile was entered or left is not counted. Steps of several threads overlap, so
     `forward_s` may exceed `wall_s`. On a device every operation is waited for.
 
-    Watching costs some 4 us per operation, which counts as time between the operations.
+    Watching costs some 2 to 3 us per operation, which counts as time between the operations.
 
     `phases` maps "prefill", "decode" and "mixed" to what the steps of each kind took; `ops` are the operations of all
     of them. `outcome` is what `model.profile(prompt)` generated.

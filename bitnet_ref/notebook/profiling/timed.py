@@ -21,8 +21,8 @@ from ...backends.run import Logits, run
 from ...backends.split import SplitBackend
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.weights import LayerWeights, LinearWeight, ModelWeights
-from .tree import HALVES, OpTime, Span, Step
+from ...reference.weights import ATTENTION_LINEARS, LinearWeight, ModelWeights
+from .tree import BLOCKS, OpTime, Span, Step
 
 PATHS = ("ops", "blocks", "replayed")
 READ_WEIGHTS = ("linears", "head_rows", "dense_matmul", "ternary_matmul")  # their second argument; a norm is small
@@ -60,8 +60,8 @@ class StepTimer:
         self.names = {id(weights.final_norm): "final_norm"}
         for index, layer in enumerate(weights.layers):
             self.names[id(layer)] = f"blocks.{index}"
-            for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
-                self.names[id(getattr(layer, name))] = name
+            norms = ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm")
+            self.names |= {id(norm): name for name in norms if (norm := getattr(layer, name)) is not None}
         for name, weight in weights.linears():
             self.names[id(weight)] = name.rpartition(".")[2]
 
@@ -107,7 +107,7 @@ class OpClock:
 
     def __call__(self, op: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         outer, spans = self.node, self.spans
-        if op in HALVES:
+        if op in BLOCKS:
             self.block = self.names[id(args[1])]
             block = outer.child(self.block)
             self.node = block.child(op)
@@ -128,8 +128,8 @@ class OpClock:
             node.total_s += end_s - start_s
             node.nbytes += nbytes
             self.node = outer
-            if op in HALVES:
-                block.calls += op == HALVES[-1]
+            if op in BLOCKS:
+                block.calls += op == BLOCKS[-1]
                 block.total_s += end_s - start_s
                 self.block = ""
 
@@ -140,16 +140,11 @@ class OpClock:
     def _nbytes(self, op: str, args: tuple[Any, ...], result: Any) -> int:
         """Bytes of the weights, and for attention of the keys and values, that the call read."""
         if op == "hidden":
-            w: ModelWeights = args[0]
-            return sum(weight.nbytes for layer in w.layers for _, weight in layer.linears()) + self.cache_bytes * len(
-                w.layers
-            )
-        if op in HALVES:
-            layer: LayerWeights = args[1]
-            names = (
-                ("q_proj", "k_proj", "v_proj", "o_proj") if op == HALVES[0] else ("gate_proj", "up_proj", "down_proj")
-            )
-            return sum(getattr(layer, name).nbytes for name in names) + self.cache_bytes * (op == HALVES[0])
+            return sum(self._nbytes(block, (None, layer), None) for layer in args[0].layers for block in BLOCKS)
+        if op in BLOCKS:
+            attends = op == BLOCKS[0]
+            weights = (w.nbytes for name, w in args[1].linears() if (name in ATTENTION_LINEARS) == attends)
+            return sum(weights) + self.cache_bytes * attends
         if op == "attention":
             return self.cache_bytes
         if op == "head_rows" and result is not None and hasattr(args[1], "screen_nbytes"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-HALVES = ("attention_block", "feed_forward")  # as `reference/model.py` calls them
+BLOCKS = ("attention_block", "feed_forward")  # as `reference/model.py` calls them
 KINDS = ("prefill", "mixed", "decode")  # of steps
 
 
@@ -87,7 +87,7 @@ class Phase:
 
         def visit(node: OpTime) -> None:
             for name, child in node.children.items():
-                if name.startswith("blocks.") or (name in HALVES and child.children):
+                if name.startswith("blocks.") or (name in BLOCKS and child.children):
                     visit(child)
                 else:
                     ops.setdefault(name, OpTime(name)).add(child)

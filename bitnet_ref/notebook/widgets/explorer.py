@@ -70,7 +70,7 @@ class Explorer:
                 step=slider.step,
                 description=slider.name,
                 style={"description_width": "6em"},
-                continuous_update=False,  # drawing takes a tenth of a second
+                continuous_update=False,  # drawing takes 0.1 s
             )
             control.observe(lambda change, name=slider.name: move(name, change), names="value")
             controls.append(control)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,23 +17,6 @@ MAX_ROWS = 16  # requests shown; the others are only counted
 LATENCIES = {"time_to_first_token_seconds": "first token", "inter_token_latency_seconds": "between tokens"}
 QUANTILES = ("p50", "p95", "p99")
 HEAD = ("request", "state", "prompt", "new", "seconds", "newest text")
-
-
-class ShownRequest(Protocol):
-    """What a view shows of a request."""
-
-    @property
-    def request_id(self) -> int: ...
-    @property
-    def state(self) -> str: ...  # "running" or "waiting"
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def age_s(self) -> float: ...
-    @property
-    def newest_text(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +32,7 @@ class Frame:
     seconds: float  # a minute, or since the view began
     speeds: tuple[float, ...]  # tokens per second between two snapshots, oldest first
     latencies: Mapping[str, tuple[float | None, ...]]
-    requests: Sequence[ShownRequest]
+    requests: Sequence[Any]  # `RequestState`s of the engine
     ended: bool = False
 
     def lines(self) -> list[tuple[str, str]]:
@@ -92,7 +75,7 @@ class History:
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int]] = deque()  # (time, tokens generated until then)
 
-    def frame(self, now_s: float, snapshot: Mapping[str, Any], requests: Sequence[ShownRequest], ended: bool) -> Frame:
+    def frame(self, now_s: float, snapshot: Mapping[str, Any], requests: Sequence[Any], ended: bool) -> Frame:
         """now_s: on any monotonic clock. snapshot: of `EngineMetrics`."""
         tokens = snapshot["generation_tokens"]
         self._counts.append((now_s, tokens))

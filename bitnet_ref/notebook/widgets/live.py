@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import BackendUnavailable
-from .frame import Frame, History, ShownRequest, as_table, figures_html, requests_html
+from .frame import Frame, History, as_table, figures_html, requests_html
 
 INTERVAL_S = 0.5
 
 
 class LiveView:
-    """Running and waiting requests, the cache, tokens a second, latencies, and the newest text of each request.
+    """Running and waiting requests, the cache, tokens per second, latencies, and the newest text of each request.
 
     In JupyterLab it is the last line of a cell (`engine.live()`) and needs ipywidgets: a thread takes a snapshot every
     `interval_s` seconds, from when the view is first shown until `close()` or the engine's end. In a terminal it is a
@@ -25,7 +25,7 @@ class LiveView:
 
     def __init__(
         self,
-        look: Callable[[], tuple[Mapping[str, Any], Sequence[ShownRequest], bool]],
+        look: Callable[[], tuple[Mapping[str, Any], Sequence[Any], bool]],
         interval_s: float = INTERVAL_S,
     ) -> None:
         self.interval_s = interval_s

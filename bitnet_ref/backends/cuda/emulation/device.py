@@ -33,8 +33,8 @@ from ....errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 from ..device import (
     Device,
     DeviceArray,
+    DeviceGraph,
     Event,
-    Graph,
     MemoryInfo,
     Size,
     check_copy,
@@ -82,7 +82,7 @@ class EmulatedKernel:
         sizes = three(grid), three(block)
         check_launch(self.name, *sizes, shared_mem, self._device.shared_bytes)
         plain = [plain_argument(value) for value in args]
-        self._device._check_own(self.name, *plain)
+        self._device._check_own(self.name, *plain, host_too=False)
         found = "".join(map(_kind, plain))
         for place, (kind, value) in enumerate(zip(self.kinds, plain, strict=False)):
             if found[place] != kind and not (kind == "p" and isinstance(value, np.uint64)):
@@ -107,7 +107,7 @@ def _kind(value: Any) -> str:
     return "p" if isinstance(value, np.ndarray) else _KINDS.get(value.dtype.name, "?")
 
 
-class EmulatedGraph(Graph):
+class EmulatedGraph(DeviceGraph):
     """Recorded calls, each with the allocations that it touches. Like a GPU's graph it refers to addresses and keeps
     nothing alive; unlike one it raises an error when an array there was freed."""
 
@@ -232,12 +232,16 @@ class EmulatedDevice(Device):
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
-    def _check_own(self, what: str, *values: Any) -> None:
-        """Raises DeviceError for an array of another emulated device, which a GPU cannot reach, or only slowly."""
-        for value in values:
-            while isinstance(value, np.ndarray):
-                value = value.base
-            if (number := getattr(value, "device_number", self.number)) != self.number:
+    def _check_own(self, what: str, *values: Any, host_too: bool = True) -> None:
+        """Raises DeviceError for an array of another device, or (unless `host_too`) of the host."""
+        for array in (value for value in values if isinstance(value, np.ndarray) and value.size):
+            memory: Any = array
+            while isinstance(memory, np.ndarray):
+                memory = memory.base
+            number = getattr(memory, "device_number", None)
+            if number is None and not host_too:
+                raise DeviceError(f"{what}: {array.dtype} {array.shape} is an array of the host; see `from_host`")
+            if number not in (None, self.number):
                 raise DeviceError(f"{what}: an array of emulated device {number}, used on device {self.number}")
 
     def empty(self, shape: Size, dtype: DTypeLike) -> DeviceArray:
@@ -313,7 +317,7 @@ class EmulatedDevice(Device):
         self._do(multiply, x, w, y)
 
     @contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> Iterator[DeviceGraph]:
         if self._recording is not None:
             raise DeviceError("a graph is being captured already")
         graph = self._recording = EmulatedGraph(self)

@@ -1,0 +1,175 @@
+"""Figures of plain data (matplotlib, `pip install 'bitnet-ref[notebooks]'`), and the colours that all figures share.
+
+Each function returns its figure. matplotlib is imported when the first one is drawn; nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from ..errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Dark grey for floats, green right, red wrong, orange and blue for the rest
+FLOAT, GOOD, WRONG, PLUS, MINUS = "#4a4a4a", "#3a923a", "#c03d3e", "#dd8a2b", "#3b6fb6"
+PALE = "#d0d0d0"
+LEVEL_COLOURS = ("#8c8c8c", MINUS, "#5b8fd0", "#dd8a2b", "#e8b06f", "#f0d0a8")  # of icicles
+# Colours that most people can tell apart (after Okabe and Ito), for series such as requests and cache policies
+SERIES = ("#3b6fb6", "#dd8a2b", "#3a923a", "#a05195", "#56b4e9", "#8c6d31", "#c03d3e", "#7f7f7f")
+
+
+def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **more: Any) -> tuple[Any, Any]:
+    """A matplotlib figure and its array of axes (rows, columns). pyplot does not keep it alive.
+
+    Raises BackendUnavailable if matplotlib is not installed.
+    """
+    figure = figure_class()(figsize=size, dpi=80, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **more)
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.title.set_fontsize(11)
+    return figure, axes
+
+
+@cache
+def figure_class() -> Any:
+    """matplotlib's Figure, shown by a notebook even if pyplot, which would register that, was never imported."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as problem:
+        raise BackendUnavailable("figures need matplotlib: pip install 'bitnet-ref[notebooks]'") from problem
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    return ShownFigure
+
+
+def plain(text: str) -> str:
+    """Text for a figure: a dollar sign starts no formula, and line ends are visible."""
+    return text.replace("$", r"\$").replace("\n", "⏎")
+
+
+def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, NDArray]]) -> Figure:
+    """texts: of n tokens, the most likely first. stages: (title, probabilities (n,)), the model's own first.
+
+    Behind each stage's bars are those of the stage before it, in grey; a cross marks a token that a stage leaves out.
+    """
+    size = (1.2 + 2.1 * len(stages), 0.6 + 0.24 * len(texts))
+    figure, axes = new_figure(1, len(stages), size=size, sharex=True, sharey=True)
+    places = range(len(texts))
+    before = None
+    for ax, (title, now) in zip(axes[0], stages, strict=True):
+        if before is not None:
+            ax.barh(places, before, color=PALE, height=0.8)
+        ax.barh(places, now, color=FLOAT if before is None else MINUS, height=0.5)
+        for place in places:
+            if before is not None and before[place] > 0 and now[place] == 0:
+                ax.plot(0, place, "x", color=WRONG, ms=6, clip_on=False)
+        ax.set(title=title, xlabel="p")
+        before = now
+    axes[0, 0].set_xlim(left=0)
+    axes[0, 0].set_yticks(places, [plain(text) for text in texts], family="monospace")
+    axes[0, 0].invert_yaxis()
+    return figure
+
+
+def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, NDArray]]]) -> Figure:
+    """Bytes of a KV cache by policy: megabytes over tokens. panels: (title, tokens (n,), {policy: bytes (n,)}) each."""
+    figure, axes = new_figure(1, len(panels), size=(5.5 * len(panels), 3.4))
+    for ax, (title, tokens, policies) in zip(axes[0], panels, strict=True):
+        for number, (policy, nbytes) in enumerate(policies.items()):
+            ax.plot(tokens, nbytes / 1e6, color=SERIES[number % len(SERIES)], label=policy, lw=1.8)
+        ax.set(title=title, xlabel="tokens of one sequence", ylabel="MB")
+        ax.set_ylim(bottom=0)
+        ax.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def timeline(steps: Sequence[Any], *, by_step: bool = False) -> Figure:
+    """What a running engine did, by the steps of its `timeline`.
+
+    A row for each slot, a box for each step it took part in, a colour for each request, with its number where it
+    begins; prompts are hatched. Below: tokens in the step, and waiting requests.
+
+    by_step: all steps are equally wide, instead of by the clock.
+    """
+    slots = sorted({part.slot for step in steps for part in step.parts})
+    rows = {slot: row for row, slot in enumerate(slots)}
+    zero = steps[0].start_s if steps else 0.0
+    places = [
+        (i, 1.0) if by_step else ((step.start_s - zero) * 1e3, step.seconds * 1e3) for i, step in enumerate(steps)
+    ]
+    size = (11, 1.9 + 0.32 * len(slots))
+    ratios = {"height_ratios": [max(1.0, 0.32 * len(slots)), 1.0]}
+    figure, axes = new_figure(2, size=size, sharex=True, gridspec_kw=ratios)
+    top, below = axes[:, 0]
+    named: set[tuple[int, int]] = set()
+    for step, (left, width) in zip(steps, places, strict=True):
+        for part in step.parts:
+            prefill, row = part.kind == "prefill", rows[part.slot]
+            colour = SERIES[part.request_id % len(SERIES)]
+            box = {"color": colour, "ec": "white", "lw": 0.4, "height": 0.86, "alpha": 0.55 if prefill else 1.0}
+            top.barh(row, width, left=left, hatch="////" if prefill else None, **box)
+            if (part.request_id, part.slot) not in named:
+                named.add((part.request_id, part.slot))
+                top.text(left, row - 0.02, f" {part.request_id}", ha="left", va="center", size=8, color="black")
+    top.set(ylabel="slot", ylim=(len(slots) - 0.4, -0.6))
+    top.set_yticks(range(len(slots)), [str(slot) for slot in slots])
+    lefts, widths = [left for left, _ in places], [width for _, width in places]
+    tokens = [sum(part.tokens for part in step.parts) for step in steps]
+    below.bar(lefts, tokens, width=widths, align="edge", color=PALE, ec="white", lw=0.3, label="tokens in the step")
+    below.step(lefts, [step.waiting for step in steps], where="post", color=SERIES[6], lw=1.2, label="requests waiting")
+    below.set(xlabel="step" if by_step else "ms", ylabel="tokens, requests")
+    below.legend(frameon=False, fontsize=8, loc="upper right")
+    return figure
+
+
+class Bar(NamedTuple):
+    """One rectangle, in seconds from the left end of the root."""
+
+    level: int
+    start_s: float
+    width_s: float
+    name: str
+
+
+def bars(node: Any, level: int = 0, start_s: float = 0.0) -> Iterator[Bar]:
+    """The node and all below it; each child begins where the one before it ends."""
+    yield Bar(level, start_s, node.total_s, node.name)
+    for child in node.children.values():
+        yield from bars(child, level + 1, start_s)
+        start_s += child.total_s
+
+
+def icicles(roots: Sequence[tuple[str, Any]]) -> Figure:
+    """Flame graphs from the top down, one for each (title, root of a tree of `OpTime`).
+
+    What lies under a bar is part of it, and widths are times; the gaps are time in no child.
+    """
+    drawn = [list(bars(root)) for _, root in roots] or [[]]
+    levels = [1 + max((bar.level for bar in each), default=0) for each in drawn]
+    size = (11, 0.7 * len(drawn) + 0.32 * sum(levels))
+    figure, axes = new_figure(len(drawn), size=size, gridspec_kw={"height_ratios": levels})
+    for ax, each, (title, root) in zip(axes[:, 0], drawn, roots, strict=False):
+        for bar in each:
+            colour = LEVEL_COLOURS[min(bar.level, len(LEVEL_COLOURS) - 1)]
+            ax.barh(bar.level, bar.width_s * 1e3, left=bar.start_s * 1e3, height=0.94, color=colour, ec="white", lw=0.6)
+            room = int(bar.width_s / (root.total_s or 1) * 150)  # letters that fit
+            if room >= 4:
+                name = bar.name if len(bar.name) <= room else bar.name[: room - 1] + "…"
+                ax.text((bar.start_s + bar.width_s / 2) * 1e3, bar.level, plain(name), ha="center", va="center", size=8)
+        ax.set(title=plain(title), xlabel="ms", yticks=[], xlim=(0, (root.total_s or 1) * 1e3))
+        ax.set_ylim(max(bar.level for bar in each) + 0.5, -0.5)
+        ax.spines["left"].set_visible(False)
+    return figure

@@ -1,0 +1,302 @@
+"""Mutants of the C and Cython kernels: where they stand, and one extension that holds them all.
+
+A place is a piece of source text that occurs once in its file, with the edit marked: `total / ⟦D → (D + 1)⟧`. In a
+scratch copy of the kernels each marked expression A becomes `(bitnet_ref_mutant == 17 ? (B) : (A))`. The environment
+variable BITNET_REF_MUTANT=17 then selects that mutant as the extension is loaded, so all of them cost one build. The
+headers that are templates are mutated for every instruction set at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+KERNELS = "bitnet_ref/kernels/cpu"
+_MARK = re.compile("⟦(.*?) → (.*?)⟧")
+_HEADER = """#ifndef BITNET_REF_MUTANT_H
+#define BITNET_REF_MUTANT_H
+#include <stdlib.h>
+static int bitnet_ref_mutant;
+__attribute__((constructor)) static void bitnet_ref_choose_mutant(void) {
+    const char *number = getenv("BITNET_REF_MUTANT");
+    bitnet_ref_mutant = number ? atoi(number) : 0;
+}
+#endif
+"""
+
+PLACES = {
+    "float_steps.h": r"""
+        return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧); }
+        return v[0] + ⟦v[1] → v[0]⟧; }
+        lowest = zero - ⟦700.0 → 7.0⟧;
+        (x - n * ⟦0.693147180369123816490 → 0.69⟧)
+        TERM(⟦24.0 → 25.0⟧)
+        TERM(⟦2.0 → 4.0⟧)
+        + ⟦1023 → 1024⟧) << 52
+        sum += ⟦v * v → v⟧;
+        const double mean = total / ⟦(double)D → (double)(D + 1)⟧;
+        sqrt(⟦mean + eps → mean⟧);
+        y[i] = x[i] / scale * ⟦weight[i] → 1.0f⟧;
+        largest_bits = ⟦bits > largest_bits → bits < largest_bits⟧ ? bits
+        const float scale = ⟦127.0f → 126.0f⟧ / (largest
+        const float v = x[i] * scale + ⟦magic → (magic + 1.0f)⟧;
+        *x_quant_scale = ⟦scale → (scale * 1.01f)⟧;
+        *x_sum = (int32_t)(sum - ⟦(uint32_t)K → (uint32_t)(K - 1)⟧ * 0x4B400000u);
+        const float scale = ⟦w_scale / x_scale → w_scale * x_scale⟧;
+        y[i] = (float)acc[i] * scale + ⟦bias[i] → 0.0f⟧;
+        y[i] = (float)acc[i] * ⟦scale → -scale⟧;
+        STEP(choose)(⟦negative → ~negative⟧, g, -g)
+        g * STEP(choose)(negative, ⟦e → one⟧, one) / (one + e)
+        one) / (one + ⟦e → one⟧));
+        if (⟦!is_silu → is_silu⟧) {
+        ⟦gate[i] < 0 → gate[i] < 1⟧ ? 0 : gate[i];
+        y[i] = ⟦g * g → g⟧ * up[i];
+        STEP(silu)(g) * ⟦u → g⟧;
+        first = x[j], second = x[⟦half + j → j⟧];
+        y[j] = first * cos[j] - second * ⟦sin[j] → cos[j]⟧;
+        y[half + j] = second * cos[j] + ⟦first → second⟧ * sin[j];
+        h < ⟦heads → (heads - 1)⟧; h++, x += 2 * half""",
+    "attention_steps.h": r"""
+        STEP(load64)(q + ⟦r * d → 0⟧ + j), k, sum##r);
+        scores[r * n_keys] = (float)(⟦total * scale → total⟧);
+        for (size_t i = j; i < d; i++) total += q[r * d + i] * ⟦key[i] → 0⟧;
+        STEP(load64)(keys + ⟦k * d → 0⟧ + j);
+        q3 = STEP(load64)(q + ⟦3 * d → 2 * d⟧ + j);
+        totals[r * KEYS + k] += q[r * d + i] * ⟦keys[k * d + i] → 0⟧;
+        STEP(load64)(totals + i) * ⟦scale → 1.0⟧);
+        memcpy(scores + r * n_keys, rounded + ⟦r * KEYS → 0⟧, KEYS
+        v0 = STEP(WIDE)(values + ⟦s * stride → 0⟧ + j),
+        sums[r * d + j] += pattern[r * n_keys + s] * values[⟦s * stride → 0⟧ + j];
+        STEP(f64v) p = pattern[r * n_keys + ⟦s → 0⟧] - zero;
+        memcpy(sums + ⟦r * d → 0⟧ + j, &sum##r##0
+        largest = ⟦max_lanes[lane] > largest → max_lanes[lane] < largest⟧ ? (float)max_lanes[lane]
+        sum += ⟦power → zero⟧;
+        total += p[i] = ⟦power[lane] → power[0]⟧;
+        const double inverse = 1.0 / ⟦total → (total + 1.0)⟧;
+        for (; i < n; i++) p[i] = (float)(p[i] * ⟦inverse → 1.0⟧);
+        *stride = kv->kind == KV_FLOAT32 ? ⟦kv->stride → d⟧ : d;
+        (const uint16_t *)pool->rows + (row + ⟦n → 0⟧) * kv->stride, d, y);
+        pool->scales[(row + ⟦n → 0⟧) * kv->scale_stride];
+        y[i] = (float)q[i] * ⟦scale → 1.0f⟧;
+        if (⟦r < R → 0⟧) STEP(scores_1)
+        if (⟦r < R → 0⟧) STEP(values_1)
+        STEP(scores)(wide_q, R, d, key, n_keys, scale, scores + ⟦s → start⟧);
+        STEP(values)(pattern + ⟦start → 0⟧, n_keys, R
+        z[i] = (float)⟦sums[i] → sums[0]⟧;
+        keys.from > from ? ⟦keys.from → from⟧ : from
+        all = STEP(within)(⟦seen[r] → seen[0]⟧, all.from, all.to);
+        block[j] = ⟦x[j] → 0⟧;
+        const size_t to = n_keys - (T - 1 - ⟦i / R → 0⟧);
+        kv->first + to > window ? ⟦to - window → 0⟧ : 0, to};
+        q[i / R * q_stride + ⟦i % R → 0⟧ * d + j];
+        block + (rest.from - ⟦start → rest.from⟧) * d
+        scores + i * n_keys + ⟦rest.from → start⟧);
+        SCORE(⟦AFTER(r) → BEFORE(r)⟧, 1, r)
+        seen[r].to - ⟦seen[r].from → (seen[r].from + 1)⟧, pattern
+        STEP(wide_values_4)(p + ⟦all.from → start⟧, n_keys
+        z[i / R * z_stride + ⟦i % R → 0⟧ * d + j]""",
+    "kv_cache.h": r"""
+        offset = ⟦position - page * kv->page_size → 0⟧;
+        *row = (size_t)kv->pages[⟦page → 0⟧]
+        return count < max_count ? count : ⟦max_count → 1⟧;
+        magnitude = (h & 0x7FFFu) << ⟦13 → 12⟧;
+        bits |= (h & ⟦0x8000u → 0u⟧) << 16
+        _mm256_storeu_ps(y + ⟦i → 0⟧,
+        _mm512_storeu_ps(y + ⟦i → 0⟧,
+        tiny += ⟦0.5f → 0.25f⟧;
+        (size - 0x38000000u + ⟦0xFFFu → 0u⟧
+        (size >> 13 & ⟦1 → 0⟧)
+        (bits >> 16 & ⟦0x8000u → 0u⟧)
+        const float size = fabsf(⟦x[i] → x[0]⟧);
+        *scale = largest / ⟦127.0f → 100.0f⟧;
+        float v = x[i] / *scale + magic - ⟦magic → (magic + 1)⟧;
+        memcpy((float *)rows + row * d, x, ⟦d → (d - 1)⟧ * sizeof(float));
+        else kv_int8(x, d, (int8_t *)rows + ⟦row * d → row⟧, scale);""",
+    "panel.h": r"""
+        swap = (word ^ (word >> ⟦12 → 11⟧))
+        memcpy(bytes, row + 4 * ⟦b → 0⟧,
+        out = panel + (r / 16) * VECTOR_BYTES + ⟦(r % 16) → (r % 15)⟧ * 4;
+        out[b * BLOCK_BYTES + i] = (uint8_t)(word >> ⟦8 * i → 0⟧);
+        word |= (uint32_t)in[⟦b * BLOCK_BYTES → 0⟧ + i]
+        tokens, x_sum + ⟦m → 0⟧, padded
+        padded + ⟦t * PANEL_ROWS → 0⟧, rows""",
+    "ternary_scalar.h": r"""
+        (codes[i] & 3) * ⟦xb[i] → xb[0]⟧
+        (codes[i] >> ⟦4 → 2⟧ & 3)
+        sum[r] - ⟦x_sum[m] → 0⟧;""",
+    "ternary_avx2.h": r"""
+        _mm256_set1_epi32(⟦-x_sum → 0⟧);
+        avx2_word(x + b * BLOCK_K + ⟦4 * s → 0⟧);
+        memcpy(acc, out, ⟦rows → 1⟧ * sizeof(int32_t));""",
+    "ternary_ymm.h": r"""
+        acc[m * acc_stride + r] = ⟦-x_sum[m] → 0⟧;
+        const uint8_t *bytes = scratch + ⟦row → 0⟧ * 4;""",
+    "ternary_avx512.h": r"""
+        x2 = avx512_word(xb + ⟦8 → 4⟧)
+        avx512_word(xb + ⟦t → 0⟧ * x_stride + 4 * s)
+        _mm512_set1_epi32(⟦-x_sum[m] → 0⟧)
+        tokens = ⟦M - m == AVX512_TOKENS + 1 → 0⟧ ? 4""",
+    "dense_avx512.h": r"""
+        value = ⟦3 → 2⟧ * value + codes[n];
+        (256 * value + ⟦242 → 0⟧) / 243
+        codes[n] * x[m * x_stride + b * DENSE_BLOCK_K + ⟦4 * n → 0⟧ + i];
+        (256u * (uint32_t)⟦x_sum → 0⟧)
+        x + start * ⟦DENSE_BLOCK_K → BLOCK_K⟧, x_stride, M""",
+    "table_avx2.h": r"""
+        panel[i * PANEL_ROWS + r] = packed[r * row_bytes + ⟦i → 0⟧];
+        ((nibble & 3) - ⟦1 → 0⟧) * x0
+        (uint8_t)(sum >> ⟦5 → 4⟧);
+        32 * ⟦table[48 + (byte >> 4)] → 0⟧
+        table_add(sum + ⟦32 → 0⟧, n2)
+        sum[r] = -(int32_t)(⟦TABLE_BIAS → 255⟧ * TABLE_PAIRS""",
+    "dense_rows.h": r"""
+        (uint32_t)((const uint16_t *)row)[⟦k → 0⟧] << 16);
+        return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧);
+        if (⟦has_all → 0⟧) *half += half[n_vectors];
+        STEP(floats)(x + i / V % T * K + ⟦k → pass⟧ +
+        (four[i][1] + ⟦four[i][3] → four[i][1]⟧);
+        y[i % T * y_stride + i / T] = ⟦total → (total + 1)⟧;
+        w, K, x + ⟦m * K → 0⟧, y + m * y_stride, y_stride)
+        STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
+    "head_screen.h": r"""
+        q[k] = (int8_t)(int32_t)⟦n → 0⟧;
+        r_squares[k % 8] += ⟦r * r → 0⟧;
+        facts[0] = ⟦s → 2 * s⟧;
+        facts[2] = (float)((⟦w_norm → 0⟧ + r_norm)
+        X[k] = (int16_t)(⟦n > 32639 → n > 3263⟧
+        e2 += ⟦e * e → 0⟧;
+        facts[0] = ⟦t → 2 * t⟧;
+        facts[1] = ⟦sqrt(x2) → 0⟧ * up;
+        sum[r] = SCREEN_ADD(sum[r], q + ⟦r → r / 2⟧ * wide + i, x);
+        sums[r] += ⟦sum → 0⟧;
+        lower[m * stride + n + r] = (float)(⟦estimate - slack → estimate⟧);
+        lower[m * stride + n + r] = (float)(⟦estimate - slack → estimate + slack⟧);
+        upper[m * stride + n + r] = (float)(⟦estimate + slack → estimate - slack⟧);""",
+    "screen_avx512.h": r"""
+        _mm512_sub_pd(estimate, ⟦slack → c->ulps⟧)
+        _mm512_add_pd(estimate, ⟦slack → _mm512_sub_pd(c->ulps, slack)⟧)
+        _mm256_set_pd(facts[9 + i], ⟦facts[6 + i] → facts[i]⟧
+        0xF0, _mm512_set1_pd(x_facts[3 * ⟦u → t⟧ + i])
+        _mm_storeu_ps(lower + ⟦u → t⟧ * stride, _mm256_extractf128_ps(low""",
+    "_cpu.pyx": r"""
+        for i in range(⟦self.count → self.count - 1⟧):\n                if self.calls[i].run
+        any(⟦start <= address < end → start <= address⟧ for start""",
+    "_cpu_ternary.pxi": r"""
+        &packed[p * PANEL_ROWS, 0], ⟦count → count - 1⟧, row_bytes, &panels[p, 0]
+        c.panels[i + n] + ⟦p → 0⟧ * n_blocks * BLOCK_BYTES
+        x + ⟦block → 0⟧ * x_stride, x_stride, tokens
+        x_sum + ⟦block → 0⟧, acc + n
+        acc + ⟦n * tokens * PANEL_ROWS → 0⟧, PANEL_ROWS
+        rows, c.scales[⟦i + n → i⟧], x_quant_scale
+        x_quant_scale[⟦block + m → block⟧]
+        c.biases[i + n] + ⟦p * PANEL_ROWS → 0⟧ if c.biases
+        c.chosen.gated(y[0], y[⟦1 → 0⟧]
+        rows, ⟦c.gate == SILU → c.gate != SILU⟧, out)
+        add_arrays(c.residual + ⟦(out - c.ys[i]) → 0⟧, out, rows, out)
+        c.chosen.rms_norm(row, c.norm_weight, K, ⟦c.eps → 1.0⟧, <float *>
+        c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + ⟦m → 0⟧, x_sum + m)""",
+    "_cpu_cache.pxi": r"""
+        return window if window and ⟦window <= position → window < position⟧ else position + 1
+        t.chosen.rope(x, heads, d // 2, t.cos + ⟦m * (d // 2) → 0⟧, t.sin
+        page_table[c.to.slots[m] * c.to.table_columns + ⟦c.to.positions[m] // page_size → 0⟧] * page_size
+        row = (row + ⟦c.to.positions[m] % page_size → 0⟧) * G
+        store_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g)
+        store_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g)
+        &c.to.view.values, row + ⟦g → 0⟧)
+        cdef double scale = (<double> d) ** ⟦-0.5 → -0.25⟧
+        slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + ⟦1 → 2⟧)
+        head = 0 if item < undivided else ⟦(item - undivided) % parts * part_heads → 0⟧
+        heads = R if item < undivided else ⟦min(part_heads, R - head) → 1⟧
+        attend_run(c, m, first[run + 1] - m, g, ⟦g * R + head → head⟧, heads
+        rotate(&c.of_q, q + t * H * d, ⟦m + t → m⟧, heads
+        view.values.rows = <const char *> view.values.rows + ⟦g → 0⟧ * d * size
+        view.keys.scales += ⟦g → 0⟧
+        view.pages = c.of.page_table + ⟦c.of.slots[m] → 0⟧ * c.of.table_columns
+        view.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
+        view.n_keys = position + ⟦tokens → 1⟧ - view.first
+        H * d, &view, ⟦c.window → 0⟧, scale, workspace, z)""",
+    "_cpu_dense.pxi": r"""
+        c.y + ⟦block → 0⟧ * 16, N)
+        tokens + ⟦m → 0⟧ * wide, token_facts
+        &facts[⟦block * 64 → 0⟧, 0]
+        first + ⟦rows[i] → i⟧ * size""",
+    "_cpu_rows.pxi": r"""
+        c.chosen.rms_norm(c.x + ⟦m * c.D → 0⟧, c.y
+        c.chosen.gated(c.x + m * c.D, c.y + ⟦m * c.D → 0⟧, c.D
+        z[i] = x[i] + ⟦y[i] → 0⟧
+        add_arrays(c.x + m * c.D, c.y + m * ⟦c.y_stride → c.D⟧, c.D
+        c.y + ⟦m * half → 0⟧, c.sin""",
+}
+
+
+def kernel_places() -> list[tuple[str, str, str]]:
+    """(file, text, text with the mistake) of every mutant; number n is the n-th, from 1 on."""
+    return [(file, *(_MARK.sub(rf"\{side}", text) for side in (1, 2))) for file, text in _marked_texts()]
+
+
+def _marked_texts() -> Iterator[tuple[str, str]]:
+    for file, text in PLACES.items():
+        for line in filter(None, map(str.strip, text.splitlines())):
+            yield file, line.replace(r"\n", "\n")
+
+
+def build(root: Path) -> Path:
+    """The extension with every mutant, built from a scratch copy with setup.py's flags. An unchanged one is kept.
+
+    Raises LookupError for a place whose text does not occur exactly once.
+    """
+    texts = _edited(root / KERNELS)
+    content = "".join(texts[name] for name in sorted(texts)) + (root / "setup.py").read_text() + sys.version
+    folder = Path(tempfile.gettempdir(), f"bitnet_ref_mutants_{hashlib.sha256(content.encode()).hexdigest()[:16]}")
+    if not (found := sorted(folder.glob(f"{KERNELS}/_cpu.*.so"))):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / KERNELS).mkdir(parents=True)
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(root / name, folder)
+        for name, text in texts.items():
+            (folder / KERNELS / name).write_text(text)
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | {"BITNET_REF_EXTENSION": "required"}, capture_output=True, text=True
+        )
+        found = sorted(folder.glob(f"{KERNELS}/_cpu.*.so"))
+        if done.returncode != 0 or not found:
+            raise RuntimeError(f"the extension with the mutants was not built:\n{done.stdout}{done.stderr}")
+    return found[0]
+
+
+def _edited(kernels: Path) -> dict[str, str]:
+    """The kernels' sources with every mutant in them, by file name."""
+    edits: dict[str, dict[tuple[int, int], str]] = {}  # file -> {span of the expression: what stands there now}
+    texts = {path.name: path.read_text() for path in kernels.iterdir() if path.suffix in (".h", ".pyx", ".pxi")}
+    for number, (file, marked) in enumerate(_marked_texts(), 1):
+        mark = _MARK.search(marked)
+        assert mark is not None, marked
+        old, new, context = mark[1], mark[2], _MARK.sub(r"\1", marked)
+        if (count := texts[file].count(context)) != 1:
+            raise LookupError(f"{file}: the text to mutate occurs {count} times, not once: {context!r}")
+        start = texts[file].index(context) + mark.start()
+        span = (start, start + len(old))
+        now = edits.setdefault(file, {}).get(span, old)
+        if file.endswith(".h"):
+            edits[file][span] = f"(bitnet_ref_mutant == {number} ? ({new}) : ({now}))"
+        else:
+            edits[file][span] = f"(({new}) if bitnet_ref_mutant == {number} else ({now}))"
+    for file, spans in edits.items():
+        text = texts[file]
+        for (start, end), now in sorted(spans.items(), reverse=True):
+            text = text[:start] + now + text[end:]
+        texts[file] = text
+    for file in texts:
+        if file.endswith(".h"):
+            texts[file] = '#include "mutant.h"\n' + texts[file]
+    declared = 'cdef extern from "mutant.h" nogil:\n    const int bitnet_ref_mutant\n\n'
+    texts["_cpu.pyx"] = texts["_cpu.pyx"].replace("cdef extern from", declared + "cdef extern from", 1)
+    return texts | {"mutant.h": _HEADER}

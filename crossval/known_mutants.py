@@ -1,0 +1,3 @@
+"""Mutants that survive, and why each may."""
+
+KNOWN: dict[str, str] = {}
