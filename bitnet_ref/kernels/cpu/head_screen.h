@@ -1,5 +1,4 @@
-/* The screened head: for each row an interval, computed in int8, that certainly holds the logit that `dense_rows`
- * computes.
+/* The screened head: for each row an interval, computed in int8, that certainly holds the logit of `dense_rows`.
  *
  * The head of 2B-4T is 0.66 GB per token in bfloat16, more than all ternary layers together, and greedy or top-k
  * sampling needs a handful of its 128,256 logits. So each row is also stored in int8 (half the bytes), with what a
@@ -14,8 +13,7 @@
  * underflows of 2^-126, as long as nothing overflows (any part of the sum is at most |w| |x|: above 2^126 the interval
  * is all numbers). Norms are rounded up, bounds outwards.
  *
- * A template, included by float_steps.h: the sum q X is written for AVX2 and AVX-512 (widen int8 to int16, vpmaddwd),
- * and in plain C for other targets.
+ * A template, included by float_steps.h: the sum q X is written for AVX2 and AVX-512 (vpmaddwd), and in plain C.
  *
  * Measured, 2 threads of a Cascade Lake Xeon, 128256 x 2560 bfloat16, best of ten:
  *   one token: all logits 32.0 ms; screen 15.4; with the rows it leaves 16.1 (greedy), 16.7 (top 50), 20.5 (top 1024).
@@ -103,11 +101,16 @@ typedef __m256i STEP(screen_sum);
 
 #ifdef SCREEN_LANES
 STEP_INLINE int64_t STEP(screen_total)(STEP(screen_sum) sum) {
-    int32_t lanes[STEP_BYTES / 4];
+#if STEP_BYTES == 64
+    return _mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(sum)),
+                                                    _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(sum, 1))));
+#else
+    int32_t lanes[8];
     int64_t total = 0;
     memcpy(lanes, &sum, sizeof lanes);
-    for (int i = 0; i < STEP_BYTES / 4; i++) total += lanes[i];
+    for (int i = 0; i < 8; i++) total += lanes[i];
     return total;
+#endif
 }
 
 STEP_INLINE void STEP(screen_sums)(const int8_t *q, size_t wide, const int16_t *X, const int rows, int fetch,

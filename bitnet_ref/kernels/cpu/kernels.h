@@ -1,5 +1,4 @@
-/* The kernel sets, one per instruction set, in one extension: each is compiled for its own target, and run time chooses
- * one that the processor can run. */
+/* The kernel sets, one per instruction set, each compiled for its own target; one is chosen at run time. */
 #ifndef BITNET_REF_KERNELS_H
 #define BITNET_REF_KERNELS_H
 

@@ -79,7 +79,7 @@ static void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, ui
     }
 }
 
-/* Runs `many`. For the last panel, which may have fewer rows, it stores into a temporary array, of which `rows` are copied. */
+/* Runs `many`. A last panel of fewer rows is stored into a temporary array, of which `rows` are copied. */
 static void ternary_64_rows(ternary_many_fn many, TERNARY_ARGS, size_t rows, void *scratch) {
     enum { PADDED_TOKENS = 96 };
     int32_t padded[PADDED_TOKENS * PANEL_ROWS];

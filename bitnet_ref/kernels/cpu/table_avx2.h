@@ -7,8 +7,7 @@
  * (low 0 to 31, high 0 to 16). (TL1 splits it 8 and 8, and must widen after every look-up.) So the 8 sums of a block of
  * 16 columns add up in bytes (low 248, high 128 at most); low + 32 high (at most 4,344) is added in uint16 (15 blocks
  * fit, 65,160), then in int32.
- * The panel differs from panel.h: all 32 lanes look up in the same table, so a vector holds the same columns of 64
- * rows:
+ * The panel differs from panel.h: all lanes look up in the same table, so a vector holds the same columns of 64 rows:
  *     block b, row r, columns 16 b + 4 v .. + 3:   byte 256 b + 64 v + r, which is the row's packed byte unchanged
  * Tables: 8 pairs per block, 16 bytes of low and 16 of high each: 16 bytes per activation.
  *

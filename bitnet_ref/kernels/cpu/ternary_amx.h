@@ -2,8 +2,7 @@
  * 16 rows: 16,384 int8 products, groups of 4 added into 16 x 16 lanes of int32.
  *
  * Plain version: ternary_scalar.h. Tested on a Sapphire Rapids and on Bochs 3.0's (tests/kernels/amx_machine.py);
- * elsewhere the suite runs this text over tiles in plain C that check what Intel's manual requires of a configuration
- * (amx_emulated.h), and looks for the instructions in the built extension.
+ * elsewhere the suite runs this text over tiles in plain C (amx_emulated.h) that check what Intel's manual requires.
  *
  * Operands of the instruction (C += A B, A signed, B unsigned: tdpbsud):
  *   A  16 tokens, 64 activations each: read in place from x, rows x_stride apart.
@@ -13,10 +12,9 @@
  * Eight tile registers: 2 x 2 sums (32 tokens x 32 rows), 2 of tokens, 2 of rows. A step of 64 columns is 4 loads and 4
  *   products. A product occupies the unit for 16 cycles and its latency is 52, so four must be in flight: 16 tokens or
  *   fewer go against all 64 rows (`amx_few`), with 5 loads and 4 products.
- * Weights are unpacked while others are multiplied: each product is followed by a quarter of the unpacking of the step
- *   after the next one, into a ring of four steps that stays in L1. For the second 32 rows and for the next 32 tokens
- *   they are unpacked again, which costs less than writing them to L2 and reading them back. Each step prefetches its
- *   share of the next panel.
+ * Weights are unpacked while others are multiplied: after each product a quarter of the step after the next one, into a
+ *   ring of four steps in L1. For the second 32 rows and the next 32 tokens they are unpacked again, which costs less
+ *   than writing them to L2 and reading them back. Each step prefetches its share of the next panel.
  * AVX-512 computes the last columns, fewer than 64, and up to four tokens, for which it reads panels without unpacking.
  *
  * Measured, one thread of a Sapphire Rapids (3,690 G multiply-adds/s of tdpbsud alone), 64 rows in L2, microseconds:
@@ -26,18 +24,14 @@
  *   part of the peak     0.13   0.34   0.42   0.44   0.44      0.42   0.52   0.55   0.53
  *   1024 columns unpacked
  *   at a time, before     6.6    6.9    8.6   11.7   18.3      18.8   22.0   30.0   47.0
- *   Weights from memory (one thread reads 18.5 GB/s of it): 5 to 16 tokens 11 to 12 GB/s, 32 tokens 5.5 us, 64 tokens
- *   7.8.
+ *   Weights from memory (a thread reads 18.5 GB/s): 5 to 16 tokens 11 to 12 GB/s, 32 tokens 5.5 us, 64 tokens 7.8.
  * Tried:
- *   - unpacking one step ahead, not two: 30% slower (a tile is loaded after its lines leave the store buffer); three: 0
- *     to 5%
+ *   - unpacking one step ahead, not two: 30% slower (a load waits for its lines in the store buffer); three: 0 to 5%
  *   - a ring of eight steps: 5% slower; with 16 tokens, whose steps are twice as large, 50%
  *   - the tokens' next cache lines prefetched into L1, two to eight steps ahead: 5 to 20% slower
  *   - the result's cache lines prefetched before they are stored: 0 to 5% slower
- *   - tokens copied to tiles of 1 KB: 0 to 5% faster, 17% where rows are 4096 bytes apart; not taken: every call must
- *     copy
- *   - weights prefetched into L1, or 2 to 16 KB ahead, not a panel: 0 to 20% slower from memory; not at all: 20 to 25%
- */
+ *   - tokens copied to tiles of 1 KB by each call: 0 to 5% faster, 17% where rows are 4096 bytes apart; not taken
+ *   - weights prefetched into L1, or 2 to 16 KB ahead, not a panel: 0 to 20% slower; not prefetched: 20 to 25% */
 #ifndef BITNET_REF_TERNARY_AMX_H
 #define BITNET_REF_TERNARY_AMX_H
 
@@ -150,8 +144,7 @@ static inline void amx_store_sums(int32_t *acc0, int32_t *acc1, int32_t *acc2, i
     AMX_STORE(3, acc3, acc_stride * sizeof(int32_t));
 }
 
-/* A pass of 17 to 32 tokens, for which the tiles are set, against 32 rows: acc = sums + codes * x. sums (32, 16):
- * -x_sum. */
+/* A pass of 17 to 32 tokens against 32 rows: acc = sums + codes * x. sums (32, 16): -x_sum. The tiles are set. */
 AVX512_TARGET static void amx_pair(amx_weights *weights, const int8_t *x, size_t x_stride, const int32_t *sums, int32_t *acc,
                                    size_t acc_stride) {
     const int8_t *x1 = x + AMX_ROWS * x_stride;

@@ -7,16 +7,14 @@
  * One token, `avx2_one`: the 8 registers of a block are read in order, so that memory sees one forward stream. Widened
  *   after AVX2_WIDEN = 16 blocks, which is 64 sums per lane.
  * More: 256 columns, 64 sums per lane, are unpacked to bytes once and used for all tokens, six at a time against 16
- *   rows (ternary_ymm.h). The next columns are prefetched meanwhile: weights from memory, 8 tokens 1.11 times as fast,
- *   12 1.08.
+ *   rows (ternary_ymm.h). Prefetching the next columns: weights from memory, 8 tokens 1.11 times as fast, 12 1.08.
  *
  * Measured as in ternary_avx512.h, at 2.5 to 2.7 GHz, G multiply-adds/s: 1 token 54 (13.5 GB/s of codes: a thread's
  *   share of the memory) - 6 tokens 76 - 64 tokens 90 to 98 - 512 tokens 92 to 98.
  * Limit: vpmaddubsw has two ports, vpaddw these and a third, so 24 instructions for 384 multiply-adds take 8 cycles:
  *   120 measured on registers alone, 110 for the loop of a tile alone.
  * Tried:
- *   - tiles of 4 tokens by macros over intrinsics, each instruction pair in assembly: 75 (GCC spills, 18 loads for 8
- *     pairs)
+ *   - tiles of 4 tokens by intrinsics, each instruction pair in assembly: 75 (GCC spills, 18 loads for 8 pairs)
  *   - tiles of 6 tokens, the whole loop in assembly, widened by intrinsics afterwards: 87
  *   - two groups per iteration, widened and added to acc in the same assembly (as it is): 90 to 98
  *   - both products before their sums (a shorter chain): no difference in the loop alone (111) */

@@ -7,27 +7,24 @@
  *   once at the end (exact: the sum is a multiple). 4 ANDs + 4 dot products for 64 bytes, no shift in the loop. An
  *   accumulator reaches K/4 * 128 * 128, so K < 2^19 (`AVX512_MAX_K`; for larger K the scalar kernel runs).
  * 2 to 4 tokens, `avx512_few`: codes are shifted down in registers and used for each token: 16 accumulators.
- * More, `avx512_many`: 256 columns of the panel are unpacked to bytes once (16 KB, in L1) and used for all tokens, six
- *   at a time, the last ones one to five. The sums in `acc` start at -x_sum; a tile loads them and stores them back.
- *   Each tile prefetches its share of the next columns: 256 columns are a page of 4 KB, at whose end the hardware
- *   prefetcher stops.
+ * More, `avx512_many`: 256 columns of the panel are unpacked to bytes once (16 KB, in L1) and used for all tokens, up to
+ *   six at a time. The sums in `acc` start at -x_sum; a tile loads and stores them. Each tile prefetches its share of
+ *   the next columns: 256 columns are a page of 4 KB, at whose end the hardware prefetcher stops.
  *
  * Measured, one thread of a Cascade Lake Xeon, 64 rows of 2560 columns in L2, as a fraction of the rate of vpdpbusd
  *   alone (307 G multiply-adds/s):
- *   1 token 0.19 to 0.48, limited by memory or L2 - 4 tokens 0.63 - 8: 0.72 - 16: 0.83 - 32: 0.84 - 64: 0.87 - 128:
- *   0.88. Of the time for 64 tokens the loop of the tiles takes 0.90, loading sums 0.03, unpacking 0.03.
- *   Dequantised and stored to a result of 6912 columns: 0.76, because each cache line of it comes from a far cache
- *   first.
+ *   1 token 0.19 to 0.48 (memory or L2 is the limit) - 4: 0.63 - 8: 0.72 - 16: 0.83 - 32: 0.84 - 64: 0.87 - 128: 0.88.
+ *   Of the time for 64 tokens the loop of the tiles takes 0.90, loading sums 0.03, unpacking 0.03.
+ *   Dequantised and stored to a result of 6912 columns: 0.76, because its cache lines come from a far cache first.
  * Tried (G multiply-adds/s):
  *   - accumulators as an array in the tile loop, intrinsics: 65 (all of it stored in every step)
  *   - as variables, intrinsics: 125 (copied before and spilled after each dot product)
  *   - as variables, each dot product in inline assembly: 125 (no copies, but ten accumulators live in memory)
- *   - the whole loop of the tile in assembly: 254; with sums loaded from and stored to `acc`, not a buffer added to it:
- *     267
- *   - tiles, not `avx512_few`, for the tokens after the last six: 8 tokens 0.64 to 0.72 of the peak, 11: 0.64 to 0.80,
- *     16: 0.73 to 0.83, 64: 0.85 to 0.87
- *   - the next columns prefetched by all tiles, not by the first alone, whose loads then waited: weights from memory,
- *     60 tokens 0.81 to 0.84, of 6912 columns 0.80 to 0.85
+ *   - the whole loop of the tile in assembly: 254; with sums loaded from and stored to `acc`, not a buffer: 267
+ *   - tiles, not `avx512_few`, after the last six tokens: 8 tokens 0.64 to 0.72 of the peak, 11: 0.64 to 0.80, 16: 0.73
+ *     to 0.83, 64: 0.85 to 0.87
+ *   - columns prefetched by all tiles, not by the first alone, whose loads then waited: 60 tokens from memory 0.81 to
+ *     0.84, of 6912 columns 0.80 to 0.85
  *   - two or four groups per iteration, activations reordered as they are used: 0 to 1%
  *   - chunks of 128, 512 or all columns, not 256: 2 to 8% slower
  *   - prefetching the next tokens' activations, or sums, before each tile: 3 to 5% slower (they are in L2)
@@ -158,10 +155,7 @@ AVX512_TARGET static void avx512_unpack(const uint8_t *panel, size_t n_blocks, u
  *
  * In assembly, because 24 accumulators, 4 weight vectors and a broadcast fill 29 of the 32 registers. With intrinsics
  * or single inline instructions GCC 12 copied and spilled half of them in every step. Per group of 4 columns: 4 + 6
- * loads, 24 dot products. `next`: this tile's share of the next packed columns, of which each group prefetches
- * `fetched` bytes.
- *
- * TILE_TOKENS_T calls EACH(activations, sums, its 4 registers) for each token. */
+ * loads, 24 dot products. Each group prefetches `fetched` bytes of `next`, packed columns. TILE_TOKENS_T calls EACH(activations, sums, its 4 registers) for each token. */
 #define TILE_TOKENS_1(EACH) EACH("(%[x])", "(%[acc])", "0", "1", "2", "3")
 #define TILE_TOKENS_2(EACH) TILE_TOKENS_1(EACH) EACH("(%[x],%[x_stride])", "(%[acc],%[acc_stride])", "4", "5", "6", "7")
 #define TILE_TOKENS_3(EACH) TILE_TOKENS_2(EACH) EACH("(%[x],%[x_stride],2)", "(%[acc],%[acc_stride],2)", "8", "9", "10", "11")
