@@ -40,7 +40,7 @@ class KernelBackend(Backend):
 
     kernels: CpuKernels
 
-    def with_kernels(self, kernels: CpuKernels) -> Self:
+    def _with_kernels(self, kernels: CpuKernels) -> Self:
         """A copy that computes with these kernels."""
         be = copy.copy(self)
         be.kernels = kernels
@@ -123,7 +123,7 @@ class KernelStep:
     def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
-        be = be.with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
+        be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
         x = decoder_layers(be, self._x, w.layers, cfg, (self._cos, self._sin), self._batch, cache)
         result = be.rms_norm(x, w.final_norm, cfg.norm_eps)
         inputs = self._x, self._cos, self._sin, self._batch.slots, self._batch.positions
