@@ -56,12 +56,14 @@ class Checkpoint(Closeable, ABC):
 
     kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
+    taken: the file's names of the tensors that were read so far.
     """
 
     path: Path
     config: ModelConfig
     kind: str
     evidence: list[str]
+    taken: set[str]
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""

@@ -85,9 +85,6 @@ class GgufInspector(Inspector):
             if name is not None and tensor.type.name in TERNARY_TYPES:
                 self.count_raw_plane(name)
 
-    def used_tensors(self, checkpoint: GgufCheckpoint) -> set[str]:
-        return checkpoint.taken
-
     def tokenizer_files(self) -> dict[str, bytes]:
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
 
@@ -106,10 +103,6 @@ class GgufInspector(Inspector):
         for raw in self.raw_blocks(stored):
             values = len(raw) // stored.type.block_bytes * stored.type.block_values
             yield dequantize(raw, stored.type.name, (values,))
-
-    def tensor_error(self, checkpoint: GgufCheckpoint, tensor: str, message: str) -> FormatError:
-        offset = checkpoint.file.tensors[tensor].offset
-        return FormatError(message, path=self.path, offset=offset, field=tensor)
 
     def raw_blocks(self, tensor: GgufTensor) -> Iterator[NDArray[np.uint8]]:
         """Whole blocks of the tensor's type, a few megabytes at a time, without the tail."""

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
 from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
 from ..formats.names import hf_module, linear_of_hf
-from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
+from ..formats.safetensors import SafetensorsFile
 from ..reference import quantization
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
 from ..system.json_file import read_json_object
 from .facts import Inspection, StoredTensor
-from .inspector import Inspector, tensor_kind
+from .inspector import Inspector, blocks_of, stored_tensor
 
 if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
 
-_BLOCK_BYTES = 1 << 24
 # When absent, transformers takes defaults that are wrong for many checkpoints.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
 
@@ -137,9 +134,6 @@ class HfInspector(Inspector):
                     "note", "weights", f"there is {', '.join(others[:3])}: pickles are not read, they run code"
                 )
 
-    def used_tensors(self, checkpoint: HfCheckpoint) -> set[str]:
-        return checkpoint.tensors.taken
-
     def load_tokenizer(self) -> Tokenizer | None:
         from ..tokenizers import load_tokenizer
 
@@ -148,12 +142,6 @@ class HfInspector(Inspector):
 
     def table_name(self, name: str) -> str:
         return "model.embed_tokens.weight" if name == "embedding" else "lm_head.weight"
-
-    def table_blocks(self, checkpoint: HfCheckpoint, tensor: str) -> Iterator[NDArray]:
-        return blocks_of(checkpoint.tensors, tensor)
-
-    def tensor_error(self, checkpoint: HfCheckpoint, tensor: str, message: str) -> FormatError:
-        return checkpoint.tensors.fail(tensor, message)
 
     def weights_of(self, tensor: StoredTensor) -> int:
         return super().weights_of(tensor) * (4 if tensor.kind == "ternary planes" else 1)
@@ -208,14 +196,3 @@ class HfInspector(Inspector):
             same = False
         if not same:
             raise tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
-
-
-def stored_tensor(name: str, info: TensorInfo, path: Path) -> StoredTensor:
-    return StoredTensor(name, tensor_kind(name, info.dtype), info.dtype, info.shape, info.nbytes, path.name)
-
-
-def blocks_of(tensors: CheckpointTensors, name: str) -> Iterator[NDArray[Any]]:
-    """A tensor's values in order, flat, a few megabytes at a time; each block is overwritten by the next."""
-    dtype = DTYPES[tensors.info(name).dtype]
-    for block in tensors.blocks(name, _BLOCK_BYTES):
-        yield np.frombuffer(block, dtype=dtype)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-from numpy.typing import NDArray
-
 from ..errors import FormatError
 from ..formats.checkpoint import Checkpoint, linear_shape
 from ..formats.native.model import NativeCheckpoint
 from ..formats.safetensors import SafetensorsFile
 from .facts import StoredTensor
-from .hf import blocks_of, stored_tensor
-from .inspector import Inspector
+from .inspector import Inspector, stored_tensor
 
 _PLANES = (".packed", ".trits")
 _SHOWN = 200
@@ -52,9 +46,6 @@ class NativeInspector(Inspector):
         except FormatError as error:
             self.out.report_error("weights", error)
 
-    def used_tensors(self, checkpoint: NativeCheckpoint) -> set[str]:
-        return checkpoint.tensors.taken
-
     def tokenizer_files(self) -> dict[str, bytes]:
         if self.checkpoint is None:
             return {}
@@ -63,12 +54,6 @@ class NativeInspector(Inspector):
 
     def table_name(self, name: str) -> str:
         return name if name == "embedding" else f"{name}.weight"
-
-    def table_blocks(self, checkpoint: NativeCheckpoint, tensor: str) -> Iterator[NDArray[Any]]:
-        return blocks_of(checkpoint.tensors, tensor)
-
-    def tensor_error(self, checkpoint: NativeCheckpoint, tensor: str, message: str) -> FormatError:
-        return checkpoint.tensors.fail(tensor, message)
 
     def weights_of(self, tensor: StoredTensor) -> int:
         config, stem = self.out.config, tensor.name.rpartition(".")[0]

@@ -53,9 +53,6 @@ class OnnxInspector(Inspector):
             self.checkpoint = self.try_open(OnnxCheckpoint)
         return self.checkpoint
 
-    def used_tensors(self, checkpoint: OnnxCheckpoint) -> set[str]:
-        return checkpoint.taken
-
     def tokenizer_files(self) -> dict[str, bytes]:
         return {} if self.checkpoint is None else self.checkpoint.tokenizer_files()
 

@@ -71,6 +71,7 @@ class NativeCheckpoint(Checkpoint):
     ) -> None:
         self.path, self.kind = path, "native"
         self.tensors = CheckpointTensors(path)
+        self.taken = self.tensors.taken
         try:
             self.stored_metadata = self.tensors.metadata
             self._metadata = dict(self.stored_metadata)
@@ -200,7 +201,7 @@ class NativeCheckpoint(Checkpoint):
 
     def finish(self) -> None:
         self.tokenizer_files()  # checked here, so that a damaged one is found by `load`
-        unused = [name for name, stored in self._names.items() if stored not in self.tensors.taken]
+        unused = [name for name, stored in self._names.items() if stored not in self.taken]
         self.refuse_unused(unused, "the model that the file's config describes")
 
     # -- content hash --------------------------------------------------------------------------------------------------

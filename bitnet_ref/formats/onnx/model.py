@@ -34,7 +34,7 @@ class OnnxCheckpoint(Checkpoint):
         self.path, self.evidence = path, []
         self.file = OnnxFile(path)
         self._ours = self.file.metadata.get(FORMAT_KEY)
-        self.taken: set[str] = set()
+        self.taken = set()
         self.config = self._read_config(options is not None and options.allow_unquantized)
         if self.config.num_hidden_layers > len(self.file.tensors):
             counts = f"{self.config.num_hidden_layers} layers, the file has {len(self.file.tensors)} tensors"
