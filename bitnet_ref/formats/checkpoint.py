@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,12 @@ def norm_size(config: ModelConfig, name: str) -> int:
 # -- reading all of them -----------------------------------------------------------------------------------------------
 
 
+def ticker(progress: Progress | None, total: int) -> Callable[[], None]:
+    """A function that calls `progress` with 1, 2, ... and `total`; one that does nothing without `progress`."""
+    numbers = count(1)
+    return (lambda: None) if progress is None else lambda: progress(next(numbers), total)
+
+
 def read_weights(
     checkpoint: Checkpoint,
     progress: Progress | None = None,
@@ -234,13 +241,7 @@ def read_weights(
     """All weights. Each linear goes through `prepare_for(its layer)` (None: the head) as soon as it is read, so it is
     never held twice. See `Backend.prepare_for`."""
     config = checkpoint.config
-    total = part_count(config)
-    counter = iter(range(1, total + 1))
-
-    def done() -> None:
-        if progress is not None:
-            progress(next(counter), total)
-
+    done = ticker(progress, part_count(config))
     embedding = checkpoint.embedding()
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))

@@ -28,8 +28,7 @@ from ..formats.safetensors import DTYPES, TensorInfo
 from ..reference.config import ModelConfig
 from ..reference.weights import LinearWeight, TernaryWeight, linear_name
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
-from .judge import judge_model
-from .tokenizer import compare_with_config, describe_tokenizer
+from .judge import compare_with_config, describe_tokenizer, judge_model
 
 if TYPE_CHECKING:
     from ..tokenizers import Tokenizer

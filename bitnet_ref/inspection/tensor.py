@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, ConfigError
 from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
+from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
+from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
 from ..formats.names import gguf_name, hf_module, hf_modules
-from ..formats.open import find_model, open_checkpoint
+from ..formats.onnx.file import OnnxFile
+from ..formats.open import choose_format, find_model, open_checkpoint
+from ..formats.safetensors import SafetensorsFile
 from ..reference.quantization import unpack_ternary
 from ..reference.weights import DenseWeight, TernaryWeight, linear_name
 from .tensor_view import TensorView
@@ -98,36 +102,26 @@ def _show_stored(
 
 def _stored_tensors(path: Path) -> dict[str, ReadTensor]:
     """Every tensor in a file or folder, whatever it is for: name -> how to read it."""
-    from ..formats.gguf.file import GgufFile
-    from ..formats.onnx.file import OnnxFile
-    from ..formats.safetensors import SafetensorsFile
-
-    if path.suffix == ".gguf":
+    format_name, path = choose_format(path)
+    if format_name == "gguf":
         with GgufFile(path) as gguf:
             return {name: partial(_read_gguf, path, name) for name in gguf.tensors}
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    onnx_path = path / "model.onnx" if path.is_dir() and not files else path
-    if onnx_path.suffix == ".onnx" and onnx_path.is_file():
-        onnx = OnnxFile(onnx_path)
+    if format_name == "onnx":
+        onnx = OnnxFile(path)
         return {name: partial(_read_onnx, onnx, name) for name in onnx.tensors}
     readers: dict[str, ReadTensor] = {}
-    for file in files:
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
         with SafetensorsFile(file) as safetensors:
             readers |= {name: partial(_read_safetensors, file, name) for name in safetensors.tensors}
     return readers
 
 
 def _read_safetensors(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    from ..formats.safetensors import SafetensorsFile
-
     with SafetensorsFile(path) as file:
         return file.tensors[name].dtype, file.read(name)
 
 
 def _read_gguf(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
-    from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
-
     with GgufFile(path) as file:
         dtype, shape = file.tensors[name].type.name, file.tensors[name].shape
         if dtype in PLAIN_DTYPES:

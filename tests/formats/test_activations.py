@@ -9,9 +9,9 @@ from helpers import BITNET, DATA, GOLDEN, TINY, tiny_tensors, write_checkpoint
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.gguf.config import ARCHITECTURES, architecture
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
-from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.native.writer import write_native
 from bitnet_ref.formats.onnx.graph import DecoderGraph

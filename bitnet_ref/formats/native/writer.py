@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from ...errors import ConfigError, ShapeError
 from ...reference.quantization import CODES_PER_BYTE
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.atomic import atomic_path
-from ..checkpoint import Checkpoint, Progress, all_linears, has_bias, is_ternary, linear_shape, norm_sizes
-from ..planned_tensors import PlannedTensor, layout_of, plan_embedding, plan_norm, write_parts
+from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_shape
+from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .base3 import TRITS_PER_BYTE, pack_base3
 from .model import FORMAT, SUFFIX, TOKENIZER_PREFIX, VERSION, content_hash
@@ -38,16 +39,13 @@ def write_native(
         raise ConfigError(f"expected {' or '.join(STORAGES)}, got {storage!r}", field="storage")
     if not os.fspath(path).endswith(SUFFIX):
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
-    config = checkpoint.config
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
-    plan = {"embedding": [plan_embedding(checkpoint, "embedding")]}
-    plan |= {name: [plan_norm(name, size)] for name, size in norm_sizes(config).items()}
-    plan |= {name: list(_plan_linear(checkpoint, name, storage)) for name in all_linears(config)}
+    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage))
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
         "format_version": str(VERSION),
-        "config": json.dumps(config.to_dict(), sort_keys=True, separators=(",", ":")),
+        "config": json.dumps(checkpoint.config.to_dict(), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
     digests = {}
@@ -66,7 +64,7 @@ def write_native(
     return computed
 
 
-def _plan_linear(checkpoint: Checkpoint, name: str, storage: str) -> Iterator[PlannedTensor]:
+def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[PlannedTensor]:
     """The tensors that store one linear."""
     config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
     if has_bias(config, name):
