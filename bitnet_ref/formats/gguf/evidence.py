@@ -59,12 +59,6 @@ def block_linears(file: GgufFile) -> Iterator[GgufTensor]:
             yield tensor
 
 
-def tensor_error(file: GgufFile, name: str, message: str) -> FormatError:
-    """The error to raise about a tensor. It names the file, and the tensor's place if it has one."""
-    tensor = file.tensors.get(name)
-    return FormatError(message, path=file.path, offset=tensor.offset if tensor else None, field=name)
-
-
 def check_dialect(file: GgufFile, evidence: list[str]) -> None:
     """Record which dialect the ambiguous type ids 36 to 39 belong to. Refuses llama.cpp's MXFP4."""
     used = {tensor.type.name: tensor for tensor in file.tensors.values() if 36 <= tensor.type.id <= 39}
@@ -77,7 +71,7 @@ def check_dialect(file: GgufFile, evidence: list[str]) -> None:
         scale = f"{used['TL2/MXFP4'].name}_scale"
         if scale not in file.tensors:
             message = "has the type 39, which is MXFP4 for llama.cpp and TL2 for bitnet.cpp; without a tensor "
-            raise tensor_error(file, scale[:-6], message + f"{scale} it is MXFP4, which is not supported")
+            raise file.tensor_error(scale[:-6], message + f"{scale} it is MXFP4, which is not supported")
         evidence.append(f"GGUF dialect: bitnet.cpp (tensor type 39 with a tensor {scale} is TL2, not MXFP4)")
 
 
@@ -111,7 +105,7 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
             f"{len(ternary) - len(dense)} other linears are; a BitNet's all are. Convert it again from the ternary or "
             "the master weights"
         )
-        raise tensor_error(file, dense[0], message)
+        raise file.tensor_error(dense[0], message)
     if dense:
         evidence.append(f"dense among ternary matrices: {', '.join(dense)}")
         skipped += [hf_module(name) for tensor in dense if (name := linear_of_gguf(tensor)) is not None]
@@ -180,7 +174,7 @@ def _compare_layouts(
         try:
             densities = comparison.densities(file.read_raw(tensor.name), linear_shape(config, name))
         except FormatError as error:
-            raise tensor_error(file, tensor.name, error.message) from None
+            raise file.tensor_error(tensor.name, error.message) from None
         columns[short] = {layout: pair[0] for layout, pair in densities.items()}
         rows[short] = {layout: pair[1] for layout, pair in densities.items()}
         before = f"blocks.{index}.{_NORM_BEFORE[short]}"

@@ -25,7 +25,6 @@ from .evidence import (
     find_i2_s_layout,
     find_ternary,
     permuted_heads,
-    tensor_error,
     unpermute_rows,
 )
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
@@ -66,7 +65,7 @@ class GgufCheckpoint(Checkpoint):
         self.file.close()
 
     def fail(self, tensor: str, message: str) -> FormatError:
-        return tensor_error(self.file, tensor, message)
+        return self.file.tensor_error(tensor, message)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """A tensor, which must have that shape."""

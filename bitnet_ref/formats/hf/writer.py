@@ -139,9 +139,7 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
     if config.rope.rope_type != "default":
         fields = ("rope_type", "factor", *_ROPE_FIELDS[config.rope.rope_type])
         out["rope_scaling"] = {name: getattr(config.rope, name) for name in fields}
-    out |= {"llama": {"mlp_bias": config.mlp_bias}, "mistral": {"sliding_window": config.sliding_window}}.get(
-        model_type, {}
-    )
+    out |= {field: getattr(config, field) for field, classes in _FIELD_CLASSES.items() if model_type in classes}
     if quantization is not None:
         skipped = {"modules_to_not_convert": list(quantization.modules_to_not_convert)}
         out["quantization_config"] = {"quant_method": "bitnet", **asdict(quantization), **skipped}
