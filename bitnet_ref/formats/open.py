@@ -32,8 +32,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
-    from .registry.names import is_reference
-    from .registry.store import Store, find
+    from .registry.store import Store, find, is_reference
 
     stored = find(os.fspath(model))
     if stored is not None:

@@ -13,12 +13,10 @@ from ..formats.checkpoint import Progress, ReadOptions
 from ..formats.open import choose_format, find_model
 from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, TokenizerFacts, shape_in_words
 from .gguf import GgufInspector
-from .hf import HfInspector
+from .hf import HfInspector, NativeInspector
 from .inspector import Inspector
-from .native import NativeInspector
 from .onnx import OnnxInspector
-from .tensor import show_tensor
-from .tensor_view import TensorView
+from .tensor import TensorView, show_tensor
 
 __all__ = [
     "Finding",

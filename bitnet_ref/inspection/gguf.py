@@ -18,6 +18,7 @@ from ..formats.gguf.ggml_types import TERNARY_TYPES
 from ..formats.gguf.model import GgufCheckpoint
 from ..formats.names import gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig
+from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
 from .facts import Inspection, StoredTensor
 from .inspector import Inspector, tensor_kind
 from .judge import LLAMA3_VOCAB
@@ -86,8 +87,6 @@ class GgufInspector(Inspector):
                 self.count_raw_plane(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
-
         if self.file is None or "tokenizer.ggml.tokens" not in self.file.metadata:
             return {}
         return tokenizer_files_from_gguf(self.file.metadata)
@@ -123,8 +122,6 @@ class GgufInspector(Inspector):
             self.add_raw_plane(name, (tensor.shape[0], tensor.shape[1]), blocks)
         except FormatError as error:
             self.out.report_error("weights", error)
-
-    # -- warnings and notes --------------------------------------------------------------------------------------------
 
     def check_file(self) -> None:
         if self.file is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,9 @@ from ..formats.native.model import TOKENIZER_PREFIX
 from ..formats.safetensors import DTYPES, TensorInfo
 from ..reference.config import ModelConfig
 from ..reference.weights import LinearWeight, TernaryWeight, linear_name
+from ..tokenizers import Tokenizer, load_tokenizer_files
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import compare_with_config, describe_tokenizer, judge_model
-
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 _BLOCK_BYTES = 1 << 24
@@ -100,8 +98,6 @@ class Inspector(ABC):
 
     def load_tokenizer(self) -> Tokenizer | None:
         """The tokenizer that `load` uses, or None. Raises TokenizerError."""
-        from ..tokenizers import load_tokenizer_files
-
         files = self.tokenizer_files()
         is_there = "tokenizer.json" in files or "tokenizer.model" in files
         return load_tokenizer_files(files, path=self.path) if is_there else None

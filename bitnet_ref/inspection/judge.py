@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import BitNetRefError
 from ..formats.checkpoint import is_ternary
 from ..reference.config import ModelConfig
+from ..tokenizers import Tokenizer
 from .facts import Inspection, TokenizerFacts
-
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
 
 LLAMA3_VOCAB = 128256
 _FAR = 50.0  # times the median: trained scales of one model lie within a factor of about ten

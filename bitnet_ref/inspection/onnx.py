@@ -6,8 +6,7 @@ import math
 
 from ..errors import FormatError
 from ..formats.checkpoint import Checkpoint
-from ..formats.onnx.file import SMALL_TYPES, OnnxFile
-from ..formats.onnx.library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
+from ..formats.onnx.file import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX, SMALL_TYPES, OnnxFile
 from ..formats.onnx.model import OnnxCheckpoint
 from .facts import StoredTensor
 from .inspector import Inspector, tensor_kind

@@ -22,7 +22,7 @@ from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
 from ..hf.writer import write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
-from ..native.writer import write_native
+from ..native.model import write_native
 from ..onnx.export import write_onnx_folder
 from ..open import find_model, open_checkpoint
 from .proof import Proof, prove
@@ -40,18 +40,6 @@ class Target(NamedTuple):
     write: Callable[[Checkpoint, Path, ReadOptions, Progress | None], object]
 
 
-def _hf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-    write_hf(checkpoint, path, kind, progress)
-
-
-def _native(storage: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-    write_native(checkpoint, path, storage=storage, progress=progress)
-
-
-def _onnx(checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
-    write_onnx_folder(checkpoint, path, progress)
-
-
 def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
     dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
     tokenizer, tiles = gguf_tokenizer(checkpoint), options.tl_tiles
@@ -61,12 +49,14 @@ def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, p
 
 
 _TARGETS = (
-    Target("hf-packed", None, partial(_hf, "hf-packed")),
-    Target("hf-bf16", None, partial(_hf, "hf-bf16")),
+    Target("hf-packed", None, lambda model, path, _, tick: write_hf(model, path, "hf-packed", tick)),
+    Target("hf-bf16", None, lambda model, path, _, tick: write_hf(model, path, "hf-bf16", tick)),
     *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
-    Target("onnx", None, _onnx),
-    Target("native", NATIVE_SUFFIX, partial(_native, "2bit")),
-    Target("native-base3", NATIVE_SUFFIX, partial(_native, "base3")),
+    Target("onnx", None, lambda model, path, _, tick: write_onnx_folder(model, path, tick)),
+    Target("native", NATIVE_SUFFIX, lambda model, path, _, tick: write_native(model, path, "2bit", tick)),
+    Target(
+        "native-base3", NATIVE_SUFFIX, lambda model, path, _, progress: write_native(model, path, "base3", progress)
+    ),
 )
 TARGETS = {target.name: target for target in _TARGETS}
 

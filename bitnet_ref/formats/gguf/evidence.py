@@ -20,7 +20,7 @@ from .blocks import DEQUANTIZABLE, dequantize, ternary_from_blocks
 from .config import ARCHITECTURES
 from .file import GgufFile, GgufTensor
 from .ggml_types import TERNARY_BLOCKS, TERNARY_TYPES
-from .i2_s import LAYOUTS, LayoutEvidence, same_for_all
+from .i2_s import LAYOUTS, LayoutEvidence
 
 _SAMPLE_VALUES = 1 << 16  # read from each matrix to decide whether it is ternary
 _MAX_LAYERS_FOR_LAYOUT = 8
@@ -179,7 +179,7 @@ def _compare_layouts(
         rows[short] = {layout: pair[1] for layout, pair in densities.items()}
         before = f"blocks.{index}.{_NORM_BEFORE[short]}"
         if before in norms_of_layer(config, index) and f"{gguf_name(before)}.weight" in file.tensors:
-            comparison.add(columns[short], same_for_all(norm(before)))
+            comparison.add(columns[short], dict.fromkeys(LAYOUTS, norm(before)))
     for short in ("gate_proj", "up_proj"):  # neuron j is row j there and column j of down_proj
         if short in rows and "down_proj" in columns:
             comparison.add(columns["down_proj"], rows[short])

@@ -182,8 +182,3 @@ def _squared_z(a: NDArray, b: NDArray) -> float:
     x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
     power = (x * x).sum() * (y * y).sum()
     return float((x * y).sum() ** 2 / power * a.size) if power > 0 else 0.0
-
-
-def same_for_all(vector: NDArray) -> dict[str, NDArray]:
-    """The same vector for every layout, for `LayoutEvidence.add`."""
-    return dict.fromkeys(LAYOUTS, vector)

@@ -3,11 +3,9 @@
 The tile sizes come from the first of these that is there: the caller, a kernel_config.ini, bitnet.cpp's own choice for
 the shapes of the models it knows, and the bytes themselves.
 
-What the bytes show: every nibble of TL1 is legal in every tiling. In TL2 a value's nibble and its sign bit can be
-located without the tile sizes, so the exact checks (|v| <= 13, no sign without a value, zeros behind the end) only
-show how many columns are stored as pairs. The order of the tiles shows in statistics alone: in a trained matrix some
-rows and some columns have more zeros than others, and a wrong order mixes them. A matrix without such a pattern, for
-instance a random one, is equally likely in every order. That is an error; nothing is guessed.
+The exact checks (|v| <= 13, no sign without a value, zeros behind the end) only show how many columns TL2 stores as
+pairs. The order of the tiles shows in statistics alone: in a trained matrix some rows and columns have more zeros than
+others, and a wrong order mixes them. A matrix without such a pattern is an error; nothing is guessed.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from ...errors import FormatError, HubError, RegistryError
 from ..hf.folder import SINGLE_FILE, stays_inside
 from ..native.model import NativeCheckpoint
 from ..open import open_checkpoint
-from .names import Reference, choose_files, parse_reference
-from .store import Entry, Notice, Store
+from .store import Entry, Notice, Reference, Store, choose_files, parse_reference
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
