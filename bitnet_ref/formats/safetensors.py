@@ -1,10 +1,8 @@
 """Reads and writes .safetensors files one tensor at a time, and checks every number of a header before using it.
 
 The file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
-The `safetensors` package reads the same files. This reader exists because the package maps the file (a file that
-shrinks while mapped kills the process, and mapped pages count twice in the memory of a load), cannot return bfloat16 as
-NumPy, and does not say where in the file an error is. Its writer needs all tensors at once; `SafetensorsWriter` writes
-the same bytes and holds one tensor.
+The `safetensors` package maps the file (one that shrinks while mapped kills the process), cannot return bfloat16 as
+NumPy, and does not say where an error is. Its writer needs all tensors at once; `SafetensorsWriter` holds one.
 """
 
 from __future__ import annotations

@@ -126,13 +126,14 @@ def convert(
 
 
 def _check_destination(target: Target, path: Path, overwrite: bool) -> None:
-    if target.suffix is not None and not path.name.endswith(target.suffix):
-        raise ConfigError(f"{target.name} is a file whose name ends in {target.suffix}, got {str(path)!r}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {str(path.absolute().parent)!r} to write into")
-    if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder that is there already; remove it, or give another name")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{str(path)!r} is there already; --force (overwrite=True) replaces it")
-    if path.exists() and target.suffix is None:
-        raise ConfigError(f"{target.name} is a folder, and {str(path)!r} is a file")
+    folder, suffix, shown = path.absolute().parent, target.suffix or "", repr(str(path))
+    problems = (
+        (not path.name.endswith(suffix), f"{target.name} is a file whose name ends in {suffix}, got {shown}"),
+        (not folder.is_dir(), f"there is no folder {str(folder)!r} to write into"),
+        (path.is_dir(), f"{shown} is a folder that is there already; remove it, or give another name"),
+        (path.exists() and not overwrite, f"{shown} is there already; --force (overwrite=True) replaces it"),
+        (path.exists() and not suffix, f"{target.name} is a folder, and {shown} is a file"),
+    )
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(message)

@@ -171,10 +171,8 @@ def _compare_layouts(
         tensor = file.tensors.get(f"{gguf_name(name)}.weight")
         if tensor is None or tensor.type.name != "I2_S" or tensor.shape != linear_shape(config, name):
             continue  # reading the model reports what is wrong with it
-        try:
+        with file.naming(tensor.name):
             densities = comparison.densities(file.read_raw(tensor.name), linear_shape(config, name))
-        except FormatError as error:
-            raise file.tensor_error(tensor.name, error.message) from None
         columns[short] = {layout: pair[0] for layout, pair in densities.items()}
         rows[short] = {layout: pair[1] for layout, pair in densities.items()}
         before = f"blocks.{index}.{_NORM_BEFORE[short]}"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError
+from ...errors import FormatError, ShapeError
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
 from .ggml_types import TYPES, GgmlType
@@ -83,6 +85,14 @@ class GgufFile(BinaryFile):
     def tensor_error(self, name: str, message: str) -> FormatError:
         """The error to raise about a tensor. It names the tensor's place if the file has it."""
         return self.error(message, self.tensors[name].offset if name in self.tensors else None, name)
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Errors about a tensor's contents, raised inside, name the tensor and its place."""
+        try:
+            yield
+        except (FormatError, ShapeError) as error:
+            raise self.tensor_error(name, getattr(error, "message", str(error))) from None
 
     def read_raw(self, name: str, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
         """The tensor's bytes: all of them, or `count` from `start`."""

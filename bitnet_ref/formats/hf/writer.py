@@ -1,9 +1,8 @@
 """Writes a Hugging Face folder: config.json, model.safetensors and the tokenizer's files, one tensor in memory.
 
-Ternary linears are stored in one of two exact ways, both of which transformers loads as `autobitlinear`, mode
-"offline": "hf-packed" (2-bit planes) and "hf-bf16" (-1, 0, +1 as bfloat16), each with `weight_scale` as float32.
-Full-precision masters stay masters in "hf-bf16", mode "online". A ternary matrix is never written as -s, 0, +s for mode
-"online": transformers would take its absmean, which is s times the share of non-zeros.
+Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
++1 as bfloat16), with a float32 `weight_scale`. Masters stay masters in "hf-bf16", mode "online". A ternary matrix is
+never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros.
 """
 
 from __future__ import annotations
@@ -155,7 +154,6 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 def _plan_linear(
     checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None, name: str
 ) -> Iterator[PlannedTensor]:
-    """The tensors that store one linear."""
     module, (rows, columns) = hf_module(name), linear_shape(checkpoint.config, name)
     weight = f"{module}.weight"
     if has_bias(checkpoint.config, name):

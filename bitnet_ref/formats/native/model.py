@@ -284,7 +284,6 @@ def write_native(
 
 
 def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[PlannedTensor]:
-    """The tensors that store one linear."""
     config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
     if has_bias(config, name):
         yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(checkpoint, name, w).bias)

@@ -128,7 +128,6 @@ class OnnxFile:
         return self._typed(name, dtype, count)
 
     def _typed(self, name: str, dtype: np.dtype, count: int) -> NDArray:
-        """From the fields that hold one number per element."""
         tensor = self.tensors[name]
         fields = {"float32": "float_data", "float64": "double_data", "int64": "int64_data"}
         field = fields.get(dtype.name, "uint64_data" if dtype.name in ("uint32", "uint64") else "int32_data")

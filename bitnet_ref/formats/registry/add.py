@@ -211,7 +211,6 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _compare(received: Files, listed: dict[str, Any], reference: str) -> None:
-    """Compare the fetched files with the hub's listing."""
     for name, facts in received.items():
         expected = listed[name]
         lfs = getattr(expected, "lfs", None)
