@@ -176,8 +176,8 @@ def part_count(config: ModelConfig) -> int:
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
-    """(out_features, in_features) of a linear."""
-    if name == "lm_head":
+    """(out_features, in_features) of a linear; (V, D) of "embedding"."""
+    if name in ("embedding", "lm_head"):
         return config.vocab_size, config.hidden_size
     return config.linear_shapes()[name.rpartition(".")[2]]
 

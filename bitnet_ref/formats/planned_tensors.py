@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .checkpoint import Checkpoint, Progress, all_linears, norm_sizes, parts, ticker
+from .checkpoint import Checkpoint, Progress, all_linears, linear_shape, norm_sizes, parts, ticker
 from .safetensors import dtype_name
 
 
@@ -33,7 +33,7 @@ def plan_model(
     tensor: a part's name -> the name of its tensor. linear: a linear's name -> its tensors.
     """
     config, dtype = checkpoint.config, dtype_name(checkpoint.dense_dtype("embedding"))
-    shape = (config.vocab_size, config.hidden_size)
+    shape = linear_shape(config, "embedding")
     plan = {"embedding": [PlannedTensor(tensor("embedding"), dtype, shape, lambda w: w.array)]}
     plan |= {name: [PlannedTensor(tensor(name), "F32", (n,), np.asarray)] for name, n in norm_sizes(config).items()}
     return plan | {name: list(linear(name)) for name in all_linears(config)}

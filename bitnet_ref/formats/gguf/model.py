@@ -94,8 +94,7 @@ class GgufCheckpoint(Checkpoint):
         return self._floats(tensor).astype(np.float32)
 
     def embedding(self) -> DenseWeight:
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        return DenseWeight(self._floats(self._tensor("token_embd.weight", shape)))
+        return DenseWeight(self._floats(self._tensor("token_embd.weight", linear_shape(self.config, "embedding"))))
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._vector(f"{gguf_name(name)}.weight", norm_size(self.config, name))

@@ -160,8 +160,8 @@ class HfCheckpoint(Checkpoint):
         return self.tensors.fail(tensor, message)
 
     def embedding(self) -> DenseWeight:
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        return DenseWeight(self.tensors.take(f"{hf_module('embedding')}.weight", shape))
+        tensor = f"{hf_module('embedding')}.weight"
+        return DenseWeight(self.tensors.take(tensor, linear_shape(self.config, "embedding")))
 
     def norm(self, name: str) -> NDArray[np.float32]:
         tensors = [f"{module}.weight" for module in hf_modules(name)]
