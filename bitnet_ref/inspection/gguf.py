@@ -156,9 +156,8 @@ class GgufInspector(Inspector):
             if key in metadata and activation != (implied := ARCHITECTURES[str(arch)].activation):
                 message = f"says {activation}, which is used; the architecture {arch} alone would mean {implied}"
                 self.out.report("warning", "config", message, field=key)
-        if self.out.config is not None and f"{arch}.rope.freq_base" not in metadata:
-            message = "the key is absent, so the default holds: theta 10000"
-            self.out.report("note", "config", message, field=f"{arch}.rope.freq_base")
+            if (key := f"{arch}.rope.freq_base") not in metadata:
+                self.out.report("note", "config", "the key is absent, so the default holds: theta 10000", field=key)
         tokens = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list):
             return

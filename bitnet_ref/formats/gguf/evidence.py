@@ -1,7 +1,5 @@
-"""What a GGUF's fields do not say and its contents show: the dialect, which matrices are ternary, the I2_S layout.
-
-It also has the order of q and k rows under the architecture llama.
-"""
+"""What a GGUF's fields do not say and its contents show: the dialect, which matrices are ternary, the I2_S layout,
+and the order of q and k rows under the architecture llama."""
 
 from __future__ import annotations
 

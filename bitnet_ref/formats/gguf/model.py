@@ -1,7 +1,6 @@
 """`GgufCheckpoint`: a model in a GGUF file.
 
-What no field of the file says is decided from its contents and recorded in `evidence`: the dialect of the type ids, the
-layout of I2_S matrices, whether a float matrix is ternary already, and whether a llama is a BitNet at all.
+What no field of the file says is decided from its contents and recorded in `evidence` (see `gguf.evidence`).
 """
 
 from __future__ import annotations
