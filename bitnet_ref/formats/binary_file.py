@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -47,6 +48,10 @@ class BinaryFile(Closeable):
     def close(self) -> None:
         self._file.close()
 
+    def error(self, message: str, offset: int | None = None, field: str | None = None) -> FormatError:
+        """The error to raise about a place in this file."""
+        return FormatError(message, path=self.path, offset=offset, field=field)
+
     def read_array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int, field: str) -> NDArray:
         """A new array with the file's bytes from `offset` on. OutOfMemory, FormatError naming `field`."""
         try:
@@ -65,30 +70,34 @@ class BinaryFile(Closeable):
             while done < len(target):
                 count = self._file.readinto(target[done:])
                 if not count:
-                    message = f"the file ends after {done} of {len(target)} bytes"
-                    raise FormatError(message, path=self.path, offset=offset, field=field)
+                    raise self.error(f"the file ends after {done} of {len(target)} bytes", offset, field)
                 done += count
         except OSError as problem:
-            raise FormatError(f"cannot be read: {problem}", path=self.path, offset=offset, field=field) from problem
+            raise self.error(f"cannot be read: {problem}", offset, field) from problem
+
+
+def first_bad(array: NDArray, are_bad: Callable[[NDArray], NDArray[np.bool_]]) -> tuple[int, ...] | None:
+    """Index of the first element that `are_bad` says True of, row by row, or None. Checks in blocks, without a copy."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        bad = are_bad(flat[start : start + _BLOCK])
+        if bad.any():
+            return tuple(int(i) for i in np.unravel_index(start + int(np.argmax(bad)), array.shape))
+    return None
 
 
 def first_not_finite(array: NDArray) -> tuple[list[int], float] | None:
-    """(index, value) of the first NaN or Inf of a float array, row by row, or None. Checks in blocks, without a copy.
+    """(index, value) of the first NaN or Inf of a float array, or None.
 
     >>> first_not_finite(np.array([[1, 2], [np.inf, 4]], dtype=np.float32))
     ([1, 0], inf)
     """
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, _BLOCK):
-        finite = _are_finite(flat[start : start + _BLOCK])
-        if not finite.all():
-            at = start + int(np.argmin(finite))
-            return [int(i) for i in np.unravel_index(at, array.shape)], float(flat[at])
-    return None
+    at = first_bad(array, _not_finite)
+    return None if at is None else (list(at), float(array[at]))
 
 
-def _are_finite(values: NDArray) -> NDArray[np.bool_]:
+def _not_finite(values: NDArray) -> NDArray[np.bool_]:
     exponent = _EXPONENTS.get(values.dtype.name)
     if exponent is None:
-        return np.isfinite(values)
-    return values.view(np.uint16) & exponent != exponent  # `isfinite` of 16 bits goes through float32
+        return ~np.isfinite(values)
+    return values.view(np.uint16) & exponent == exponent  # `isfinite` of 16 bits goes through float32

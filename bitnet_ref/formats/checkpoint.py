@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,14 @@ class Checkpoint(Closeable, ABC):
 
     kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
+    taken: the file's names of the tensors that were read so far.
     """
 
     path: Path
     config: ModelConfig
     kind: str
     evidence: list[str]
+    taken: set[str]
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
@@ -173,8 +176,8 @@ def part_count(config: ModelConfig) -> int:
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
-    """(out_features, in_features) of a linear."""
-    if name == "lm_head":
+    """(out_features, in_features) of a linear; (V, D) of "embedding"."""
+    if name in ("embedding", "lm_head"):
         return config.vocab_size, config.hidden_size
     return config.linear_shapes()[name.rpartition(".")[2]]
 
@@ -224,6 +227,12 @@ def norm_size(config: ModelConfig, name: str) -> int:
 # -- reading all of them -----------------------------------------------------------------------------------------------
 
 
+def ticker(progress: Progress | None, total: int) -> Callable[[], None]:
+    """A function that calls `progress` with 1, 2, ... and `total`; one that does nothing without `progress`."""
+    numbers = count(1)
+    return (lambda: None) if progress is None else lambda: progress(next(numbers), total)
+
+
 def read_weights(
     checkpoint: Checkpoint,
     progress: Progress | None = None,
@@ -232,13 +241,7 @@ def read_weights(
     """All weights. Each linear goes through `prepare_for(its layer)` (None: the head) as soon as it is read, so it is
     never held twice. See `Backend.prepare_for`."""
     config = checkpoint.config
-    total = part_count(config)
-    counter = iter(range(1, total + 1))
-
-    def done() -> None:
-        if progress is not None:
-            progress(next(counter), total)
-
+    done = ticker(progress, part_count(config))
     embedding = checkpoint.embedding()
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))

@@ -32,8 +32,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
-    from .registry.names import is_reference
-    from .registry.store import Store, find
+    from .registry.store import Store, find, is_reference
 
     stored = find(os.fspath(model))
     if stored is not None:
@@ -48,28 +47,36 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     )
 
 
+def choose_format(path: Path) -> tuple[str, Path]:
+    """("hf", "native", "gguf" or "onnx", the folder or file to open), by the suffix. Raises FormatError."""
+    if path.is_dir() and (path / "model.onnx").is_file() and not any(path.glob("model.safetensors*")):
+        path = path / "model.onnx"
+    if path.is_dir():
+        return "hf", path
+    if path.suffix in (".safetensors", ".gguf", ".onnx"):
+        hf = "native" if path.name.endswith(".bitnet.safetensors") else "hf"
+        return hf if path.suffix == ".safetensors" else path.suffix[1:], path
+    raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
+
+
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
-    """Open a folder or a file with the reader of its format, by its suffix. Raises FormatError or ConfigError."""
-    options = options or ReadOptions()
-    if path.name.endswith(".bitnet.safetensors") and not path.is_dir():
+    """Open a folder or a file with the reader of its format. Raises FormatError or ConfigError."""
+    name, path = choose_format(path)
+    if name == "native":
         from .native.model import NativeCheckpoint
 
         return NativeCheckpoint(path, options)
-    if path.is_dir() and (path / "model.onnx").is_file() and not any(path.glob("model.safetensors*")):
-        path = path / "model.onnx"
-    if path.is_dir() or path.suffix == ".safetensors":
-        from .hf.folder import HfCheckpoint
-
-        return HfCheckpoint(path, options)
-    if path.suffix == ".gguf":
+    if name == "gguf":
         from .gguf.model import GgufCheckpoint
 
         return GgufCheckpoint(path, options)
-    if path.suffix == ".onnx":
+    if name == "onnx":
         from .onnx.model import OnnxCheckpoint
 
         return OnnxCheckpoint(path, options)
-    raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
+    from .hf.folder import HfCheckpoint
+
+    return HfCheckpoint(path, options)
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:

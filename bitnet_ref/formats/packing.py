@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError
+from .binary_file import first_bad
 
-_BLOCK_BYTES = 1 << 20  # checked for invalid codes at a time
 _CHUNK_BYTES = 1 << 18  # of a plane at a time: what is made of it stays in the processor's cache
 _PADDING = 0x55  # code 1, a zero weight, in all four fields
 # c0 | c1 << 8 | c2 << 16 | c3 << 24 times this has c0 | c1 << 2 | c2 << 4 | c3 << 6 in its highest byte: the terms
@@ -45,10 +45,4 @@ def hf_from_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
     """Index of the first byte that holds a code 3 (in any layout of 2-bit codes), or None when all are valid."""
-    for start in range(0, len(packed), rows := max(1, _BLOCK_BYTES // max(1, packed[:1].size))):
-        block = packed[start : start + rows]
-        bad = block & (block >> 1) & 0x55
-        if bad.any():
-            row, *rest = np.unravel_index(int(np.flatnonzero(bad)[0]), block.shape)
-            return (start + int(row), *(int(i) for i in rest))
-    return None
+    return first_bad(packed, lambda block: block & (block >> 1) & 0x55 != 0)

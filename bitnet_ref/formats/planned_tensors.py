@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .checkpoint import Checkpoint, Progress, parts
+from .checkpoint import Checkpoint, Progress, all_linears, linear_shape, norm_sizes, parts, ticker
 from .safetensors import dtype_name
 
 
@@ -25,15 +25,18 @@ Plan = dict[str, list[PlannedTensor]]  # name of a part -> its tensors
 Layout = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> (dtype, shape)
 
 
-def plan_embedding(checkpoint: Checkpoint, tensor: str) -> PlannedTensor:
-    """The embedding in its stored dtype."""
-    shape = (checkpoint.config.vocab_size, checkpoint.config.hidden_size)
-    return PlannedTensor(tensor, dtype_name(checkpoint.dense_dtype("embedding")), shape, lambda w: w.array)
+def plan_model(
+    checkpoint: Checkpoint, tensor: Callable[[str], str], linear: Callable[[str], Iterable[PlannedTensor]]
+) -> Plan:
+    """The tensors of a model: the embedding in its stored dtype, norms as float32, linears as the format stores them.
 
-
-def plan_norm(tensor: str, size: int) -> PlannedTensor:
-    """A norm as float32."""
-    return PlannedTensor(tensor, "F32", (size,), np.asarray)
+    tensor: a part's name -> the name of its tensor. linear: a linear's name -> its tensors.
+    """
+    config, dtype = checkpoint.config, dtype_name(checkpoint.dense_dtype("embedding"))
+    shape = linear_shape(config, "embedding")
+    plan = {"embedding": [PlannedTensor(tensor("embedding"), dtype, shape, lambda w: w.array)]}
+    plan |= {name: [PlannedTensor(tensor(name), "F32", (n,), np.asarray)] for name, n in norm_sizes(config).items()}
+    return plan | {name: list(linear(name)) for name in all_linears(config)}
 
 
 def layout_of(plan: Plan) -> Layout:
@@ -44,9 +47,9 @@ def write_parts(
     checkpoint: Checkpoint, plan: Plan, write: Callable[[str, NDArray], None], progress: Progress | None
 ) -> None:
     """Read one part after the other and write its tensors."""
-    for done, (name, part) in enumerate(parts(checkpoint), 1):
+    tick = ticker(progress, len(plan))
+    for name, part in parts(checkpoint):
         for tensor in plan[name]:
             write(tensor.name, tensor.make(part))
         del part
-        if progress is not None:
-            progress(done, len(plan))
+        tick()

@@ -1,10 +1,8 @@
 """Reads and writes .safetensors files one tensor at a time, and checks every number of a header before using it.
 
 The file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
-The `safetensors` package reads the same files. This reader exists because the package maps the file (a file that
-shrinks while mapped kills the process, and mapped pages count twice in the memory of a load), cannot return bfloat16 as
-NumPy, and does not say where in the file an error is. Its writer needs all tensors at once; `SafetensorsWriter` writes
-the same bytes and holds one tensor.
+The `safetensors` package maps the file (one that shrinks while mapped kills the process), cannot return bfloat16 as
+NumPy, and does not say where an error is. Its writer needs all tensors at once; `SafetensorsWriter` holds one.
 """
 
 from __future__ import annotations
@@ -112,38 +110,36 @@ class SafetensorsFile(BinaryFile):
 
     def _read_header(self) -> dict[str, TensorInfo]:
         if self.size < 8:
-            message = f"a safetensors file has at least 8 bytes, this one {self.size}"
-            raise FormatError(message, path=self.path, offset=0)
+            raise self.error(f"a safetensors file has at least 8 bytes, this one {self.size}", 0)
         length = int(self.read_array("<u8", (1,), 0, "header length")[0])
         if length > min(MAX_HEADER, self.size - 8):
             message = f"the header is said to have {length} bytes, the file has {self.size}"
-            raise FormatError(message, path=self.path, offset=0, field="header length")
+            raise self.error(message, 0, "header length")
         header = self.read_array(np.uint8, (length,), 8, "header").tobytes()
         entries = parse_json_object(header, FormatError, self.path, offset=8)
         metadata = entries.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise FormatError("expected an object of strings", path=self.path, offset=8, field="__metadata__")
+            raise self.error("expected an object of strings", 8, "__metadata__")
         self.metadata = metadata
         if len(entries) > MAX_TENSORS:
-            message = f"expected at most {MAX_TENSORS} tensors, got {len(entries)}"
-            raise FormatError(message, path=self.path, offset=8, field="header")
+            raise self.error(f"expected at most {MAX_TENSORS} tensors, got {len(entries)}", 8, "header")
         end = data_start = 8 + length
         tensors = {name: self._check_entry(name, entry, data_start) for name, entry in entries.items()}
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if info.offset != end:
                 what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
-                raise FormatError(what, path=self.path, offset=info.offset, field=f"{name}.data_offsets")
+                raise self.error(what, info.offset, f"{name}.data_offsets")
             end = info.offset + info.nbytes
         if end != self.size:
-            raise FormatError(f"the tensors end at byte {end}, the file at {self.size}", path=self.path, offset=end)
+            raise self.error(f"the tensors end at byte {end}, the file at {self.size}", end)
         return tensors
 
     def _check_entry(self, name: str, entry: Any, data_start: int) -> TensorInfo:
         def fail(field: str, expected: str, got: Any) -> FormatError:
-            return FormatError(f"expected {expected}, got {got!r}", path=self.path, offset=8, field=f"{name}.{field}")
+            return self.error(f"expected {expected}, got {got!r}", 8, f"{name}.{field}")
 
         if not isinstance(entry, dict):
-            raise FormatError(f"expected an object, got {entry!r}", path=self.path, offset=8, field=name)
+            raise self.error(f"expected an object, got {entry!r}", 8, name)
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise fail("dtype", f"one of {', '.join(DTYPES)}", dtype)

@@ -7,10 +7,16 @@ at a time, and what they refuse becomes an *error* finding while the rest is sti
 that loads but is probably not what was meant; a *note* is worth knowing.
 """
 
+import os
+
+from ..formats.checkpoint import Progress, ReadOptions
+from ..formats.open import choose_format, find_model
 from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, TokenizerFacts, shape_in_words
-from .reader import inspect_model
-from .tensor import show_tensor
-from .tensor_view import TensorView
+from .gguf import GgufInspector
+from .hf import HfInspector, NativeInspector
+from .inspector import Inspector
+from .onnx import OnnxInspector
+from .tensor import TensorView, show_tensor
 
 __all__ = [
     "Finding",
@@ -24,3 +30,24 @@ __all__ = [
     "shape_in_words",
     "show_tensor",
 ]
+
+_INSPECTORS: dict[str, type[Inspector]] = {
+    "hf": HfInspector,
+    "native": NativeInspector,
+    "gguf": GgufInspector,
+    "onnx": OnnxInspector,
+}
+
+
+def inspect_model(
+    path: str | os.PathLike[str], progress: Progress | None = None, options: ReadOptions | None = None
+) -> Inspection:
+    """Inspect a model in any format that `load` reads: a folder, a file, or a shipped model by its name.
+
+    progress: called with (layers done, layers in all). options: what the user knows and the file does not say.
+    Raises FormatError when there is no such file or its format is not read, and BackendUnavailable when the library
+    that reads it is missing; everything else that is wrong becomes a finding. One layer is in memory at a time (of an
+    .onnx file without external data, the whole file).
+    """
+    name, model_path = choose_format(find_model(path))
+    return _INSPECTORS[name](model_path, options, progress).run()

@@ -18,6 +18,7 @@ from ..formats.gguf.ggml_types import TERNARY_TYPES
 from ..formats.gguf.model import GgufCheckpoint
 from ..formats.names import gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig
+from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
 from .facts import Inspection, StoredTensor
 from .inspector import Inspector, tensor_kind
 from .judge import LLAMA3_VOCAB
@@ -85,12 +86,7 @@ class GgufInspector(Inspector):
             if name is not None and tensor.type.name in TERNARY_TYPES:
                 self.count_raw_plane(name)
 
-    def used_tensors(self, checkpoint: GgufCheckpoint) -> set[str]:
-        return checkpoint.taken
-
     def tokenizer_files(self) -> dict[str, bytes]:
-        from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
-
         if self.file is None or "tokenizer.ggml.tokens" not in self.file.metadata:
             return {}
         return tokenizer_files_from_gguf(self.file.metadata)
@@ -106,10 +102,6 @@ class GgufInspector(Inspector):
         for raw in self.raw_blocks(stored):
             values = len(raw) // stored.type.block_bytes * stored.type.block_values
             yield dequantize(raw, stored.type.name, (values,))
-
-    def tensor_error(self, checkpoint: GgufCheckpoint, tensor: str, message: str) -> FormatError:
-        offset = checkpoint.file.tensors[tensor].offset
-        return FormatError(message, path=self.path, offset=offset, field=tensor)
 
     def raw_blocks(self, tensor: GgufTensor) -> Iterator[NDArray[np.uint8]]:
         """Whole blocks of the tensor's type, a few megabytes at a time, without the tail."""
@@ -130,8 +122,6 @@ class GgufInspector(Inspector):
             self.add_raw_plane(name, (tensor.shape[0], tensor.shape[1]), blocks)
         except FormatError as error:
             self.out.report_error("weights", error)
-
-    # -- warnings and notes --------------------------------------------------------------------------------------------
 
     def check_file(self) -> None:
         if self.file is None:
@@ -166,9 +156,8 @@ class GgufInspector(Inspector):
             if key in metadata and activation != (implied := ARCHITECTURES[str(arch)].activation):
                 message = f"says {activation}, which is used; the architecture {arch} alone would mean {implied}"
                 self.out.report("warning", "config", message, field=key)
-        if self.out.config is not None and f"{arch}.rope.freq_base" not in metadata:
-            message = "the key is absent, so the default holds: theta 10000"
-            self.out.report("note", "config", message, field=f"{arch}.rope.freq_base")
+            if (key := f"{arch}.rope.freq_base") not in metadata:
+                self.out.report("note", "config", "the key is absent, so the default holds: theta 10000", field=key)
         tokens = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list):
             return

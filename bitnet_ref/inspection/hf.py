@@ -1,33 +1,30 @@
-"""Inspecting a Hugging Face folder, or a .safetensors file with or without its config.json."""
+"""Inspecting .safetensors: a Hugging Face folder, a file with or without its config.json, a native file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions
+from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, linear_shape
 from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
 from ..formats.names import hf_module, linear_of_hf
-from ..formats.safetensors import DTYPES, SafetensorsFile, TensorInfo
+from ..formats.native.model import NativeCheckpoint
+from ..formats.safetensors import SafetensorsFile
 from ..reference import quantization
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
 from ..system.json_file import read_json_object
+from ..tokenizers import Tokenizer, load_tokenizer
 from .facts import Inspection, StoredTensor
-from .inspector import Inspector, tensor_kind
+from .inspector import Inspector, blocks_of, stored_tensor
 
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
-
-_BLOCK_BYTES = 1 << 24
 # When absent, transformers takes defaults that are wrong for many checkpoints.
 _KEYS_WITH_DEFAULTS = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "rope_theta")
+_PLANES = (".packed", ".trits")  # of native files
+_SHOWN = 200
 
 
 class HfInspector(Inspector):
@@ -55,8 +52,6 @@ class HfInspector(Inspector):
         finally:
             if self.tensors is not None:
                 self.tensors.close()
-
-    # -- config.json ---------------------------------------------------------------------------------------------------
 
     def list_tensors(self) -> None:
         self.out.format = "Hugging Face: config.json and safetensors"
@@ -97,8 +92,6 @@ class HfInspector(Inspector):
             taken = ", ".join(f"{key} {config.rope.theta if key == 'rope_theta' else values[key]}" for key in absent)
             self.out.report("note", "config", f"absent from config.json, so transformers' defaults hold: {taken}")
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     def open(self) -> Checkpoint | None:
         tensors, config = self.tensors, self.config
         if tensors is None:
@@ -137,23 +130,12 @@ class HfInspector(Inspector):
                     "note", "weights", f"there is {', '.join(others[:3])}: pickles are not read, they run code"
                 )
 
-    def used_tensors(self, checkpoint: HfCheckpoint) -> set[str]:
-        return checkpoint.tensors.taken
-
     def load_tokenizer(self) -> Tokenizer | None:
-        from ..tokenizers import load_tokenizer
-
         names = ("tokenizer.json", "tokenizer.model")
         return load_tokenizer(self.folder) if any((self.folder / name).exists() for name in names) else None
 
     def table_name(self, name: str) -> str:
         return "model.embed_tokens.weight" if name == "embedding" else "lm_head.weight"
-
-    def table_blocks(self, checkpoint: HfCheckpoint, tensor: str) -> Iterator[NDArray]:
-        return blocks_of(checkpoint.tensors, tensor)
-
-    def tensor_error(self, checkpoint: HfCheckpoint, tensor: str, message: str) -> FormatError:
-        return checkpoint.tensors.fail(tensor, message)
 
     def weights_of(self, tensor: StoredTensor) -> int:
         return super().weights_of(tensor) * (4 if tensor.kind == "ternary planes" else 1)
@@ -210,12 +192,54 @@ class HfInspector(Inspector):
             raise tensors.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
 
 
-def stored_tensor(name: str, info: TensorInfo, path: Path) -> StoredTensor:
-    return StoredTensor(name, tensor_kind(name, info.dtype), info.dtype, info.shape, info.nbytes, path.name)
+class NativeInspector(Inspector):
+    """The configuration, the tokenizer and all tensors are in one file."""
 
+    layers = "blocks"
+    checkpoint: NativeCheckpoint | None = None
 
-def blocks_of(tensors: CheckpointTensors, name: str) -> Iterator[NDArray[Any]]:
-    """A tensor's values in order, flat, a few megabytes at a time; each block is overwritten by the next."""
-    dtype = DTYPES[tensors.info(name).dtype]
-    for block in tensors.blocks(name, _BLOCK_BYTES):
-        yield np.frombuffer(block, dtype=dtype)
+    def list_tensors(self) -> None:
+        self.out.format = "native"
+        try:
+            with SafetensorsFile(self.path) as file:
+                self.out.metadata = {key: value[:_SHOWN] for key, value in file.metadata.items()}
+                self.add_tensors(stored_tensor(name, info, self.path) for name, info in file.tensors.items())
+        except FormatError as error:
+            self.out.report_error("weights", error)
+            return
+        self.out.format = f"native, version {self.out.metadata.get('format_version', 'not named')[:20]}"
+
+    def open(self) -> Checkpoint | None:
+        if self.out.tensors:
+            self.checkpoint = self.try_open(NativeCheckpoint)
+        return self.checkpoint
+
+    def check_file(self) -> None:
+        """Compare every byte with the content hash, because a plane with a flipped bit is a valid plane."""
+        if self.checkpoint is None or self.out.errors:
+            return
+        try:
+            with NativeCheckpoint(self.path) as again:
+                digest = again.verify()
+            self.out.evidence.append(f"the content hash holds: {digest[:23]}...")
+        except FormatError as error:
+            self.out.report_error("weights", error)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        if self.checkpoint is None:
+            return {}
+        with NativeCheckpoint(self.path) as again:
+            return again.tokenizer_files()
+
+    def table_name(self, name: str) -> str:
+        return name if name == "embedding" else f"{name}.weight"
+
+    def weights_of(self, tensor: StoredTensor) -> int:
+        config, stem = self.out.config, tensor.name.rpartition(".")[0]
+        if config is None or not tensor.name.endswith(_PLANES):
+            return super().weights_of(tensor) * {"packed": 4, "trits": 5}.get(tensor.name.rpartition(".")[2], 1)
+        try:
+            rows, columns = linear_shape(config, stem)  # rows are padded to whole bytes
+        except KeyError:  # the name of no linear
+            return 0
+        return rows * columns

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +21,18 @@ from numpy.typing import NDArray
 from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, is_ternary, norms_of_layer
 from ..formats.gguf.ggml_types import TERNARY_TYPES
+from ..formats.hf.folder import CheckpointTensors
 from ..formats.names import GGUF_LINEARS
 from ..formats.native.model import TOKENIZER_PREFIX
+from ..formats.safetensors import DTYPES, TensorInfo
 from ..reference.config import ModelConfig
 from ..reference.weights import LinearWeight, TernaryWeight, linear_name
+from ..tokenizers import Tokenizer, load_tokenizer_files
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
-from .judge import judge_model
-from .tokenizer import compare_with_config, describe_tokenizer
-
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
+from .judge import compare_with_config, describe_tokenizer, judge_model
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
+_BLOCK_BYTES = 1 << 24
 _SEVERITIES = ("error", "warning", "note")
 _UNCOUNTED = ("scales", "other", "tokenizer")  # kinds of tensors that hold no parameters
 # (pattern, kind): names of tensors in Hugging Face, GGUF and native files, by which tables group them; the first match
@@ -92,18 +92,12 @@ class Inspector(ABC):
     def open(self) -> Checkpoint | None:
         """Open the file as a model. None after adding a finding that says why it cannot be opened."""
 
-    @abstractmethod
-    def used_tensors(self, checkpoint: Any) -> set[str]:
-        """The reader's own set of the tensors that the model has used."""
-
     def tokenizer_files(self) -> dict[str, bytes]:
         """As `Checkpoint.tokenizer_files`, if possible even when the model could not be opened."""
         return {}
 
     def load_tokenizer(self) -> Tokenizer | None:
         """The tokenizer that `load` uses, or None. Raises TokenizerError."""
-        from ..tokenizers import load_tokenizer_files
-
         files = self.tokenizer_files()
         is_there = "tokenizer.json" in files or "tokenizer.model" in files
         return load_tokenizer_files(files, path=self.path) if is_there else None
@@ -114,15 +108,11 @@ class Inspector(ABC):
 
     def table_blocks(self, checkpoint: Any, tensor: str) -> Iterator[NDArray]:
         """Its values in order, flat, a few megabytes at a time."""
-        raise NotImplementedError
+        return blocks_of(checkpoint.tensors, tensor)
 
     def table_dtypes(self) -> tuple[str, ...]:
         """The dtypes that a table may have."""
         return ("BF16", "F16", "F32")
-
-    def tensor_error(self, checkpoint: Any, tensor: str, message: str) -> FormatError:
-        """An error about a tensor, with its place in the file."""
-        return FormatError(message, path=self.path, field=tensor)
 
     def count_raw_plane(self, name: str) -> None:
         """Count the codes of a linear that cannot be loaded, straight from its bytes, where possible."""
@@ -231,7 +221,7 @@ class Inspector(ABC):
         if not all(good) and self.layers is not None:  # `finish` is not to report what was left unread as unknown
             prefix = f"{self.layers}.{index}."
             names = (tensor.name for tensor in self.out.tensors)
-            self.used_tensors(checkpoint).update(name for name in names if name.startswith(prefix))
+            checkpoint.taken.update(name for name in names if name.startswith(prefix))
 
     def add_linear(self, checkpoint: Checkpoint, index: int, short: str) -> None:
         name = linear_name(index, short)
@@ -259,17 +249,17 @@ class Inspector(ABC):
         if stored is None:
             message = f"the tensor is missing; expected a float tensor of shape {list(shape)}"
             raise FormatError(message, path=self.path, field=tensor)
-        self.used_tensors(checkpoint).add(tensor)
+        checkpoint.taken.add(tensor)
         if stored.shape != shape or stored.dtype not in self.table_dtypes():
             message = f"expected floats of shape {list(shape)}, got {stored.dtype} {list(stored.shape)}"
-            raise self.tensor_error(checkpoint, tensor, message)
+            raise checkpoint.fail(tensor, message)
         start = 0
         for block in self.table_blocks(checkpoint, tensor):
             with np.errstate(invalid="ignore"):  # a signalling NaN of 16 bits would be a warning
                 finite = np.isfinite(block)
             if not finite.all():
                 row, column = divmod(start + int(np.argmin(finite)), shape[1])
-                raise self.tensor_error(checkpoint, tensor, f"holds NaN or Inf, first at index [{row}, {column}]")
+                raise checkpoint.fail(tensor, f"holds NaN or Inf, first at index [{row}, {column}]")
             start += block.size
 
     def add_raw_plane(self, name: str, shape: tuple[int, int], blocks: Iterable[NDArray[np.uint8]]) -> None:
@@ -277,6 +267,16 @@ class Inspector(ABC):
         minus, zero, plus, invalid = count_codes(blocks)
         _, layer, _, short = name.split(".")
         self.out.ternary.append(TernaryMatrix(name, short, int(layer), shape, minus, zero, plus, None, invalid))
+
+
+def stored_tensor(name: str, info: TensorInfo, path: Path) -> StoredTensor:
+    return StoredTensor(name, tensor_kind(name, info.dtype), info.dtype, info.shape, info.nbytes, path.name)
+
+
+def blocks_of(tensors: CheckpointTensors, name: str) -> Iterator[NDArray[Any]]:
+    """A tensor's values in order, flat, a few megabytes at a time; each block is overwritten by the next."""
+    for block in tensors.blocks(name, _BLOCK_BYTES):
+        yield np.frombuffer(block, dtype=DTYPES[tensors.info(name).dtype])
 
 
 def tensor_kind(name: str, dtype: str) -> str:

@@ -6,8 +6,7 @@ import math
 
 from ..errors import FormatError
 from ..formats.checkpoint import Checkpoint
-from ..formats.onnx.file import SMALL_TYPES, OnnxFile
-from ..formats.onnx.library import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX
+from ..formats.onnx.file import CONFIG_KEY, DTYPES, FORMAT_KEY, PACKED_SUFFIX, SCALE_SUFFIX, SMALL_TYPES, OnnxFile
 from ..formats.onnx.model import OnnxCheckpoint
 from .facts import StoredTensor
 from .inspector import Inspector, tensor_kind
@@ -52,9 +51,6 @@ class OnnxInspector(Inspector):
         if self.out.format != "ONNX":  # else the file could not be parsed
             self.checkpoint = self.try_open(OnnxCheckpoint)
         return self.checkpoint
-
-    def used_tensors(self, checkpoint: OnnxCheckpoint) -> set[str]:
-        return checkpoint.taken
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return {} if self.checkpoint is None else self.checkpoint.tokenizer_files()

@@ -1,26 +1,44 @@
-"""One tensor of a model by its name: `show_tensor(path, name)` -> `TensorView`."""
+"""One tensor of a model by its name, as text, as a figure, as HTML: `show_tensor(path, name)` -> `TensorView`.
+
+A ternary matrix is shown as a map of its non-zeros and as the shares of -1, 0 and +1 in bands of rows and of columns;
+any other tensor as a histogram. matplotlib is imported only for a figure.
+"""
 
 from __future__ import annotations
 
 import difflib
+import html
 import os
 import re
-from collections.abc import Callable
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BitNetRefError, ConfigError
+from ..errors import BackendUnavailable, BitNetRefError, ConfigError
 from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
+from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
+from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
 from ..formats.names import gguf_name, hf_module, hf_modules
-from ..formats.open import find_model, open_checkpoint
+from ..formats.onnx.file import OnnxFile
+from ..formats.open import choose_format, find_model, open_checkpoint
+from ..formats.safetensors import SafetensorsFile
 from ..reference.quantization import unpack_ternary
 from ..reference.weights import DenseWeight, TernaryWeight, linear_name
-from .tensor_view import TensorView
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Bands = list[tuple[int, int, tuple[float, float, float]]]  # (first, last + 1, shares of -1, 0, +1)
+_MINUS, _ZERO, _PLUS = "#3b6fb6", "#e3e3e3", "#dd8a2b"
+_CORNER = (8, 64)  # rows and columns shown weight by weight
 _LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
 ReadTensor = Callable[[], tuple[str, NDArray[Any]]]  # -> (dtype, values)
 
@@ -98,36 +116,26 @@ def _show_stored(
 
 def _stored_tensors(path: Path) -> dict[str, ReadTensor]:
     """Every tensor in a file or folder, whatever it is for: name -> how to read it."""
-    from ..formats.gguf.file import GgufFile
-    from ..formats.onnx.file import OnnxFile
-    from ..formats.safetensors import SafetensorsFile
-
-    if path.suffix == ".gguf":
+    format_name, path = choose_format(path)
+    if format_name == "gguf":
         with GgufFile(path) as gguf:
             return {name: partial(_read_gguf, path, name) for name in gguf.tensors}
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    onnx_path = path / "model.onnx" if path.is_dir() and not files else path
-    if onnx_path.suffix == ".onnx" and onnx_path.is_file():
-        onnx = OnnxFile(onnx_path)
+    if format_name == "onnx":
+        onnx = OnnxFile(path)
         return {name: partial(_read_onnx, onnx, name) for name in onnx.tensors}
     readers: dict[str, ReadTensor] = {}
-    for file in files:
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
         with SafetensorsFile(file) as safetensors:
             readers |= {name: partial(_read_safetensors, file, name) for name in safetensors.tensors}
     return readers
 
 
 def _read_safetensors(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    from ..formats.safetensors import SafetensorsFile
-
     with SafetensorsFile(path) as file:
         return file.tensors[name].dtype, file.read(name)
 
 
 def _read_gguf(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
-    from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
-
     with GgufFile(path) as file:
         dtype, shape = file.tensors[name].type.name, file.tensors[name].shape
         if dtype in PLAIN_DTYPES:
@@ -147,3 +155,174 @@ def _widen(values: NDArray[Any]) -> NDArray[Any]:
         return values
     with np.errstate(invalid="ignore"):  # a signalling NaN of 16 bits would be a warning
         return values.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor and its statistics.
+
+    values: the weights of a ternary matrix (N, K) int8, or the tensor in float32 or an integer dtype.
+    """
+
+    path: str
+    name: str
+    stored_as: str  # the file's own dtype or type, or that of the reader
+    values: NDArray[Any]
+    w_dequant_scale: float | None = None  # of a ternary matrix
+
+    @property
+    def is_ternary(self) -> bool:
+        """Whether it is a BitLinear's weight."""
+        return self.w_dequant_scale is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def shares(self) -> tuple[float, float, float]:
+        """Shares of -1, 0 and +1 in a ternary matrix."""
+        return _shares(self.values)
+
+    def bands(self, axis: int, count: int = 8) -> Bands:
+        """Shares in `count` bands of rows (axis 0) or of columns (axis 1) of a ternary matrix."""
+        edges = np.linspace(0, self.shape[axis], min(count, self.shape[axis]) + 1).round().astype(int)
+        pieces = [(int(a), int(b)) for a, b in pairwise(edges)]
+        return [(a, b, _shares(self.values[a:b] if axis == 0 else self.values[:, a:b])) for a, b in pieces]
+
+    def nonzero_map(self, rows: int, columns: int) -> NDArray[np.float32]:
+        """Share of non-zeros in a grid of at most rows x columns cells over a ternary matrix."""
+        nonzero = self.values != 0
+        for axis, cells in ((0, rows), (1, columns)):
+            count = min(cells, self.shape[axis])
+            starts = np.linspace(0, self.shape[axis], count + 1).round().astype(np.intp)
+            sums = np.add.reduceat(nonzero, starts[:-1], axis=axis, dtype=np.float32)
+            sizes = np.diff(starts).astype(np.float32)
+            nonzero = sums / (sizes[:, None] if axis == 0 else sizes)
+        return nonzero
+
+    def statistics(self) -> dict[str, Any]:
+        """What `text` shows, as JSON values. Statistics of floats are those of the finite ones."""
+        out: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "stored_as": self.stored_as}
+        out["ternary"] = self.is_ternary
+        if self.is_ternary:
+            out |= {"w_dequant_scale": self.w_dequant_scale, "shares": list(self.shares())}
+            for axis, what in ((0, "rows"), (1, "columns")):
+                out[what] = [{"from": a, "to": b, "shares": list(shares)} for a, b, shares in self.bands(axis)]
+            return out
+        flat = self.values.reshape(-1)
+        finite = flat[np.isfinite(flat)]
+        out |= {"values": int(flat.size), "not_finite": int(flat.size - finite.size)}
+        if finite.size:
+            wide = finite.astype(np.float64)
+            out |= {"min": float(wide.min()), "max": float(wide.max()), "mean": float(wide.mean())}
+            out |= {"std": float(wide.std()), "mean_abs": float(np.abs(wide).mean())}
+            out |= {"zeros": int((wide == 0).sum()), "distinct": int(np.unique(finite).size)}
+            counts, edges = self.histogram()
+            out["histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
+        return out
+
+    def histogram(self, bins: int = 16) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(counts (bins,), edges (bins + 1,)) of the finite values."""
+        flat = self.values.reshape(-1)
+        counts, edges = np.histogram(flat[np.isfinite(flat)].astype(np.float64), bins=bins)
+        return counts.astype(np.int64), edges
+
+    def text(self, width: int = 100, unicode: bool = True) -> str:
+        """For a shell: lines of at most `width` characters, or 40 if the width is smaller."""
+        shape = " x ".join(map(str, self.shape)) or "scalar"
+        lines = self._ternary_lines(max(40, width), unicode) if self.is_ternary else self._dense_lines(width, unicode)
+        return "\n".join(line.rstrip() for line in [f"{self.name}: {shape}, {self.stored_as}", *lines])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _ternary_lines(self, width: int, unicode: bool) -> Iterator[str]:
+        minus, zero, plus = self.shares()
+        yield f"-1: {minus:.1%}, 0: {zero:.1%}, +1: {plus:.1%}, each times w_dequant_scale {self.w_dequant_scale:.6g}"
+        inks = " ░▒▓█" if unicode else " .:*#"
+        grid = self.nonzero_map(16, min(64, width - 2))
+        low, high = float(grid.min()), float(grid.max())
+        yield ""
+        if high > low:
+            yield f"Share of non-zeros, from {low:.1%} ('{inks[0]}') to {high:.1%} ('{inks[-1]}'):"
+        else:
+            yield f"Share of non-zeros: {low:.1%} everywhere"
+        levels = (grid - low) / (high - low or 1) * (len(inks) - 1)
+        for row in np.rint(levels).astype(int):
+            yield "|" + "".join(inks[level] for level in row) + "|"
+        rows, columns = _CORNER[0], min(_CORNER[1], width - 2)
+        yield ""
+        yield "The first weights (-, . and + for -1, 0 and +1):"
+        for weights in self.values[:rows, :columns]:
+            yield " " + "".join("-.+"[value + 1] for value in weights)
+        for axis, what in ((0, "rows"), (1, "columns")):
+            yield ""
+            yield f"{what:16}{'-1':>7}{'0':>7}{'+1':>7}"
+            for first, end, shares in self.bands(axis):
+                yield f"{f'{first} to {end - 1}':16}" + "".join(f"{share:7.1%}" for share in shares)
+
+    def _dense_lines(self, width: int, unicode: bool) -> Iterator[str]:
+        stats = self.statistics()
+        if stats["not_finite"]:
+            yield f"{stats['not_finite']} of {stats['values']} values are NaN or Inf"
+        if "min" not in stats:
+            return
+        yield f"from {stats['min']:.6g} to {stats['max']:.6g}, mean {stats['mean']:.6g}, std {stats['std']:.6g}"
+        yield f"mean size {stats['mean_abs']:.6g}, {stats['zeros']} zeros, {stats['distinct']} distinct values"
+        yield ""
+        counts, edges = self.histogram()
+        ink, highest = ("█" if unicode else "#"), max(1, int(counts.max()))
+        for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
+            bar = ink * round(max(10, min(60, width - 40)) * int(count) / highest)
+            yield f"{left:11.4g} to {right:<11.4g}{count:>9}  {bar}"
+
+    def figure(self) -> Figure:
+        """A matplotlib figure. Raises BackendUnavailable, with the command that installs it, when it is missing."""
+        try:
+            from matplotlib.colors import ListedColormap
+            from matplotlib.figure import Figure
+        except ImportError as problem:
+            message = "figures need matplotlib: pip install 'bitnet-ref[notebooks]'; text() does not"
+            raise BackendUnavailable(message) from problem
+        fig = Figure(figsize=(9, 3), dpi=80, layout="constrained")
+        if not self.is_ternary:
+            axes = fig.subplots()
+            counts, edges = self.histogram(bins=64)
+            axes.stairs(counts, edges, fill=True, color="#4a4a4a")
+            axes.set(title=self.name, xlabel="value", ylabel="count")
+            return fig
+        left, middle, right = fig.subplots(1, 3, width_ratios=[1.2, 1.2, 1])
+        three = ListedColormap([_MINUS, _ZERO, _PLUS])
+        left.imshow(self.values[:48, :64], cmap=three, vmin=-1, vmax=1, interpolation="nearest")
+        left.set(title="the first 48 x 64", xlabel="input", ylabel="output")
+        grid = self.nonzero_map(max(1, min(96, self.shape[0] // 8)), max(1, min(96, self.shape[1] // 8)))
+        extent = (0, self.shape[1], self.shape[0], 0)
+        shown = middle.imshow(grid, cmap="magma", aspect="auto", interpolation="nearest", extent=extent)
+        middle.set(title="share of non-zeros", xlabel="input")
+        fig.colorbar(shown, ax=middle)
+        bands = self.bands(0)
+        start = np.zeros(len(bands))
+        places = [(first + end) / 2 for first, end, _ in bands]
+        for value, colour in enumerate((_MINUS, _ZERO, _PLUS)):
+            part = np.array([shares[value] for _, _, shares in bands])
+            height = [0.9 * (end - first) for first, end, _ in bands]
+            right.barh(places, part, left=start, height=height, color=colour)
+            start = start + part
+        right.set(title="-1, 0 and +1 by row", xlabel="share", xlim=(0, 1), ylim=(self.shape[0], 0))
+        return fig
+
+    def _repr_html_(self) -> str:
+        """For notebooks: two lines of facts and the figure; the text without matplotlib."""
+        try:
+            figure = self.figure()
+        except BackendUnavailable:
+            return f"<pre>{html.escape(self.text())}</pre>"
+        png = BytesIO()
+        figure.savefig(png, format="png")
+        facts = html.escape("\n".join(self.text().splitlines()[:2]))
+        return f'<pre>{facts}</pre><img src="data:image/png;base64,{b64encode(png.getvalue()).decode()}">'
+
+
+def _shares(w_t: NDArray[np.int8]) -> tuple[float, float, float]:
+    counts = np.bincount((w_t + np.int8(1)).view(np.uint8).reshape(-1), minlength=3) / max(1, w_t.size)
+    return float(counts[0]), float(counts[1]), float(counts[2])

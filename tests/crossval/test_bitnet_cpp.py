@@ -10,7 +10,7 @@ from helpers import GOLDEN, model
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_bitnet_cpp
 from bitnet_ref.crossval.token_ids import compare_ids, compare_text
-from bitnet_ref.formats.convert.targets import gguf_tokenizer
+from bitnet_ref.formats.convert import gguf_tokenizer
 from bitnet_ref.formats.gguf.export import write_gguf_model
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 

@@ -9,11 +9,11 @@ from helpers import BITNET, DATA, GOLDEN, TINY, tiny_tensors, write_checkpoint
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.gguf.config import ARCHITECTURES, architecture
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
-from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
 from bitnet_ref.formats.hf.config import parse_hf_config
-from bitnet_ref.formats.native.writer import write_native
+from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.onnx.graph import DecoderGraph
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.inspection import inspect_model
@@ -125,7 +125,7 @@ def test_a_native_file(tmp_path):
 def test_the_configuration_of_an_onnx_file(tmp_path):
     onnx = pytest.importorskip("onnx")
     from bitnet_ref.formats.onnx.export import export_onnx
-    from bitnet_ref.formats.onnx.library import CONFIG_KEY
+    from bitnet_ref.formats.onnx.file import CONFIG_KEY
 
     assert CONFIG_KEY == "bitnet_ref.config"  # files in the world have it
     path = tmp_path / "x.onnx"

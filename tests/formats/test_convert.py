@@ -18,8 +18,7 @@ import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import ReadOptions
-from bitnet_ref.formats.convert import TARGETS, convert, prove
-from bitnet_ref.formats.convert import targets as targets_module
+from bitnet_ref.formats.convert import TARGETS, Target, convert, prove
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import SafetensorsFile
@@ -219,7 +218,7 @@ def test_a_conversion_that_went_wrong_is_refused_and_leaves_nothing(spoil, says,
         good.write(checkpoint, path, options, progress)
         spoil(path)
 
-    monkeypatch.setitem(TARGETS, "hf-packed", targets_module.Target("hf-packed", None, write))
+    monkeypatch.setitem(TARGETS, "hf-packed", Target("hf-packed", None, write))
     with pytest.raises(FormatError, match=says):
         convert(BITNET, tmp_path / "out", "hf-packed")
     assert os.listdir(tmp_path) == []

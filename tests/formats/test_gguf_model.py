@@ -10,11 +10,10 @@ from bitnet_ref.errors import ConfigError, FormatError, NumericsError
 from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
-from bitnet_ref.formats.gguf.export import KINDS, write_gguf_model
+from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
-from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.quantization import quantize_weights
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight

@@ -14,7 +14,6 @@ from bitnet_ref.formats.gguf.i2_s import (
     StaleTail,
     i2_s_scale,
     pack_i2_s,
-    same_for_all,
     unpack_i2_s,
 )
 
@@ -112,8 +111,8 @@ def gather(layers, layout):
             shares[name] = evidence.densities(pack_i2_s(w_t, 1.0, layout), w_t.shape)
         columns = {name: {k: v[0] for k, v in both.items()} for name, both in shares.items()}
         rows = {name: {k: v[1] for k, v in both.items()} for name, both in shares.items()}
-        evidence.add(columns["q_proj"], same_for_all(layer.attn_norm))
-        evidence.add(columns["o_proj"], same_for_all(layer.attn_sub_norm))
+        evidence.add(columns["q_proj"], dict.fromkeys(LAYOUTS, layer.attn_norm))
+        evidence.add(columns["o_proj"], dict.fromkeys(LAYOUTS, layer.attn_sub_norm))
         evidence.add(columns["down_proj"], rows["up_proj"])
     return evidence
 
@@ -132,7 +131,7 @@ def test_random_weights_do_not_show_it(layout):
     for seed in range(20):
         w_t = random_ternary(rng(seed), 128, 256)
         shares = evidence.densities(pack_i2_s(w_t, 1.0, layout), w_t.shape)
-        evidence.add({k: v[0] for k, v in shares.items()}, same_for_all(rng(seed, 1).standard_normal(256)))
+        evidence.add({k: v[0] for k, v in shares.items()}, dict.fromkeys(LAYOUTS, rng(seed, 1).standard_normal(256)))
     verdict = evidence.judge()
     assert (verdict.layout, verdict.decided) == ("x86", False)
     assert "do not tell" in verdict.words
@@ -143,7 +142,7 @@ def test_a_shape_that_one_layout_cannot_have_rules_it_out():
     evidence = LayoutEvidence()
     shares = evidence.densities(pack_i2_s(w_t, 1.0, "arm"), w_t.shape)
     assert list(shares) == ["arm"]
-    evidence.add({k: v[0] for k, v in shares.items()}, same_for_all(np.ones(64)))
+    evidence.add({k: v[0] for k, v in shares.items()}, dict.fromkeys(LAYOUTS, np.ones(64)))
     assert evidence.judge()[:2] == ("arm", True)
 
 

@@ -25,8 +25,7 @@ from safetensors import safe_open
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, ShapeError, TokenizerError
 from bitnet_ref.formats.checkpoint import ReadOptions, parts
-from bitnet_ref.formats.native.model import VERSION, NativeCheckpoint
-from bitnet_ref.formats.native.writer import write_native
+from bitnet_ref.formats.native.model import VERSION, NativeCheckpoint, write_native
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.weights import TernaryWeight
 

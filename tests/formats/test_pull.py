@@ -14,7 +14,7 @@ from hub_server import Hub, serving
 
 import bitnet_ref
 from bitnet_ref.errors import FormatError, HubError, RegistryError
-from bitnet_ref.formats.native.writer import write_native
+from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.registry.add import pull
 from bitnet_ref.formats.registry.store import Store, find, remove

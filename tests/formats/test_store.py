@@ -16,11 +16,19 @@ from hypothesis import strategies as st
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError
-from bitnet_ref.formats.native.writer import write_native
+from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
 from bitnet_ref.formats.registry.add import add
-from bitnet_ref.formats.registry.names import Reference, choose_files, parse_reference
-from bitnet_ref.formats.registry.store import KEEP_DOWNLOADS_S, Store, find, home, remove
+from bitnet_ref.formats.registry.store import (
+    KEEP_DOWNLOADS_S,
+    Reference,
+    Store,
+    choose_files,
+    find,
+    home,
+    parse_reference,
+    remove,
+)
 
 
 @pytest.fixture(autouse=True)

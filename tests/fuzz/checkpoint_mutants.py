@@ -15,7 +15,7 @@ from helpers import BITNET, TINY, tiny_tensors, write_checkpoint, write_shards
 from json_mutants import cut_out, dump, flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
 
 import bitnet_ref
-from bitnet_ref.formats.native.writer import write_native
+from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import open_checkpoint
 
 ASSETS = Path(bitnet_ref.__file__).parent / "assets" / "storyteller"

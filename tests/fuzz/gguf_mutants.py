@@ -11,9 +11,8 @@ from checkpoint_mutants import base
 from helpers import BITNET, TINY, tiny_tensors, write_checkpoint
 from json_mutants import cut_out, flip_bytes, insert_bytes, poison, truncate
 
-from bitnet_ref.formats.gguf.export import write_gguf_model
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf, write_gguf_model
 from bitnet_ref.formats.gguf.file import ARRAY, SCALARS, STRING, GgufFile, Typed
-from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
 from bitnet_ref.formats.open import open_checkpoint
 
 GGUF_FILE = "model.gguf"

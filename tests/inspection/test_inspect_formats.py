@@ -12,12 +12,12 @@ from bitnet_ref.errors import BitNetRefError
 from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import quantize
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.ggml_types import BY_NAME
-from bitnet_ref.formats.gguf.write import TensorToWrite, write_gguf
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model
-from bitnet_ref.inspection.tokenizer import template_style
+from bitnet_ref.inspection.judge import template_style
 from bitnet_ref.reference.weights import TernaryWeight
 
 GGUF = DATA / "gguf"

@@ -9,7 +9,7 @@ from helpers import DATA, GOLDEN, model, safetensors_bytes
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.inspection import show_tensor
-from bitnet_ref.inspection.tensor_view import TensorView
+from bitnet_ref.inspection.tensor import TensorView
 
 GGUF = DATA / "gguf"
 PACKED = GOLDEN / "bitnet-packed-offline"

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
+from bitnet_ref.formats.gguf.export import write_gguf
 from bitnet_ref.formats.gguf.file import Typed
-from bitnet_ref.formats.gguf.write import write_gguf
 from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf

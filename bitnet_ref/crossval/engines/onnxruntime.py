@@ -10,7 +10,7 @@ from typing import Any
 from ...api import load
 from ...errors import BackendUnavailable
 from ...formats.onnx.export import export_onnx
-from ...formats.onnx.library import import_onnx
+from ...formats.onnx.file import import_onnx
 from ...formats.open import open_checkpoint
 from ...reference.config import ModelConfig
 from .engine import Attempt, ExternalEngine, Prepared, judge_by_contract

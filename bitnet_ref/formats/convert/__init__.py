@@ -4,8 +4,136 @@ The result is read again before it gets its name, and compared with the source: 
 scale, every other tensor, the tokenizer, and the logits of a few tokens. If the proof fails, nothing is left behind.
 """
 
-from .convert import convert
-from .proof import Proof, prove
-from .targets import TARGETS, Target
+from __future__ import annotations
 
-__all__ = ["TARGETS", "Proof", "Target", "convert", "prove"]
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import ConfigError, FormatError
+from ...system.atomic import atomic_folder, atomic_path
+from ..checkpoint import Checkpoint, Progress, ReadOptions
+from ..gguf.export import KINDS, write_gguf_model
+from ..gguf.file import Typed
+from ..hf.writer import write_hf
+from ..native.model import SUFFIX as NATIVE_SUFFIX
+from ..native.model import write_native
+from ..onnx.export import write_onnx_folder
+from ..open import find_model, open_checkpoint
+from .proof import Proof, prove
+
+__all__ = ["TARGETS", "Proof", "Target", "convert", "gguf_tokenizer", "prove"]
+
+Phase = Callable[[str], Progress]  # "writing", "comparing", "computing" -> that phase's progress
+
+
+class Target(NamedTuple):
+    """A format to write."""
+
+    name: str
+    suffix: str | None  # of the file; None for a folder
+    write: Callable[[Checkpoint, Path, ReadOptions, Progress | None], object]
+
+
+def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+    dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
+    tokenizer, tiles = gguf_tokenizer(checkpoint), options.tl_tiles
+    write_gguf_model(
+        checkpoint, path, kind, tokenizer=tokenizer, dense_type=dense_type, tl_tiles=tiles, progress=progress
+    )
+
+
+_TARGETS = (
+    Target("hf-packed", None, lambda model, path, _, tick: write_hf(model, path, "hf-packed", tick)),
+    Target("hf-bf16", None, lambda model, path, _, tick: write_hf(model, path, "hf-bf16", tick)),
+    *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
+    Target("onnx", None, lambda model, path, _, tick: write_onnx_folder(model, path, tick)),
+    Target("native", NATIVE_SUFFIX, lambda model, path, _, tick: write_native(model, path, "2bit", tick)),
+    Target(
+        "native-base3", NATIVE_SUFFIX, lambda model, path, _, progress: write_native(model, path, "base3", progress)
+    ),
+)
+TARGETS = {target.name: target for target in _TARGETS}
+
+
+def gguf_tokenizer(checkpoint: Checkpoint) -> Mapping[str, Typed] | None:
+    """The tokenizer as GGUF metadata, or None. Stop tokens that only the configuration names take the free keys."""
+    from ...tokenizers.gguf_vocab import gguf_from_tokenizer_files
+
+    files = checkpoint.tokenizer_files()
+    if "tokenizer.json" not in files and "tokenizer.model" not in files:
+        return None
+    metadata = gguf_from_tokenizer_files(files)
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    named = {metadata[key] for key in keys if key in metadata}
+    free = [key for key in keys if key not in metadata]
+    for key, token in zip(free, [t for t in checkpoint.config.eos_token_ids if t not in named], strict=False):
+        metadata[key] = token
+    return {key: _typed(value) for key, value in metadata.items()}
+
+
+def _typed(value: Any) -> Typed:
+    if isinstance(value, np.ndarray):
+        return Typed(f"[{value.dtype}]", value)
+    if isinstance(value, list):
+        return Typed("[string]", value)
+    return Typed({str: "string", bool: "bool", int: "uint32", float: "float32"}[type(value)], value)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    to: str,
+    *,
+    options: ReadOptions | None = None,
+    tl_tiles: str | os.PathLike[str] | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    phase: Phase | None = None,
+) -> Proof | None:
+    """Write the model `source` (a path, or a shipped model's name) to `destination` in the format `to`.
+
+    One tensor is in memory at a time. An interrupt, an error or a failed proof leaves `destination` unchanged. The
+    bytes depend on the model alone.
+    options: what the user knows better about the source.
+    tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
+    verify: compare the result with the source and return the Proof; FormatError if the two differ.
+    overwrite: replace an existing file. A folder is never replaced.
+
+    Raises ConfigError (an unknown target, a model the target cannot hold), FormatError.
+    """
+    if to not in TARGETS:
+        raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
+    target, path = TARGETS[to], Path(destination)
+    written_options = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
+    _check_destination(target, path, overwrite)
+    proof = None
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
+        temporary = stack.enter_context(atomic_folder(path) if target.suffix is None else atomic_path(path))
+        target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
+        if verify:
+            with open_checkpoint(temporary, written_options) as written:
+                proof = prove(checkpoint, written, phase)
+            if not proof.holds:
+                raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
+    return proof
+
+
+def _check_destination(target: Target, path: Path, overwrite: bool) -> None:
+    folder, suffix, shown = path.absolute().parent, target.suffix or "", repr(str(path))
+    problems = (
+        (not path.name.endswith(suffix), f"{target.name} is a file whose name ends in {suffix}, got {shown}"),
+        (not folder.is_dir(), f"there is no folder {str(folder)!r} to write into"),
+        (path.is_dir(), f"{shown} is a folder that is there already; remove it, or give another name"),
+        (path.exists() and not overwrite, f"{shown} is there already; --force (overwrite=True) replaces it"),
+        (path.exists() and not suffix, f"{target.name} is a folder, and {shown} is a file"),
+    )
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(message)

@@ -16,7 +16,7 @@ from ...backends.run import run
 from ...errors import TokenizerError
 from ...reference.cache import TokenBatch
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from ..checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer
+from ..checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer, ticker
 
 # A scale or a float tensor may come back rounded by a narrower format: by half a unit in the last place of float16's 11
 # bits, or of bfloat16's 8 bits, or of float16's smallest step.
@@ -130,9 +130,8 @@ def _nearly(a: Any, b: Any) -> bool:
 
 
 def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
-    total = part_count(source.config)
-    pairs = zip_longest(parts(source), parts(written), fillvalue=("nothing", None))
-    for done, ((name, a), (other, b)) in enumerate(pairs, 1):
+    tick = ticker(progress, part_count(source.config))
+    for (name, a), (other, b) in zip_longest(parts(source), parts(written), fillvalue=("nothing", None)):
         if name != other or _kind(a) != _kind(b):
             proof.problems.append(f"{name} was {_kind(a)}, and {other} is {_kind(b)}")
             return
@@ -145,8 +144,7 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
             tally.add(f"{name}{detail}", difference)
             if difference > rounding:
                 proof.problems.append(f"{name}{detail} differs")
-        if progress is not None:
-            progress(done, total)
+        tick()
 
 
 def _kind(part: LinearWeight | NDArray | None) -> str:
@@ -250,12 +248,7 @@ class _Layers:
 
 def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
     be = choose_backend("cython" if available_backends()["cython"] is None else "numpy")
-    steps = iter(range(1, 2 * source.config.num_hidden_layers + 1))
-
-    def tick() -> None:
-        if progress is not None:
-            progress(next(steps), 2 * source.config.num_hidden_layers)
-
+    tick = ticker(progress, 2 * source.config.num_hidden_layers)
     a, b = (_logits(checkpoint, be, tick) for checkpoint in (source, written))
     proof.tokens = len(a)
     proof.logits_equal = np.array_equal(a, b)

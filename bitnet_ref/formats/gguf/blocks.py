@@ -10,6 +10,7 @@ Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -96,12 +97,9 @@ _TERNARY_CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
 }
 
 
-def _ternary_values(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
-    def values(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-        q = _TERNARY_CODES[kind](blocks).astype(np.int8) - np.int8(1)
-        return _half(blocks[:, -2:]) * q.astype(np.float32)
-
-    return values
+def _ternary_values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    q = _TERNARY_CODES[kind](blocks).astype(np.int8) - np.int8(1)
+    return _half(blocks[:, -2:]) * q.astype(np.float32)
 
 
 _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
@@ -112,7 +110,7 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "Q4_0": _q4_0,
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
-    **{kind: _ternary_values(kind) for kind in _TERNARY_CODES},
+    **{kind: partial(_ternary_values, kind) for kind in _TERNARY_CODES},
 }
 DEQUANTIZABLE = tuple(_DEQUANTIZE)
 

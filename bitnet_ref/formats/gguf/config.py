@@ -34,6 +34,14 @@ ARCHITECTURES = {
     "bitnet-25": Architecture("relu2", sub_norms=True),  # the same, older name
     "llama": Architecture("silu", sub_norms=False, permuted=True),  # LLaMA, Mistral; ternary (Falcon3) or dense
 }
+_COUNTS = {  # key -> field of ModelConfig, in the order of bitnet.cpp's converter
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
 ROPE_FREQS = "rope_freqs.weight"
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
 # Texts that mark the end of a turn; llama.cpp looks for the same
@@ -101,8 +109,11 @@ def read_gguf_config(
     """
     keys = _Keys(file)
     shape = tensor_shape(file, "token_embd.weight", 2)
-    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    layers = keys.count("block_count")
+    heads = keys.count("attention.head_count")
+    counts = {field: keys.count(key, heads if key.endswith("_kv") else None) for key, field in _COUNTS.items()}
+    hidden, layers, context = (
+        counts[field] for field in ("hidden_size", "num_hidden_layers", "max_position_embeddings")
+    )
     if layers * _MIN_TENSORS_PER_LAYER > len(file.tensors):
         raise keys.fail(f"{keys.arch}.block_count", f"says {layers} blocks; the file has {len(file.tensors)} tensors")
     if shape[1] != hidden:
@@ -120,22 +131,16 @@ def read_gguf_config(
         raise keys.fail(f"{keys.arch}.attention.value_length", "differs from key_length, which is not supported")
     if keys.count("rope.dimension_count", head_dim) != head_dim:
         raise keys.fail(f"{keys.arch}.rope.dimension_count", f"partial rotary embedding of {head_dim} is not supported")
-    context = keys.count("context_length")
     bitnet = keys.architecture.sub_norms
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     try:
         return ModelConfig(
             model_type="bitnet" if bitnet else "llama" if window is None else "mistral",
             vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=keys.count("feed_forward_length"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=keys.count("attention.head_count_kv", heads),
+            **counts,
             head_dim=head_dim,
             activation=_activation(keys, evidence),
             norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-            max_position_embeddings=context,
             tie_word_embeddings="output.weight" not in file.tensors,
             sub_norms=bitnet,
             attention_bias=_biases(file, attention=True),
@@ -153,12 +158,11 @@ def read_gguf_config(
 def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:
     """The shape of a tensor that must be there; FormatError."""
     if name not in file.tensors:
-        raise FormatError("the tensor is missing", path=file.path, field=name)
-    tensor = file.tensors[name]
-    if len(tensor.shape) != rank:
-        message = f"expected {rank} dimensions, got shape {list(tensor.shape)}"
-        raise FormatError(message, path=file.path, offset=tensor.offset, field=name)
-    return tensor.shape
+        raise file.tensor_error(name, "the tensor is missing")
+    shape = file.tensors[name].shape
+    if len(shape) != rank:
+        raise file.tensor_error(name, f"expected {rank} dimensions, got shape {list(shape)}")
+    return shape
 
 
 def _activation(keys: _Keys, evidence: list[str] | None) -> str:
@@ -251,7 +255,7 @@ def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
             if np.allclose(llama3_divisors(rope, head_dim), divisors, rtol=1e-5, atol=0):
                 return rope
     message = "these frequency divisors are not those of Llama 3 scaling (low_freq_factor 1, high_freq_factor 4)"
-    raise FormatError(message, path=file.path, offset=file.tensors[ROPE_FREQS].offset, field=ROPE_FREQS)
+    raise file.tensor_error(ROPE_FREQS, message)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -276,12 +280,8 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
     def put(key: str, kind: str, value: Any) -> None:
         out[f"{arch}.{key}"] = Typed(kind, value)
 
-    put("context_length", "uint32", config.max_position_embeddings)
-    put("embedding_length", "uint32", config.hidden_size)
-    put("block_count", "uint32", config.num_hidden_layers)
-    put("feed_forward_length", "uint32", config.intermediate_size)
-    put("attention.head_count", "uint32", config.num_attention_heads)
-    put("attention.head_count_kv", "uint32", config.num_key_value_heads)
+    for key, field in _COUNTS.items():
+        put(key, "uint32", getattr(config, field))
     put("rope.freq_base", "float32", rope.theta)
     put("attention.layer_norm_rms_epsilon", "float32", config.norm_eps)
     put("rope.dimension_count", "uint32", config.head_dim)

@@ -1,7 +1,5 @@
-"""What a GGUF's fields do not say and its contents show: the dialect, which matrices are ternary, the I2_S layout.
-
-It also has the order of q and k rows under the architecture llama.
-"""
+"""What a GGUF's fields do not say and its contents show: the dialect, which matrices are ternary, the I2_S layout,
+and the order of q and k rows under the architecture llama."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from .blocks import DEQUANTIZABLE, dequantize, ternary_from_blocks
 from .config import ARCHITECTURES
 from .file import GgufFile, GgufTensor
 from .ggml_types import TERNARY_BLOCKS, TERNARY_TYPES
-from .i2_s import LAYOUTS, LayoutEvidence, same_for_all
+from .i2_s import LAYOUTS, LayoutEvidence
 
 _SAMPLE_VALUES = 1 << 16  # read from each matrix to decide whether it is ternary
 _MAX_LAYERS_FOR_LAYOUT = 8
@@ -59,12 +57,6 @@ def block_linears(file: GgufFile) -> Iterator[GgufTensor]:
             yield tensor
 
 
-def tensor_error(file: GgufFile, name: str, message: str) -> FormatError:
-    """The error to raise about a tensor. It names the file, and the tensor's place if it has one."""
-    tensor = file.tensors.get(name)
-    return FormatError(message, path=file.path, offset=tensor.offset if tensor else None, field=name)
-
-
 def check_dialect(file: GgufFile, evidence: list[str]) -> None:
     """Record which dialect the ambiguous type ids 36 to 39 belong to. Refuses llama.cpp's MXFP4."""
     used = {tensor.type.name: tensor for tensor in file.tensors.values() if 36 <= tensor.type.id <= 39}
@@ -77,7 +69,7 @@ def check_dialect(file: GgufFile, evidence: list[str]) -> None:
         scale = f"{used['TL2/MXFP4'].name}_scale"
         if scale not in file.tensors:
             message = "has the type 39, which is MXFP4 for llama.cpp and TL2 for bitnet.cpp; without a tensor "
-            raise tensor_error(file, scale[:-6], message + f"{scale} it is MXFP4, which is not supported")
+            raise file.tensor_error(scale[:-6], message + f"{scale} it is MXFP4, which is not supported")
         evidence.append(f"GGUF dialect: bitnet.cpp (tensor type 39 with a tensor {scale} is TL2, not MXFP4)")
 
 
@@ -111,7 +103,7 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
             f"{len(ternary) - len(dense)} other linears are; a BitNet's all are. Convert it again from the ternary or "
             "the master weights"
         )
-        raise tensor_error(file, dense[0], message)
+        raise file.tensor_error(dense[0], message)
     if dense:
         evidence.append(f"dense among ternary matrices: {', '.join(dense)}")
         skipped += [hf_module(name) for tensor in dense if (name := linear_of_gguf(tensor)) is not None]
@@ -177,15 +169,13 @@ def _compare_layouts(
         tensor = file.tensors.get(f"{gguf_name(name)}.weight")
         if tensor is None or tensor.type.name != "I2_S" or tensor.shape != linear_shape(config, name):
             continue  # reading the model reports what is wrong with it
-        try:
+        with file.naming(tensor.name):
             densities = comparison.densities(file.read_raw(tensor.name), linear_shape(config, name))
-        except FormatError as error:
-            raise tensor_error(file, tensor.name, error.message) from None
         columns[short] = {layout: pair[0] for layout, pair in densities.items()}
         rows[short] = {layout: pair[1] for layout, pair in densities.items()}
         before = f"blocks.{index}.{_NORM_BEFORE[short]}"
         if before in norms_of_layer(config, index) and f"{gguf_name(before)}.weight" in file.tensors:
-            comparison.add(columns[short], same_for_all(norm(before)))
+            comparison.add(columns[short], dict.fromkeys(LAYOUTS, norm(before)))
     for short in ("gate_proj", "up_proj"):  # neuron j is row j there and column j of down_proj
         if short in rows and "down_proj" in columns:
             comparison.add(columns["down_proj"], rows[short])

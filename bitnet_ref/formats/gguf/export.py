@@ -5,31 +5,35 @@
     tq1_0, tq2_0           ternary matrices in llama.cpp's types; the scale becomes a float16
     tl1, tl2               ternary matrices in bitnet.cpp's lookup-table types
 
-The embedding and an untied head are float16 unless another type is asked for, norms and biases float32.
+The embedding and an untied head are float16 unless another type is asked for, norms and biases float32. `write_gguf`
+writes any metadata and tensors.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference.weights import DenseWeight, TernaryLinear, linear_name
-from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes
+from ...system.atomic import atomic_path
+from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes, ticker
 from ..names import gguf_name
 from .blocks import blocks_from_ternary, quantize
 from .config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
 from .evidence import permute_rows, permuted_heads
-from .file import Typed
-from .ggml_types import BY_KIND, TERNARY_BLOCKS
+from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
+from .ggml_types import BY_KIND, BY_NAME, TERNARY_BLOCKS
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 from .tl import TLKind, pack_tl, tl_nbytes
 from .tl_tiles import KNOWN_TILES, read_kernel_config
-from .write import TensorToWrite, write_gguf
 
 DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
 BLOCK_KINDS = tuple(name.lower() for name in TERNARY_BLOCKS)
@@ -41,6 +45,17 @@ _QUANTIZATION_VERSION = 2  # of ggml's blocks
 # The order of bitnet.cpp's converter, which is that of the tensors' names in Hugging Face checkpoints
 _NORM_ORDER = ("attn_norm", "ffn_sub_norm", "ffn_norm", "attn_sub_norm")
 _LINEAR_ORDER = ("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
+_CODE_OF = {name: code for code, name in NAME_OF.items()}
+
+
+class TensorToWrite(NamedTuple):
+    """A tensor to be written. `produce` is called once, just before it is written, and returns its bytes."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first
+    type: str  # "F16", "I2_S", ...
+    produce: Callable[[], NDArray[np.uint8]]
+    nbytes: int | None = None  # for the types whose size does not follow from the shape (TL1, TL2)
 
 
 def write_gguf_model(
@@ -200,3 +215,68 @@ class _ModelTensors:
             )
             raise FormatError(message, field=name)
         return pack_tl(kind, w_t, tiles)
+
+
+# -- the container -----------------------------------------------------------------------------------------------------
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, Typed],
+    tensors: Iterable[TensorToWrite],
+    progress: Progress | None = None,
+) -> None:
+    """Write a GGUF of version 3 with one tensor in memory at a time. Equal input gives equal bytes. An interrupt leaves
+    the old file or none (see `atomic`).
+
+    progress: called with (tensors written, tensors in total).
+    Tensors are aligned to the metadata's general.alignment, or 32 bytes when it has none.
+    """
+    tensors = list(tensors)
+    alignment = metadata.get("general.alignment", Typed("uint32", DEFAULT_ALIGNMENT)).value
+    if alignment < 1 or alignment & (alignment - 1):
+        raise FormatError(f"the alignment {alignment} is no power of two", path=path, field="general.alignment")
+    header = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
+    for key, typed in metadata.items():
+        header += _packed_string(key) + _packed_value(key, typed)
+    offset, sizes = 0, []
+    for tensor in tensors:
+        kind = BY_NAME[tensor.type]
+        size = tensor.nbytes if tensor.nbytes is not None else kind.nbytes(math.prod(tensor.shape))
+        header += _packed_string(tensor.name) + struct.pack("<I", len(tensor.shape))
+        header += b"".join(struct.pack("<Q", n) for n in reversed(tensor.shape)) + struct.pack("<IQ", kind.id, offset)
+        sizes.append(size)
+        offset += size + -size % alignment
+    header += bytes(-len(header) % alignment)
+    tick = ticker(progress, len(tensors))
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        file.write(header)
+        for tensor, size in zip(tensors, sizes, strict=True):
+            data = tensor.produce()
+            if data.size != size or data.dtype != np.uint8:
+                message = f"expected {size} bytes to write, got {data.dtype} {data.shape}"
+                raise FormatError(message, path=path, field=tensor.name)
+            file.write(np.ascontiguousarray(data).data)
+            file.write(bytes(-size % alignment))
+            tick()
+
+
+def _packed_string(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _packed_value(key: str, typed: Typed) -> bytes:
+    try:
+        if not typed.type.startswith("["):
+            code = _CODE_OF[typed.type]
+            data = _packed_string(typed.value) if code == STRING else struct.pack(SCALARS[code][1], typed.value)
+            return struct.pack("<I", code) + data
+        code = _CODE_OF[typed.type[1:-1]]
+        if code == STRING:
+            data = b"".join(map(_packed_string, typed.value))
+        else:
+            data = np.asarray(typed.value, dtype=np.dtype(typed.type[1:-1]).newbyteorder("<")).tobytes()
+        return struct.pack("<IIQ", ARRAY, code, len(typed.value)) + data
+    except (struct.error, KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
+        raise FormatError(f"cannot be written as {typed.type}: {problem!r}", field=key) from problem

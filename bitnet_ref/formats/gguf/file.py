@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError
+from ...errors import FormatError, ShapeError
 from ..binary_file import BinaryFile
+from ..safetensors import DTYPES
 from .ggml_types import TYPES, GgmlType
 
 MAGIC = b"GGUF"
@@ -41,16 +43,7 @@ NAME_OF = {code: name for code, (name, _) in SCALARS.items()} | {STRING: "string
 _U32, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 # Types that NumPy has too
-PLAIN_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F64": np.dtype(np.float64),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-}
+PLAIN_DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
 
 
 class Typed(NamedTuple):
@@ -89,6 +82,18 @@ class GgufFile(BinaryFile):
         self.tensors: dict[str, GgufTensor] = header.tensors
         self.metadata: dict[str, Any] = {key: typed.value for key, typed in self.typed.items()}
 
+    def tensor_error(self, name: str, message: str) -> FormatError:
+        """The error to raise about a tensor. It names the tensor's place if the file has it."""
+        return self.error(message, self.tensors[name].offset if name in self.tensors else None, name)
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Errors about a tensor's contents, raised inside, name the tensor and its place."""
+        try:
+            yield
+        except (FormatError, ShapeError) as error:
+            raise self.tensor_error(name, getattr(error, "message", str(error))) from None
+
     def read_raw(self, name: str, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
         """The tensor's bytes: all of them, or `count` from `start`."""
         info = self.tensors[name]
@@ -102,8 +107,7 @@ class GgufFile(BinaryFile):
         info = self.tensors[name]
         dtype = PLAIN_DTYPES.get(info.type.name)
         if dtype is None:
-            message = f"expected one of {', '.join(PLAIN_DTYPES)}, got {info.type.name}"
-            raise FormatError(message, path=self.path, offset=info.offset, field=name)
+            raise self.tensor_error(name, f"expected one of {', '.join(PLAIN_DTYPES)}, got {info.type.name}")
         return self.read_raw(name).view(dtype).reshape(info.shape)
 
 
@@ -133,7 +137,7 @@ class _Header:
         self.tensors = self._locate(infos)
 
     def _fail(self, message: str, field: str, offset: int | None = None) -> FormatError:
-        return FormatError(message, path=self.file.path, offset=self.at if offset is None else offset, field=field)
+        return self.file.error(message, self.at if offset is None else offset, field)
 
     def _need(self, count: int, field: str) -> int:
         """Make sure that `count` more bytes are in the buffer, step over them, and return where they begin."""

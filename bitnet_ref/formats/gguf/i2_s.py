@@ -7,9 +7,8 @@ depends on the build of bitnet.cpp that wrote the file, and no field says which 
     arm         blocks of  64 consecutive weights in 16 bytes: weight j at byte j % 16, shift 6 - 2 (j // 16)
     interleaved four rows: byte (row // 4) * K + column, shift 6 - 2 (row % 4)
 
-The first two run over the matrix as one line, so a block may reach into the next row. The invalid code 3 shows a
-damaged file but not the layout, because the same codes occur in every layout. `LayoutEvidence` looks for structure that
-only the right layout shows.
+The first two run over the matrix as one line, so a block may reach into the next row. `LayoutEvidence` looks for
+structure that only the right layout shows.
 
 Source: microsoft/BitNet, src/ggml-bitnet-mad.cpp, quantize_i2_s.
 """
@@ -30,26 +29,20 @@ _BLOCK_BYTES = {"x86": 32, "arm": 16}
 _SHIFTS = np.array([6, 4, 2, 0], dtype=np.uint8)
 
 
-def _check_shape(op: str, shape: tuple[int, int], layout: str) -> None:
+def fits_layout(shape: tuple[int, int], layout: str) -> bool:
+    """Whether a matrix of that shape can be stored in that layout. FormatError for an unknown layout."""
     if layout not in LAYOUTS:
         raise FormatError(f"expected an I2_S layout of {', '.join(LAYOUTS)}, got {layout!r}")
     n, k = shape
-    if layout == "interleaved":
-        fits, expected = n > 0 and k > 0 and n % 4 == 0, "a multiple of 4 rows"
-    else:
-        values = 4 * _BLOCK_BYTES[layout]
-        fits, expected = n > 0 and k > 0 and n * k % values == 0, f"a multiple of {values} weights"
-    if not fits:
-        raise ShapeError(op, expected=f"{expected} for I2_S in the {layout} layout", got=f"shape {list(shape)}")
+    whole = n % 4 if layout == "interleaved" else n * k % (4 * _BLOCK_BYTES[layout])
+    return n > 0 and k > 0 and whole == 0
 
 
-def fits_layout(shape: tuple[int, int], layout: str) -> bool:
-    """Whether a matrix of that shape can be stored in that layout."""
-    try:
-        _check_shape("fits_layout", shape, layout)
-    except ShapeError:
-        return False
-    return True
+def _check_shape(op: str, shape: tuple[int, int], layout: str) -> None:
+    if not fits_layout(shape, layout):
+        unit = "4 rows" if layout == "interleaved" else f"{4 * _BLOCK_BYTES[layout]} weights"
+        expected = f"a multiple of {unit} for I2_S in the {layout} layout"
+        raise ShapeError(op, expected=expected, got=f"shape {list(shape)}")
 
 
 def pack_i2_s(
@@ -182,8 +175,3 @@ def _squared_z(a: NDArray, b: NDArray) -> float:
     x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
     power = (x * x).sum() * (y * y).sum()
     return float((x * y).sum() ** 2 / power * a.size) if power > 0 else 0.0
-
-
-def same_for_all(vector: NDArray) -> dict[str, NDArray]:
-    """The same vector for every layout, for `LayoutEvidence.add`."""
-    return dict.fromkeys(LAYOUTS, vector)

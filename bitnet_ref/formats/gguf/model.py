@@ -1,7 +1,6 @@
 """`GgufCheckpoint`: a model in a GGUF file.
 
-What no field of the file says is decided from its contents and recorded in `evidence`: the dialect of the type ids, the
-layout of I2_S matrices, whether a float matrix is ternary already, and whether a llama is a BitNet at all.
+What no field of the file says is decided from its contents and recorded in `evidence` (see `gguf.evidence`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError, ShapeError
+from ...errors import FormatError
 from ...reference import quantization
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..binary_file import first_not_finite
@@ -25,7 +24,6 @@ from .evidence import (
     find_i2_s_layout,
     find_ternary,
     permuted_heads,
-    tensor_error,
     unpermute_rows,
 )
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
@@ -66,10 +64,9 @@ class GgufCheckpoint(Checkpoint):
         self.file.close()
 
     def fail(self, tensor: str, message: str) -> FormatError:
-        return tensor_error(self.file, tensor, message)
+        return self.file.tensor_error(tensor, message)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        """A tensor, which must have that shape."""
         stored = tensor_shape(self.file, name, len(shape))
         if stored != shape:
             raise self.fail(name, f"expected shape {list(shape)}, got {list(stored)}")
@@ -96,8 +93,7 @@ class GgufCheckpoint(Checkpoint):
         return self._floats(tensor).astype(np.float32)
 
     def embedding(self) -> DenseWeight:
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        return DenseWeight(self._floats(self._tensor("token_embd.weight", shape)))
+        return DenseWeight(self._floats(self._tensor("token_embd.weight", linear_shape(self.config, "embedding"))))
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._vector(f"{gguf_name(name)}.weight", norm_size(self.config, name))
@@ -143,10 +139,8 @@ class GgufCheckpoint(Checkpoint):
         """(w_t, scale) of a BitLinear's matrix of any type."""
         kind = tensor.type.name
         if kind in TERNARY_BLOCKS:
-            try:
+            with self.file.naming(tensor.name):
                 matrix = ternary_from_blocks(self.file.read_raw(tensor.name), kind, shape)
-            except FormatError as error:
-                raise self.fail(tensor.name, error.message) from None
             if matrix is None:
                 message = (
                     f"is {kind} whose blocks have different scales: it was not ternary when it was quantised, so no "
@@ -177,10 +171,8 @@ class GgufCheckpoint(Checkpoint):
         raw = self.file.read_raw(tensor.name)
         if not fits_layout(shape, self._i2_s_layout):
             raise self.fail(tensor.name, f"shape {list(shape)} cannot be I2_S in the {self._i2_s_layout} layout")
-        try:
+        with self.file.naming(tensor.name):
             return unpack_i2_s(raw, shape, self._i2_s_layout), i2_s_scale(raw)
-        except FormatError as error:
-            raise self.fail(tensor.name, error.message) from None
 
     def _tl(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         """TL1 and TL2: the scale is in a separate tensor, the tile sizes are not in the file (see `tl`)."""
@@ -193,10 +185,8 @@ class GgufCheckpoint(Checkpoint):
             expected = f"expected {size} bytes for {kind.upper()} of {list(shape)}"
             raise self.fail(tensor.name, f"{expected}, got {tensor.nbytes}")
         raw, tiles = self.file.read_raw(tensor.name, 0, size), self._tiles.get(shape)
-        try:
+        with self.file.naming(tensor.name):
             matrix = decode_tl(kind, raw, *shape, tiles=tiles, config=self.options.tl_tiles, field=tensor.name)
-        except (FormatError, ShapeError) as error:
-            raise self.fail(tensor.name, getattr(error, "message", str(error))) from None
         if tiles is None:
             self._tiles[shape] = matrix.tiles
             self.evidence.append(f"{kind.upper()} tiles of {list(shape)}: {matrix.evidence}")

@@ -3,11 +3,9 @@
 The tile sizes come from the first of these that is there: the caller, a kernel_config.ini, bitnet.cpp's own choice for
 the shapes of the models it knows, and the bytes themselves.
 
-What the bytes show: every nibble of TL1 is legal in every tiling. In TL2 a value's nibble and its sign bit can be
-located without the tile sizes, so the exact checks (|v| <= 13, no sign without a value, zeros behind the end) only
-show how many columns are stored as pairs. The order of the tiles shows in statistics alone: in a trained matrix some
-rows and some columns have more zeros than others, and a wrong order mixes them. A matrix without such a pattern, for
-instance a random one, is equally likely in every order. That is an error; nothing is guessed.
+The exact checks (|v| <= 13, no sign without a value, zeros behind the end) only show how many columns TL2 stores as
+pairs. The order of the tiles shows in statistics alone: in a trained matrix some rows and columns have more zeros than
+others, and a wrong order mixes them. A matrix without such a pattern is an error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError
+from ..binary_file import first_bad
 from .tl1 import TL1_VALID, TL1_WEIGHTS, checked_bytes, pack_tl1, tl1_nbytes, unpack_tl1
 from .tl2 import pack_tl2, tl2_nbytes, tl2_problem, tl2_sections, unpack_tl2
 from .tl_tiles import KNOWN_TILES, Tiles, TLKind, candidates, read_kernel_config
@@ -145,13 +144,8 @@ def infer_tiles(
 def _problem(kind: TLKind, data: NDArray[np.uint8], n: int, k: int, tail: int) -> tuple[int, str] | None:
     if kind == "tl2":
         return tl2_problem(data, n, k, tail)
-    step = 1 << 20
-    for start in range(0, data.size, step):
-        valid = TL1_VALID[data[start : start + step]]
-        if not valid.all():
-            at = start + int(np.argmin(valid))
-            return at, f"byte {data[at]:#04x} is no pair of nibbles 0..8"
-    return None
+    at = first_bad(data, lambda block: ~TL1_VALID[block])
+    return None if at is None else (at[0], f"byte {data[at]:#04x} is no pair of nibbles 0..8")
 
 
 def _scores(

@@ -59,26 +59,26 @@ def tiles_problem(kind: TLKind, n: int, k: int, tiles: Tiles) -> str | None:
     big_m, big_k, small_m = tiles
     if min(tiles) < 1:
         return "tile sizes are positive"
-    if n % big_m:
-        return f"BM {big_m} does not divide the {n} rows"
-    if big_m % small_m:
-        return f"bm {small_m} does not divide BM {big_m}"
-    if big_k > k:
-        return f"BK {big_k} is more than the {k} columns"
+    small_k, tail = 256 // small_m or 1, k % big_k
+    problems = [
+        (n % big_m, f"BM {big_m} does not divide the {n} rows"),
+        (big_m % small_m, f"bm {small_m} does not divide BM {big_m}"),
+        (big_k > k, f"BK {big_k} is more than the {k} columns"),
+    ]
     if kind == "tl1":
-        if small_m not in (16, 32, 64):
-            return f"bm is 16, 32 or 64, not {small_m}"
-        if k % big_k:
-            return f"BK {big_k} does not divide the {k} columns"
-        return f"BK {big_k} is no multiple of 256 / bm = {256 // small_m}" if big_k % (256 // small_m) else None
-    if small_m != TL2_ROWS:
-        return f"bm is {TL2_ROWS}, not {small_m}"
-    if big_k % TL2_SIGN_COLUMNS:
-        return f"BK {big_k} is no multiple of {TL2_SIGN_COLUMNS}"
-    tail = k % big_k
-    if tail % 32 or tail > TL2_MAX_TAIL:
-        return f"BK {big_k} leaves {tail} columns over, which must be a multiple of 32 and at most {TL2_MAX_TAIL}"
-    return None
+        problems += [
+            (small_m not in (16, 32, 64), f"bm is 16, 32 or 64, not {small_m}"),
+            (tail, f"BK {big_k} does not divide the {k} columns"),
+            (big_k % small_k, f"BK {big_k} is no multiple of 256 / bm = {small_k}"),
+        ]
+    else:
+        over = f"leaves {tail} columns over, which must be a multiple of 32 and at most {TL2_MAX_TAIL}"
+        problems += [
+            (small_m != TL2_ROWS, f"bm is {TL2_ROWS}, not {small_m}"),
+            (big_k % TL2_SIGN_COLUMNS, f"BK {big_k} is no multiple of {TL2_SIGN_COLUMNS}"),
+            (tail % 32 or tail > TL2_MAX_TAIL, f"BK {big_k} {over}"),
+        ]
+    return next((problem for is_wrong, problem in problems if is_wrong), None)
 
 
 def check_tiles(kind: TLKind, n: int, k: int, tiles: Tiles) -> None:

@@ -144,6 +144,7 @@ class HfCheckpoint(Checkpoint):
         allow = options is not None and options.allow_unquantized
         self.config = config or read_hf_config(self.folder / "config.json", allow)
         self.tensors = CheckpointTensors(path)
+        self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names
         if config is None and layers > len(names):  # before anything is counted or named layer by layer
             self.close()
@@ -159,8 +160,8 @@ class HfCheckpoint(Checkpoint):
         return self.tensors.fail(tensor, message)
 
     def embedding(self) -> DenseWeight:
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        return DenseWeight(self.tensors.take(f"{hf_module('embedding')}.weight", shape))
+        tensor = f"{hf_module('embedding')}.weight"
+        return DenseWeight(self.tensors.take(tensor, linear_shape(self.config, "embedding")))
 
     def norm(self, name: str) -> NDArray[np.float32]:
         tensors = [f"{module}.weight" for module in hf_modules(name)]
@@ -207,7 +208,7 @@ class HfCheckpoint(Checkpoint):
         return embedding
 
     def finish(self) -> None:
-        unused = [name for name in self.tensors.names if name not in self.tensors.taken]
+        unused = [name for name in self.tensors.names if name not in self.taken]
         unused = [name for name in unused if not name.endswith(".rotary_emb.inv_freq")]  # a constant of old LLaMA files
         self.refuse_unused(unused, f"a {self.config.model_type} model as config.json describes it")
 

@@ -1,9 +1,8 @@
 """Writes a Hugging Face folder: config.json, model.safetensors and the tokenizer's files, one tensor in memory.
 
-Ternary linears are stored in one of two exact ways, both of which transformers loads as `autobitlinear`, mode
-"offline": "hf-packed" (2-bit planes) and "hf-bf16" (-1, 0, +1 as bfloat16), each with `weight_scale` as float32.
-Full-precision masters stay masters in "hf-bf16", mode "online". A ternary matrix is never written as -s, 0, +s for mode
-"online": transformers would take its absmean, which is s times the share of non-zeros.
+Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
++1 as bfloat16), with a float32 `weight_scale`. Masters stay masters in "hf-bf16", mode "online". A ternary matrix is
+never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,26 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import LinearWeight, TernaryLinear
-from ..checkpoint import Checkpoint, Progress, all_linears, has_bias, is_ternary, linear_names, linear_shape, norm_sizes
+from ..checkpoint import Checkpoint, Progress, all_linears, has_bias, is_ternary, linear_names, linear_shape
 from ..names import hf_module
 from ..packing import hf_from_ternary
-from ..planned_tensors import PlannedTensor, layout_of, plan_embedding, plan_norm, write_parts
+from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .folder import SINGLE_FILE
 
 _ARCHITECTURES = {"bitnet": "BitNetForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Fields that not every model class of transformers has -> those that have it
 _FIELD_CLASSES = {"attention_bias": ("llama", "bitnet"), "mlp_bias": ("llama",), "sliding_window": ("mistral",)}
-_ROPE_FIELDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        *("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-        "original_max_position_embeddings",
-    ),
+_SAME_NAME = (  # fields of ModelConfig whose keys have the same name
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "attention_bias"),
+    "bos_token_id",
+)
+_ROPE_FIELDS = {  # beside the factor
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
 }
 
 
@@ -48,15 +50,13 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     Raises ConfigError for what no Hugging Face config can say, and for an hf-packed matrix whose number of outputs is
     no multiple of 4.
     """
-    config = checkpoint.config
     masters = kind == "hf-bf16" and _has_masters(checkpoint)
     quantization = hf_quantization(checkpoint, masters)
-    plan = {"embedding": [plan_embedding(checkpoint, f"{hf_module('embedding')}.weight")]}
-    plan |= {name: [plan_norm(f"{hf_module(name)}.weight", size)] for name, size in norm_sizes(config).items()}
-    plan |= {name: list(_plan_linear(checkpoint, name, kind, masters, quantization)) for name in all_linears(config)}
+    plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
+    plan = plan_model(checkpoint, lambda name: f"{hf_module(name)}.weight", plan_linear)
     with SafetensorsWriter(folder / SINGLE_FILE, layout_of(plan), {"format": "pt"}) as writer:
         write_parts(checkpoint, plan, writer.write, progress)
-    text = json.dumps(hf_config_json(config, quantization), indent=2) + "\n"
+    text = json.dumps(hf_config_json(checkpoint.config, quantization), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     for name, data in checkpoint.tokenizer_files().items():
         (folder / name).write_bytes(data)
@@ -127,38 +127,21 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
         if getattr(config, field) and model_type not in classes:
             raise ConfigError(f"no {model_type} model of transformers has it; convert to another format", field=field)
     out: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        out[name] = getattr(config, name)
+    out |= {name: getattr(config, name) for name in _SAME_NAME}
     out |= {
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
-        "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
         "rope_theta": config.rope.theta,
         "torch_dtype": "bfloat16",
     }
     if config.rope.rope_type != "default":
-        fields = _ROPE_FIELDS[config.rope.rope_type]
-        out["rope_scaling"] = {
-            "rope_type": config.rope.rope_type,
-            **{name: getattr(config.rope, name) for name in fields},
-        }
-    if model_type == "llama":
-        out["mlp_bias"] = config.mlp_bias
-    if model_type == "mistral":
-        out["sliding_window"] = config.sliding_window
+        fields = ("rope_type", "factor", *_ROPE_FIELDS[config.rope.rope_type])
+        out["rope_scaling"] = {name: getattr(config.rope, name) for name in fields}
+    out |= {field: getattr(config, field) for field, classes in _FIELD_CLASSES.items() if model_type in classes}
     if quantization is not None:
-        modules = list(quantization.modules_to_not_convert)
-        out["quantization_config"] = {
-            "quant_method": "bitnet",
-            **asdict(quantization),
-            "modules_to_not_convert": modules,
-        }
+        skipped = {"modules_to_not_convert": list(quantization.modules_to_not_convert)}
+        out["quantization_config"] = {"quant_method": "bitnet", **asdict(quantization), **skipped}
     return out
 
 
@@ -169,9 +152,8 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 
 
 def _plan_linear(
-    checkpoint: Checkpoint, name: str, kind: str, masters: bool, quantization: QuantizationConfig | None
+    checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None, name: str
 ) -> Iterator[PlannedTensor]:
-    """The tensors that store one linear."""
     module, (rows, columns) = hf_module(name), linear_shape(checkpoint.config, name)
     weight = f"{module}.weight"
     if has_bias(checkpoint.config, name):

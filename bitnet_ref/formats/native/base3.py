@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference.quantization import unpack_ternary
+from ..binary_file import first_bad
 
 TRITS_PER_BYTE = 5
 BYTE_VALUES = 3**TRITS_PER_BYTE
@@ -59,11 +60,6 @@ def unpack_base3(trits: NDArray[np.uint8], in_features: int) -> NDArray[np.uint8
     return packed
 
 
-def first_invalid_byte(trits: NDArray[np.uint8]) -> tuple[int, int] | None:
+def first_invalid_byte(trits: NDArray[np.uint8]) -> tuple[int, ...] | None:
     """Index of the first byte that is no five trits (243 or more), or None when all are."""
-    for start in range(0, len(trits), rows := max(1, _BLOCK_BYTES // max(1, trits[:1].size))):
-        bad = trits[start : start + rows] >= BYTE_VALUES
-        if bad.any():
-            row, column = np.unravel_index(int(np.flatnonzero(bad)[0]), bad.shape)
-            return start + int(row), int(column)
-    return None
+    return first_bad(trits, lambda block: block >= BYTE_VALUES)

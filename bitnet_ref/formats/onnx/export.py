@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ...errors import ShapeError
 from ...system.atomic import atomic_path
 from ..checkpoint import Checkpoint, Progress
+from .file import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
 from .graph import IR_VERSION, OPSET, DecoderGraph
-from .library import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
 
 EXTERNAL_BYTES = 1024  # tensors of at least this size go to the file beside, as in onnx's own converter
 _ALIGNMENT = 4096  # a page: onnxruntime maps tensors that begin on one

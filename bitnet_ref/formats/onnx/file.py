@@ -1,4 +1,7 @@
-"""Reads an .onnx file that is not trusted: the message, and its tensors one at a time, from inside or beside it."""
+"""Reads an .onnx file that is not trusted: the message, and its tensors one at a time, from inside or beside it.
+
+Also what the reader and the writer share: the `onnx` package, its dtypes, the names in our own exports.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError, OutOfMemory
+from ...errors import BackendUnavailable, FormatError, OutOfMemory
 from ...system.json_file import read_bounded
 from ..binary_file import BinaryFile, first_not_finite
 from ..hf.folder import stays_inside
-from .library import DTYPES, MAX_MODEL_BYTES, import_onnx
 
+FORMAT_KEY, CONFIG_KEY = "bitnet_ref.format", "bitnet_ref.config"  # metadata_props of our exports
+FORMAT_VERSION = "1"
+MODEL_FILE = "model.onnx"  # in a folder of its own
+MAX_MODEL_BYTES = 2**31 - 1  # protobuf's limit per message
+PACKED_SUFFIX, SCALE_SUFFIX = ".weight_packed", ".weight_scale"  # of a ternary linear's two initialisers
+
+# TensorProto.DataType -> NumPy's dtype, of the types that take whole bytes
+_NUMBERED = (np.float32, np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)  # 1 to 7
+DTYPES: dict[int, np.dtype[Any]] = {number: np.dtype(dtype) for number, dtype in enumerate(_NUMBERED, 1)}
+DTYPES |= {9: np.dtype(np.bool_), 10: np.dtype(np.float16), 11: np.dtype(np.float64), 12: np.dtype(np.uint32)}
+DTYPES |= {13: np.dtype(np.uint64), 16: np.dtype(ml_dtypes.bfloat16)}
+DATA_TYPES = {dtype: number for number, dtype in DTYPES.items()}
 MAX_RANK = 8
 SMALL_TYPES = {21: "UINT4", 22: "INT4", 25: "UINT2", 26: "INT2"}  # TensorProto.DataType of the types below a byte
 _MAX_DIM = 2**62
+
+
+def import_onnx() -> Any:
+    """The `onnx` module. Raises BackendUnavailable with the command that installs it."""
+    try:
+        import onnx
+    except ImportError as problem:
+        raise BackendUnavailable(".onnx files need the onnx package: pip install 'bitnet-ref[onnx]'") from problem
+    return onnx
 
 
 class OnnxFile:
@@ -104,7 +128,6 @@ class OnnxFile:
         return self._typed(name, dtype, count)
 
     def _typed(self, name: str, dtype: np.dtype, count: int) -> NDArray:
-        """From the fields that hold one number per element."""
         tensor = self.tensors[name]
         fields = {"float32": "float_data", "float64": "double_data", "int64": "int64_data"}
         field = fields.get(dtype.name, "uint64_data" if dtype.name in ("uint32", "uint64") else "int32_data")

@@ -9,6 +9,8 @@ Axes: B batch, S tokens of this call, P past tokens, T = P + S; the rest as in `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,63 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...reference import quantization
 from ...reference.layers import rope_frequencies
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight, linear_name
-from ..checkpoint import Checkpoint, Progress, part_count
+from ...reference.weights import DenseWeight, TernaryLinear, TernaryWeight, linear_name
+from ..checkpoint import Checkpoint, Progress, part_count, ticker
 from ..names import hf_module
-from .library import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
-from .nodes import AddTensor, GraphBuilder
+from .file import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
 
 OPSET, IR_VERSION = 18, 8  # the first opset whose Reduce operators all take their axes as an input
 _CODE_TABLE = quantization.unpack_ternary(np.arange(256, dtype=np.uint8)[:, None], 4)  # byte -> its 4 weights
 _FLOAT, _DOUBLE = np.float32, np.float64
+# (name, array, whether it must be inside) -> TensorProto, with the array in it or in a file beside
+AddTensor = Callable[[str, NDArray, bool], Any]
+
+
+class GraphBuilder:
+    """The nodes and initialisers of a graph, with names like those of torch's exporter. Calling it adds a node."""
+
+    def __init__(self, add_tensor: AddTensor) -> None:
+        self._onnx = import_onnx()
+        self._add_tensor = add_tensor
+        self._scope, self._counts, self._constants = "", dict[str, int](), dict[tuple[Any, ...], str]()
+        self.nodes: list[Any] = []
+        self.initializers: list[Any] = []
+
+    def __call__(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
+        """Add a node. Returns the name of its output, or a list of names."""
+        base = f"{self._scope}/{op_type}"
+        count = self._counts[base] = self._counts.get(base, -1) + 1
+        name = f"{base}_{count}" if count else base
+        names = [f"{name}_output_{i}" for i in range(outputs)]
+        self.nodes.append(self._onnx.helper.make_node(op_type, inputs, names, name=name, **attributes))
+        return names[0] if outputs == 1 else names
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Nodes added inside are named below `name`."""
+        outer, self._scope = self._scope, f"{self._scope}/{name}"
+        yield
+        self._scope = outer
+
+    def weight(self, name: str, array: NDArray) -> str:
+        """An initialiser of that name."""
+        self.initializers.append(self._add_tensor(name, array, False))
+        return name
+
+    def constant(self, value: Any, dtype: type) -> str:
+        """A small initialiser; equal values share one."""
+        array: NDArray = np.asarray(value, dtype=dtype)
+        key = (array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            self._constants[key] = f"constant_{len(self._constants)}"
+            self.initializers.append(self._add_tensor(self._constants[key], array, True))  # shapes are inferred from it
+        return self._constants[key]
+
+    def ints(self, *values: int) -> str:
+        return self.constant(values, np.int64)
+
+    def cast(self, x: str, dtype: type) -> str:
+        return self("Cast", x, to=DATA_TYPES[np.dtype(dtype)])
 
 
 class DecoderGraph:
@@ -33,7 +83,7 @@ class DecoderGraph:
 
     def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
         self.source, self.cfg, self.g = checkpoint, checkpoint.config, GraphBuilder(add_tensor)
-        self._progress, self._done = progress, 0
+        self._tick = ticker(progress, part_count(self.cfg))
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears
         self._activations = {"relu2": self.relu2, "silu": self.silu}
         if self.cfg.activation not in self._activations:
@@ -66,24 +116,18 @@ class DecoderGraph:
             for i in range(cfg.num_hidden_layers):
                 with g.scope(f"layers.{i}"):
                     x = self.block(x, i, rope, mask)
-            with g.scope("norm"):
-                x = self.norm(x, "final_norm")
-        with g.scope("lm_head"):
-            if cfg.tie_word_embeddings:
+            x = self.norm(x, "final_norm")
+        if cfg.tie_word_embeddings:
+            with g.scope("lm_head"):
                 self.matmul(x, table, table_dtype)
-            else:
-                self.linear(x, "lm_head")
+        else:
+            self.linear(x, "lm_head")
         g.nodes[-1].output[0] = "logits"
         self.source.finish()
         make = helper.make_tensor_value_info
         return helper.make_graph(
             g.nodes, "decoder", [make(*item) for item in inputs], [make(*item) for item in outputs], g.initializers
         )
-
-    def _tick(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, part_count(self.cfg))
 
     # -- once for all layers -------------------------------------------------------------------------------------------
 
@@ -142,13 +186,11 @@ class DecoderGraph:
 
     def block(self, x: str, index: int, rope: tuple[str, str], mask: str) -> str:
         """(B, S, D) -> (B, S, D)"""
-        g, name = self.g, f"blocks.{index}."
-        with g.scope("input_layernorm"):
-            h = self.norm(x, name + "attn_norm")
+        g = self.g
+        h = self.norm(x, f"blocks.{index}.attn_norm")
         with g.scope("self_attn"):
             x = g("Add", x, self.attention(h, index, rope, mask))
-        with g.scope("post_attention_layernorm"):
-            h = self.norm(x, name + "ffn_norm")
+        h = self.norm(x, f"blocks.{index}.ffn_norm")
         with g.scope("mlp"):
             return g("Add", x, self.feed_forward(h, index))
 
@@ -157,8 +199,7 @@ class DecoderGraph:
         g, cfg, kv_heads, head_dim = self.g, self.cfg, self.cfg.num_key_value_heads, self.cfg.head_dim
 
         def heads(part: str, count: int) -> str:  # (B, S, D) -> (B, count, S, d)
-            with g.scope(part):
-                y = self.linear(h, linear_name(index, part))
+            y = self.linear(h, linear_name(index, part))
             return g("Transpose", g("Reshape", y, g.ints(0, 0, count, head_dim)), perm=[0, 2, 1, 3])
 
         q = self.apply_rope(heads("q_proj", cfg.num_attention_heads), rope)
@@ -178,10 +219,8 @@ class DecoderGraph:
         z = g("Reshape", g.cast(z, _FLOAT), g.ints(0, cfg.num_attention_heads, -1, head_dim))  # (B, H, S, d)
         z = g("Reshape", g("Transpose", z, perm=[0, 2, 1, 3]), g.ints(0, 0, cfg.query_size))  # (B, S, H*d)
         if cfg.sub_norms:
-            with g.scope("attn_sub_norm"):
-                z = self.norm(z, f"blocks.{index}.attn_sub_norm")
-        with g.scope("o_proj"):
-            return self.linear(z, linear_name(index, "o_proj"))
+            z = self.norm(z, f"blocks.{index}.attn_sub_norm")
+        return self.linear(z, linear_name(index, "o_proj"))
 
     def apply_rope(self, x: str, rope: tuple[str, str]) -> str:
         """`layers.apply_rope`: x (B, H, S, d) -> (B, H, S, d)"""
@@ -201,18 +240,13 @@ class DecoderGraph:
     def feed_forward(self, h: str, index: int) -> str:
         """(B, S, D) -> (B, S, D)"""
         g, cfg = self.g, self.cfg
-        with g.scope("gate_proj"):
-            gate = self.linear(h, linear_name(index, "gate_proj"))
-        with g.scope("up_proj"):
-            up = self.linear(h, linear_name(index, "up_proj"))
+        gate, up = (self.linear(h, linear_name(index, part)) for part in ("gate_proj", "up_proj"))
         with g.scope("act_fn"):
             act = self._activations[cfg.activation](gate)
         h = g("Mul", act, up)
         if cfg.sub_norms:
-            with g.scope("ffn_sub_norm"):
-                h = self.norm(h, f"blocks.{index}.ffn_sub_norm")
-        with g.scope("down_proj"):
-            return self.linear(h, linear_name(index, "down_proj"))
+            h = self.norm(h, f"blocks.{index}.ffn_sub_norm")
+        return self.linear(h, linear_name(index, "down_proj"))
 
     def relu2(self, x: str) -> str:
         positive = self.g("Relu", x)
@@ -231,7 +265,9 @@ class DecoderGraph:
     def norm(self, x: str, name: str) -> str:
         """One of the model's own norms"""
         self._tick()
-        return self.rms_norm(x, f"{hf_module(name)}.weight", self.source.norm(name), self.cfg.norm_eps)
+        module = hf_module(name)
+        with self.g.scope(module.rpartition(".")[2]):
+            return self.rms_norm(x, f"{module}.weight", self.source.norm(name), self.cfg.norm_eps)
 
     def rms_norm(self, x: str, name: str, weight: NDArray, eps: float) -> str:
         """`layers.rms_norm`: the mean of squares in float64"""
@@ -245,18 +281,23 @@ class DecoderGraph:
         """x W^T + bias.   (B, S, K) -> (B, S, out)"""
         w, name = self.source.linear(name), hf_module(name)
         self._tick()
-        if isinstance(w, DenseWeight):
-            y = self.matmul(x, self.g.weight(f"{name}.weight", w.array), w.array.dtype)
-            return self.add_bias(y, name, w)
-        assert isinstance(w, TernaryLinear)
+        with self.g.scope(name.rpartition(".")[2]):
+            if isinstance(w, DenseWeight):
+                y = self.matmul(x, self.g.weight(f"{name}.weight", w.array), w.array.dtype)
+            else:
+                assert isinstance(w, TernaryLinear)
+                y = self.ternary_product(x, name, w)
+            return y if w.bias is None else self.g("Add", y, self.g.weight(f"{name}.bias", w.bias))
+
+    def ternary_product(self, x: str, name: str, w: TernaryLinear) -> str:
+        """(B, S, K) -> (B, S, out), without the bias"""
         g = self.g
         if w.input_norm is not None:
             x = self.rms_norm(x, f"{name}.rms_norm.weight", w.input_norm.weight, w.input_norm.eps)
         x_u8, x_quant_scale = self.quantize_activations(x)
         acc = g("MatMulInteger", x_u8, self.ternary(name, w), g.constant(128, np.uint8))  # int32, exact
         w_dequant_scale = g.weight(name + SCALE_SUFFIX, np.asarray(w.w_dequant_scale, dtype=np.float32))
-        y = g("Mul", g.cast(acc, _FLOAT), g("Div", w_dequant_scale, x_quant_scale))
-        return self.add_bias(y, name, w)
+        return g("Mul", g.cast(acc, _FLOAT), g("Div", w_dequant_scale, x_quant_scale))
 
     def quantize_activations(self, x: str) -> tuple[str, str]:
         """`quantization.quantize_activations`, token by token -> (B, S, K) uint8 = x_q + 128, x_quant_scale (B, S, 1).
@@ -292,9 +333,6 @@ class DecoderGraph:
     def matmul(self, x: str, matrix: str, dtype: np.dtype) -> str:
         """x times the transpose of a dense initialiser, in float32"""
         return self.g("MatMul", x, self.g("Transpose", self.widen(matrix, dtype), perm=[1, 0]))
-
-    def add_bias(self, y: str, name: str, w: LinearWeight) -> str:
-        return y if w.bias is None else self.g("Add", y, self.g.weight(f"{name}.bias", w.bias))
 
     def widen(self, x: str, dtype: np.dtype) -> str:
         return x if dtype == np.float32 else self.g.cast(x, _FLOAT)

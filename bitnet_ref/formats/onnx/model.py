@@ -19,10 +19,8 @@ from ...system.json_file import parse_json_object
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
 from ..names import hf_module, hf_modules
-from .constants import Constants
-from .file import OnnxFile
-from .library import CONFIG_KEY, FORMAT_KEY, FORMAT_VERSION, PACKED_SUFFIX, SCALE_SUFFIX
-from .names import ModelNames
+from .constants import Constants, ModelNames
+from .file import CONFIG_KEY, FORMAT_KEY, FORMAT_VERSION, PACKED_SUFFIX, SCALE_SUFFIX, OnnxFile
 
 
 class OnnxCheckpoint(Checkpoint):
@@ -34,7 +32,7 @@ class OnnxCheckpoint(Checkpoint):
         self.path, self.evidence = path, []
         self.file = OnnxFile(path)
         self._ours = self.file.metadata.get(FORMAT_KEY)
-        self.taken: set[str] = set()
+        self.taken = set()
         self.config = self._read_config(options is not None and options.allow_unquantized)
         if self.config.num_hidden_layers > len(self.file.tensors):
             counts = f"{self.config.num_hidden_layers} layers, the file has {len(self.file.tensors)} tensors"
@@ -99,8 +97,6 @@ class OnnxCheckpoint(Checkpoint):
     def tokenizer_files(self) -> dict[str, bytes]:
         return read_tokenizer_folder(self.path.parent)
 
-    # -- the configuration ---------------------------------------------------------------------------------------------
-
     def _read_config(self, allow_unquantized: bool) -> ModelConfig:
         if self._ours is not None:
             if self._ours != FORMAT_VERSION:
@@ -119,8 +115,6 @@ class OnnxCheckpoint(Checkpoint):
             raise FormatError(f"{message}; put the Hugging Face model's config.json into the folder", path=self.path)
         self.evidence.append("the configuration is that of config.json beside the file; the graph itself is not read")
         return read_hf_config(path, allow_unquantized)
-
-    # -- our own exports -----------------------------------------------------------------------------------------------
 
     def _our_linear(self, module: str, name: str) -> LinearWeight:
         n, k = linear_shape(self.config, name)
@@ -149,8 +143,6 @@ class OnnxCheckpoint(Checkpoint):
             raise self.file.fail(name, f"expected {'bytes' if integers else 'floats'}, got {array.dtype}")
         self.taken.add(name)
         return array
-
-    # -- other exporters -----------------------------------------------------------------------------------------------
 
     def _node(self, name: str) -> tuple[Any, slice | None]:
         """The MatMul of a linear, and its rows there when q, k and v are one matrix."""

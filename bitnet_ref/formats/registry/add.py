@@ -23,13 +23,13 @@ from ...errors import FormatError, HubError, RegistryError
 from ..hf.folder import SINGLE_FILE, stays_inside
 from ..native.model import NativeCheckpoint
 from ..open import open_checkpoint
-from .names import Reference, choose_files, parse_reference
-from .store import Entry, Notice, Store
+from .store import Entry, Notice, Reference, Store, choose_files, parse_reference
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
 INSTALL = "pip install 'bitnet-ref[hub]'"
 Files = dict[str, dict[str, Any]]  # name -> {"size": bytes, "sha256": hexadecimal}
+Version = tuple[str | None, str | None]  # (revision as requested, its commit); None for a local model
 Progress = Callable[[str, int, int], None]  # (file, its number from 1, number of files)
 
 
@@ -82,8 +82,7 @@ def pull(
         received = file_facts(staged, names)
         try:
             _compare(received, listed, reference)
-            origin = {"source": "hub", "origin": wanted.name, "revision": revision, "commit": commit}
-            entry = new_entry(staged, received, main, local.name, **origin)
+            entry = new_entry(staged, received, main, local.name, "hub", wanted.name, (revision, commit))
         except Exception:
             shutil.rmtree(staged)  # so that it is not continued
             raise
@@ -112,21 +111,12 @@ def add(path: str | os.PathLike[str], name: str, *, file: str | None = None, sto
     with store.staging(f"add-{os.urandom(8).hex()}") as staged:
         for each in names:
             shutil.copyfile(folder / each, staged / each)
-        origin = str(source.resolve())
-        entry = new_entry(staged, file_facts(staged, names), main, reference.name, source="local", origin=origin)
+        entry = new_entry(staged, file_facts(staged, names), main, reference.name, "local", str(source.resolve()))
         return store.commit(staged, entry)
 
 
 def new_entry(
-    folder: Path,
-    files: Files,
-    main: str | None,
-    name: str,
-    *,
-    source: str,
-    origin: str,
-    revision: str | None = None,
-    commit: str | None = None,
+    folder: Path, files: Files, main: str | None, name: str, source: str, origin: str, version: Version = (None, None)
 ) -> Entry:
     """The entry of the model in `folder`, which its reader opens here, so a broken header or config raises."""
     text = json.dumps(files, sort_keys=True, separators=(",", ":"))
@@ -144,7 +134,7 @@ def new_entry(
             "ternary": cfg.quantization is not None,
         }
         kind = checkpoint.kind
-    return Entry(name, digest, source, origin, revision, commit, now(), files, main, kind, summary)
+    return Entry(name, digest, source, origin, *version, now(), files, main, kind, summary)
 
 
 def file_facts(folder: Path, names: Sequence[str]) -> Files:
@@ -212,7 +202,6 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _compare(received: Files, listed: dict[str, Any], reference: str) -> None:
-    """Compare the fetched files with the hub's listing."""
     for name, facts in received.items():
         expected = listed[name]
         lfs = getattr(expected, "lfs", None)

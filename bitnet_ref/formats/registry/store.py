@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
@@ -27,13 +27,78 @@ from ...errors import FormatError, RegistryError
 from ...system.atomic import atomic_path, sync
 from ...system.file_lock import CAN_LOCK, lock_file
 from ...system.json_file import read_json_object
-from .names import Reference, is_reference, parse_reference
+from ..checkpoint import TOKENIZER_FILES
+from ..hf.folder import INDEX_FILE, SINGLE_FILE
+from ..native.model import SUFFIX as NATIVE_SUFFIX
 
 INDEX_VERSION = 1
 MAX_INDEX_BYTES = 16 << 20
 KEEP_DOWNLOADS_S = 24 * 3600.0  # how long an interrupted download can be continued
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,95}(?<!\.)"  # no "..", no dot at either end
+_NAME = re.compile(rf"{_WORD}(?:/{_WORD})?")
+_REVISION = re.compile(rf"{_WORD}(?:/{_WORD}){{0,7}}")
+_FILE = re.compile(_WORD)
+_SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{64}")
 Notice = Callable[[str], None]  # gets a line about what takes time
+
+
+@dataclass(frozen=True)
+class Reference:
+    """ "org/repo@revision": a model's name and version; a revision of None means the newest."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+def is_reference(text: str) -> bool:
+    name, at, revision = text.partition("@")
+    return bool(_NAME.fullmatch(name)) and (not at or bool(_REVISION.fullmatch(revision)))
+
+
+def parse_reference(text: str) -> Reference:
+    """ "name", "org/repo" or either with "@revision" -> Reference. RegistryError for anything else, including "..".
+
+    >>> parse_reference("org/repo@v1.0")
+    Reference(name='org/repo', revision='v1.0')
+    """
+    if not is_reference(text):
+        expected = "expected NAME or ORG/NAME, perhaps with @REVISION (letters, digits, '.', '_', '-')"
+        raise RegistryError(f"{expected}, got {text[:120]!r}")
+    name, _, revision = text.partition("@")
+    return Reference(name, revision or None)
+
+
+def choose_files(names: Iterable[str], wanted: Sequence[str] = ()) -> tuple[list[str], str | None]:
+    """(the files of one model among a folder's file names, the file to open or None for the folder).
+
+    wanted: the weights file to take if there are several. Only files with known names and suffixes in the folder itself
+    are taken: no code, no pickles, no subfolders.
+    """
+    plain = {name for name in names if _FILE.fullmatch(name)}
+    single = sorted(name for name in plain if name.endswith((NATIVE_SUFFIX, ".gguf")))
+    for name in wanted:
+        if name not in single:
+            listed = ", ".join(single[:20]) or "none"
+            raise RegistryError(f"there is no model file {name[:120]!r}; there are: {listed}")
+    if len(wanted) > 1:
+        raise RegistryError(f"one file is one model; asked for {len(wanted)}: give each a --name of its own")
+    if wanted:
+        return [wanted[0]], wanted[0]
+    hf = {SINGLE_FILE} & plain or {name for name in plain if _SHARD.fullmatch(name) or name == INDEX_FILE}
+    if "config.json" in plain and hf & {SINGLE_FILE, INDEX_FILE}:
+        return sorted(hf | {"config.json"} | plain & set(TOKENIZER_FILES)), None
+    if len(single) == 1:
+        return single, single[0]
+    if single:
+        raise RegistryError(f"it holds several models; choose one with --file: {', '.join(single[:20])}")
+    raise RegistryError(
+        f"it holds no model that bitnet_ref reads: neither config.json with {SINGLE_FILE} or {INDEX_FILE}, "
+        f"nor a {NATIVE_SUFFIX} or .gguf file"
+    )
 
 
 @dataclass(frozen=True)
@@ -80,8 +145,6 @@ class Store:
         self.index_path = self.root / "index.json"
         self.models, self.incoming = self.root / "models", self.root / "incoming"
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def entries(self) -> list[Entry]:
         """All versions, the oldest first. FormatError if the index is damaged."""
         if not self.index_path.exists():
@@ -118,8 +181,6 @@ class Store:
         """The newest version that the reference names, or None."""
         matching = [e for e in self.entries() if e.name == reference.name and e.matches(reference.revision)]
         return matching[-1] if matching else None
-
-    # -- changing ------------------------------------------------------------------------------------------------------
 
     def commit(self, folder: Path, entry: Entry) -> Entry:
         """Turn a folder in `incoming` into a version of the store."""
