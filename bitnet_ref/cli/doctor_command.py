@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .shell import DIFFERS, common_options, make_table, print_json, show, size_in_words, style_text, wants_json
+from .shell import DIFFERS, common_options, make_table, report, size_in_words, style_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,12 +26,7 @@ def doctor() -> None:
     from ..crossval.doctor import examine
 
     found = examine()
-    if wants_json():
-        print_json(found.to_dict())
-    else:
-        show(lambda out: draw(found, out))
-    if not found.healthy:
-        raise click.exceptions.Exit(DIFFERS)
+    report(found.to_dict(), lambda out: draw(found, out), 0 if found.healthy else DIFFERS)
 
 
 def draw(found: DoctorReport, out: Console) -> None:

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .generation_options import layout_options
-from .shell import (
-    BAD_FILE,
-    LoadingBar,
-    common_options,
-    make_table,
-    print_json,
-    show,
-    size_in_words,
-    style_text,
-    wants_json,
-)
+from .shell import BAD_FILE, LoadingBar, common_options, make_table, report, size_in_words, style_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,19 +37,14 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
     options = ReadOptions(**layout)
     if tensor is not None:
         view = show_tensor(path, tensor, options)
-        if wants_json():
-            print_json(view.statistics())
-        else:
-            show(lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True))
+        report(
+            view.statistics(),
+            lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True),
+        )
         return
     with LoadingBar("reading layers") as bar:
         found = inspect_model(path, progress=bar, options=options)
-    if wants_json():
-        print_json(found.to_dict())
-    else:
-        show(lambda out: draw(found, out))
-    if found.errors:
-        raise click.exceptions.Exit(BAD_FILE)
+    report(found.to_dict(), lambda out: draw(found, out), BAD_FILE if found.errors else 0)
 
 
 def draw(found: Inspection, out: Console) -> None:

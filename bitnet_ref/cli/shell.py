@@ -143,13 +143,10 @@ def paint(text: str, stream: TextIO, **style: Any) -> str:
 
 def print_json(value: Any) -> None:
     """One line. Characters that stdout cannot encode are written as JSON escapes, so nothing is lost."""
-    text = json.dumps(value, ensure_ascii=not is_utf8(sys.stdout), allow_nan=False)
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf8sig")
+    text = json.dumps(value, ensure_ascii=not is_utf8, allow_nan=False)
     sys.stdout.write(text.encode(errors="replace").decode() + "\n")
     sys.stdout.flush()
-
-
-def is_utf8(stream: TextIO) -> bool:
-    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") in ("utf8", "utf8sig")
 
 
 def write_text(text: str) -> None:
@@ -175,6 +172,16 @@ def show(draw: Callable[[Console], None]) -> None:
     with out.capture() as capture:
         draw(out)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def report(facts: Any, draw: Callable[[Console], None], code: int = 0) -> None:
+    """Write the facts as JSON, or draw them on stdout; exit with the code if it is not 0."""
+    if wants_json():
+        print_json(facts)
+    else:
+        show(draw)
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 def make_table(
