@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +37,23 @@ def _read_tokens(ctx: click.Context, param: click.Parameter, text: str | None) -
         raise click.BadParameter(f"expected whole numbers such as 1,17,5, got {text!r}") from None
 
 
-_TOKENS = click.option("--tokens", callback=_read_tokens, help="Token ids instead of a text: 1,17,5")
+def text_options(prompt_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--prompt and --tokens.   -> `text`: a text, token ids, or None"""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(prompt: str | None, tokens: list[int] | None, **options: Any) -> Any:
+            if prompt is not None and tokens is not None:
+                raise click.UsageError("--prompt and --tokens exclude each other")
+            return function(text=prompt if tokens is None else tokens, **options)
+
+        ids = click.option("--tokens", callback=_read_tokens, help="Token ids instead of a text: 1,17,5")
+        return apply_options(command, [click.option("--prompt", help=prompt_help), ids])
+
+    return decorate
 
 
-def what_to_run(function: AnyFunction) -> AnyFunction:
-    """--prompt and --tokens, for `load_and_encode`."""
-    prompt = click.option("--prompt", help="The text to run.  [default: a sentence]")
-    return apply_options(function, [prompt, _TOKENS])
+sentence_options = text_options("The text to run.  [default: a sentence]")
 
 
 def outputs(function: AnyFunction) -> AnyFunction:
@@ -65,18 +77,18 @@ def crossval() -> None:
 
 @crossval.command(short_help="Every backend and kernel set of this package.")
 @_MODEL
-@what_to_run
+@sentence_options
 @click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
 @outputs
 @common_options
-def backends(model: str, prompt: str | None, tokens: list[int] | None, only: tuple[str, ...], **options: Any) -> None:
+def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
     """Run MODEL on every backend of this package and compare each op with the reference's.
 
     Each backend is fed the reference's inputs, op by op, and then runs by itself.
     """
     from ..crossval import cross_backends
 
-    loaded, ids = load_and_encode(model, prompt, tokens)
+    loaded, ids = load_and_encode(model, text)
     finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
 
 
@@ -104,19 +116,17 @@ def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
 @crossval.command(short_help="Record a run as a trace file.")
 @_MODEL
 @click.argument("file", type=_FILE)
-@what_to_run
+@sentence_options
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")
 @dtype_option()
 @common_options
-def record(
-    model: str, file: Path, prompt: str | None, tokens: list[int] | None, names: tuple[str, ...], **options: Any
-) -> None:
+def record(model: str, file: Path, text: str | list[int] | None, names: tuple[str, ...], **options: Any) -> None:
     """Run MODEL and write its named tensors to the trace FILE."""
     from ..crossval.trace import Trace, record_to_file
 
-    loaded, ids = load_and_encode(model, prompt, tokens, **options)
-    record_to_file(loaded, ids, file, names or None, prompt)
+    loaded, ids = load_and_encode(model, text, **options)
+    record_to_file(loaded, ids, file, names or None, text if isinstance(text, str) else None)
     with Trace(file) as written:
         count = len(written)
     facts = {"path": str(file), "tensors": count, "tokens": len(ids), "bytes": file.stat().st_size}
@@ -129,10 +139,9 @@ def record(
 @_MODEL
 @click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
 @click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
-@click.option("--prompt", help="The text, or @FILE.  [default: a short story]")
-@_TOKENS
+@text_options("The text, or @FILE.  [default: a short story]")
 @common_options
-def precision(model: str, backend: str, dtypes: tuple[str, ...], prompt: str | None, tokens: list[int] | None) -> None:
+def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:
     """Measure how much the logits of a text in a dtype of a backend differ from the float32 reference's.
 
     16 bits are not part of the contract: there is no verdict, and the exit code is 0.
@@ -140,9 +149,8 @@ def precision(model: str, backend: str, dtypes: tuple[str, ...], prompt: str | N
     from ..crossval import measure_precision
     from ..crossval.precision import DTYPES
 
-    if prompt is not None and tokens is not None:
-        raise click.UsageError("--prompt and --tokens exclude each other")
-    text = content_of(prompt) if tokens is None else tokens
+    if isinstance(text, str):
+        text = content_of(text)
     loaded = load_reference(model)
     with LoadingBar("measuring"):
         found = measure_precision(loaded, backend, dtypes or DTYPES, text)
@@ -168,22 +176,17 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
 def _register(name: str, summary: str) -> None:
     @crossval.command(name.replace("_", "-"), short_help=summary)
     @click.argument("model", default="storyteller")
-    @what_to_run
+    @sentence_options
     @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
     @click.option("--only", multiple=True, metavar="NAME", help='One variant, such as "llama.cpp tq2_0".')
     @outputs
     @common_options
     def command(
-        model: str,
-        prompt: str | None,
-        tokens: list[int] | None,
-        python: str | None,
-        only: tuple[str, ...],
-        **options: Any,
+        model: str, text: str | list[int] | None, python: str | None, only: tuple[str, ...], **options: Any
     ) -> None:
         from ..crossval import cross_engine
 
-        loaded, ids = load_and_encode(model, prompt, tokens)
+        loaded, ids = load_and_encode(model, text)
         loaded.check_tokens(ids)
         crossings = cross_engine(name, model, ids, python=python, only=only or None)
         finish(name, model, loaded, ids, crossings, **options)
@@ -230,16 +233,12 @@ def load_reference(model: str, **options: Any) -> Model:
     return load_model({"model": model, "backend": "numpy", **options})
 
 
-def load_and_encode(
-    model: str, prompt: str | None, tokens: list[int] | None, **options: Any
-) -> tuple[Model, list[int]]:
-    """The model, and the token ids that `what_to_run` asks for. options: of `load`."""
+def load_and_encode(model: str, text: str | list[int] | None, **options: Any) -> tuple[Model, list[int]]:
+    """The model, and the token ids of the text. options: of `load`."""
     from ..crossval import default_tokens
 
-    if prompt is not None and tokens is not None:
-        raise click.UsageError("--prompt and --tokens exclude each other")
     loaded = load_reference(model, **options)
-    return loaded, default_tokens(loaded, prompt) if tokens is None else tokens
+    return loaded, text if isinstance(text, list) else default_tokens(loaded, text)
 
 
 def finish(
