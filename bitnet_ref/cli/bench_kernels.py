@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..backends import NAMES
-from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report
+from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report_bench
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def kernels(
     backends = candidates(backend, threads, simd, methods)
     with LoadingBar("measuring") as bar:
         bench = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
-    report(bench, lambda out: draw_kernels(bench, out))
+    report_bench(bench, lambda out: draw_kernels(bench, out))
 
 
 def draw_kernels(bench: KernelBench, out: Console) -> None:
@@ -132,7 +132,7 @@ def cuda(
     with LoadingBar("measuring") as bar:
         bench = measure_cuda_kernels(card, shapes or SHAPES_2B_4T_FUSED, tokens, repeats=repeats, progress=bar, **sizes)
     card.close()
-    report(bench, lambda out: draw_cuda(bench, out))
+    report_bench(bench, lambda out: draw_cuda(bench, out))
 
 
 def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
@@ -200,7 +200,7 @@ def gpu(
     python = versus_python or sys.executable
     with LoadingBar("measuring") as bar:
         bench = measure_gpu(plan, only or PARTS, index=device, python=python, on_row=on_row, progress=bar)
-    report(bench, lambda console: draw_gpu(bench, console))
+    report_bench(bench, lambda console: draw_gpu(bench, console))
 
 
 def write_json(facts: dict[str, Any], path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import BackendError
-from .bench_shared import Subject, draw_table, in_threads, in_time, report, subject_options
+from .bench_shared import Subject, draw_table, in_threads, in_time, report_bench, subject_options
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def model(
             out.print(f"versus {name}{describe_peer(bench, peer)}")
 
     facts = {name: peer if isinstance(peer, str) else peer.to_dict() for name, peer in peers.items()}
-    report(bench, draw, model=subject.synthetic or subject.name, versus=facts)
+    report_bench(bench, draw, model=subject.synthetic or subject.name, versus=facts)
 
 
 def measure_versus(name: str, model: Model, prompt: int, new: int, python: str | None) -> PeerBench | str:

@@ -12,7 +12,7 @@ import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options
-from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, print_json, show, wants_json
+from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,14 +150,9 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def report(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
+def report_bench(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
     """Write JSON (with the facts) or draw, and exit with 1 if something differs from the reference."""
-    if wants_json():
-        print_json({**facts, **result.to_dict()})
-    else:
-        show(draw)
-    if not getattr(result, "equal", True):
-        raise click.exceptions.Exit(DIFFERS)
+    report({**facts, **result.to_dict()}, draw, 0 if getattr(result, "equal", True) else DIFFERS)
 
 
 def draw_table(
