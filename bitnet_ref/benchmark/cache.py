@@ -17,7 +17,7 @@ from ..crossval.metrics import measure_logits
 from ..crossval.precision import TEXT
 from ..errors import GenerationError
 from ..reference.cache import TokenBatch
-from .record import Record
+from .timing import Record
 
 CHUNK = 64  # tokens per pass, so that a large vocabulary's logits are never held for the whole text
 

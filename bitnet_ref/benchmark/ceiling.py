@@ -21,8 +21,7 @@ from ..backends.cpu import extension
 from ..errors import ShapeError
 from ..notebook.figures import new_figure
 from ..system.threads import resolve_threads
-from .record import Record
-from .timing import Action, Timing, take_turns
+from .timing import Action, Record, Timing, take_turns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,8 @@ from ..backends.cpu.extension import layouts_for, simd_variants
 from ..errors import ShapeError
 from ..reference.weights import LinearWeight
 from .ceiling import MemoryReader, last_level_cache_bytes
-from .record import Progress, Record
 from .synthetic import random_ternary_weight
-from .timing import Action, Timing, ratio, take_turns
+from .timing import Action, Progress, Record, Timing, count_steps, ratio, take_turns
 from .validate import Check, Expected, check_linear
 
 SHAPES_2B_4T = ((2560, 2560), (640, 2560), (6912, 2560), (2560, 6912))  # (N, K): q and o, k and v, gate and up, down
@@ -138,7 +137,7 @@ def measure_kernels(
     cache_bytes = last_level_cache_bytes() if cache_bytes is None else cache_bytes
     rng = np.random.default_rng(0)
     results: list[KernelResult] = []
-    done = itertools.count(1)
+    tick = count_steps(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
         weight = random_ternary_weight(rng, n_out, n_in)
         expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)
@@ -151,8 +150,7 @@ def measure_kernels(
         subjects = [(be, by_layout[layout_of(be)]) for be in backends]
         for count in tokens:
             results += compare_and_time(subjects, expected.first(count), reader, repeats, budget_s)
-            if progress is not None:
-                progress(next(done), len(shapes) * len(tokens))
+            tick()
     speeds = [result.read_gb_per_s for result in results if result.read_gb_per_s is not None]
     return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results)
 

@@ -13,8 +13,7 @@ from typing import Any
 from ..errors import GenerationError
 from ..formats.open import find_model
 from ..tokenizers import load_tokenizer
-from .record import Record
-from .timing import Action, Timing, take_turns
+from .timing import Action, Record, Timing, take_turns
 
 WORDS = """
     the little girl looked at lion and said that she was not afraid of anything in great forest where old tree stood

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..benchmark.cuda_kernels import CudaKernelBench, CudaKernelResult
-    from ..benchmark.gpu_goals import GoalResult, GpuBench
+    from ..benchmark.gpu import GoalResult, GpuBench
     from ..benchmark.kernels import KernelBench, KernelResult
 
     Result = TypeVar("Result", KernelResult, CudaKernelResult)
 
-# The parts of `benchmark.gpu_goals`, which --help need not import
+# The parts of `benchmark.gpu`, which --help need not import
 PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
 # Facts of a row of `bench gpu`, by the name of the first one, in words
 FACTS = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api import Model
-    from ..benchmark.record import Record
+    from ..benchmark.timing import Record
 
 MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
