@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -91,19 +92,7 @@ range_option = partial(click.option, type=WholeNumbers("FROM-TO", "-"), callback
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @plot_option("Write a picture: .png, .svg or .pdf.")
 @common_options
-def serve(
-    subject: Subject,
-    requests: int,
-    rates: tuple[float, ...],
-    prompt: tuple[int, int],
-    new: tuple[int, int],
-    together: int,
-    max_batch: int,
-    max_batch_tokens: int,
-    max_queue: int,
-    seed: int,
-    plot: Path | None,
-) -> None:
+def serve(subject: Subject, rates: tuple[float, ...], together: int, plot: Path | None, **options: Any) -> None:
     """Offer requests to the engine at several rates (Poisson arrivals), and time what comes of it.
 
     MODEL (default: storyteller), or a synthetic one. Some requests are first compared with what they give alone.
@@ -111,8 +100,8 @@ def serve(
     from ..benchmark.serve import Load, measure_serve, save_serve_plot
     from ..serving import EngineConfig
 
-    config = EngineConfig(max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
-    load = Load(requests, prompt, new, seed)
+    load = Load(**{field.name: options.pop(field.name) for field in fields(Load)})
+    config = EngineConfig(**options)
     loaded = subject.load()
     with LoadingBar("measuring") as bar:
         bench = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)

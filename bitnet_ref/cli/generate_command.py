@@ -65,16 +65,15 @@ def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any],
         reply.follow(stream)
         print_json(reply.facts(ids, stream.stats))
     elif raw_ids:
-        reply.follow(stream, on_chunk=lambda chunk: write_text(f"{chunk.token_id} "))
-        write_text("\n")
+        reply.follow(stream, lambda chunk: write_text(f"{chunk.token_id} "))
     else:
         restorer = None
         if sys.stdout.isatty() and not params["echo"]:
             click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
             restorer = SpaceRestorer(model, ids)
-        reply.follow(stream, on_chunk=lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
-        write_text("\n")
+        reply.follow(stream, lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
     if not wants_json():
+        write_text("\n")
         say_stats(stream.stats)
     if reply.finish_reason == "interrupted":
         raise click.exceptions.Exit(INTERRUPTED)
@@ -212,9 +211,8 @@ def read_stdin() -> str:
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as problem:
-        raise GenerationError(
-            f"standard input is not UTF-8 text: {problem.reason} at byte {problem.start}"
-        ) from problem
+        place = f"{problem.reason} at byte {problem.start}"
+        raise GenerationError(f"standard input is not UTF-8 text: {place}") from problem
 
 
 def parse_ids(text: str) -> list[int]:

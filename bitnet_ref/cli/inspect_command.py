@@ -38,8 +38,7 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
     if tensor is not None:
         view = show_tensor(path, tensor, options)
         report(
-            view.statistics(),
-            lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True),
+            view.statistics(), lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True)
         )
         return
     with LoadingBar("reading layers") as bar:
@@ -51,7 +50,10 @@ def draw(found: Inspection, out: Console) -> None:
     out.print(style_text(found.path, "bold"), soft_wrap=True)
     if found.header_only:
         out.print(f"A .safetensors file without a config.json beside it: {len(found.tensors)} tensors.\n")
-        draw_metadata(found, out)
+        for name, value in found.metadata.items():
+            out.print(f"{name}: {value}", overflow="ellipsis", no_wrap=True)
+        if found.metadata:
+            out.print()
         draw_tensors(found, out)
         draw_sizes(found, out)
         return
@@ -171,13 +173,6 @@ def draw_tensors(found: Inspection, out: Console) -> None:
     ]
     out.print(make_table(("name", "dtype", "shape", ">size"), rows, title="Tensors"))
     out.print()
-
-
-def draw_metadata(found: Inspection, out: Console) -> None:
-    for name, value in found.metadata.items():
-        out.print(f"{name}: {value}", overflow="ellipsis", no_wrap=True)
-    if found.metadata:
-        out.print()
 
 
 def draw_findings(found: Inspection, out: Console) -> None:
