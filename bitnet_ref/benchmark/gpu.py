@@ -106,7 +106,6 @@ class Case:
 
     @property
     def subject(self) -> str:
-        """Names the model and what computes it."""
         return f"{self.name} {self.dtype} {self.backend}"
 
 
@@ -248,13 +247,8 @@ class DecodingRun:
 
     def facts(self, copy_gb_per_s: float) -> dict[str, Any]:
         """For a row, with the bound computed from that copy."""
-        facts = {
-            "batch": self.batch,
-            "tokens_per_s": self.best,
-            "tokens_per_s_median": median(self.tokens_per_s),
-            "step_ms_median": 1e3 * self.step_s,
-            "repetitions": len(self.tokens_per_s),
-        }
+        facts = {"batch": self.batch, "tokens_per_s": self.best, "tokens_per_s_median": median(self.tokens_per_s)}
+        facts |= {"step_ms_median": 1e3 * self.step_s, "repetitions": len(self.tokens_per_s)}
         if self.step_bytes:
             bound = self.batch * copy_gb_per_s * 1e9 / self.step_bytes
             facts |= {"step_bytes": self.step_bytes, "bound_tokens_per_s": bound, "of_bound": self.best / bound}
@@ -369,9 +363,8 @@ class GpuRun:
         runs = [generate(model, [prompt], 1) for _ in range(1 + self.plan.repeats)]
         check_same_tokens([generated for generated, _ in runs])
         times_ms = [1e3 * stats.prefill_s for _, stats in runs[1:]]
-        best = min(times_ms)
-        facts |= {"ms_median": median(times_ms), "tokens_per_s": 1e3 * tokens / best, "samples_ms": times_ms}
-        return best
+        facts |= {"ms_median": median(times_ms), "tokens_per_s": 1e3 * tokens / min(times_ms), "samples_ms": times_ms}
+        return min(times_ms)
 
     def find_7b(self, goal: Goal, facts: Facts) -> float:
         """Its weights in GB."""
@@ -410,11 +403,10 @@ class GpuRun:
 
     def drop(self) -> None:
         """Close the model that is held, and free its memory."""
-        held, self._held = self._held, None
-        if held is not None:
+        if self._held is not None:
             with suppress(DeviceError):  # the card was lost: the rows report it
-                held[1].close()
-        del held
+                self._held[1].close()
+        self._held = None
         gc.collect()  # recorded steps and their backend refer to each other
 
     def decode(self, case: Case, facts: Facts) -> DecodingRun:
@@ -463,6 +455,5 @@ def mean_step_bytes(model: Model, batch: int, plan: GpuPlan, stats: GenerationSt
 def software_versions() -> dict[str, str]:
     """Of CuPy, the CUDA runtime and the driver."""
     cupy = importlib.import_module("cupy")
-    runtime = cupy.cuda.runtime
-    versions = {"cupy": cupy.__version__, "cuda": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersion()}
-    return {name: str(version) for name, version in versions.items()}
+    cuda, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
+    return {"cupy": cupy.__version__, "cuda": str(cuda), "driver": str(driver)}

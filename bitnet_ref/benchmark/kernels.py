@@ -183,9 +183,7 @@ def compare_and_time(
     timings = take_turns({READ: reader.read, **actions}, repeats, budget_s) if actions else {}
     results = []
     for index, ((be, copies), check) in enumerate(zip(subjects, checks, strict=True)):
-        timing, (n_out, n_in) = timings.get(str(index)), copies[0].shape
-        variant = be.name, getattr(be, "simd", None), getattr(be, "layout", None)
-        sizes = n_out, n_in, len(expected.x), copies[0].nbytes
-        read = timings[READ] if timing else None
-        results.append(KernelResult(*variant, *sizes, check, timing, read, reader.nbytes))
+        timing, variant = timings.get(str(index)), (be.name, getattr(be, "simd", None), getattr(be, "layout", None))
+        sizes = *copies[0].shape, len(expected.x), copies[0].nbytes
+        results.append(KernelResult(*variant, *sizes, check, timing, timing and timings[READ], reader.nbytes))
     return results

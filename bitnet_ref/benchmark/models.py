@@ -226,7 +226,7 @@ def measure_model(
         head_rows.append(len(logits.ids))
         tick()
     # If the peak did not rise after the buffer was allocated, it is the model's own; else the buffer is part of it.
-    memory_after = peak_memory_bytes()
+    memory_bytes = max(memory_before, peak_memory_bytes() - reader.nbytes)
     profiles = profile_model(model, prompt, new_tokens) if profile else {}
     if profile:
         tick()
@@ -246,7 +246,7 @@ def measure_model(
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
         head_rows=mean(head_rows),
-        peak_memory_bytes=max(memory_before, memory_after - reader.nbytes),
+        peak_memory_bytes=memory_bytes,
         profiles=profiles,
         read_gb_per_s=read.giga_per_s(reader.nbytes),
         prompt_tokens_per_s=prompt_tokens / prompt_time.best_s,

@@ -47,10 +47,7 @@ def chat(system: str | None, **options: Any) -> None:
     model = load_model(options)
     session = model.chat(system, **select_given(options))
     session.how_to_reset = f"{RESET} starts a new one"
-    if wants_json():
-        answer_lines(session)
-    else:
-        talk(session)
+    (answer_lines if wants_json() else talk)(session)
 
 
 def ask(
