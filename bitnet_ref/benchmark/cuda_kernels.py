@@ -101,7 +101,6 @@ class CudaKernelBench(Record):
 
     @property
     def check(self) -> Check:
-        """All comparisons together."""
         values = sum(result.tokens * result.out_features for result in self.results)
         accumulators = sum(result.unequal_accumulators for result in self.results)
         return Check(values, accumulators, values, sum(result.unequal_floats for result in self.results))
@@ -223,7 +222,6 @@ def measure_cuda_kernels(
 
 
 def copy_of(device: Device, w: TiledWeight) -> TiledWeight:
-    """The same weight in other memory."""
     tiles: DeviceArray = device.empty(w.tiles.shape, w.tiles.dtype)
     device.copy(tiles, w.tiles)
     return replace(w, tiles=tiles)

@@ -204,7 +204,6 @@ class GpuBench(Record):
 
     @property
     def equal(self) -> bool:
-        """Whether all comparisons were equal."""
         return not any(row.differs for row in self.rows) and all(check.equal for check in self.checks.values())
 
     @property
@@ -402,7 +401,6 @@ class GpuRun:
         return self._held[1]
 
     def drop(self) -> None:
-        """Close the model that is held, and free its memory."""
         if self._held is not None:
             with suppress(DeviceError):  # the card was lost: the rows report it
                 self._held[1].close()
@@ -453,7 +451,6 @@ def mean_step_bytes(model: Model, batch: int, plan: GpuPlan, stats: GenerationSt
 
 
 def software_versions() -> dict[str, str]:
-    """Of CuPy, the CUDA runtime and the driver."""
     cupy = importlib.import_module("cupy")
     cuda, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
     return {"cupy": cupy.__version__, "cuda": str(cuda), "driver": str(driver)}

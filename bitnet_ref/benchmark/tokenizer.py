@@ -46,7 +46,6 @@ class TokenizerBench(Record):
 
 
 def make_texts(count: int, words: int, seed: int = 0) -> list[str]:
-    """Texts of story-book words."""
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS.split(), k=words)).capitalize() + "." for _ in range(count)]
 

@@ -112,7 +112,6 @@ def serve(subject: Subject, rates: tuple[float, ...], together: int, plot: Path 
 
 
 def draw_serve(bench: ServeBench, name: str, out: Console) -> None:
-    """Facts, then a row for each rate."""
     threads = in_threads(bench.threads)
     out.print(f"{name}; {bench.backend}, {threads}; at most {bench.config.max_batch} sequences per step")
     if bench.together is None:

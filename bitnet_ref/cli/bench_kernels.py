@@ -81,7 +81,6 @@ def kernels(
 
 
 def draw_kernels(bench: KernelBench, out: Console) -> None:
-    """A table for each shape, under the memory read."""
     if bench.read_gb_per_s is not None:
         reader = f"{in_threads(bench.threads)} ({bench.read_how})"
         out.print(f"memory, read by {reader}: {bench.read_gb_per_s:.1f} GB/s at best")
@@ -194,7 +193,6 @@ def gpu(only: tuple[str, ...], device: int, versus_python: str | None, out: Path
 
 
 def draw_gpu(bench: GpuBench, out: Console) -> None:
-    """The card, a row for each goal, and what was compared."""
     draw_device(bench, out)
     if bench.plan.layers is not None:
         out.print(f"Models of at most {bench.plan.layers} layers: no target is judged.", style="yellow")

@@ -67,7 +67,6 @@ def measure_versus(name: str, model: Model, prompt: int, new: int, python: str |
 
 
 def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
-    """Its speeds, and ours over them."""
     if isinstance(peer, str):
         return f": {peer}"
     assert bench.decode_tokens_per_s is not None
@@ -81,7 +80,6 @@ def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
 
 
 def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]:
-    """Facts, speeds beside their bounds, memory."""
     from ..benchmark.ceiling import INSTRUCTIONS
 
     cfg, kernel_set = bench.config, f" {bench.kernel_set}" if bench.kernel_set else ""
@@ -131,7 +129,6 @@ def describe_check(check: Check) -> str:
 
 
 def draw_profile(part: str, profile: PassProfile, out: Console) -> None:
-    """The operations, slowest first, then what is outside all of them."""
 
     def times(taken_s: float) -> tuple[str, str]:
         return f"{taken_s / profile.tokens * 1e3:.3f}", f"{taken_s / profile.step_s:.1%}"

@@ -99,7 +99,6 @@ class Subject:
         return f"{self.layers} of its {whole}" if self.layers not in (None, whole) else ""
 
     def load(self) -> Model:
-        """On the backend and kernel set asked for."""
         from ..api import Model, load
         from ..backends import choose_backend
         from ..backends.cpu.backend import CythonBackend

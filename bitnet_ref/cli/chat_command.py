@@ -20,8 +20,8 @@ from .shell import (
     error_facts,
     error_message,
     exit_code,
-    paint,
     print_json,
+    say,
     say_error,
     wants_json,
     write_text,
@@ -57,11 +57,6 @@ def ask(
     ids, stream, reply = session.prompt(content), session.stream(content), Reply()
     reply.follow(stream, on_chunk)
     return reply, stream.stats, ids
-
-
-def say(text: str) -> None:
-    """A remark beside the conversation, on stderr."""
-    click.echo(paint(text, sys.stderr, dim=True), err=True)
 
 
 def talk(session: ChatSession) -> None:
@@ -140,7 +135,6 @@ def answer_lines(session: ChatSession) -> None:
 
 
 def messages_of(lines: Any) -> Iterator[str]:
-    """The message of each line that is not empty."""
     for line in lines:
         text = line.strip()
         if not text:

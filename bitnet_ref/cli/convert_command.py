@@ -66,7 +66,6 @@ def convert(
 
 
 def draw(proof: Proof, out: Console) -> None:
-    """The proof as a table and a line."""
     rows = []
     for name, tally in (("ternary planes", proof.planes), ("scales", proof.scales), ("other tensors", proof.tensors)):
         rounded = f", the others rounded by at most {tally.largest:.1e}" if tally.equal < tally.total else ""

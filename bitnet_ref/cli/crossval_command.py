@@ -291,7 +291,6 @@ def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
 
 
 def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> None:
-    """The ops around the first that differs."""
     bad = next(i for i, op in enumerate(comparison.ops) if op is comparison.first_divergence)
     rows = []
     for op in comparison.ops[max(0, bad - 3) : bad + 4]:

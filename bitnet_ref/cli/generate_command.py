@@ -20,6 +20,7 @@ from .shell import (
     console,
     paint,
     print_json,
+    say,
     size_in_words,
     wants_json,
     write_text,
@@ -58,7 +59,6 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
 
 
 def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    """Generate one text and show it as it comes."""
     reply = Reply()
     stream = model.stream(ids, **params)
     if wants_json():
@@ -91,7 +91,6 @@ def show_profile(model: Model) -> Iterator[None]:
 
 
 def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    """Generate several texts and show them at the end."""
     result = model.generate(ids, **params)
     outs = cast("list[Generation]", result if isinstance(result, list) else [result])
     stats = outs[0].stats
@@ -115,7 +114,6 @@ def choice_facts(out: Generation) -> dict[str, Any]:
 
 
 def encode(model: Model, prompt: str) -> list[int]:
-    """The prompt's token ids."""
     try:
         tokenizer = model.tokenizer
     except TokenizerError as error:
@@ -149,16 +147,12 @@ class Reply:
             stream.close()
 
     def facts(self, prompt_token_ids: list[int], stats: GenerationStats) -> dict[str, Any]:
-        """For --json."""
         from ..generation import Overflow
 
         tops, overflows = [chunk.top_logprobs for chunk in self.chunks], Overflow.of(self.chunks)
         return {
-            "text": self.text,
-            "token_ids": self.token_ids,
+            **{name: value for name, value in vars(self).items() if name != "chunks"},
             "logprobs": [chunk.logprob for chunk in self.chunks],
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
             "prompt_token_ids": prompt_token_ids,
             "stats": stats_facts(stats),
             **({"top_logprobs": tops} if any(top is not None for top in tops) else {}),
@@ -167,7 +161,6 @@ class Reply:
 
 
 def stats_facts(stats: GenerationStats) -> dict[str, Any]:
-    """The figures of a call, for --json."""
     speeds = {name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")}
     return {**asdict(stats), **speeds, "peak_memory_bytes": peak_memory_bytes()}
 
@@ -202,7 +195,7 @@ def say_stats(stats: GenerationStats) -> None:
         recomputed = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
         parts.append(f"{stats.dropped_tokens} oldest tokens dropped{recomputed}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
-    click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
+    say(f"[{stats.backend}] {', '.join(parts)}")
 
 
 def read_stdin() -> str:

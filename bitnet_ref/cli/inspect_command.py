@@ -158,7 +158,6 @@ def share_bar(shares: tuple[float, float, float], width: int, unicode: bool) -> 
 
 
 def scale_range(group: list[TernaryMatrix]) -> str:
-    """The smallest and the largest w_dequant_scale of a group."""
     scales = [matrix.w_dequant_scale for matrix in group if matrix.w_dequant_scale is not None]
     if not scales:
         return "unknown"

@@ -114,6 +114,11 @@ def error_message(error: BitNetRefError) -> str:
     return message
 
 
+def say(text: str) -> None:
+    """A remark on stderr."""
+    click.echo(paint(text, sys.stderr, dim=True), err=True)
+
+
 def say_error(message: str) -> None:
     click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {message}", err=True)
 
