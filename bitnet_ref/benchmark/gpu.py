@@ -272,7 +272,7 @@ def measure_gpu(
     measurement that fails becomes a row that says why, and the others go on. Raises BackendUnavailable without a card,
     ConfigError for a plan that measures nothing.
     """
-    plan = GpuPlan() if plan is None else plan
+    plan = plan or GpuPlan()
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"expected some of {', '.join(PARTS)}, got {unknown[0]!r}", field="parts")
     minima = {"layers": 1, "prompt_tokens": 1, "prefill_tokens": 1, "repeats": 1, "new_tokens": 2}

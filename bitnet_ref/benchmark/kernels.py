@@ -25,8 +25,6 @@ BUDGET_S = 0.5  # per kernel, shape and token count; a slower kernel gets fewer 
 CACHES_OF_WEIGHTS = 2  # copies of a weight fill the last-level cache this many times, so each is read from memory
 READ = "read"
 
-Layout = tuple[str, str | None]  # a backend's name, and the name of its weight layout
-
 
 @dataclass(frozen=True)
 class KernelResult(Record):
@@ -142,21 +140,19 @@ def measure_kernels(
         weight = random_ternary_weight(rng, n_out, n_in)
         expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)
         copies = -(-CACHES_OF_WEIGHTS * cache_bytes // weight.nbytes) or 1
-        by_layout: dict[Layout, list[LinearWeight]] = {}  # several kernel sets may read the same layout
+        by_layout: dict[tuple[str, str | None], list[LinearWeight]] = {}  # several kernel sets may read the same layout
+        subjects = []
         for be in backends:
-            if layout_of(be) not in by_layout:
+            layout = be.name, getattr(be, "layout", None)
+            if layout not in by_layout:
                 fresh = (replace(weight, packed=weight.packed.copy()) for _ in range(copies))
-                by_layout[layout_of(be)] = [be.prepare(w) for w in fresh]
-        subjects = [(be, by_layout[layout_of(be)]) for be in backends]
+                by_layout[layout] = [be.prepare(w) for w in fresh]
+            subjects.append((be, by_layout[layout]))
         for count in tokens:
             results += compare_and_time(subjects, expected.first(count), reader, repeats, budget_s)
             tick()
     speeds = [result.read_gb_per_s for result in results if result.read_gb_per_s is not None]
     return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results)
-
-
-def layout_of(be: Backend) -> Layout:
-    return be.name, getattr(be, "layout", None)
 
 
 def compare_and_time(

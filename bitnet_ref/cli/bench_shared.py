@@ -79,7 +79,7 @@ class Subject:
     threads: int | None
     simd: str | None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.model is not None and self.synthetic is not None:
             raise click.UsageError("give a MODEL or --synthetic, not both")
         if self.layers is not None and self.synthetic is None:
@@ -127,7 +127,6 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             known = {name.replace("-", ""): name for name in SYNTHETIC}.get(shape.lower().replace("-", ""))
             options["model" if known is None else "synthetic"] = known or shape
         subject = Subject(**{field.name: options.pop(field.name) for field in fields(Subject)})
-        subject.check()
         return function(subject=subject, **options)
 
     return apply_options(
