@@ -13,19 +13,7 @@ import click
 from ..errors import BitNetRefError
 from .generate_command import Reply
 from .generation_options import load_model, model_options, sampling_options, select_given
-from .shell import (
-    INTERRUPTED,
-    SectionedCommand,
-    common_options,
-    error_facts,
-    error_message,
-    exit_code,
-    print_json,
-    say,
-    say_error,
-    wants_json,
-    write_text,
-)
+from .shell import INTERRUPTED, SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
 
 if TYPE_CHECKING:
     from ..generation import ChatSession, GenerationStats, StreamChunk
@@ -89,16 +77,14 @@ def talk(session: ChatSession) -> None:
         try:
             reply, stats, _ = ask(session, message, lambda chunk: write_text(chunk.text))
         except BitNetRefError as error:
-            say_error(error_message(error))
+            report_error(error)
             continue
         write_text("\n")
         say_dropped(stats)
-        if reply.finish_reason == "interrupted":
-            say("stopped")
-        elif reply.finish_reason == "length":
-            say("[the context is full: /reset starts anew]" if session.full else "[cut at --max-tokens]")
-        elif reply.finish_reason == "filtered":
-            say("[filtered]")
+        cut = "[the context is full: /reset starts anew]" if session.full else "[cut at --max-tokens]"
+        remarks = {"interrupted": "stopped", "length": cut, "filtered": "[filtered]"}
+        if (remark := remarks.get(reply.finish_reason or "")) is not None:
+            say(remark)
 
 
 def say_dropped(stats: GenerationStats) -> None:
@@ -124,8 +110,7 @@ def answer_lines(session: ChatSession) -> None:
         try:
             reply, stats, ids = ask(session, message)
         except BitNetRefError as error:
-            print_json({"error": error_facts(error)})
-            code = exit_code(error)
+            code = report_error(error)
             continue
         print_json(reply.facts(ids, stats))
         if reply.finish_reason == "interrupted":

@@ -63,11 +63,7 @@ class Interface(click.Group):
         except BitNetRefError as error:
             if state.debug:
                 traceback.print_exc()
-            if state.json:
-                print_json({"error": error_facts(error)})
-            else:
-                say_error(error_message(error))
-            code = exit_code(error)
+            code = report_error(error)
         except MemoryError:
             if state.debug:
                 traceback.print_exc()
@@ -91,10 +87,15 @@ def exit_code(error: BitNetRefError) -> int:
     return USAGE
 
 
-def error_facts(error: BitNetRefError) -> dict[str, Any]:
-    """An error as JSON: its type, its message, and its place if it has one."""
-    facts: dict[str, Any] = {"type": type(error).__name__, "message": error_message(error)}
-    return facts | {key: value for key in _PLACES if (value := getattr(error, key, None)) is not None}
+def report_error(error: BitNetRefError) -> int:
+    """Write the error as JSON (type, message, its place if it has one), or its message.   -> the exit code"""
+    if wants_json():
+        facts = {"type": type(error).__name__, "message": error_message(error)}
+        facts |= {key: value for key in _PLACES if (value := getattr(error, key, None)) is not None}
+        print_json({"error": facts})
+    else:
+        say_error(error_message(error))
+    return exit_code(error)
 
 
 def error_message(error: BitNetRefError) -> str:
