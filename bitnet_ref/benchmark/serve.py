@@ -142,10 +142,8 @@ def measure_serve(
     """
     load, config = load or Load(), config or EngineConfig()
     if load.prompt[1] + load.new[1] > model.config.context_length:
-        raise GenerationError(
-            f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones do not fit the model's context of "
-            f"{model.config.context_length}"
-        )
+        asked = f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones"
+        raise GenerationError(f"{asked} do not fit the model's context of {model.config.context_length}")
     if not all(rate > 0 for rate in rates_per_s):
         raise GenerationError(f"rates: expected requests per second, numbers > 0, got {list(rates_per_s)}")
     requests = load.draw(model.config.vocab_size)
@@ -174,12 +172,8 @@ def measure_together(model: Model, config: EngineConfig, prompts: int, load: Loa
     texts = rng.integers(min(3, model.config.vocab_size - 1), model.config.vocab_size, (prompts, length)).tolist()
     few = texts[:ONE_BY_ONE]
     params: dict[str, Any] = {"max_tokens": new, "ignore_eos": True}
-    room = replace(
-        config,
-        max_batch=max(config.max_batch, prompts),
-        max_batch_tokens=max(config.max_batch_tokens, 2 * prompts),
-        prefix_sharing=False,
-    )
+    batch, batch_tokens = max(config.max_batch, prompts), max(config.max_batch_tokens, 2 * prompts)
+    room = replace(config, max_batch=batch, max_batch_tokens=batch_tokens, prefix_sharing=False)
     alone, together = [], []
     with Engine(model, room) as engine:
         for _ in range(ROUNDS):
@@ -228,9 +222,8 @@ async def offer(
 
     async with Engine(model, config) as engine:
         start = perf_counter() + 0.05
-        await asyncio.gather(
-            *[read(*request, start + at) for request, at in zip(requests, arrivals_s.tolist(), strict=True)]
-        )
+        dues = (start + arrivals_s).tolist()
+        await asyncio.gather(*[read(*request, due) for request, due in zip(requests, dues, strict=True)])
         taken_s = perf_counter() - start - float(arrivals_s[0])
         batches = [len(step.parts) for step in list(engine.timeline)] or [0]
     tokens, waits = len(first_s) + len(between_s), (Quantiles.of(first_s), Quantiles.of(between_s))

@@ -306,12 +306,10 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
 def _draw_precision(found: PrecisionBench, out: Console) -> None:
     backend = found.backend if found.device is None else f"{found.backend} ({found.device})"
     out.print(f"{backend}, {found.tokens} tokens, logits up to {found.largest_logit:.1f}; against float32 on numpy")
+    logits = "{dtype}|{way}|{max_logit_error:.1e}|{mean_logit_error:.1e}"
+    cells = logits + "|{kl_mean:.1e}|{kl_max:.1e}|{greedy_agreement:.2%}|{same} of {continued}"
     rows = [
-        (
-            *(error.dtype, error.way, f"{error.max_logit_error:.1e}", f"{error.mean_logit_error:.1e}"),
-            *(f"{error.kl_mean:.1e}", f"{error.kl_max:.1e}", f"{error.greedy_agreement:.2%}"),
-            f"{found.same_tokens[error.dtype]} of {found.continued}",
-        )
+        cells.format(**vars(error), same=found.same_tokens[error.dtype], continued=found.continued).split("|")
         for error in found.errors
     ]
     errors = (">max |d logit|", ">mean", ">mean KL", ">max KL", ">same greedy choice", ">continued alike")

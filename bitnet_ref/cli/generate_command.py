@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -105,12 +105,10 @@ def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: 
 
 
 def choice_facts(out: Generation) -> dict[str, Any]:
-    """One of several texts, for --json: its fields without those that are None."""
-    facts = {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
-    for name in ("prompt_token_ids", "stats"):
-        del facts[name]
-    overflows = [asdict(overflow) for overflow in facts.pop("overflows")]
-    return facts | ({"overflows": overflows} if overflows else {})
+    """One of several texts, for --json: its fields without those that are None, or empty."""
+    facts = vars(out) | {"overflows": [asdict(overflow) for overflow in out.overflows] or None}
+    given_once = ("prompt_token_ids", "stats")
+    return {name: value for name, value in facts.items() if value is not None and name not in given_once}
 
 
 def encode(model: Model, prompt: str) -> list[int]:
