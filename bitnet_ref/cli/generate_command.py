@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -106,7 +106,8 @@ def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: 
 
 def choice_facts(out: Generation) -> dict[str, Any]:
     """One of several texts, for --json: its fields without those that are None, or empty."""
-    facts = vars(out) | {"overflows": [asdict(overflow) for overflow in out.overflows] or None}
+    facts = {each.name: getattr(out, each.name) for each in fields(out)}
+    facts |= {"overflows": [asdict(overflow) for overflow in out.overflows] or None}
     given_once = ("prompt_token_ids", "stats")
     return {name: value for name, value in facts.items() if value is not None and name not in given_once}
 
