@@ -37,8 +37,8 @@ PLACES = {
         return v[0] + ⟦v[1] → v[0]⟧; }
         lowest = zero - ⟦700.0 → 7.0⟧;
         (x - n * ⟦0.693147180369123816490 → 0.69⟧)
-        zero + (1.0 / ⟦24.0 → 25.0⟧));
-        zero + ⟦0.5 → 0.25⟧);
+        TERM(⟦24.0 → 25.0⟧)
+        TERM(⟦2.0 → 4.0⟧)
         + ⟦1023 → 1024⟧) << 52
         sum += ⟦v * v → v⟧;
         const double mean = total / ⟦(double)D → (double)(D + 1)⟧;
@@ -71,12 +71,12 @@ PLACES = {
         q3 = STEP(load64)(q + ⟦3 * d → 2 * d⟧ + j);
         totals[r * KEYS + k] += q[r * d + i] * ⟦keys[k * d + i] → 0⟧;
         STEP(load64)(totals + i) * ⟦scale → 1.0⟧);
-        memcpy(scores + r * n_keys, all + ⟦r * KEYS → 0⟧, KEYS
+        memcpy(scores + r * n_keys, rounded + ⟦r * KEYS → 0⟧, KEYS
         v0 = STEP(WIDE)(values + ⟦s * stride → 0⟧ + j),
         sums[r * d + j] += pattern[r * n_keys + s] * values[⟦s * stride → 0⟧ + j];
         STEP(f64v) p = pattern[r * n_keys + ⟦s → 0⟧] - zero;
         memcpy(sums + ⟦r * d → 0⟧ + j, &sum##r##0
-        largest = ⟦most[lane] > largest → most[lane] < largest⟧ ? (float)most[lane]
+        largest = ⟦max_lanes[lane] > largest → max_lanes[lane] < largest⟧ ? (float)max_lanes[lane]
         sum += ⟦power → zero⟧;
         total += p[i] = ⟦power[lane] → power[0]⟧;
         const double inverse = 1.0 / ⟦total → (total + 1.0)⟧;
@@ -98,19 +98,18 @@ PLACES = {
         q[i / R * q_stride + ⟦i % R → 0⟧ * d + j];
         block + (rest.from - ⟦start → rest.from⟧) * d
         scores + i * n_keys + ⟦rest.from → start⟧);
-        SCORE(⟦after → before⟧, 1, r)
+        SCORE(⟦AFTER(r) → BEFORE(r)⟧, 1, r)
         seen[r].to - ⟦seen[r].from → (seen[r].from + 1)⟧, pattern
         STEP(wide_values_4)(p + ⟦all.from → start⟧, n_keys
         z[i / R * z_stride + ⟦i % R → 0⟧ * d + j]""",
-    "kv_view.h": r"""
+    "kv_cache.h": r"""
         offset = ⟦position - page * kv->page_size → 0⟧;
         *row = (size_t)kv->pages[⟦page → 0⟧]
-        return count < most ? count : ⟦most → 1⟧;
+        return count < max_count ? count : ⟦max_count → 1⟧;
         magnitude = (h & 0x7FFFu) << ⟦13 → 12⟧;
         bits |= (h & ⟦0x8000u → 0u⟧) << 16
         _mm256_storeu_ps(y + ⟦i → 0⟧,
-        _mm512_storeu_ps(y + ⟦i → 0⟧,""",
-    "kv_append.h": r"""
+        _mm512_storeu_ps(y + ⟦i → 0⟧,
         tiny += ⟦0.5f → 0.25f⟧;
         (size - 0x38000000u + ⟦0xFFFu → 0u⟧
         (size >> 13 & ⟦1 → 0⟧)
@@ -126,8 +125,8 @@ PLACES = {
         out = panel + (r / 16) * VECTOR_BYTES + ⟦(r % 16) → (r % 15)⟧ * 4;
         out[b * BLOCK_BYTES + i] = (uint8_t)(word >> ⟦8 * i → 0⟧);
         word |= (uint32_t)in[⟦b * BLOCK_BYTES → 0⟧ + i]
-        tokens, x_sum + ⟦m → 0⟧, whole
-        whole + ⟦t * PANEL_ROWS → 0⟧, rows""",
+        tokens, x_sum + ⟦m → 0⟧, padded
+        padded + ⟦t * PANEL_ROWS → 0⟧, rows""",
     "ternary_scalar.h": r"""
         (codes[i] & 3) * ⟦xb[i] → xb[0]⟧
         (codes[i] >> ⟦4 → 2⟧ & 3)
@@ -158,9 +157,9 @@ PLACES = {
         table_add(sum + ⟦32 → 0⟧, n2)
         sum[r] = -(int32_t)(⟦TABLE_BIAS → 255⟧ * TABLE_PAIRS""",
     "dense_rows.h": r"""
-        (uint32_t)((const uint16_t *)row)[⟦k → 0⟧] << 16;
+        (uint32_t)((const uint16_t *)row)[⟦k → 0⟧] << 16);
         return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧);
-        if (⟦all → 0⟧) *half += half[kept];
+        if (⟦has_all → 0⟧) *half += half[n_vectors];
         STEP(floats)(x + i / V % T * K + ⟦k → pass⟧ +
         (four[i][1] + ⟦four[i][3] → four[i][1]⟧);
         y[i % T * y_stride + i / T] = ⟦total → (total + 1)⟧;
@@ -168,14 +167,14 @@ PLACES = {
         STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
     "head_screen.h": r"""
         q[k] = (int8_t)(int32_t)⟦n → 0⟧;
-        rest[k % 8] += ⟦r * r → 0⟧;
+        r_squares[k % 8] += ⟦r * r → 0⟧;
         facts[0] = ⟦s → 2 * s⟧;
         facts[2] = (float)((⟦w_norm → 0⟧ + r_norm)
         X[k] = (int16_t)(⟦n > 32639 → n > 3263⟧
-        rest += ⟦e * e → 0⟧;
+        e2 += ⟦e * e → 0⟧;
         facts[0] = ⟦t → 2 * t⟧;
-        facts[1] = ⟦sqrt(whole) → 0⟧ * up;
-        sum2 = SCREEN_ADD(sum2, q + ⟦2 → 1⟧ * wide + i, x);
+        facts[1] = ⟦sqrt(x2) → 0⟧ * up;
+        sum[r] = SCREEN_ADD(sum[r], q + ⟦r → r / 2⟧ * wide + i, x);
         sums[r] += ⟦sum → 0⟧;
         lower[m * stride + n + r] = (float)(⟦estimate - slack → estimate⟧);
         lower[m * stride + n + r] = (float)(⟦estimate - slack → estimate + slack⟧);
@@ -188,7 +187,7 @@ PLACES = {
         _mm_storeu_ps(lower + ⟦u → t⟧ * stride, _mm256_extractf128_ps(low""",
     "_cpu.pyx": r"""
         for i in range(⟦self.count → self.count - 1⟧):\n                if self.calls[i].run
-        any(⟦start <= place < end → start <= place⟧ for start""",
+        any(⟦start <= address < end → start <= address⟧ for start""",
     "_cpu_ternary.pxi": r"""
         &packed[p * PANEL_ROWS, 0], ⟦count → count - 1⟧, row_bytes, &panels[p, 0]
         c.panels[i + n] + ⟦p → 0⟧ * n_blocks * BLOCK_BYTES
@@ -200,7 +199,7 @@ PLACES = {
         c.biases[i + n] + ⟦p * PANEL_ROWS → 0⟧ if c.biases
         c.chosen.gated(y[0], y[⟦1 → 0⟧]
         rows, ⟦c.gate == SILU → c.gate != SILU⟧, out)
-        add_row(c.residual + ⟦(out - c.ys[i]) → 0⟧, out, rows, out)
+        add_arrays(c.residual + ⟦(out - c.ys[i]) → 0⟧, out, rows, out)
         c.chosen.rms_norm(row, c.norm_weight, K, ⟦c.eps → 1.0⟧, <float *>
         c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + ⟦m → 0⟧, x_sum + m)""",
     "_cpu_cache.pxi": r"""
@@ -208,19 +207,19 @@ PLACES = {
         t.chosen.rope(x, heads, d // 2, t.cos + ⟦m * (d // 2) → 0⟧, t.sin
         page_table[c.to.slots[m] * c.to.table_columns + ⟦c.to.positions[m] // page_size → 0⟧] * page_size
         row = (row + ⟦c.to.positions[m] % page_size → 0⟧) * G
-        keep_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g)
-        keep_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g)
+        store_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g)
+        store_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g)
         &c.to.view.values, row + ⟦g → 0⟧)
         cdef double scale = (<double> d) ** ⟦-0.5 → -0.25⟧
         slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + ⟦1 → 2⟧)
-        head = 0 if item < whole else ⟦(item - whole) % parts * piece → 0⟧
-        heads = R if item < whole else ⟦min(piece, R - head) → 1⟧
+        head = 0 if item < undivided else ⟦(item - undivided) % parts * part_heads → 0⟧
+        heads = R if item < undivided else ⟦min(part_heads, R - head) → 1⟧
         attend_run(c, m, first[run + 1] - m, g, ⟦g * R + head → head⟧, heads
-        turned(&c.of_q, q + t * H * d, ⟦m + t → m⟧, heads
+        rotate(&c.of_q, q + t * H * d, ⟦m + t → m⟧, heads
         view.values.rows = <const char *> view.values.rows + ⟦g → 0⟧ * d * size
         view.keys.scales += ⟦g → 0⟧
         view.pages = c.of.page_table + ⟦c.of.slots[m] → 0⟧ * c.of.table_columns
-        view.first = position + 1 - keys_seen(position, ⟦c.window → 0⟧)
+        view.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
         view.n_keys = position + ⟦tokens → 1⟧ - view.first
         H * d, &view, ⟦c.window → 0⟧, scale, workspace, z)""",
     "_cpu_dense.pxi": r"""
@@ -229,11 +228,11 @@ PLACES = {
         &facts[⟦block * 64 → 0⟧, 0]
         first + ⟦rows[i] → i⟧ * size""",
     "_cpu_rows.pxi": r"""
-        c.chosen.rms_norm(c.x + ⟦m * D → 0⟧, c.weight
-        c.chosen.gated(c.gate + m * F, c.up + ⟦m * F → 0⟧, F
+        c.chosen.rms_norm(c.x + ⟦m * c.D → 0⟧, c.y
+        c.chosen.gated(c.x + m * c.D, c.y + ⟦m * c.D → 0⟧, c.D
         z[i] = x[i] + ⟦y[i] → 0⟧
-        add_row(c.x + m * D, c.y + m * ⟦c.y_stride → c.D⟧, D
-        c.cos + ⟦m * half → 0⟧, c.sin""",
+        add_arrays(c.x + m * c.D, c.y + m * ⟦c.y_stride → c.D⟧, c.D
+        c.y + ⟦m * half → 0⟧, c.sin""",
 }
 
 

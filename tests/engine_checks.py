@@ -15,7 +15,7 @@ def check_pool(pool, leases):
     assert blank | idle | set(held) == set(range(pool.pages)), "a page is lost"
     assert not blank & idle | blank & set(held) | idle & set(held), "a page is in two places"
     indexed = {page: key for page, key in enumerate(pool._keys) if key is not None}
-    assert {page: key for key, page in pool._index.items()} == indexed, "the index and the pages disagree"
+    assert {page: key for key, page in pool.index.items()} == indexed, "the index and the pages disagree"
     assert idle <= set(indexed) <= idle | set(held), "an idle page without a key, or a blank one with it"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +116,15 @@ class LoadedModel:
         """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""
         return self.run_pass(self.backend, self.weights, self.config, batch, cache, top, path)
 
-    def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> NDArray | list[NDArray]:
+    @overload
+    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray: ...
+
+    @overload
+    def logits(self, token_ids: Sequence[Sequence[int]]) -> list[NDArray]: ...
+
+    def logits(
+        self, token_ids: Sequence[int] | NDArray[np.integer] | Sequence[Sequence[int]]
+    ) -> NDArray | list[NDArray]:
         """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
 
         A list of token lists gives a list of arrays, each equal to that of its tokens alone.

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from ..backends.cuda import Device, DeviceArray, Graph
+from ..backends.cuda import Device, DeviceArray, DeviceGraph
 from ..backends.cuda.rows import linear_of_row, row_launch, takes_row
 from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
 from ..backends.cuda.workspace import Arena, Workspace
@@ -227,7 +227,7 @@ def copy_of(device: Device, w: TiledWeight) -> TiledWeight:
     return replace(w, tiles=tiles)
 
 
-def seconds_of(device: Device, graph: Graph) -> float:
+def seconds_of(device: Device, graph: DeviceGraph) -> float:
     """Of one launch of the graph, between two events."""
     graph.launch()  # the card is busy while the host asks for the rest, so that the measured time has no gap
     before = device.event()

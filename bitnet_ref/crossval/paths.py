@@ -323,20 +323,29 @@ def _greedy(model: Model, prompt: list[int]) -> dict[str, Any]:
     return {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
 
 
-def _judge_text(model: Model, prompt: list[int], found: Sequence[int]) -> str | None:
-    """The problem with greedy tokens, or None: each is the largest logit of a pass by ops over all before it."""
-    logits = _whole(model, [*prompt, *found[:-1]], "ops")[len(prompt) - 1 :]
-    expected = logits.argmax(axis=1).tolist()
-    if list(found) == expected:
-        return None
-    at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
-    return f"new token {at} is {found[at]}, and the largest logit is that of {expected[at]}"
+def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str | None:
+    """The problem with a greedy text, or None: each token is the largest logit of a pass by ops over all before it, and
+    the log probabilities, of the `top` most likely tokens too, are the softmax of these logits."""
+    logits = _whole(model, [*prompt, *out.token_ids[:-1]], "ops")[len(prompt) - 1 :]
+    for at, (token, expected) in enumerate(zip(out.token_ids, logits.argmax(axis=1).tolist(), strict=True)):
+        if token != expected:
+            return f"new token {at} is {token}, and the largest logit is that of {expected}"
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    if np.abs(np.array(out.logprobs) - logprobs.max(axis=1)).max() > LOGITS_FLOOR:
+        return "the log probabilities of the new tokens are not those of the logits"
+    likeliest = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
+    for at, ids in enumerate(likeliest.tolist() if top else []):
+        found, expected = out.top_logprobs[at], {token: float(logprobs[at, token]) for token in ids}
+        if found.keys() != expected.keys() or any(abs(found[each] - expected[each]) > LOGITS_FLOOR for each in ids):
+            return f"the {top} most likely tokens at new token {at} are {expected}, got {found}"
+    return None if top or out.top_logprobs is None else "top_logprobs were not asked for"
 
 
 def _text(model: Model, tokens: list[int]) -> Outcome:
     prompt = tokens[: 2 * _prefill(tokens)]
-    out: Any = model.generate(prompt, **_greedy(model, prompt))
-    return len(out.token_ids), _judge_text(model, prompt, out.token_ids), "every token has the largest logit"
+    out: Any = model.generate(prompt, logprobs=3, **_greedy(model, prompt))
+    return len(out.token_ids), _judge_text(model, prompt, out, 3), "every token has the largest logit"
 
 
 def _streamed(model: Model, tokens: list[int]) -> Outcome:
@@ -352,7 +361,7 @@ def _text_batch(model: Model, tokens: list[int], generate: Callable[[list[list[i
     prompts = [row[: _prefill(tokens) + i] for i, row in enumerate(_three(tokens))]
     outs = generate(prompts)
     for i, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
-        if (problem := _judge_text(model, prompt, out.token_ids)) is not None:
+        if (problem := _judge_text(model, prompt, out)) is not None:
             return i + 1, f"prompt {i}: {problem}", ""
     return sum(len(out.token_ids) for out in outs), None, "every token has the largest logit"
 

@@ -99,7 +99,7 @@ def measure_precision(
         raise GenerationError(f"measure_precision: expected a text of two tokens or more, got {len(ids)}")
     tokens = model.check_tokens(ids[: model.config.context_length])
     reference = model.on(Backend("float32", model.backend.threads))
-    exact = np.asarray(reference.logits(tokens.tolist()))
+    exact = reference.logits(tokens)
     start = [int(token) for token in tokens[: min(CONTINUED, len(tokens) // 2)]]
     right = _continuation(reference, start)
     errors, same, device = [], {}, None

@@ -150,7 +150,7 @@ def _continue(model: Model, tokens: Sequence[int], count: int) -> tuple[list[int
     ids = list(result.token_ids)
     if not ids:
         return ids, np.empty((0, model.config.vocab_size), dtype=np.float32)
-    return ids, np.asarray(model.logits([*tokens, *ids[:-1]]))[len(tokens) - 1 :]
+    return ids, model.logits([*tokens, *ids[:-1]])[len(tokens) - 1 :]
 
 
 def _within_word(text: str, index: int) -> bool:

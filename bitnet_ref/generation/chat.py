@@ -47,9 +47,6 @@ class PrefixCache:
         """Note that the cache now holds these tokens."""
         self._ids = ids.copy()
 
-    def clear(self) -> None:
-        self._cache, self._ids = None, self._ids[:0]
-
 
 class ChatSession:
     """A conversation with a model, by its own chat template. One reply at a time.
@@ -79,7 +76,6 @@ class ChatSession:
                 'hold a conversation. Use: bitnet-ref generate "..."'
             )
         self.opening = [{"role": "system", "content": system}] if system else []
-        self._prefix = PrefixCache(model)
         self._stream: TokenStream | None = None
         self.reset()
 
@@ -89,7 +85,7 @@ class ChatSession:
             self._stream.close()
         self.messages = list(self.opening)
         self.dropped = 0
-        self._prefix.clear()
+        self._prefix = PrefixCache(self.model)
 
     def prompt(self, content: str) -> list[int]:
         """Token ids of the conversation with this message, ready for the reply."""

@@ -53,15 +53,14 @@ class Constraint:
             allowed[[token for token in self.end_tokens if token < len(logits)]] = True
         else:
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            bits = np.unpackbits(mask, bitorder="little")[: len(logits)].astype(np.bool_)
-            allowed[: len(bits)] = bits
+            bits = np.unpackbits(mask, bitorder="little")[: len(logits)]
+            allowed[: len(bits)] = bits != 0
             _check(matcher, self.guide)
         if not allowed.any():
             raise GenerationError(f"{self.guide}: no token of the vocabulary can continue or end the text here")
         return np.where(allowed, logits, np.asarray(-np.inf, dtype=logits.dtype))
 
     def _advance(self, token_ids: NDArray[np.int64]) -> Any:
-        """The matcher after these ids."""
         new = token_ids[self.prompt_tokens :].tolist()
         if new[: len(self._seen)] != self._seen:
             self._matcher.reset()

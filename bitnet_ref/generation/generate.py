@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import numpy as np
@@ -45,7 +46,7 @@ def generate(model: LoadedModel, prompt: Prompts, **params: Unpack[SamplingOptio
     return groups[0][0] if single else [group[0] for group in groups]
 
 
-class TokenStream(Iterator[StreamChunk]):
+class TokenStream(Iterator[StreamChunk], AbstractContextManager["TokenStream", None]):
     """The chunks of one generation as they come. `close()` cancels, as does leaving a `with`; `stats` is live."""
 
     def __init__(self, chunks: Generator[StreamChunk, None, None], stats: GenerationStats) -> None:
@@ -57,9 +58,6 @@ class TokenStream(Iterator[StreamChunk]):
     def close(self) -> None:
         """Stop generating and free the cache."""
         self._chunks.close()
-
-    def __enter__(self) -> TokenStream:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

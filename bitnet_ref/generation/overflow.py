@@ -5,11 +5,10 @@
     sliding    when the window is full, drop the oldest tokens and go on
     sinks      the same, but keep the first `sink_tokens`: the attention sinks of StreamingLLM (Xiao et al. 2023)
 
-The kept tokens are computed again as a prompt, with positions from 0. So each new token is exactly what
-`model.generate` gives for the tokens that the model is reported to have seen. StreamingLLM instead keeps the old keys
-and values, which depend on the dropped tokens, and renumbers positions: no prompt gives the same result, so nothing
-could check it. This is the paper's "sliding window with re-computation", its best variant in quality. Half of the
-window (beyond the sinks) is dropped at once, so each new token costs about one more prompt token.
+The kept tokens are computed again as a prompt, with positions from 0: the paper's "sliding window with re-computation",
+its best variant in quality. So each new token is exactly what `model.generate` gives for the tokens that the model has
+seen; with StreamingLLM's old keys and renumbered positions no prompt gives the same result, so nothing could check it.
+Half of the window (beyond the sinks) is dropped at once, so each new token costs about one more prompt token.
 
 The rules on logits (penalties, banned words, guides) see the whole text, dropped or not.
 """

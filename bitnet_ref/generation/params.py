@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar, Unpack, get_type_hints
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +25,8 @@ POLICIES = ("error", "truncate", "sliding", "sinks")  # of `overflow`; see `over
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-class Processor(Protocol):
-    """(token ids so far (T,), logits (V,)) -> logits (V,)"""
-
-    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray, /) -> NDArray: ...
-
-
-class Strategy(Protocol):
-    """(token ids so far (T,), logits (V,), random generator) -> token id"""
-
-    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray, rng: np.random.Generator, /) -> int: ...
+Processor = Callable[[NDArray[np.int64], NDArray], NDArray]  # (ids so far (T,), logits (V,)) -> logits (V,)
+Strategy = Callable[[NDArray[np.int64], NDArray, np.random.Generator], int]  # (ids so far, logits, ...) -> token id
 
 
 @dataclass(frozen=True)
@@ -119,8 +111,6 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, number in _NUMBERS.items():
-            _check(number.accepts(getattr(self, name)), name, str(number), getattr(self, name))
         for name, (accepts, expected) in _CHOICES.items():
             _check(accepts(getattr(self, name)), name, expected, getattr(self, name))
         for name, (accepts, expected) in _LISTS.items():
@@ -239,9 +229,6 @@ def suggest(name: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
 
 
-# -- what each parameter may be ----------------------------------------------------------------------------------------
-
-
 class Number(NamedTuple):
     """The numbers that a parameter may be. `above`: `low` itself is excluded."""
 
@@ -301,6 +288,7 @@ _LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "processors": (callable, "functions (token_ids, logits) -> logits"),
 }
 _CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{name: (number.accepts, str(number)) for name, number in _NUMBERS.items()},
     **dict.fromkeys(("ignore_eos", "echo"), (lambda v: isinstance(v, bool), "True or False")),
     **dict.fromkeys(("guided_regex", "guided_grammar"), (lambda v: v is None or _is_text(v), "a non-empty text")),
     "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),

@@ -23,8 +23,24 @@ from .params import Processor, SamplingParams
 Ids = NDArray[np.int64]
 
 
+class LogitsRule:
+    """Base of rules that change the logits of the ids of `moves`; by default they make them impossible."""
+
+    def moves(self, token_ids: Ids) -> Ids:
+        raise NotImplementedError
+
+    def change(self, token_ids: Ids, logits: NDArray) -> NDArray | float:
+        """The new logits of the ids of `moves`.   logits (n,): the present ones"""
+        return -np.inf
+
+    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
+        moved, out = self.moves(token_ids), logits.copy()
+        out[moved] = self.change(token_ids, logits[moved])
+        return out
+
+
 @dataclass(frozen=True)
-class RepetitionPenalty:
+class RepetitionPenalty(LogitsRule):
     """Makes earlier tokens less likely (CTRL, arXiv 1909.05858): l / penalty if l > 0, else l * penalty."""
 
     penalty: float
@@ -32,14 +48,12 @@ class RepetitionPenalty:
     def moves(self, token_ids: Ids) -> Ids:
         return np.unique(token_ids)
 
-    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
-        seen, out = np.unique(token_ids), logits.copy()
-        out[seen] = np.where(out[seen] > 0, out[seen] / self.penalty, out[seen] * self.penalty)
-        return out
+    def change(self, token_ids: Ids, logits: NDArray) -> NDArray:
+        return np.where(logits > 0, logits / self.penalty, logits * self.penalty)
 
 
 @dataclass(frozen=True)
-class CountPenalties:
+class CountPenalties(LogitsRule):
     """l - presence - frequency * (times generated), for tokens after the prompt of `prompt_tokens` (OpenAI, vLLM)."""
 
     presence: float
@@ -49,42 +63,25 @@ class CountPenalties:
     def moves(self, token_ids: Ids) -> Ids:
         return np.unique(token_ids[self.prompt_tokens :])
 
-    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
-        seen, counts = np.unique(token_ids[self.prompt_tokens :], return_counts=True)
-        out = logits.copy()
-        out[seen] -= (self.presence + self.frequency * counts).astype(out.dtype)
-        return out
+    def change(self, token_ids: Ids, logits: NDArray) -> NDArray:
+        _, counts = np.unique(token_ids[self.prompt_tokens :], return_counts=True)
+        return logits - (self.presence + self.frequency * counts).astype(logits.dtype)
 
 
-class LogitBias:
+class LogitBias(LogitsRule):
     """l + bias[id]."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self.ids = np.array(list(bias), dtype=np.int64)
-        self.biases = np.array(list(bias.values()), dtype=np.float64)
+        self.ids, self.biases = np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float64)
 
     def moves(self, token_ids: Ids) -> Ids:
         return self.ids
 
-    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
-        out = logits.copy()
-        out[self.ids] += self.biases.astype(out.dtype)
-        return out
+    def change(self, token_ids: Ids, logits: NDArray) -> NDArray:
+        return logits + self.biases.astype(logits.dtype)
 
 
-class ForbiddingRule:
-    """Base of rules that make the ids of `moves` impossible."""
-
-    def moves(self, token_ids: Ids) -> Ids:
-        raise NotImplementedError
-
-    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
-        out = logits.copy()
-        out[self.moves(token_ids)] = -np.inf
-        return out
-
-
-class MinTokens(ForbiddingRule):
+class MinTokens(LogitsRule):
     """No end token before `min_tokens` new ones."""
 
     def __init__(self, min_tokens: int, end_tokens: Iterable[int], prompt_tokens: int) -> None:
@@ -95,7 +92,7 @@ class MinTokens(ForbiddingRule):
         return self.end_tokens if len(token_ids) < self.length else self.end_tokens[:0]
 
 
-class BannedWords(ForbiddingRule):
+class BannedWords(LogitsRule):
     """No token that would complete one of `words` after the prompt, however the text is split into tokens.
 
     Words and tokens are compared as bytes. A word is completed by a token that contains it, or by one that begins with
@@ -111,7 +108,11 @@ class BannedWords(ForbiddingRule):
         self.max_length = max(map(len, self.words))
 
     def moves(self, token_ids: Ids) -> Ids:
-        tail = self._tail(token_ids)
+        tail, tokens = b"", self.vocabulary.tokens  # the last bytes of the text, as many as can begin a word
+        for token in token_ids[: self.prompt_tokens - 1 if self.prompt_tokens else None : -1].tolist():
+            tail = (tokens[token] if token < len(tokens) else b"") + tail
+            if len(tail) >= self.max_length:
+                break
         completing = [
             self.vocabulary.with_prefix(word[length:])
             for word in self.words
@@ -119,15 +120,6 @@ class BannedWords(ForbiddingRule):
             if tail.endswith(word[:length])
         ]
         return np.unique(np.concatenate([self.containing, *completing]))
-
-    def _tail(self, token_ids: Ids) -> bytes:
-        """The last bytes of the text, as many as can begin a word."""
-        tail, tokens = b"", self.vocabulary.tokens
-        for token in token_ids[: self.prompt_tokens - 1 if self.prompt_tokens else None : -1].tolist():
-            tail = (tokens[token] if token < len(tokens) else b"") + tail
-            if len(tail) >= self.max_length:
-                break
-        return tail
 
 
 class Rules:

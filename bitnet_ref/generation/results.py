@@ -13,22 +13,7 @@ from .overflow import Spans
 SHOWN_CHARACTERS = 60  # of a text in a repr
 SHOWN_HTML_CHARACTERS = 2000
 
-
 T = TypeVar("T")
-
-
-class _LazyField:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        values = vars(instance)
-        if callable(values[self._name]):
-            values[self._name] = values[self._name]()
-        return values[self._name]
-
-    def __set__(self, instance: object, value: Any) -> None:
-        vars(instance)[self._name] = value
 
 
 def lazy_fields(*names: str) -> Callable[[type[T]], type[T]]:
@@ -37,9 +22,18 @@ def lazy_fields(*names: str) -> Callable[[type[T]], type[T]]:
     Comparing, printing, copying and pickling read them.
     """
 
+    def lazy(name: str) -> property:
+        def read(self: object) -> Any:
+            value = vars(self)[name]
+            if callable(value):
+                value = vars(self)[name] = value()
+            return value
+
+        return property(read, lambda self, value: vars(self).update({name: value}))
+
     def decorate(cls: type[T]) -> type[T]:
         for name in names:
-            setattr(cls, name, _LazyField(name))
+            setattr(cls, name, lazy(name))
         cls.__getstate__ = lambda self: {name: getattr(self, name) for name in vars(self)}  # type: ignore[method-assign]
         return cls
 
@@ -105,7 +99,6 @@ class GenerationStats:
     head_rows: int = 0  # logits computed to choose all tokens
 
     def describe(self, cache: KVCache) -> None:
-        """Note the dtype and size of the keys and values."""
         self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 
     @property

@@ -1,6 +1,10 @@
-"""Choose a token from one row of logits: from all of them, or from the candidates of a screened head."""
+"""Choose a token from one row of logits: from all of them, or from the candidates of a screened head; its ln p."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +19,9 @@ NUCLEUS_CANDIDATES = 1024
 _TEMPERATURES = (1e-100, 1e100)
 _ROUNDING = 1e-9  # far above the rounding of sums of some hundred thousand float64 probabilities
 
+TOKENS_AT_A_TIME = 32  # whose logits are held together: 16 MB for a vocabulary of 128,256
+
+Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} of the most likely and the chosen ones
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
@@ -82,9 +89,6 @@ def _typical(ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical
     return ids[keep], probabilities[keep] / probabilities[keep].sum()
 
 
-# -- from candidates ---------------------------------------------------------------------------------------------------
-
-
 def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
     """How many of the largest logits the choice needs; None: all logits."""
     if params.temperature == 0:
@@ -145,6 +149,17 @@ def _choose_in_nucleus(
     return int(first[_invert(ends, uniform)])
 
 
+def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
+    """The index of `uniform` in a cumulative distribution, whose end may miss 1 by rounding; never one of p = 0."""
+    last = int(np.searchsorted(cumulative, cumulative[-1]))
+    return min(int(np.searchsorted(cumulative, uniform, side="right")), last)
+
+
+def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    e = np.exp(scores - scores.max())
+    return e / e.sum()
+
+
 def log_probability(logits: NDArray, token: int) -> float:
     """ln softmax(logits)[token]: of the model's own distribution, before temperature and limits."""
     return float(log_probabilities(logits)[token])
@@ -164,12 +179,45 @@ def likeliest_logprobs(logits: NDArray, k: int) -> dict[int, float]:
     return dict(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
 
 
-def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
-    """The index of `uniform` in a cumulative distribution, whose end may miss 1 by rounding; never one of p = 0."""
-    last = int(np.searchsorted(cumulative, cumulative[-1]))
-    return min(int(np.searchsorted(cumulative, uniform, side="right")), last)
+class Logprobs:
+    """ln p of one row's tokens, computed when they are first read. top: also report this many of the likeliest tokens.
 
+    ln p needs the logits of the whole vocabulary, which a screened head does not compute. So the head's input is kept,
+    D floats per token, and the first read computes the head for all tokens so far together. By the model's batch
+    invariance these logits equal, to the bit, those that an exact head would have computed in the step itself.
+    """
 
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    e = np.exp(scores - scores.max())
-    return e / e.sum()
+    def __init__(self, top: int = 0) -> None:
+        self._top = top
+        self._lock = Lock()  # one thread may generate while another reads
+        self._head: Callable[[NDArray], NDArray]
+        self._waiting: list[tuple[int, NDArray, int]] = []  # (index, the head's input (D,), token)
+        self._known: dict[int, Entry] = {}
+        self._count = 0
+
+    def add(self, token: int, logits: TokenLogits, whole: NDArray | None) -> tuple[Any, Any]:
+        """Add a chosen token. -> its ln p and `top_logprobs`, or functions that compute them when `whole` is None.
+
+        whole (V,): all its logits, if they are known and the values will surely be read.
+        """
+        if whole is not None or logits.hidden is None:
+            return self._entry(logits.all() if whole is None else whole, token)
+        with self._lock:
+            index, self._count, self._head = self._count, self._count + 1, logits.head
+            self._waiting.append((index, logits.hidden.copy(), token))
+        return lambda: self[index][0], lambda: self[index][1]
+
+    def __getitem__(self, index: int) -> Entry:
+        with self._lock:
+            while index not in self._known:
+                block = self._waiting[:TOKENS_AT_A_TIME]
+                logits = self._head(np.stack([hidden for _, hidden, _ in block]))
+                for (each, _, token), row in zip(block, logits, strict=True):
+                    self._known[each] = self._entry(row, token)
+                del self._waiting[: len(block)]
+            return self._known[index]
+
+    def _entry(self, logits: NDArray, token: int) -> Entry:
+        chosen = log_probability(logits, token)
+        top = likeliest_logprobs(logits, self._top) if self._top else {}
+        return chosen, top | {token: chosen}

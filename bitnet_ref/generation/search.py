@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..reference.cache import TokenBatch, TokenIds
-from .logprobs import Entry
-from .results import Generation, GenerationStats
-from .sampling import likeliest, likeliest_logprobs, log_probabilities
+from .results import Generation, GenerationStats, Overflow
+from .sampling import Entry, likeliest, likeliest_logprobs, log_probabilities
 from .sequence import Request, split_into_steps
 
 
@@ -55,7 +54,6 @@ class BeamSearch:
         self.done = False
 
     def ids(self, beam: Beam) -> NDArray[np.int64]:
-        """The prompt and the beam's tokens."""
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
     def advance(self, logits: NDArray) -> list[BeamCandidate]:
@@ -115,27 +113,24 @@ class BeamSearch:
         reachable = self._final_score(self.running[0], self.request.max_tokens if longest else length)
         return reachable <= self.ended[-1].score
 
-    def results(self, stats: GenerationStats) -> list[Generation]:
-        """The `n` best, best first. Fewer where a grammar allows fewer."""
-        return [self._result(beam, stats) for beam in self.ended[: self.params.n]]
-
-    def _result(self, beam: Beam, stats: GenerationStats) -> Generation:
-        text = self.request.text_stream()
-        whole = self.request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
+    def result(self, beam: Beam, stats: GenerationStats) -> Generation:
+        request = self.request
+        text = request.text_stream()
+        whole = request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
         last = beam.tokens[-1]
-        by_token = last in self.request.end_tokens
+        by_token = last in request.end_tokens
         matched = self.constraint is not None and self.constraint.complete(self.ids(beam))
         return Generation(
             text=whole,
             token_ids=list(beam.tokens),
             finish_reason="filtered" if text.filtered else "stop" if by_token or matched else "length",
             logprobs=[chosen for chosen, _ in beam.entries],
-            prompt_token_ids=self.request.given.tolist(),
+            prompt_token_ids=request.given.tolist(),
             stats=stats,
-            stop_reason=text.banned_by if text.filtered else last if by_token else None,
+            stop_reason=text.banned.found if text.filtered else last if by_token else None,
             top_logprobs=None if self.params.logprobs is None else [likely for _, likely in beam.entries],
             score=beam.score,
-            overflows=self.request.overflows,
+            overflows=[Overflow(0, request.kept)] if len(request.prompt) < len(request.given) else [],
         )
 
 
@@ -185,7 +180,8 @@ def beam_search(
             advance(number, logits[done : done + len(beams)])
             done += len(beams)
     stats.decode_s = time.perf_counter() - started
-    results = [search.results(stats) for search in searches]
+    # The `n` best, best first; fewer where a grammar allows fewer.
+    results = [[search.result(beam, stats) for beam in search.ended[: search.params.n]] for search in searches]
     stats.generated_tokens = sum(len(out.token_ids) for group in results for out in group)
     stats.decode_tokens = stats.generated_tokens - sum(map(len, results))
     return results

@@ -19,12 +19,11 @@ from ..errors import GenerationError, TokenizerError
 from ..reference.cache import TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
-from .logprobs import Logprobs
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import BannedWords, Rules
 from .results import Generation, GenerationStats, Overflow, StreamChunk
-from .sampling import candidates_needed, choose, choose_among
+from .sampling import Logprobs, candidates_needed, choose, choose_among
 from .streaming import TextStream
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
@@ -43,9 +42,8 @@ class Request:
         self.tokenizer = _tokenizer(model, required=required)
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
         self.window = ContextWindow.of(model, params)
-        self.given: NDArray[np.int64] = model.check_tokens(
-            cast("Sequence[int]", ids), any_length=self.window.policy != "error"
-        )
+        any_length = self.window.policy != "error"
+        self.given: NDArray[np.int64] = model.check_tokens(cast("Sequence[int]", ids), any_length=any_length)
         self.max_tokens = self._max_tokens(name)
         bos = self.tokenizer.bos_id if self.tokenizer is not None else None
         front = int(bos is not None and self.given[0] == bos)
@@ -57,9 +55,8 @@ class Request:
             if token >= vocab_size:
                 raise GenerationError(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
         self.candidates_needed = None if params.strategy is not None else candidates_needed(params, vocab_size)
-        self._banned = (
-            BannedWords(params.bad_words, model.vocabulary.sorted, len(self.prompt)) if params.bad_words else None
-        )
+        words = params.bad_words
+        self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         guide = next(iter(params.guides.items()), None)
         self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
 
@@ -76,11 +73,6 @@ class Request:
                 f'{max(room, 0)}, shorten the prompt, or see overflow="truncate"'
             )
         return wanted
-
-    @property
-    def overflows(self) -> list[Overflow]:
-        """What "truncate" cut off the prompt."""
-        return [Overflow(0, self.kept)] if len(self.prompt) < len(self.given) else []
 
     @property
     def capacity(self) -> int:
@@ -201,7 +193,6 @@ class Continuation:
         return chunk
 
     def _drop_oldest(self, stats: GenerationStats) -> None:
-        """Drop the oldest tokens if the newest does not fit into the window."""
         window, before = self.request.window, self.context_tokens
         if before <= window.size or not window.moves or self.finished:
             return
@@ -232,34 +223,27 @@ class Continuation:
     def _end(self, token: int) -> tuple[str | None, str | int | None]:
         """The finish reason and its cause, after `token` was written to `_ids` but before its chunk is added."""
         if self.text.filtered:
-            return "filtered", self.text.banned_by
+            return "filtered", self.text.banned.found
         if token in self.request.end_tokens:
             return "stop", token
-        if self.text.stopped_by is not None:
-            return "stop", self.text.stopped_by
+        if (stop := self.text.stops.found) is not None:
+            return "stop", stop
         if self.constraint is not None and self.constraint.complete(self._ids[: self.length + 1]):
             return "stop", None
         return ("length", None) if len(self.chunks) + 1 == self.request.max_tokens else (None, None)
 
-    def _logprobs(self) -> list[float]:
-        return [chunk.logprob for chunk in self.chunks]
-
-    def _tops(self) -> list[dict[int, float] | None]:
-        return [chunk.top_logprobs for chunk in self.chunks]
-
     def result(self, stats: GenerationStats) -> Generation:
-        """The generation, once it is finished."""
-        last = self.chunks[-1]
+        last, tops = self.chunks[-1], lambda: [chunk.top_logprobs for chunk in self.chunks]
         assert last.finish_reason is not None
         return Generation(
             text="".join(chunk.text for chunk in self.chunks),
             token_ids=[chunk.token_id for chunk in self.chunks],
             finish_reason=last.finish_reason,
-            logprobs=cast("list[float]", self._logprobs),  # computed when they are read
+            logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),  # computed when read
             prompt_token_ids=self.request.given.tolist(),
             stats=stats,
             stop_reason=last.stop_reason,
-            top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", self._tops),
+            top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", tops),
             overflows=Overflow.of(self.chunks),
         )
 
@@ -296,7 +280,7 @@ def split_into_steps(
 def end_tokens(model: LoadedModel) -> frozenset[int]:
     """The end tokens of the model's config and its tokenizer."""
     tokenizer = _tokenizer(model, required=False)
-    return frozenset(model.config.eos_token_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
+    return frozenset(model.config.eos_token_ids) | frozenset(() if tokenizer is None else tokenizer.eos_ids)
 
 
 def _tokenizer(model: LoadedModel, *, required: bool) -> Tokenizer | None:

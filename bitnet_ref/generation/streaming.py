@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
+from ..tokenizers import Tokenizer
 
 
 class StopStrings:
@@ -41,7 +39,6 @@ class StopStrings:
         return certain
 
     def flush(self) -> str:
-        """The held text, at the end of the generation."""
         held, self._held = self._held, ""
         return held
 
@@ -70,22 +67,14 @@ class TextStream:
         piece for which it returns True. stops_after: stop strings count after this many tokens."""
         self._decoder = tokenizer.stream_decoder() if tokenizer is not None else None
         self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 0
-        self._banned, self._stops = StopStrings(banned), StopStrings(stops)
+        self.banned, self.stops = StopStrings(banned), StopStrings(stops)
         self._refuses, self._text, self._refused = refuses, "", False
         self._tokens, self._stops_after = 0, stops_after
 
     @property
-    def stopped_by(self) -> str | None:
-        return self._stops.found
-
-    @property
     def filtered(self) -> bool:
         """Whether a banned string or the filter ended the text, not a stop string before it."""
-        return self._stops.found is None and (self._refused or self._banned.found is not None)
-
-    @property
-    def banned_by(self) -> str | None:
-        return self._banned.found
+        return self.stops.found is None and (self._refused or self.banned.found is not None)
 
     def prime(self, tokens: Sequence[int]) -> str:
         """The text of the prompt, which is neither searched nor filtered."""
@@ -97,18 +86,18 @@ class TextStream:
         self._tokens += 1
         if self._decoder is None or token >= self._vocab_size:
             return ""
-        return self._filter(self._search(self._banned.push(self._decoder.push(token))))
+        return self._filter(self._search(self.banned.push(self._decoder.push(token))))
 
     def flush(self) -> str:
         if self._decoder is None or self.filtered:
             return ""
-        text = self._banned.push(self._decoder.flush())
-        if self._banned.found is None:
-            text += self._banned.flush()
-        return self._filter(self._search(text) + self._stops.flush())
+        text = self.banned.push(self._decoder.flush())
+        if self.banned.found is None:
+            text += self.banned.flush()
+        return self._filter(self._search(text) + self.stops.flush())
 
     def _search(self, text: str) -> str:
-        return text if self._tokens <= self._stops_after else self._stops.push(text)
+        return text if self._tokens <= self._stops_after else self.stops.push(text)
 
     def _filter(self, text: str) -> str:
         if self._refused or (text and self._refuses is not None and self._refuses(self._text + text)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
@@ -13,11 +15,8 @@ from ..generation.results import Generation, GenerationStats
 from ..generation.search import BeamCandidate, beam_search
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
-from .figures import GOOD, MINUS, PALE, PLUS, new_figure, plain
+from .figures import GOOD, MINUS, PALE, PLUS, Figure, new_figure, plain
 from .next_token import token_texts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FATES = {"running": MINUS, "ended": PLUS, "cut": PALE}
 
@@ -55,12 +54,11 @@ class BeamTree:
         Needs matplotlib."""
         shown: list[BeamNode] = []
         places: dict[int, int] = {}
-        rejected: dict[int, int] = {}
+        rejected: Counter[int] = Counter()
         for index, node in enumerate(self.nodes):
-            if node.fate == "cut":
-                rejected[node.step] = rejected.get(node.step, 0) + 1
-                if cut is not None and rejected[node.step] > cut:
-                    continue
+            rejected[node.step] += node.fate == "cut"
+            if node.fate == "cut" and cut is not None and rejected[node.step] > cut:
+                continue
             places[index] = len(shown)
             shown.append(replace(node, parent=None if node.parent is None else places[node.parent]))
         return draw_tree(self.prompt, shown)
@@ -78,11 +76,7 @@ def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> Beam
     steps: list[list[BeamCandidate]] = []
     stats = GenerationStats(model.backend.name)
     results = beam_search(model, [request], stats, lambda _, step: steps.append(step))[0]
-    text = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
-    return BeamTree(text, collect_nodes(model, steps, tuple(results[0].token_ids) if results else ()), results)
-
-
-def collect_nodes(model: LoadedModel, steps: list[list[BeamCandidate]], best: tuple[int, ...]) -> list[BeamNode]:
+    best = tuple(results[0].token_ids) if results else ()
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues
     for number, step in enumerate(steps, start=1):
@@ -94,10 +88,8 @@ def collect_nodes(model: LoadedModel, steps: list[list[BeamCandidate]], best: tu
             parent = parents[beam.parent] if parents else None
             chosen = fate != "cut" and beam.tokens == best[:number]
             nodes.append(BeamNode(number, beam.tokens[-1], text, beam.score, parent, fate, final_score, chosen))
-    return nodes
-
-
-# -- the figure --------------------------------------------------------------------------------------------------------
+    title = prompt if isinstance(prompt, str) else model.tokenizer.decode(request.prompt.tolist())
+    return BeamTree(title, nodes, results)
 
 
 def heights(nodes: Sequence[BeamNode]) -> list[float]:
@@ -105,22 +97,17 @@ def heights(nodes: Sequence[BeamNode]) -> list[float]:
 
     Parents come before their children in `nodes`.
     """
-    children: dict[int | None, list[int]] = {}
+    children: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, node in enumerate(nodes):
-        children.setdefault(node.parent, []).append(index)
-    ys = [0.0] * len(nodes)
-    row = 0.0
-    waiting = [(index, False) for index in reversed(children.get(None, []))]
-    while waiting:
-        index, done = waiting.pop()
-        below = children.get(index, [])
-        if done:
+        children[node.parent].append(index)
+    ys, leaves, waiting = [0.0] * len(nodes), count(), children[None][::-1]
+    while waiting:  # depth first, from the top
+        index = waiting.pop()
+        waiting += children[index][::-1]
+        ys[index] = next(leaves) if not children[index] else 0.0
+    for index in reversed(range(len(nodes))):
+        if below := children[index]:
             ys[index] = (ys[below[0]] + ys[below[-1]]) / 2
-        elif below:
-            waiting += [(index, True), *((child, False) for child in reversed(below))]
-        else:
-            ys[index] = row
-            row += 1
     return ys
 
 

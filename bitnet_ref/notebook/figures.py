@@ -1,12 +1,13 @@
-"""Figures of plain data (matplotlib, `pip install 'bitnet-ref[notebooks]'`), and the colours that all figures share.
+"""Figures of plain data (matplotlib, `pip install 'bitnet-ref[notebooks]'`). Each function returns its figure.
 
-Each function returns its figure. matplotlib is imported when the first one is drawn; nothing here knows a model.
+matplotlib is imported when a figure is drawn. Nothing here computes, and nothing knows a model.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,23 +16,24 @@ from numpy.typing import NDArray
 from ..errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # for annotations; matplotlib is not imported
 
 # Dark grey for floats, green right, red wrong, orange and blue for the rest
 FLOAT, GOOD, WRONG, PLUS, MINUS = "#4a4a4a", "#3a923a", "#c03d3e", "#dd8a2b", "#3b6fb6"
 PALE = "#d0d0d0"
-LEVEL_COLOURS = ("#8c8c8c", MINUS, "#5b8fd0", "#dd8a2b", "#e8b06f", "#f0d0a8")  # of icicles
 # Colours that most people can tell apart (after Okabe and Ito), for series such as requests and cache policies
 SERIES = ("#3b6fb6", "#dd8a2b", "#3a923a", "#a05195", "#56b4e9", "#8c6d31", "#c03d3e", "#7f7f7f")
 
 
-def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **more: Any) -> tuple[Any, Any]:
+def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """A matplotlib figure and its array of axes (rows, columns). pyplot does not keep it alive.
 
     Raises BackendUnavailable if matplotlib is not installed.
     """
     figure = figure_class()(figsize=size, dpi=80, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **more)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.title.set_fontsize(11)
@@ -85,7 +87,7 @@ def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, NDArray]]) -> F
 
 
 def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, NDArray]]]) -> Figure:
-    """Bytes of a KV cache by policy: megabytes over tokens. panels: (title, tokens (n,), {policy: bytes (n,)}) each."""
+    """Megabytes over tokens. panels: (title, tokens (n,), {policy: bytes (n,)}) each."""
     figure, axes = new_figure(1, len(panels), size=(5.5 * len(panels), 3.4))
     for ax, (title, tokens, policies) in zip(axes[0], panels, strict=True):
         for number, (policy, nbytes) in enumerate(policies.items()):
@@ -96,10 +98,28 @@ def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, NDArray
     return figure
 
 
-def timeline(steps: Sequence[Any], *, by_step: bool = False) -> Figure:
-    """What a running engine did, by the steps of its `timeline`.
+class StepPart(NamedTuple):
+    """One request's part of a step of an engine. kind: "prefill" or "decode"."""
 
-    A row for each slot, a box for each step it took part in, a colour for each request, with its number where it
+    request_id: int
+    slot: int
+    kind: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of an engine. `start_s`: by `time.perf_counter`."""
+
+    number: int
+    start_s: float
+    seconds: float
+    parts: tuple[StepPart, ...]
+    waiting: int  # requests that had not started
+
+
+def timeline(steps: Sequence[StepRecord], *, by_step: bool = False) -> Figure:
+    """A row for each slot, a box for each step it took part in, a colour for each request, with its number where it
     begins; prompts are hatched. Below: tokens in the step, and waiting requests.
 
     by_step: all steps are equally wide, instead of by the clock.
@@ -132,44 +152,4 @@ def timeline(steps: Sequence[Any], *, by_step: bool = False) -> Figure:
     below.step(lefts, [step.waiting for step in steps], where="post", color=SERIES[6], lw=1.2, label="requests waiting")
     below.set(xlabel="step" if by_step else "ms", ylabel="tokens, requests")
     below.legend(frameon=False, fontsize=8, loc="upper right")
-    return figure
-
-
-class Bar(NamedTuple):
-    """One rectangle, in seconds from the left end of the root."""
-
-    level: int
-    start_s: float
-    width_s: float
-    name: str
-
-
-def bars(node: Any, level: int = 0, start_s: float = 0.0) -> Iterator[Bar]:
-    """The node and all below it; each child begins where the one before it ends."""
-    yield Bar(level, start_s, node.total_s, node.name)
-    for child in node.children.values():
-        yield from bars(child, level + 1, start_s)
-        start_s += child.total_s
-
-
-def icicles(roots: Sequence[tuple[str, Any]]) -> Figure:
-    """Flame graphs from the top down, one for each (title, root of a tree of `OpTime`).
-
-    What lies under a bar is part of it, and widths are times; the gaps are time in no child.
-    """
-    drawn = [list(bars(root)) for _, root in roots] or [[]]
-    levels = [1 + max((bar.level for bar in each), default=0) for each in drawn]
-    size = (11, 0.7 * len(drawn) + 0.32 * sum(levels))
-    figure, axes = new_figure(len(drawn), size=size, gridspec_kw={"height_ratios": levels})
-    for ax, each, (title, root) in zip(axes[:, 0], drawn, roots, strict=False):
-        for bar in each:
-            colour = LEVEL_COLOURS[min(bar.level, len(LEVEL_COLOURS) - 1)]
-            ax.barh(bar.level, bar.width_s * 1e3, left=bar.start_s * 1e3, height=0.94, color=colour, ec="white", lw=0.6)
-            room = int(bar.width_s / (root.total_s or 1) * 150)  # letters that fit
-            if room >= 4:
-                name = bar.name if len(bar.name) <= room else bar.name[: room - 1] + "…"
-                ax.text((bar.start_s + bar.width_s / 2) * 1e3, bar.level, plain(name), ha="center", va="center", size=8)
-        ax.set(title=plain(title), xlabel="ms", yticks=[], xlim=(0, (root.total_s or 1) * 1e3))
-        ax.set_ylim(max(bar.level for bar in each) + 0.5, -0.5)
-        ax.spines["left"].set_visible(False)
     return figure

@@ -7,7 +7,7 @@ parameter at each, so they show exactly what is sampled from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,11 @@ from ..generation.params import SamplingParams
 from ..generation.sampling import distribution, likeliest
 from ..generation.sequence import Request
 from ..reference.cache import TokenBatch, TokenIds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ..tokenizers import Tokenizer
-    from .widgets import Explorer
+from .figures import Figure, token_bars
+from .widgets import Explorer, Slider
 
 # In the order in which they apply, each with the value that limits nothing
-LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+LIMITS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +76,6 @@ class NextToken:
             best = np.array([np.argmax(logits)])
             return [*stages, Stage("temperature 0", best, np.ones(1))]
         given: dict[str, Any] = {"temperature": sampling.temperature}
-        if sampling.temperature != 1:
-            name = f"temperature {sampling.temperature:g}"
-            stages.append(Stage(name, *distribution(logits, SamplingParams(**given))))
         for name, none in LIMITS.items():
             if (value := getattr(sampling, name)) != none:
                 given[name] = value
@@ -99,34 +92,26 @@ class NextToken:
 
     def plot(self, count: int = 16, **params: Any) -> Figure:
         """A panel of bars for each stage, of the most likely tokens. Needs matplotlib."""
-        from .figures import token_bars
-
         ids = self.likeliest(count)
         return token_bars(self.texts(ids), [(stage.name, stage.of(ids)) for stage in self.stages(**params)])
 
     def explore(self, count: int = 16, **params: Any) -> Explorer:
         """The same with sliders for temperature, top_k, top_p and min_p in Jupyter; `params` are their first values.
         Without ipywidgets or a running kernel it shows the figure as it is."""
-        from .widgets import Explorer, Slider
-
-        begin = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
-        sliders = [
-            Slider("temperature", begin.pop("temperature"), 0.0, 2.0, 0.05),
-            Slider("top_k", begin.pop("top_k"), 0, 50, 1),
-            Slider("top_p", begin.pop("top_p"), 0.05, 1.0, 0.05),
-            Slider("min_p", begin.pop("min_p"), 0.0, 0.5, 0.01),
-        ]
-        return Explorer(lambda **values: self.plot(count, **begin, **values), sliders)
+        # name: (first value, low, high, step)
+        ranges = {"temperature": (1.0, 0.0, 2.0, 0.05), "top_k": (0, 0, 50, 1)}
+        ranges |= {"top_p": (1.0, 0.05, 1.0, 0.05), "min_p": (0.0, 0.0, 0.5, 0.01)}
+        sliders = [Slider(name, params.pop(name, value), *limits) for name, (value, *limits) in ranges.items()]
+        return Explorer(lambda **values: self.plot(count, **params, **values), sliders)
 
 
 def token_texts(model: LoadedModel, ids: list[int]) -> list[str]:
     """Single tokens in a form that shows their spaces: " the" is "▁the". An id without text is "<id>"."""
-    return [show_token(model.tokenizer, token) for token in ids]
-
-
-def show_token(tokenizer: Tokenizer, token: int) -> str:
-    try:
-        piece = tokenizer.token_bytes(token)
-        return piece.decode("utf-8", errors="backslashreplace").replace(" ", "▁") or tokenizer.id_to_token(token)
-    except TokenizerError:  # past the tokenizer's vocabulary
-        return f"<{token}>"
+    texts, tokenizer = [], model.tokenizer
+    for token in ids:
+        try:
+            text = tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace").replace(" ", "▁")
+            texts.append(text or tokenizer.id_to_token(token))
+        except TokenizerError:  # past the tokenizer's vocabulary
+            texts.append(f"<{token}>")
+    return texts

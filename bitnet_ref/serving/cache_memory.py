@@ -27,8 +27,7 @@ def tokens_held(length: int, window: int, policy: str, sinks: int) -> NDArray[np
     for count in range(1, length + 1):
         held[count] = held[count - 1] + 1
         if held[count] > window:
-            spans = keep_after_overflow(count, window, policy, sinks)
-            held[count] = sum(stop - start for start, stop in spans)
+            held[count] = sum(stop - start for start, stop in keep_after_overflow(count, window, policy, sinks))
     return held
 
 

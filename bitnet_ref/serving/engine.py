@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Generator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, closing
+from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
@@ -23,20 +23,18 @@ from ..errors import ConfigError, GenerationError, QueueFull
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import Number, SamplingOptions, expand_params
 from ..generation.sequence import Request
+from ..notebook.figures import StepRecord
+from ..notebook.widgets.live import LiveView, RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .step import StepRecord
-from .tickets import RequestHandle, RequestProgress, Ticket, check_process
+from .tickets import RequestHandle, Ticket, check_process
 from .worker import Worker
-
-if TYPE_CHECKING:
-    from ..notebook.widgets import LiveView
 
 CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
 PRIORITY, TIMEOUT = Number(whole=True), Number(0, above=True, optional=True)
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager["Engine", None]):
     """Serves any number of callers from one model.
 
         with model.engine(max_batch=32) as engine:
@@ -67,8 +65,6 @@ class Engine:
         now = self.metrics.snapshot()
         state = "closed" if self._worker.closed else f"{now['num_requests_running']} requests running"
         return f"<bitnet_ref.Engine of {self.model!r}: {state}, {now['num_requests_waiting']} waiting>"
-
-    # -- requests ------------------------------------------------------------------------------------------------------
 
     @expand_params
     def submit(
@@ -156,8 +152,6 @@ class Engine:
     def _cancel(self, ticket: Ticket) -> None:
         self._worker.cancel(ticket)
 
-    # -- what it does --------------------------------------------------------------------------------------------------
-
     @property
     def requests(self) -> list[RequestProgress]:
         """The unfinished requests, and how far each of them is."""
@@ -170,11 +164,15 @@ class Engine:
     def live(self, interval_s: float = 0.5) -> LiveView:
         """A view of all this that updates itself, in JupyterLab or by rich; see `widgets.LiveView`. It keeps neither
         the engine nor the model alive."""
-        from ..notebook.widgets import LiveView
+        engine, last = weakref.ref(self), dict[str, Any]()
 
-        return LiveView(_watch(weakref.ref(self)), interval_s)
+        def look() -> tuple[dict[str, Any], list[RequestProgress], bool]:
+            if (alive := engine()) is None:
+                return last, [], True  # the last metrics
+            last.update(alive.metrics.snapshot())
+            return last, alive.requests, alive.closed
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+        return LiveView(look, interval_s)
 
     def close(self, drain: bool = False) -> None:
         """Refuse new requests, and return when the engine's thread has ended. Running requests end with EngineClosed,
@@ -187,30 +185,11 @@ class Engine:
 
         await asyncio.to_thread(self._worker.close, drain)
 
-    def __enter__(self) -> Engine:
-        return self
-
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close(drain=error is None)
 
-    async def __aenter__(self) -> Engine:
-        return self
-
     async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         await self.aclose(drain=error is None)
-
-
-def _watch(engine: weakref.ref[Engine]) -> Callable[[], tuple[dict[str, Any], list[RequestProgress], bool]]:
-    """A function that returns (metrics, requests, whether the engine has ended); the last metrics once it is gone."""
-    last: dict[str, Any] = {}
-
-    def look() -> tuple[dict[str, Any], list[RequestProgress], bool]:
-        if (alive := engine()) is None:
-            return last, [], True
-        last.update(alive.metrics.snapshot())
-        return last, alive.requests, alive.closed
-
-    return look
 
 
 def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:

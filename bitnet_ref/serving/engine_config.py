@@ -127,10 +127,7 @@ class EngineConfig:
 
     @classmethod
     def load(
-        cls,
-        path: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str] | None = None,
-        **overrides: Any,
+        cls, path: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None, **overrides: Any
     ) -> EngineConfig:
         """From the arguments; settings that they lack from the environment, then from a TOML file.
 
@@ -168,7 +165,6 @@ class EngineConfig:
 
 
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings in a file."""
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as problem:

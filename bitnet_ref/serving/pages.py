@@ -30,9 +30,9 @@ class PagePool:
         self._holders = [0] * pages
         self._blank = list(range(pages - 1, -1, -1))  # not indexed, no holders
         self._idle: OrderedDict[int, None] = OrderedDict()  # indexed, no holders; longest unused first
-        self._index: dict[Key, int] = {}
+        self.index: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * pages
-        self._contents = [NOTHING_BEFORE] * pages  # the unique number of an indexed page's content
+        self.contents = [NOTHING_BEFORE] * pages  # the unique number of an indexed page's content
         self._last_content = NOTHING_BEFORE
 
     @property
@@ -52,12 +52,6 @@ class PagePool:
         lease = Lease(self)
         lease.adopt(ids)
         return lease
-
-    def find(self, key: Key) -> int | None:
-        return self._index.get(key)
-
-    def content(self, page: int) -> int:
-        return self._contents[page]
 
     def is_shared(self, page: int) -> bool:
         """Whether more than one sequence holds the page or may come to hold it."""
@@ -84,10 +78,10 @@ class PagePool:
 
     def publish(self, page: int, key: Key) -> int:
         """Index a full page. -> that page, or the one that was indexed with this key before."""
-        known = self._index.setdefault(key, page)
+        known = self.index.setdefault(key, page)
         if known == page and self._keys[page] is None:
             self._last_content += 1
-            self._keys[page], self._contents[page] = key, self._last_content
+            self._keys[page], self.contents[page] = key, self._last_content
         return known
 
     def clear_idle(self) -> None:
@@ -99,8 +93,8 @@ class PagePool:
         page, _ = self._idle.popitem(last=last)
         key = self._keys[page]
         assert key is not None
-        del self._index[key]
-        self._keys[page], self._contents[page] = None, NOTHING_BEFORE
+        del self.index[key]
+        self._keys[page], self.contents[page] = None, NOTHING_BEFORE
         return page
 
 
@@ -123,7 +117,7 @@ class Lease:
         if not self.pool.share or computed != self.published * size:
             return computed
         while (self.published + 1) * size < len(ids):
-            page = self.pool.find(self._key(ids, self.published))
+            page = self.pool.index.get(self._key(ids, self.published))
             if page is None:
                 break
             self.pool.hold(page)
@@ -180,7 +174,6 @@ class Lease:
             self.published += 1
 
     def fork(self) -> Lease:
-        """Another lease of the same pages."""
         other = Lease(self.pool)
         other.pages, other.published = list(self.pages), self.published
         for page in other.pages:
@@ -199,7 +192,7 @@ class Lease:
 
     def _key(self, ids: NDArray[np.int64], index: int) -> Key:
         size = self.pool.page_size
-        before = self.pool.content(self.pages[index - 1]) if index else NOTHING_BEFORE
+        before = self.pool.contents[self.pages[index - 1]] if index else NOTHING_BEFORE
         return before, ids[index * size : (index + 1) * size].tobytes()
 
     def _shared(self, start: int, stop: int) -> list[int]:

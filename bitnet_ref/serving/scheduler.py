@@ -16,26 +16,10 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ..generation.sequence import Continuation
 from .pages import Lease, PagePool
-
-
-class Row(Protocol):
-    """The scheduler's view of a sequence, which `sequence.Continuation` implements."""
-
-    slot: int
-    computed: int  # tokens of its context that are in the cache
-
-    @property
-    def context(self) -> NDArray[np.int64]: ...  # the tokens that the model sees
-
-    @property
-    def context_tokens(self) -> int: ...
-
 
 NO_SLOT = -1
 
@@ -43,10 +27,11 @@ NO_SLOT = -1
 class Job:
     """One sequence in the engine: its row, its rank in the order, and its pages and slot."""
 
-    __slots__ = ("arrival_s", "cached", "lease", "owner", "priority", "rank", "row", "running")
-
-    def __init__(self, row: Row, arrival_s: float, number: tuple[int, int], priority: int = 0, owner: object = None):
-        self.row, self.owner, self.priority, self.arrival_s = row, owner, priority, arrival_s
+    def __init__(
+        self, row: Continuation, arrival_s: float, number: tuple[int, int], priority: int = 0, ticket: Any = None
+    ) -> None:
+        """ticket: the engine's `Ticket` of its request."""
+        self.row, self.ticket, self.priority, self.arrival_s = row, ticket, priority, arrival_s
         self.rank: tuple[float, tuple[int, int]] = (arrival_s, number)  # smaller goes first; set by `Scheduler.add`
         self.lease: Lease | None = None
         self.running = False
@@ -94,7 +79,6 @@ class Scheduler:
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
 
     def add(self, job: Job) -> None:
-        """Queue a job."""
         job.rank = (job.arrival_s - job.priority * self.priority_wait_s, job.rank[1])
         insort(self.waiting, job)
 
@@ -123,8 +107,6 @@ class Scheduler:
                 self._add_piece(job, count, plan)
         return plan
 
-    # -- who runs ------------------------------------------------------------------------------------------------------
-
     def _free_slot(self) -> None:
         """Pause a less important job for the first waiting one. It keeps its pages for now."""
         while self.waiting and not self._slots:
@@ -142,7 +124,8 @@ class Scheduler:
             lease = job.lease = job.lease or self.pool.open(ids)
             if is_new:
                 job.row.computed = len(lease.pages) * self.pool.page_size
-            while self.running and not self._has_room_for(job):
+            # Pages for its tokens and one more, besides those that running jobs need
+            while self.running and self.pool.available < sum(map(_pages_needed, (*self.running, job))):
                 victim = self._less_important(job)
                 if victim is None:
                     if is_new:
@@ -156,10 +139,6 @@ class Scheduler:
             job.row.slot, job.running = heapq.heappop(self._slots), True
             lease.changed = True
             insort(self.running, job)
-
-    def _has_room_for(self, job: Job) -> bool:
-        """Whether there are pages for its tokens and one more, besides those that running jobs need."""
-        return self.pool.available >= sum(map(_pages_needed, self.running)) + _pages_needed(job)
 
     def _count_cached(self, job: Job, tokens: int) -> None:
         job.cached += tokens
@@ -203,15 +182,15 @@ class Scheduler:
         assert lease is not None
         start = row.computed
         while (copies := lease.reserve(start, start + count)) is None:
-            victim = self._last_after(job)
-            if victim is not None:
+            if (victim := self._last_after(job)) is not None:
                 self._stop(victim, plan)
-            elif (count := _affordable(lease, start, count)) == 0:
+                continue
+            while count and lease.missing(start, start + count) > self.pool.available:
+                count -= 1
+            if count == 0:
                 return  # earlier jobs go on and will free pages
         plan.copies += copies
         plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
-
-    # -- who has to stop -----------------------------------------------------------------------------------------------
 
     def _last_after(self, job: Job) -> Job | None:
         """The last waiting job that holds pages, else the last running one after this job."""
@@ -234,7 +213,6 @@ class Scheduler:
         self._close(job)
 
     def _pause(self, job: Job) -> None:
-        """Take its slot."""
         self.running.remove(job)
         heapq.heappush(self._slots, job.row.slot)
         job.row.slot, job.running = NO_SLOT, False
@@ -249,10 +227,3 @@ def _pages_needed(job: Job) -> int:
     """Pages that it has yet to take for its tokens and one more."""
     assert job.lease is not None
     return job.lease.missing(job.row.computed, job.row.context_tokens + 1)
-
-
-def _affordable(lease: Lease, start: int, count: int) -> int:
-    """How many of `count` tokens there are pages for."""
-    while count and lease.missing(start, start + count) > lease.pool.available:
-        count -= 1
-    return count

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from traceback import walk_tb
 
 from ..backends import Backend
 from ..backends.head import Ids
@@ -16,56 +16,30 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..generation.results import StreamChunk
-from ..generation.sequence import Continuation
+from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
-from .tickets import Outbox, Ticket
+from .tickets import Delivery, Ticket
 
 
-class StepPart(NamedTuple):
-    """One request's part of a step. kind: "prefill" or "decode"."""
-
-    request_id: int
-    slot: int
-    kind: str
-    tokens: int
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step of the engine. `start_s`: by `time.perf_counter`."""
-
-    number: int
-    start_s: float
-    seconds: float
-    parts: tuple[StepPart, ...]
-    waiting: int  # requests that had not started
-
-
+@dataclass
 class Stepper:
-    """Computes the steps. end: ends a request. deliver: passes a chunk to its reader."""
+    """Computes the steps. end: ends a request. deliveries: chunks for readers, to which a step adds its own."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        cache: PagedKVCache,
-        pool: PagePool,
-        scheduler: Scheduler,
-        metrics: EngineMetrics,
-        end: Callable[[Ticket, GenerationError | None, str], None],
-        deliver: Callable[[Outbox, StreamChunk | None], None],
-    ) -> None:
-        self._model, self._cache, self._pool = model, cache, pool
-        self._scheduler, self._metrics = scheduler, metrics
-        self._end, self._deliver = end, deliver
+    model: LoadedModel
+    cache: PagedKVCache
+    pool: PagePool
+    scheduler: Scheduler
+    metrics: EngineMetrics
+    end: Callable[[Ticket, GenerationError | None, str], None]
+    deliveries: list[Delivery]
 
     def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
         asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
-        pieces = [piece for piece in plan.pieces if not ticket_of(piece.job).ended]
+        pieces = [piece for piece in plan.pieces if not piece.job.ticket.ended]
         needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
         if not pieces:
             return
@@ -77,7 +51,7 @@ class Stepper:
         for job, _, start, count, _ in pieces:
             job.row.computed = start + count
             assert job.lease is not None
-            if start // self._pool.page_size != (start + count) // self._pool.page_size:  # a page is full
+            if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
                 job.lease.commit(job.row.context, job.row.computed)
         ends = [piece.job for piece in pieces if piece.ends]
         for job, token_logits in zip(ends, logits, strict=True):
@@ -86,16 +60,16 @@ class Stepper:
     def _ask(self, job: Job) -> tuple[int | None, Ids] | None:
         """The logits that the row needs; None when its own rules fail, which ends the request."""
         try:
-            return _row(job).needs()
+            return job.row.needs()
         except Exception as error:
-            self._end(ticket_of(job), _own_error(ticket_of(job), error), "error")
+            self.end(job.ticket, _own_error(job.ticket, error), "error")
             return None
 
     def _forward(
         self, copies: Sequence[tuple[int, int]], pieces: Sequence[PlannedPiece], needs: Sequence[tuple[int | None, Ids]]
     ) -> list[TokenLogits]:
         """Run the model on the pieces, with logits at the last tokens of those that end a context."""
-        cache = self._cache
+        cache = self.cache
         cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
         parts: list[tuple[int, int, TokenIds]] = []
         for job, slot, start, count, _ in pieces:
@@ -107,11 +81,11 @@ class Stepper:
                 lease.changed = False
             parts.append((slot, start, job.row.context[start : start + count]))
         wanted = [index for index, piece in enumerate(pieces) if piece.ends]
-        return self._model.run(TokenBatch.of(parts, logits_of_last=wanted), cache, needs).tokens
+        return self.model.run(TokenBatch.of(parts, logits_of_last=wanted), cache, needs).tokens
 
     def _accept(self, job: Job, logits: TokenLogits) -> None:
-        """Choose a token for a job."""
-        ticket, row = ticket_of(job), _row(job)
+        ticket: Ticket = job.ticket
+        row = job.row
         if ticket.ended:  # by an error of another of its n rows
             return
         if not row.chunks and job is ticket.jobs[0]:
@@ -119,28 +93,28 @@ class Stepper:
         try:
             chunk = row.accept(logits, ticket.stats)
         except Exception as error:
-            self._end(ticket, _own_error(ticket, error), "error")
+            self.end(ticket, _own_error(ticket, error), "error")
             return
         now = time.perf_counter()
         if ticket.first_token_s is None:
             assert ticket.start_s is not None
             ticket.first_token_s = now
             ticket.stats.prefill_s = now - ticket.start_s
-            self._metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
+            self.metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
         elif ticket.streams:
-            self._metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
+            self.metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
         if len(row.chunks) > 1:
             ticket.stats.decode_tokens += 1
         ticket.last_token_s = now
         ticket.stats.decode_s = now - ticket.first_token_s
         if ticket.streams:
-            self._deliver(ticket.outbox, chunk)
+            self.deliveries.append((ticket.outbox, chunk))
         if row.computed == 0:  # `overflow` dropped tokens
-            self._scheduler.restart(job)
+            self.scheduler.restart(job)
         if chunk.finish_reason is not None:
-            self._scheduler.remove(job)
+            self.scheduler.remove(job)
             if all(each.finished for each in ticket.rows):
-                self._end(ticket, None, chunk.finish_reason)
+                self.end(ticket, None, chunk.finish_reason)
 
     def _fork(self, ticket: Ticket) -> None:
         """Start the other n - 1 rows from the pages of the computed prompt. They compute its last token again, for its
@@ -150,34 +124,25 @@ class Stepper:
         for job in ticket.jobs[1:]:
             job.lease = lease.fork()
             job.row.computed = job.row.context_tokens - 1
-            self._scheduler.add(job)
+            self.scheduler.add(job)
 
     def _fail(self, pieces: Sequence[PlannedPiece], error: Exception) -> None:
         """End all requests of a step in which the model raised."""
-        self._metrics.add("engine_faults")
-        tickets, op = dict.fromkeys(ticket_of(piece.job) for piece in pieces), _failed_op(error)
+        self.metrics.add("engine_faults")
+        tickets: dict[Ticket, None] = dict.fromkeys(piece.job.ticket for piece in pieces)
+        op = _failed_op(error)
         for ticket in tickets:
             message = (
                 f"request {ticket.number} failed with the {len(tickets)} requests of its step, after "
                 f"{ticket.stats.generated_tokens} tokens{op}"
             )
-            self._end(ticket, _wrap(message, error), "error")
+            self.end(ticket, _wrap(message, error), "error")
 
 
 def part_of(piece: PlannedPiece) -> StepPart:
     """The timeline's entry for a computed piece."""
-    decodes = piece.tokens == 1 and len(_row(piece.job).chunks) > 1  # the newest chunk is of this step
-    return StepPart(ticket_of(piece.job).number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
-
-
-def ticket_of(job: Job) -> Ticket:
-    assert isinstance(job.owner, Ticket)
-    return job.owner
-
-
-def _row(job: Job) -> Continuation:
-    assert isinstance(job.row, Continuation)
-    return job.row
+    decodes = piece.tokens == 1 and len(piece.job.row.chunks) > 1  # the newest chunk is of this step
+    return StepPart(piece.job.ticket.number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
 
 
 def _own_error(ticket: Ticket, error: Exception) -> GenerationError:
@@ -194,10 +159,6 @@ def _wrap(message: str, error: Exception) -> GenerationError:
 
 def _failed_op(error: BaseException) -> str:
     """ ", in attention": the backend's method in which the error was raised, if it was in one."""
-    op, traceback = "", error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if isinstance(frame.f_locals.get("self", frame.f_locals.get("be")), Backend):
-            op = f", in {frame.f_code.co_name}"
-        traceback = traceback.tb_next
-    return op
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    ops = [f for f in frames if isinstance(f.f_locals.get("self", f.f_locals.get("be")), Backend)]
+    return f", in {ops[-1].f_code.co_name}" if ops else ""

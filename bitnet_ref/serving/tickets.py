@@ -10,17 +10,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any
 
-from ..errors import EngineClosed, GenerationError, RequestCancelled
+from ..errors import EngineClosed, GenerationError
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
+from ..notebook.widgets.live import RequestProgress
 from .scheduler import Job
 
 NEWEST_CHUNKS = 16
+SUBJECT = "this request belongs to the engine"  # of `check_process`
 
 
 class Outbox:
@@ -36,10 +37,6 @@ class Outbox:
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asyncio reader
         self.news = asyncio.Event()
 
-    def end(self) -> None:
-        self.chunks.put(None)
-        self.done.set()
-
     def subscribe(self) -> asyncio.Event:
         """The event of news for this event loop, cleared. Call it before looking for chunks, to miss none."""
         loop = asyncio.get_running_loop()
@@ -47,6 +44,9 @@ class Outbox:
             self.loop, self.news = loop, asyncio.Event()
         self.news.clear()
         return self.news
+
+
+Delivery = tuple[Outbox, StreamChunk | None]  # a chunk, or the end, on its way to an outbox after the step
 
 
 def wake_readers(outboxes: Sequence[Outbox]) -> None:
@@ -65,18 +65,6 @@ def _wake(outboxes: Sequence[Outbox]) -> None:
         outbox.news.set()
 
 
-@dataclass(frozen=True)
-class RequestProgress:
-    """The progress of a request."""
-
-    request_id: int
-    state: str  # "waiting", "running"
-    prompt_tokens: int
-    generated_tokens: int  # of all its n continuations
-    age_s: float
-    newest_text: str  # of its first continuation
-
-
 class Ticket:
     """One request in the engine and its n rows. The user's thread creates it; then only the engine's thread uses it."""
 
@@ -88,14 +76,12 @@ class Ticket:
         seen = self.rows[0].context_tokens
         self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
         self.jobs = [
-            Job(row, self.arrival_s, (number, choice), priority, owner=self) for choice, row in enumerate(self.rows)
+            Job(row, self.arrival_s, (number, choice), priority, ticket=self) for choice, row in enumerate(self.rows)
         ]
         self.outbox = Outbox()
         self.start_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s = 0.0
-        self.submitted = False
-        self.ended = False
+        self.last_token_s, self.submitted, self.ended = 0.0, False, False
 
     @property
     def streams(self) -> bool:
@@ -112,13 +98,6 @@ class Ticket:
             newest_text="".join(chunk.text for chunk in self.rows[0].chunks[-NEWEST_CHUNKS:]),
         )
 
-    def result(self) -> Generation | list[Generation]:
-        results = [row.result(self.stats) for row in self.rows]
-        return results[0] if self.streams else results
-
-    def cancellation(self) -> RequestCancelled:
-        return RequestCancelled(f"request {self.number} was cancelled after {self.stats.generated_tokens} tokens")
-
 
 class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     """One request: its chunks as they come, by `for` or `async for`, or its whole result.
@@ -130,8 +109,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     def __init__(self, ticket: Ticket, cancel: Callable[[Ticket], None]) -> None:
         self._ticket, self._cancel, self._outbox = ticket, cancel, ticket.outbox
-        self._closed = False
-        self._process = os.getpid()
+        self._closed, self._process = False, os.getpid()
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "waiting" if self._ticket.start_s is None else "running"
@@ -164,10 +142,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     async def aclose(self) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.cancel()
-
-    # -- sync ----------------------------------------------------------------------------------------------------------
+    __del__ = cancel
 
     def __next__(self) -> StreamChunk:
         self._check_readable()
@@ -188,7 +163,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
         Raises the error that ended the request, or TimeoutError after `timeout_s` (the request goes on).
         """
-        self._check_process()
+        check_process(self._process, SUBJECT)
         try:
             ended = self._outbox.done.wait(timeout_s)
         except BaseException:  # Ctrl-C
@@ -203,8 +178,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- asyncio -------------------------------------------------------------------------------------------------------
 
     async def __anext__(self) -> StreamChunk:
         self._check_readable()
@@ -222,7 +195,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     async def aresult(self) -> Any:
         """`result`, for asyncio."""
-        self._check_process()
+        check_process(self._process, SUBJECT)
         while True:
             news = self._outbox.subscribe()
             if self.done:
@@ -242,8 +215,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
             self.close()
             raise
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def _end(self) -> None:
         """After the last chunk: raise the request's error, if it has one."""
         self._outbox.chunks.put(None)  # for other readers
@@ -254,15 +225,13 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def _result(self) -> Generation | list[Generation]:
         if self._outbox.error is not None:
             raise self._outbox.error
-        return self._ticket.result()
+        results = [row.result(self.stats) for row in self._ticket.rows]
+        return results[0] if self._ticket.streams else results
 
     def _check_readable(self) -> None:
-        self._check_process()
+        check_process(self._process, SUBJECT)
         if not self._ticket.streams:
             raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
-
-    def _check_process(self) -> None:
-        check_process(self._process, "this request belongs to the engine")
 
 
 def check_process(process: int, subject: str = "this engine belongs") -> None:

@@ -14,14 +14,15 @@ from threading import Condition, Thread, current_thread
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
-from ..errors import EngineClosed, GenerationError, QueueFull, RequestTimeout
-from ..generation.results import StreamChunk
+from ..errors import EngineClosed, GenerationError, QueueFull, RequestCancelled, RequestTimeout
+from ..notebook.figures import StepRecord
+from ..notebook.widgets.live import RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
-from .step import Stepper, StepRecord, part_of, ticket_of
-from .tickets import Outbox, RequestProgress, Ticket, check_process, wake_readers
+from .step import Stepper, part_of
+from .tickets import Delivery, Ticket, check_process, wake_readers
 
 
 class Worker:
@@ -33,7 +34,6 @@ class Worker:
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
         self._scheduler = Scheduler(self.pool, config.max_batch, config.max_batch_tokens, config.priority_wait_s)
-        self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._deliver_later)
         self.process = os.getpid()
         self._changed = Condition()  # guards the following
         self._arrived: list[Ticket] = []
@@ -45,9 +45,8 @@ class Worker:
         # Used by the thread only, except that others append to the first.
         self._to_cancel: deque[Ticket] = deque()
         self._deadlines: list[tuple[float, int]] = []  # (time, number of the request)
-        self._deliveries: list[tuple[Outbox, StreamChunk | None]] = []
-
-    # -- called by other threads ---------------------------------------------------------------------------------------
+        self._deliveries: list[Delivery] = []
+        self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._deliveries)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue it. Raises QueueFull, EngineClosed."""
@@ -105,8 +104,6 @@ class Worker:
             "kv_cache_usage_perc": self.pool.in_use / self.pool.pages,
         }
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while self._admit_arrivals():
@@ -150,10 +147,10 @@ class Worker:
             self._changed.wait(left)
 
     def _run_step(self) -> None:
-        """One step: end cancelled and expired requests, plan, compute, deliver."""
         while self._to_cancel:
             ticket = self._to_cancel.popleft()
-            self._end(ticket, ticket.cancellation(), "abort")
+            message = f"request {ticket.number} was cancelled after {ticket.stats.generated_tokens} tokens"
+            self._end(ticket, RequestCancelled(message), "abort")
         self._expire()
         plan = self._scheduler.plan()
         self.metrics.add("num_preemptions", len(plan.stopped))
@@ -178,9 +175,8 @@ class Worker:
                 self._end(ticket, error, "timeout")
 
     def _note_starts(self, plan: StepPlan, now: float) -> None:
-        """Note the requests whose first step this is."""
         for piece in plan.pieces:
-            ticket = ticket_of(piece.job)
+            ticket: Ticket = piece.job.ticket
             if ticket.start_s is None:
                 ticket.start_s = now
                 with self._changed:
@@ -188,8 +184,6 @@ class Worker:
                 self.metrics.add("prompt_tokens", ticket.stats.prompt_tokens)
                 self.metrics.observe("request_queue_time_seconds", now - ticket.arrival_s)
                 ticket.stats.cached_tokens = piece.job.cached
-
-    # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _end(self, ticket: Ticket, error: GenerationError | None, reason: str) -> None:
         """Free what the request holds and tell its reader. No effect on one that has ended."""
@@ -204,20 +198,16 @@ class Worker:
         self.metrics.end(reason)
         self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
         ticket.outbox.error = error
-        self._deliver_later(ticket.outbox, None)
-
-    def _deliver_later(self, outbox: Outbox, chunk: StreamChunk | None) -> None:
-        """Deliver a chunk, or the end (None), after the step."""
-        self._deliveries.append((outbox, chunk))
+        self._deliveries.append((ticket.outbox, None))
 
     def _deliver(self) -> None:
         """Give all readers their chunks at once, because each reader that wakes takes the interpreter's lock."""
-        deliveries, self._deliveries = self._deliveries, []
+        deliveries = self._deliveries.copy()
+        self._deliveries.clear()
         for outbox, chunk in deliveries:
+            outbox.chunks.put(chunk)
             if chunk is None:
-                outbox.end()
-            else:
-                outbox.chunks.put(chunk)
+                outbox.done.set()
         wake_readers([outbox for outbox, _ in deliveries])
 
     def _record(self, plan: StepPlan, start: float) -> None:

@@ -1,8 +1,7 @@
 """Text to token ids and back: one class, whatever file the vocabulary comes in.
 
 `load_tokenizer(folder)` reads a checkpoint folder as the hub has it; `load_tokenizer_files` takes the same files as
-bytes, from wherever they came. Importing this package imports neither
-`tokenizers`, `sentencepiece` nor `jinja2`: each is imported when a folder, or a chat, needs it.
+bytes. `tokenizers`, `sentencepiece` and `jinja2` are imported when a folder, or a chat, needs them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,7 @@ from .files import MAX_VOCABULARY_BYTES, TokenizerFiles
 from .settings import TokenizerSettings, read_settings
 from .streaming import StreamDecoder
 
-__all__ = [
-    "StreamDecoder",
-    "Tokenizer",
-    "TokenizerSettings",
-    "load_tokenizer",
-    "load_tokenizer_files",
-    "read_settings",
-]
+__all__ = ["StreamDecoder", "Tokenizer", "TokenizerSettings", "load_tokenizer", "load_tokenizer_files", "read_settings"]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

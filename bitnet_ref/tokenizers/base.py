@@ -40,9 +40,8 @@ class Tokenizer(ABC):
         self._settings = settings
         self.bos_id = self._find_named("bos_token", settings.bos_token)
         if self.bos_id is None:
-            self.bos_id = self._own_bos_id()
-        if self.bos_id is None:
-            self.bos_id = self._check_in_vocabulary("bos_token_id", settings.bos_id)
+            own_bos, _ = self._own_ids()
+            self.bos_id = self._check_in_vocabulary("bos_token_id", settings.bos_id) if own_bos is None else own_bos
         self.pad_id = None if settings.pad_token is None else self.token_to_id(settings.pad_token)
         if self.pad_id is None:
             self.pad_id = settings.pad_id  # models write any id here, and nothing reads the token
@@ -77,18 +76,13 @@ class Tokenizer(ABC):
     def _detokenizer(self) -> Detokenizer:
         """A new detokenizer, whose outputs, joined, are the decoded text."""
 
-    def _own_bos_id(self) -> int | None:
-        """The BOS in the vocabulary file, if the format has one."""
-        return None
-
-    def _own_eos_id(self) -> int | None:
-        return None
+    def _own_ids(self) -> tuple[int | None, int | None]:
+        """BOS and EOS in the vocabulary file, if the format has them."""
+        return None, None
 
     def _own_affixes(self) -> tuple[list[int], list[int]]:
         """The ids that the vocabulary file puts before and after a text."""
         return [], []
-
-    # -- the public methods --------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
@@ -113,15 +107,15 @@ class Tokenizer(ABC):
         With `skip_special_tokens=False` special tokens show as their strings. Raises TokenizerError for an id that is
         no integer or not in the vocabulary, naming it and its index.
         """
-        detokenizer = self._detokenizer()
-        skips = self._is_special if skip_special_tokens else _never
-        parts = [detokenizer.push(token) for token in self._check_ids(ids) if not skips(token)]
-        parts.append(detokenizer.flush())
-        return "".join(parts)
+        detokenizer, kept = self._detokenizer(), self._check_ids(ids)
+        if skip_special_tokens:
+            kept = [token for token in kept if not self._is_special(token)]
+        return "".join([detokenizer.push(token) for token in kept]) + detokenizer.flush()
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder of generated tokens, one at a time; see `StreamDecoder`."""
-        return StreamDecoder(self._detokenizer(), self._check_id, self._is_special if skip_special_tokens else _never)
+        skips = self._is_special if skip_special_tokens else lambda token: False
+        return StreamDecoder(self._detokenizer(), self._check_id, skips)
 
     def id_to_token(self, token_id: int) -> str:
         """The token as the vocabulary writes it. Raises TokenizerError if there is none."""
@@ -147,10 +141,7 @@ class Tokenizer(ABC):
 
     @overload
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tokenize: Literal[False] = False,
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tokenize: Literal[False] = ...
     ) -> str: ...
 
     @overload
@@ -175,18 +166,14 @@ class Tokenizer(ABC):
                 path=self._settings.path,
             )
         names = {key: getattr(self._settings, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        if names["bos_token"] is None and self.bos_id is not None:
-            names["bos_token"] = self._token(self.bos_id)
-        if names["eos_token"] is None and self.eos_ids:
-            names["eos_token"] = self._token(self.eos_ids[0])
+        for key, number in (("bos_token", self.bos_id), ("eos_token", next(iter(self.eos_ids), None))):
+            names[key] = self._token(number) if names[key] is None and number is not None else names[key]
         specials = {key: token for key, token in names.items() if token is not None}
         text = self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt, **specials)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
-
-    # -- checks and settings -------------------------------------------------------------------------------------------
 
     @cached_property
     def _compiled_template(self) -> ChatTemplate | None:
@@ -236,7 +223,7 @@ class Tokenizer(ABC):
         settings = self._settings
         ids = [self._check_in_vocabulary("eos_token_id", number) for number in settings.eos_ids]
         named = self._find_named("eos_token", settings.eos_token)
-        ids.append(self._own_eos_id() if named is None else named)
+        ids.append(self._own_ids()[1] if named is None else named)
         turn = self.token_to_id(END_OF_TURN)
         if turn is not None and self._is_special(turn):
             ids.append(turn)
@@ -258,7 +245,3 @@ class Tokenizer(ABC):
         if ids and ids[0] == self.bos_id:
             prefix = [token for token in prefix if token != self.bos_id]
         return [*prefix, *ids, *self._suffix]
-
-
-def _never(_: int) -> bool:
-    return False

@@ -39,7 +39,6 @@ class TokenizerFiles:
         self._contents = contents
 
     def path(self, name: str) -> Path:
-        """The file's path, for messages."""
         return self.root / name
 
     def __contains__(self, name: str) -> bool:

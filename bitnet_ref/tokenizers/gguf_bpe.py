@@ -64,23 +64,19 @@ def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | N
         # The library numbers a token that is not in the vocabulary after the last one, whatever the file says.
         known = [n for n, kind in enumerate(types) if kind != UNUSED]
     vocab = {tokens[n]: n for n in known}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     table = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added_token(n, tokens[n], types[n] == CONTROL) for n in added],
+        **dict.fromkeys(("truncation", "padding")),
+        "added_tokens": [{"id": n, "content": tokens[n], **flags, "special": types[n] == CONTROL} for n in added],
         "normalizer": None,
         "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
         "post_processor": _post_processor(tokens, bos, eos),
         "decoder": _byte_level(add_prefix_space=True, use_regex=True),
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "ignore_merges": ignore_merges,
             "vocab": vocab,
             "merges": _merges(vocabulary, vocab),
@@ -112,14 +108,8 @@ def _merges(vocabulary: GgufVocabulary, vocab: dict[str, int]) -> list[list[str]
     return merges
 
 
-def _added_token(n: int, content: str, special: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": n, "content": content, **flags, "special": special}
-
-
 def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
-    flags = {"add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
-    return {"type": "ByteLevel", **flags}
+    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
 def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[str, Any]:
@@ -203,6 +193,5 @@ def _pre_of(pre_tokenizer: Any, ignore_merges: bool, path: Any) -> tuple[str, bo
         for name, (known, ignores, _) in _PRE.items():
             if list(known) == patterns and ignores == ignore_merges:
                 return name, bool(last.get("add_prefix_space"))
-    flag = f"(with ignore_merges {str(ignore_merges).lower()})"
-    message = f"GGUF has no name for this pre-tokenizer {flag}; it knows {', '.join(_PRE)}"
-    raise TokenizerError(message, path=path, field="pre_tokenizer")
+    kind = f"this pre-tokenizer (with ignore_merges {str(ignore_merges).lower()})"
+    raise TokenizerError(f"GGUF has no name for {kind}; it knows {', '.join(_PRE)}", path=path, field="pre_tokenizer")

@@ -35,7 +35,16 @@ class GgufVocabulary:
             message = f"expected 1 to {MAX_TOKEN_ID} tokens, got {len(self.tokens)}"
             raise TokenizerError(message, field=PREFIX + "tokens")
         self.types = self._types()
-        self._check_tokens()
+        first: dict[str, int] = {}
+        for n, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            field = f"{PREFIX}tokens[{n}]"
+            if not token:
+                raise TokenizerError("a token is empty", field=field)
+            if first.setdefault(token, n) != n and not (kind == UNUSED and self.model == "gpt2"):
+                raise TokenizerError(f"{token[:40]!r} is token {first[token]} already", field=field)
+            has_byte_form = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            if (kind == BYTE or (self.model == "llama" and has_byte_form)) and not BYTE_PIECE.fullmatch(token):
+                raise TokenizerError(f"{token[:40]!r} is no byte token <0x00> to <0xFF>", field=field)
 
     def _get(self, key: str) -> Any:
         return self._metadata.get(PREFIX + key)
@@ -81,18 +90,19 @@ class GgufVocabulary:
         if value is None:
             return None
         allowed = np.integer if kind is int else np.floating
+        wrong = ""
         if isinstance(value, np.ndarray):
-            is_good = value.ndim == 1 and np.issubdtype(value.dtype, allowed)
-            got = f"{value.dtype} of shape {value.shape}"
-            value = value.tolist() if is_good else value
+            if value.ndim != 1 or not np.issubdtype(value.dtype, allowed):
+                wrong = f"{value.dtype} of shape {value.shape}"
+            value = value.tolist()
+        elif isinstance(value, (list, tuple)):
+            others = (v for v in value if isinstance(v, bool) or not isinstance(v, (kind, allowed)))
+            wrong = next((f"{type(each).__name__} values" for each in others), "")
         else:
-            is_list = isinstance(value, (list, tuple))
-            wrong = [v for v in value if isinstance(v, bool) or not isinstance(v, (kind, allowed))] if is_list else []
-            is_good = is_list and not wrong
-            got = f"{type(wrong[0]).__name__} values" if wrong else f"{value!r:.40}"
-        if not is_good:
+            wrong = f"{value!r:.40}"
+        if wrong:
             what = "integers" if kind is int else "floating-point numbers"
-            raise TokenizerError(f"expected an array of {what}, got {got}", field=PREFIX + key)
+            raise TokenizerError(f"expected an array of {what}, got {wrong}", field=PREFIX + key)
         if length is not None and len(value) != length:
             raise TokenizerError(f"expected {length} values, one for each token, got {len(value)}", field=PREFIX + key)
         if kind is float:
@@ -116,15 +126,3 @@ class GgufVocabulary:
             if not NORMAL <= kind <= BYTE:
                 raise TokenizerError(f"{kind} is no token type 1..6", field=f"{PREFIX}token_type[{n}]")
         return types
-
-    def _check_tokens(self) -> None:
-        first: dict[str, int] = {}
-        for n, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
-            where = f"{PREFIX}tokens[{n}]"
-            if not token:
-                raise TokenizerError("a token is empty", field=where)
-            if first.setdefault(token, n) != n and not (kind == UNUSED and self.model == "gpt2"):
-                raise TokenizerError(f"{token[:40]!r} is token {first[token]} already", field=where)
-            has_byte_form = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-            if (kind == BYTE or (self.model == "llama" and has_byte_form)) and not BYTE_PIECE.fullmatch(token):
-                raise TokenizerError(f"{token[:40]!r} is no byte token <0x00> to <0xFF>", field=where)

@@ -48,13 +48,11 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
         size -= 1
     if size in (0, len(tokens)) or max(added, default=-1) < size:
         size = len(tokens)  # without added tokens the padding stays, so that every id has its token
-    unknown = [n for n in range(size) if types[n] == UNKNOWN]  # one, or none
-    if not unknown and "unk" in specials and specials["unk"] < size:
-        unknown = [specials["unk"]]
-        types[unknown[0]] = UNKNOWN
-    if not unknown:
-        message = "a llama vocabulary has a token of type 2 (unknown), this one has none"
-        raise TokenizerError(message, field=PREFIX + "token_type")
+    if UNKNOWN not in types[:size]:
+        if specials.get("unk", size) >= size:
+            message = "a llama vocabulary has a token of type 2 (unknown), this one has none"
+            raise TokenizerError(message, field=PREFIX + "token_type")
+        types[specials["unk"]] = UNKNOWN
     n_bytes = sum(kind == BYTE for kind in types[:size])
     if n_bytes not in (0, 256):
         raise TokenizerError(f"expected 256 byte tokens or none, got {n_bytes}", field=PREFIX + "token_type")
@@ -72,7 +70,7 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
         charsmap=bytes(charsmap),
     )
     named = {name: n for name, n in specials.items() if name != "unk" and n < size and types[n] == CONTROL}
-    return write_model(model, {**named, "unk": unknown[0]}), added
+    return write_model(model, {**named, "unk": types.index(UNKNOWN)}), added
 
 
 def vocabulary_from_model(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -43,48 +43,44 @@ def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None)
     byte, a merge outside the vocabulary, an id out of range, an unknown model or pre-tokenizer.
     """
     with errors_at(path):
-        return _write_files(metadata)
-
-
-def _write_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    vocabulary = GgufVocabulary(metadata)
-    ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
-    present = {name: n for name, n in ids.items() if n is not None}
-    stops = [n for name in _STOPS if (n := vocabulary.token_id(f"{name}_token_id")) is not None]
-    flag = vocabulary.flag("add_bos_token")
-    add_bos = adds_bos(vocabulary) if flag is None else flag
-    add_eos = bool(vocabulary.flag("add_eos_token"))
-    config: dict[str, Any]
-    if vocabulary.model == "llama":
-        data, added = model_from_vocabulary(vocabulary, present)
-        files = {"tokenizer.model": data}
-        config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-        if added:
-            config["added_tokens_decoder"] = {
-                str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] in (CONTROL, UNKNOWN)}
-                for n in added
-            }
-    else:
-        around = ids["bos"] if add_bos else None, ids["eos"] if add_eos else None
-        files = {"tokenizer.json": json_from_bpe(vocabulary, [*present.values(), *stops], *around)}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
-    config |= {f"{name}_token": vocabulary.tokens[n] for name, n in present.items()}
-    files[_CONFIG] = _json(config)
-    generation: dict[str, Any] = {f"{name}_token_id": present[name] for name in ("bos", "pad") if name in present}
-    stops = list(dict.fromkeys(stops))
-    if stops:
-        generation["eos_token_id"] = stops if len(stops) > 1 else stops[0]
-    files[_GENERATION] = _json(generation)
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None:
-        if not isinstance(template, str):
-            raise TokenizerError(f"expected a string, got {type(template).__name__}", field="tokenizer.chat_template")
-        try:
-            files[_TEMPLATE] = template.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise TokenizerError("has no UTF-8 form", field="tokenizer.chat_template") from error
-    return files
+        vocabulary = GgufVocabulary(metadata)
+        ids = {name: vocabulary.token_id(f"{key}_token_id") for name, key in _IDS.items()}
+        present = {name: n for name, n in ids.items() if n is not None}
+        stops = [n for name in _STOPS if (n := vocabulary.token_id(f"{name}_token_id")) is not None]
+        flag = vocabulary.flag("add_bos_token")
+        add_bos = adds_bos(vocabulary) if flag is None else flag
+        add_eos = bool(vocabulary.flag("add_eos_token"))
+        config: dict[str, Any]
+        if vocabulary.model == "llama":
+            data, added = model_from_vocabulary(vocabulary, present)
+            files = {"tokenizer.model": data}
+            config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+            if added:
+                config["added_tokens_decoder"] = {
+                    str(n): {"content": vocabulary.tokens[n], "special": vocabulary.types[n] in (CONTROL, UNKNOWN)}
+                    for n in added
+                }
+        else:
+            around = ids["bos"] if add_bos else None, ids["eos"] if add_eos else None
+            files = {"tokenizer.json": json_from_bpe(vocabulary, [*present.values(), *stops], *around)}
+            config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
+        config |= {f"{name}_token": vocabulary.tokens[n] for name, n in present.items()}
+        files[_CONFIG] = _json(config)
+        generation: dict[str, Any] = {f"{name}_token_id": present[name] for name in ("bos", "pad") if name in present}
+        stops = list(dict.fromkeys(stops))
+        if stops:
+            generation["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+        files[_GENERATION] = _json(generation)
+        template, field = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template"
+        if not isinstance(template, str | None):
+            raise TokenizerError(f"expected a string, got {type(template).__name__}", field=field)
+        if template is not None:
+            try:
+                files[_TEMPLATE] = template.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise TokenizerError("has no UTF-8 form", field=field) from error
+        return files
 
 
 def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -103,9 +99,14 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     is_model = "tokenizer.model" in files
     out = vocabulary_from_model(tokenizer) if is_model else bpe_from_json(tokenizer, files["tokenizer.json"])
     out |= _special_tokens(tokenizer, tokenizer._settings)
-    _warn_of_losses(tokenizer._settings)
-    if tokenizer._settings.chat_template is not None:
-        out["tokenizer.chat_template"] = tokenizer._settings.chat_template
+    settings = tokenizer._settings
+    if settings.legacy:
+        log.warning("GGUF cannot hold `legacy: true` (a space before text after a special token); it is left out")
+    greedy = [token.content for token in settings.added_tokens if token.lstrip or token.rstrip or token.single_word]
+    if greedy:
+        log.warning("GGUF cannot hold that %s take in the spaces around them; it is left out", greedy[:8])
+    if settings.chat_template is not None:
+        out["tokenizer.chat_template"] = settings.chat_template
     return out
 
 
@@ -129,14 +130,6 @@ def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[s
         message = f"GGUF can only put BOS and EOS around a text, and this tokenizer puts the tokens {around} there"
         raise TokenizerError(message, path=settings.path, field="post_processor")
     return out
-
-
-def _warn_of_losses(settings: TokenizerSettings) -> None:
-    if settings.legacy:
-        log.warning("GGUF cannot hold `legacy: true` (a space before text after a special token); it is left out")
-    greedy = [token.content for token in settings.added_tokens if token.lstrip or token.rstrip or token.single_word]
-    if greedy:
-        log.warning("GGUF cannot hold that %s take in the spaces around them; it is left out", greedy[:8])
 
 
 def _json(value: Any) -> bytes:

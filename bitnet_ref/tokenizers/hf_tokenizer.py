@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from ..errors import TokenizerError
 from ..system.json_file import parse_json_object
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID, errors_at
-from .hf_decoders import Decoding, read_decoder
-from .hf_json import check_tokenizer_json, post_processor_affixes
+from .files import MAX_TOKEN_ID, AnyPath, errors_at
+from .hf_json import Decoding, check_tokenizer_json, post_processor_affixes, read_decoder
 from .settings import TokenizerSettings
 from .streaming import Detokenizer
 
@@ -27,13 +26,7 @@ T = TypeVar("T")
 class HfTokenizer(Tokenizer):
     """A tokenizer over the bytes of a tokenizer.json."""
 
-    def __init__(
-        self,
-        json_bytes: bytes,
-        settings: TokenizerSettings | None = None,
-        *,
-        path: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, json_bytes: bytes, settings: TokenizerSettings | None = None, *, path: AnyPath = None) -> None:
         """Raises TokenizerError if the file cannot be used, or the settings contradict it."""
         settings = settings or TokenizerSettings()
         self.path = None if path is None else os.fspath(path)
@@ -119,10 +112,8 @@ class HfTokenizer(Tokenizer):
 
     def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
         # The "fast" batch keeps no offsets, which nothing here reads.
-        encoded = self._guard(
-            "encode these texts", lambda: self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        )
-        return [encoding.ids for encoding in encoded]
+        encode = partial(self._tokenizer.encode_batch_fast, texts, add_special_tokens=False)
+        return [encoding.ids for encoding in self._guard("encode these texts", encode)]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         checked = self._check_ids(ids)

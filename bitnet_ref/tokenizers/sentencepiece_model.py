@@ -52,37 +52,33 @@ class SentencePieceModel:
 def read_model(data: bytes, path: AnyPath) -> SentencePieceModel:
     """Read a serialized ModelProto. Raises TokenizerError with the byte offset of the first thing that is wrong."""
     with errors_at(path):
-        return _read_model(data)
-
-
-def _read_model(data: bytes) -> SentencePieceModel:
-    model = SentencePieceModel()
-    for number, wire, start, length in _fields(data, 0, len(data)):
-        if number not in (1, 2, 3, 5):
-            continue
-        if wire != _BYTES:
-            raise TokenizerError("not a SentencePiece model: a message is missing", offset=start)
-        if number == 1:
-            _read_piece(model, data, start, start + length)
-            continue
-        for inner, inner_wire, where, value in _fields(data, start, start + length):
-            if number == 3 and inner == 2 and inner_wire == _BYTES:
-                model.charsmap = data[where : where + value]
-            elif number == 3 and inner in _NORMALIZER_FLAGS and inner_wire == _VARINT:
-                setattr(model, _NORMALIZER_FLAGS[inner], bool(value))
-            elif number == 2 and inner == 3 and inner_wire == _VARINT:
-                model.model_type = value
-            elif number == 2 and inner == 24 and inner_wire == _VARINT and value:
-                raise TokenizerError("treat_whitespace_as_suffix is not supported", offset=where)
-            elif number == 5 and inner == 2 and value:  # its precompiled_charsmap
-                raise TokenizerError("a denormalizer is not supported", offset=where)
-    if not model.pieces:
-        raise TokenizerError("not a SentencePiece model: it has no pieces")
-    if len(set(model.pieces)) != len(model.pieces):
-        seen: dict[str, int] = {}
-        n = next(n for n, text in enumerate(model.pieces) if seen.setdefault(text, n) != n)
-        raise TokenizerError(f"{model.pieces[n][:40]!r} stands twice", field=f"pieces[{n}]")
-    return model
+        model = SentencePieceModel()
+        for number, wire, start, length in _fields(data, 0, len(data)):
+            if number not in (1, 2, 3, 5):
+                continue
+            if wire != _BYTES:
+                raise TokenizerError("not a SentencePiece model: a message is missing", offset=start)
+            if number == 1:
+                _read_piece(model, data, start, start + length)
+                continue
+            for inner, inner_wire, where, value in _fields(data, start, start + length):
+                if number == 3 and inner == 2 and inner_wire == _BYTES:
+                    model.charsmap = data[where : where + value]
+                elif number == 3 and inner in _NORMALIZER_FLAGS and inner_wire == _VARINT:
+                    setattr(model, _NORMALIZER_FLAGS[inner], bool(value))
+                elif number == 2 and inner == 3 and inner_wire == _VARINT:
+                    model.model_type = value
+                elif number == 2 and inner == 24 and inner_wire == _VARINT and value:
+                    raise TokenizerError("treat_whitespace_as_suffix is not supported", offset=where)
+                elif number == 5 and inner == 2 and value:  # its precompiled_charsmap
+                    raise TokenizerError("a denormalizer is not supported", offset=where)
+        if not model.pieces:
+            raise TokenizerError("not a SentencePiece model: it has no pieces")
+        if len(set(model.pieces)) != len(model.pieces):
+            seen: dict[str, int] = {}
+            n = next(n for n, text in enumerate(model.pieces) if seen.setdefault(text, n) != n)
+            raise TokenizerError(f"{model.pieces[n][:40]!r} stands twice", field=f"pieces[{n}]")
+        return model
 
 
 def _read_piece(model: SentencePieceModel, data: bytes, start: int, end: int) -> None:

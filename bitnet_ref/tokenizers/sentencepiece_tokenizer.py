@@ -26,13 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
     at the very start of a text without the leading "\\u2581" that the model was trained with. We keep it.
     """
 
-    def __init__(
-        self,
-        model_bytes: bytes,
-        settings: TokenizerSettings | None = None,
-        *,
-        path: AnyPath = None,
-    ) -> None:
+    def __init__(self, model_bytes: bytes, settings: TokenizerSettings | None = None, *, path: AnyPath = None) -> None:
         """Raises TokenizerError if the bytes are no such model, or the settings contradict it."""
         settings = settings or TokenizerSettings()
         self._model_bytes = model_bytes
@@ -44,11 +38,9 @@ class SentencePieceTokenizer(Tokenizer):
         if self._processor.vocab_size() != self._size:
             message = f"sentencepiece reads {self._processor.vocab_size()} pieces where the file has {self._size}"
             raise TokenizerError(message, path=path)
-        self._legacy = settings.legacy
-        self._piece_ids = {piece: n for n, piece in enumerate(self._model.pieces)}
+        self._ids = {piece: n for n, piece in enumerate(self._model.pieces)}  # and those of added tokens
         self._specials = {n for n, kind in enumerate(self._model.types) if kind in (CONTROL, UNKNOWN)}
         self._added: dict[int, str] = {}
-        self._added_ids: dict[str, int] = {}
         cut_out = {self._model.pieces[n]: AddedToken(self._model.pieces[n]) for n in self._specials}
         for token in settings.added_tokens:
             with errors_at(settings.path):
@@ -77,13 +69,11 @@ class SentencePieceTokenizer(Tokenizer):
         if token.id >= MAX_TOKEN_ID or self._token(token.id) is not None:
             message = f"{token.content!r} cannot be token {token.id}: that is {self._token(token.id)!r}"
             raise TokenizerError(message, field="added_tokens")
-        self._added[token.id] = token.content
-        self._added_ids[token.content] = token.id
+        self._added[token.id], self._ids[token.content] = token.content, token.id
         return token.id
 
     def token_to_id(self, token: str) -> int | None:
-        number = self._piece_ids.get(token)
-        return self._added_ids.get(token) if number is None else number
+        return self._ids.get(token)
 
     def _token(self, token: int) -> str | None:
         return self._model.pieces[token] if token < self._size else self._added.get(token)
@@ -91,26 +81,29 @@ class SentencePieceTokenizer(Tokenizer):
     def _is_special(self, token: int) -> bool:
         return token in self._specials
 
-    def _own_bos_id(self) -> int | None:
-        return _or_none(self._processor.bos_id())
-
-    def _own_eos_id(self) -> int | None:
-        return _or_none(self._processor.eos_id())
+    def _own_ids(self) -> tuple[int | None, int | None]:
+        bos, eos = self._processor.bos_id(), self._processor.eos_id()  # -1: the model has no such token
+        return bos if bos >= 0 else None, eos if eos >= 0 else None
 
     def _own_affixes(self) -> tuple[list[int], list[int]]:
         # The file does not say it: transformers' Llama class, the usual reader of these files, adds BOS by default.
         return [] if self.bos_id is None else [self.bos_id], []
 
     def _encode_plain(self, text: str) -> list[int]:
-        if not self._pattern.search(text):
-            return self._encode_segment(text, first=True)
+        """Cuts the text at its special tokens; the segments between them are encoded alone."""
         ids: list[int] = []
-        for segment, token, first in self._segments(text):
-            if segment:
-                ids += self._encode_segment(segment, first=first)
-            if token is not None:
-                ids.append(token)
-        return ids
+        start = 0
+        for match in self._pattern.finditer(text):
+            flags = self._cut_out[match[0]]
+            left, right = match.span()
+            if left < start or (
+                flags.single_word and re.search(r"\w", text[left - 1 : left] + text[right : right + 1])
+            ):
+                continue
+            before = text[start:left].rstrip() if flags.lstrip else text[start:left]
+            ids += [*self._encode_segment(before, first=start == 0), self._ids[match[0]]]
+            start = right + (len(text[right:]) - len(text[right:].lstrip()) if flags.rstrip else 0)
+        return ids + self._encode_segment(text[start:], first=start == 0)
 
     def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
         plain = [n for n, text in enumerate(texts) if not self._pattern.search(text)]
@@ -124,30 +117,13 @@ class SentencePieceTokenizer(Tokenizer):
         Only the start of the text gets the model's leading space, unless the tokenizer is `legacy`: then every segment
         gets one. "a</s>b" is a </s> b, or a </s> \\u2581b.
         """
-        if first or self._legacy:
+        if not text:
+            return []
+        if first:
             return self._processor.encode(text)
         if self._inner_processor is None:
             self._inner_processor = _processor(self._model_bytes + NO_DUMMY_PREFIX, self.path)
         return self._inner_processor.encode(text)
-
-    def _segments(self, text: str) -> list[tuple[str, int | None, bool]]:
-        """Cut text at its special tokens: (text before, token id or None at the end, whether it is the first)."""
-        result: list[tuple[str, int | None, bool]] = []
-        start = 0
-        for match in self._pattern.finditer(text):
-            flags = self._cut_out[match[0]]
-            left, right = match.span()
-            if left < start or (flags.single_word and _touches_word(text, left, right)):
-                continue
-            before = text[start:left]
-            if flags.lstrip:
-                before = before.rstrip()
-            if flags.rstrip:
-                right += len(text[right:]) - len(text[right:].lstrip())
-            result.append((before, self.token_to_id(match[0]), start == 0))
-            start = right
-        result.append((text[start:], None, start == 0))
-        return result
 
     def _token_bytes(self, token: int) -> bytes:
         data = self._bytes.get(token)
@@ -183,11 +159,3 @@ def _processor(data: bytes, path: AnyPath) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError, TypeError, OSError, MemoryError) as error:
         raise TokenizerError(f"sentencepiece cannot read this model: {error}", path=path) from error
-
-
-def _or_none(number: int) -> int | None:
-    return number if number >= 0 else None  # -1: the model has no such token
-
-
-def _touches_word(text: str, left: int, right: int) -> bool:
-    return bool(re.match(r"\w", text[left - 1 : left]) or re.match(r"\w", text[right : right + 1]))

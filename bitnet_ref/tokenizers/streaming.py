@@ -1,14 +1,7 @@
 """Text from token ids one at a time: only text that no later token can change.
 
 A *detokenizer* has `push(token_id) -> str` and `flush() -> str`, whose outputs joined equal `decode`. Each kind is
-exact for one family of decoders:
-
-- `ByteDetokenizer`: every token stands for the same bytes in every place; text is their UTF-8 decoding. A character
-  split over tokens is held back until its last byte. (SentencePiece; byte-level BPE.)
-- `ByteRunDetokenizer`: tokens are text, except runs of byte tokens: one bad byte turns a whole run into U+FFFD, so a
-  run is held back until it ends. (Llama's tokenizer.json.)
-- `PairDetokenizer`: a token's text depends only on whether it is the first.
-- `WholeDetokenizer`: for unknown decoders; all text is held back until the end.
+exact for one family of decoders.
 """
 
 from __future__ import annotations
@@ -40,8 +33,9 @@ codecs.register_error("bitnet_ref.one_mark_per_byte", _one_mark_per_byte)
 
 
 class ByteDetokenizer:
-    """Tokens are bytes; `errors` is the codec's handler of invalid UTF-8.
+    """Tokens are the same bytes in every place, and text their UTF-8 decoding (SentencePiece; byte-level BPE).
 
+    A character split over tokens is held back until its last byte. `errors`: the codec's handler of invalid UTF-8.
     `strips_first(token)`: whether a token loses its leading space when it is the first text. With `strip_all` every
     leading space is removed until there is other text (SentencePiece's remove_extra_whitespaces).
     """
@@ -54,10 +48,8 @@ class ByteDetokenizer:
         strips_first: Callable[[int], bool] | None = None,
         strip_all: bool = False,
     ) -> None:
-        self._bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._strips_first = strips_first
-        self._strip_all = strip_all
+        self._bytes, self._utf8 = token_bytes, codecs.getincrementaldecoder("utf-8")(errors)
+        self._strips_first, self._strip_all = strips_first, strip_all
 
     def push(self, token: int) -> str:
         data = self._bytes(token)
@@ -73,7 +65,8 @@ class ByteDetokenizer:
 
 
 class ByteRunDetokenizer:
-    """Tokens are text (str) or bytes; up to `strip` leading `strip_char` of the whole text are removed."""
+    """Tokens are text (str) or bytes. One bad byte turns a whole run of bytes into U+FFFD, so a run is held back until
+    its end (Llama's tokenizer.json). Up to `strip` leading `strip_char` of the whole text are removed."""
 
     def __init__(self, token_part: Callable[[int], str | bytes], *, strip_char: str = " ", strip: int = 0) -> None:
         self._part = token_part
@@ -81,34 +74,33 @@ class ByteRunDetokenizer:
         self._new_run()
 
     def _new_run(self) -> None:
-        self._held: list[str] = []  # the characters of the run so far, valid only if the whole run is
-        self._run_bytes = 0
-        self._run_is_bad = False
+        self._run, self._run_is_bad = bytearray(), False  # its text is valid only if the whole run is
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
 
     def push(self, token: int) -> str:
         part = self._part(token)
         if isinstance(part, str):
             return self._cut(self._end_of_run() + part)
-        if not self._run_is_bad:
-            self._run_bytes += len(part)
-            try:
-                self._held.append(self._utf8.decode(part))
-                return ""
-            except UnicodeDecodeError:
-                self._run_is_bad = True
-                return self._cut(REPLACEMENT * self._run_bytes)
-        return self._cut(REPLACEMENT * len(part))
+        if self._run_is_bad:
+            return self._cut(REPLACEMENT * len(part))
+        self._run += part
+        try:
+            self._utf8.decode(part)
+            return ""
+        except UnicodeDecodeError:
+            self._run_is_bad = True
+            return self._cut(REPLACEMENT * len(self._run))
 
     def flush(self) -> str:
         return self._cut(self._end_of_run())
 
     def _end_of_run(self) -> str:
-        if self._run_bytes == 0:
+        if not self._run:
             return ""
-        text = "" if self._run_is_bad else "".join(self._held)
-        if not self._run_is_bad and self._utf8.getstate()[0]:  # it ends inside a character
-            text = REPLACEMENT * self._run_bytes
+        try:
+            text = "" if self._run_is_bad else self._run.decode("utf-8")
+        except UnicodeDecodeError:  # it ends inside a character
+            text = REPLACEMENT * len(self._run)
         self._new_run()
         return text
 
@@ -122,19 +114,15 @@ class ByteRunDetokenizer:
 
 
 class PairDetokenizer:
-    """A token's text is what `decode` adds when the token follows another one."""
+    """A token's text depends only on whether it is the first; else it is what `decode` adds after another token."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._previous: int | None = None
+        self._previous: list[int] = []  # the previous token, if there is one
 
     def push(self, token: int) -> str:
-        if self._previous is None:
-            text = self._decode([token])
-        else:
-            before = self._decode([self._previous])
-            text = self._decode([self._previous, token])[len(before) :]
-        self._previous = token
+        before = self._decode(self._previous) if self._previous else ""
+        text, self._previous = self._decode([*self._previous, token])[len(before) :], [token]
         return text
 
     def flush(self) -> str:
@@ -142,7 +130,7 @@ class PairDetokenizer:
 
 
 class WholeDetokenizer:
-    """Holds everything until the end."""
+    """For unknown decoders: holds everything until the end."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -167,8 +155,7 @@ class StreamDecoder:
         self, machine: Detokenizer, check: Callable[[object, int], int], is_skipped: Callable[[int], bool]
     ) -> None:
         self._machine, self._check, self._is_skipped = machine, check, is_skipped
-        self._count = 0
-        self._finished = False
+        self._count, self._finished = 0, False
 
     def push(self, token_id: int) -> str:
         """Add one token; return the text that is now final, often "". Raises TokenizerError for a bad id."""
@@ -180,7 +167,5 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """Return the text that was held back, with U+FFFD for an incomplete character."""
-        if self._finished:
-            return ""
-        self._finished = True
-        return self._machine.flush()
+        finished, self._finished = self._finished, True
+        return "" if finished else self._machine.flush()

@@ -24,17 +24,17 @@ class Vocabulary:
     @cached_property
     def tokens(self) -> list[bytes]:
         """The bytes of each token; b"" for special tokens and for ids that are not in the vocabulary."""
-        return [self._token_bytes(token) for token in range(min(self.tokenizer.vocab_size, self.vocab_size))]
+        tokens = []
+        for token in range(min(self.tokenizer.vocab_size, self.vocab_size)):
+            try:
+                tokens.append(self.tokenizer.token_bytes(token))
+            except TokenizerError:  # the id is not in the vocabulary
+                tokens.append(b"")
+        return tokens
 
     @cached_property
     def sorted(self) -> SortedTokens:
         return SortedTokens(self.tokens)
-
-    def _token_bytes(self, token: int) -> bytes:
-        try:
-            return self.tokenizer.token_bytes(token)
-        except TokenizerError:  # the id is not in the vocabulary
-            return b""
 
 
 class SortedTokens:

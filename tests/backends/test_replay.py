@@ -253,7 +253,7 @@ def test_a_tape_belongs_to_its_weights_and_kernels():
     np.testing.assert_array_equal(hidden(scalar, batch, cache), hidden(scalar, batch, cache, "ops"))
     third = recorded(cache, 1)
     assert third is not second
-    assert third.kernels_of is other.kernels
+    assert third.kernels is other.kernels
     np.testing.assert_array_equal(hidden(m, batch, cache), hidden(m, batch, cache, "ops"))
     assert recorded(cache, 1).weights is m.weights
 

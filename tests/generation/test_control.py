@@ -78,7 +78,7 @@ def test_filtered_text_ends_before_the_word_in_any_pieces(pieces, words, tokens)
     assert whole.startswith(text)
     if any(word in whole for word in words):
         assert stream.filtered
-        assert whole.startswith(text + stream.banned_by)
+        assert whole.startswith(text + stream.banned.found)
     else:
         assert text == whole
 

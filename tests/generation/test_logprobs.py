@@ -13,8 +13,7 @@ import bitnet_ref
 from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.backends.head import HeadRows
 from bitnet_ref.backends.run import TokenLogits
-from bitnet_ref.generation.logprobs import TOKENS_AT_A_TIME, Logprobs
-from bitnet_ref.generation.sampling import log_probability
+from bitnet_ref.generation.sampling import TOKENS_AT_A_TIME, Logprobs, log_probability
 
 needs_kernels = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.widgets.frame import MAX_ROWS, History, requests_html
+from bitnet_ref.notebook.widgets.live import MAX_ROWS, History, RequestProgress, requests_html
 
 NAME = "bitnet_ref live view"
 SLOW = {"max_tokens": 200, "ignore_eos": True}
@@ -138,8 +138,6 @@ def test_speed_is_of_the_last_minute():
 
 
 def test_text_of_requests_is_escaped_and_their_number_limited():
-    from bitnet_ref.serving.tickets import RequestProgress
-
     hostile = "<script>alert(1)</script>\n\x1b[2J"
     states = [RequestProgress(i, "running", 3, 1, 0.1, hostile) for i in range(MAX_ROWS + 3)]
     frame = History().frame(0.0, {**SNAPSHOT, "generation_tokens": 0}, states, False)

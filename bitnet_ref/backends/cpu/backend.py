@@ -1,20 +1,17 @@
 """The compiled CPU backend: NumPy's results at the speed of the memory and of the vector units.
 
-The instruction set is chosen once, by what the processor has; `BITNET_REF_SIMD` (scalar, avx2, avxvnni, avx512, amx,
-neon, dotprod) forces one, and `BITNET_REF_WEIGHTS` (2-bit, 1.6-bit, table) a layout of the ternary weights
-(`extension.py`). Every set and layout gives the same int32 accumulators, and float32 results equal to NumPy's on the
-way to the next int8 (`kernels/cpu/float_steps.h`).
+It uses the best instruction set of the processor; `BITNET_REF_SIMD` (scalar, avx2, avxvnni, avx512, amx, neon, dotprod)
+forces one, and `BITNET_REF_WEIGHTS` (2-bit, 1.6-bit, table) a layout of the ternary weights (`extension.py`). Every set
+and layout gives the same int32 accumulators, and NumPy's float32 in the steps between (`kernels/cpu/float_steps.h`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
-from typing import Self
 from zlib import crc32
 
 import ml_dtypes
@@ -45,7 +42,7 @@ from .extension import (
 )
 from .huge_pages import HugePages
 from .kernels import GATES, CpuKernels, as_floats
-from .replay import MAX_TOKENS, RopeRows
+from .replay import MAX_TOKENS, KernelBackend, RopeRows
 from .weights import (
     MAX_CANDIDATES,
     MIN_SCREENED_BYTES,
@@ -57,7 +54,7 @@ from .weights import (
 )
 
 
-class CythonBackend(Backend):
+class CythonBackend(KernelBackend):
     """Ops and blocks in C, over weights packed for the processor at hand. float32 only."""
 
     name = "cython"
@@ -146,29 +143,15 @@ class CythonBackend(Backend):
     ) -> NDArray:
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, batch, cache)
-        may_replay = path != "blocks" and self.fuses and isinstance(cache, KernelKVCache)
-        if may_replay and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted:
-            x = self._replay(w, cfg, batch, cache, at_once=path == "replayed")
+        may_replay = path != "blocks" and self.fuses and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        if may_replay and isinstance(cache, KernelKVCache):
+            x = cache.steps.hidden(self, self._rope_rows, w, cfg, batch, cache, at_once=path == "replayed")
             if x is not None:
                 return x
         return final_hidden(self, w, cfg, batch, cache)
 
-    def _replay(
-        self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, at_once: bool
-    ) -> NDArray | None:
-        assert isinstance(cache, KernelKVCache)
-        return cache.steps.hidden(
-            self, self.kernels, self._with_kernels, self._rope_rows, w, cfg, batch, cache, at_once
-        )
-
-    def _with_kernels(self, kernels: CpuKernels) -> Self:
-        """The same backend, computing with these kernels."""
-        made = copy.copy(self)
-        made.kernels = kernels
-        return made
-
     def close(self) -> None:
-        """Gives up the mappings and buffers that it holds; they are freed with the last array in them."""
+        """Releases the mappings and buffers; each is freed with the last array in it."""
         self._memory, self._rope_rows = HugePages(), RopeRows()
         self.kernels = replace(self.kernels, results=Buffers())
 
@@ -308,8 +291,8 @@ class CythonBackend(Backend):
                 _cpu.dense_rows(*args, self.threads, self.kernels.kernel_set)
                 rows[i] = HeadRows(ids, values, (low, high))
         if others := [i for i in range(len(x)) if i not in rows]:
-            whole = super().head_rows(x[others], w, [HeadNeed()] * len(others))
-            rows.update(zip(others, whole, strict=True))
+            complete = super().head_rows(x[others], w, [HeadNeed()] * len(others))
+            rows.update(zip(others, complete, strict=True))
         return [rows[i] for i in range(len(x))]
 
     def _head_bounds(
@@ -340,7 +323,7 @@ class CythonBackend(Backend):
     def _append(
         self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray, rope: RopeTables | None
     ) -> None:
-        """append, of k rotated on the way where `rope` is given"""
+        """append, of k rotated first if `rope` is given"""
         if not isinstance(cache, KernelKVCache):
             super().append(cache, layer, batch, k, v)
             return
@@ -353,7 +336,7 @@ class CythonBackend(Backend):
     def _attend(
         self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None, rope: RopeTables | None
     ) -> NDArray:
-        """attention, of q rotated on the way where `rope` is given"""
+        """attention, of q rotated first if `rope` is given"""
         check_attention(q, cache, batch)
         z, missing = self.kernels.attention(q, view_layer(cache, layer), batch, window, rope)
         if missing >= 0:  # raises the error that says which page is missing
@@ -361,7 +344,7 @@ class CythonBackend(Backend):
         return z
 
     def _panels(self, w: LinearWeight) -> PanelWeight:
-        """The weight as panels: what `prepare` made of it, or made now."""
+        """The weight as panels, prepared already or now."""
         panels = w if isinstance(w, PanelWeight) else self.prepare(w)
         assert isinstance(panels, PanelWeight)
         if panels.layout != self.layout:

@@ -8,12 +8,11 @@ A layout decides by which method a ternary matrix is multiplied:
                                                   of weights (as TL1)
     1.6-bit   five weights per byte               multiply and add, digits never extracted     dense_avx512.h
 
-All give the same int32 accumulators. A model's weights are packed for one layout as it is loaded: 2-bit, unless
-`layout=` or BITNET_REF_WEIGHTS asks for another. Measured on two threads of a Cascade Lake Xeon, eight layers of 2B-4T,
-one token, on a busy machine (3.8 GB/s): avx2 2-bit 50.9 ms, table 57.9; avx512 2-bit 46.2, 1.6-bit 40.1. On quiet cores
-(21.5 GB/s), all of 2B-4T: one token 22.9 to 23.3 tok/s with 2-bit, 24.4 to 25.1 with 1.6-bit; prompts of 64 equal; 8
-sequences 1.90 ms per layer with 2-bit, 2.30 with 1.6-bit. So 1.6-bit wins for one sequence where memory is the limit,
-and only there.
+All give the same int32 accumulators. Weights are packed for one layout when a model is loaded: 2-bit, unless `layout=`
+or BITNET_REF_WEIGHTS asks for another. Measured, two threads of a Cascade Lake Xeon. Busy machine (3.8 GB/s), eight
+layers of 2B-4T, one token: avx2 2-bit 50.9 ms, table 57.9; avx512 2-bit 46.2, 1.6-bit 40.1. Quiet cores (21.5 GB/s),
+all of 2B-4T: one token 22.9 to 23.3 tok/s with 2-bit, 24.4 to 25.1 with 1.6-bit; prompts of 64 equal; 8 sequences
+1.90 ms per layer with 2-bit, 2.30 with 1.6-bit. So 1.6-bit wins only for one sequence where memory is the limit.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ import numpy as np
 from ...errors import BackendUnavailable
 from ...reference import quantization
 
-# A waiting OpenMP thread spins for a tenth of a millisecond and then sleeps. libgomp's default of some milliseconds
-# takes the processor from the thread that is waited for whenever the machine has other work: 30 times slower, measured.
-# libgomp reads the variable when it is loaded; the user's own setting takes precedence. Measured by GOMP_SPINCOUNT, 2
-# threads, tok/s of 12 layers of 2B-4T: Cascade Lake Xeon, quiet: 0: 22.1, 3000: 22.6. Cores shared with others (load 4
-# to 6), overhead of a 150 us region: 0: 155 us, 1000: 166, 2000: 175, 4000: 197, 10,000: 1.1 ms, 100,000: 3.3 ms
-# virtual Sapphire Rapids, where waking a sleeping processor costs 60 to 100 us: 0: 41, 300: 42, 1000: 44, 2000: 48,
-# 4000: 48, 20,000: 49; beside two programs that never sleep 0: 18, 300: 26, 1000: 19, 2000: 24, 4000: 22, 20,000: 13
+# A waiting OpenMP thread spins for a tenth of a millisecond and then sleeps. With libgomp's default of milliseconds it
+# takes the processor from the thread it waits for whenever the machine has other work: 30 times slower, measured.
+# libgomp reads the variable when it is loaded; the user's own setting takes precedence. Measured by GOMP_SPINCOUNT:
+# - 2 threads of a quiet Cascade Lake Xeon, 12 layers of 2B-4T, tok/s: 0: 22.1, 3000: 22.6
+# - cores shared with other programs (load 4 to 6), overhead of a 150 us region: 0: 155 us, 1000: 166, 2000: 175,
+#   4000: 197, 10,000: 1.1 ms, 100,000: 3.3 ms
+# - a virtual Sapphire Rapids, where waking a processor costs 60 to 100 us, tok/s: 0: 41, 300: 42, 1000: 44, 2000: 48,
+#   4000: 48, 20,000: 49; beside two programs that never sleep 0: 18, 300: 26, 1000: 19, 2000: 24, 4000: 22, 20,000: 13
 SPIN_COUNT = 2000
 _set_spin_count = "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ
 if _set_spin_count:

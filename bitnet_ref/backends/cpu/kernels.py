@@ -1,10 +1,10 @@
 """The CPU kernels as functions of plain arrays. Some do several ops in one call; each says which.
 
-Every call can leave a record on a tape, which `replay.py` plays again without Python between the calls. The results of
-a call are new arrays of `results`.
+Every call can be recorded on a tape, which `replay.py` plays without Python between the calls. `results` makes the
+arrays of results.
 
-Measured, 2B-4T's shape, two threads of a Cascade Lake Xeon, a prompt of 64 tokens: norms, gates, sums and RoPE as calls
-of their own took 1.4 of 12.2 ms per layer, most of it waiting for L3; inside the products a layer takes 11.4. A
+Measured, 2B-4T's shape, two threads of a Cascade Lake Xeon, a prompt of 64 tokens: norms, gates, sums and RoPE as
+separate calls took 1.4 of 12.2 ms per layer, most of it waiting for L3; inside the products a layer takes 11.4. A
 replayed step of storyteller: 0.149 ms instead of 0.183.
 """
 
@@ -47,7 +47,7 @@ class CpuKernels:
     kernel_set: int  # its number in the extension
     threads: int
     results: Results
-    tape: Any = None  # _cpu.Tape: every call leaves its record there
+    tape: Any = None  # _cpu.Tape: records every call
 
     # -- ternary linears: x (N, K), quantised once per call ------------------------------------------------------------
 

@@ -1,38 +1,50 @@
 """Decoding steps as lists of kernel calls, recorded once and replayed without Python between the calls.
 
-A step of 30 layers is some 200 kernel calls, and from Python each costs microseconds before its kernel begins: checks,
-result arrays, arguments. That is 5% of 2B-4T's step and more than half of a small model's. So when a cache sees the
-same number of tokens for the second time, the step runs once more with kernels that leave their calls on a tape; from
-then on the tape is played. Everything that changes between steps (embeddings, angles, positions, slots, the page table)
-lies in arrays that are filled first; lengths follow from positions.
+A step of 30 layers is some 200 kernel calls, and each costs Python microseconds (checks, result arrays, arguments): 5%
+of 2B-4T's step and more than half of a small model's. So the second time that a cache sees a number of tokens, the step
+records its calls on a tape; later steps play the tape. Everything that changes between steps (embeddings, angles,
+positions, slots, the page table) is in arrays that are filled first; lengths follow from positions.
 
-The results of a recorded step lie in a pool of its own, whose buffers are reused as soon as the text drops their
-arrays, so every layer runs over the same few. A result from elsewhere (a product with float16 weights, which NumPy
-computes) would be stale when the tape is played; such a step is detected when it is recorded, and not replayed. When a
-replayed step meets NaN or Inf it is computed again without the tape, which then raises the error.
+The results of recorded steps are in a pool, whose buffers are reused as soon as the text drops their arrays, so every
+layer uses the same few. A result from elsewhere (a product with float16 weights, which NumPy computes) would be stale
+when the tape is played; such a step is detected when it is recorded, and not replayed. A replayed step that meets NaN
+or Inf is computed again without the tape, which raises the error.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
-from ...reference.model import PlainBackend, RopeTables, decoder_layers
+from ...reference.model import RopeTables, decoder_layers
 from ...reference.weights import ModelWeights
+from ..backend import Backend
 from .buffers import Pool
 from .extension import _cpu
 from .kernels import CpuKernels
 
-MAX_TOKENS = 64  # of a recorded step
-MAX_STEPS = 8  # recorded per cache, each for another number of tokens
+MAX_TOKENS = 64  # per recorded step
+MAX_STEPS = 8  # recorded per cache, each for its own number of tokens
 MIN_ROPE_ROWS = 256  # positions whose cos and sin are looked up instead of computed
 
-WithKernels = Callable[[CpuKernels], PlainBackend]  # a backend that computes with these kernels
+
+class KernelBackend(Backend):
+    """A backend whose blocks and ops make kernel calls."""
+
+    kernels: CpuKernels
+
+    def _with_kernels(self, kernels: CpuKernels) -> Self:
+        """A copy that computes with these kernels."""
+        be = copy.copy(self)
+        be.kernels = kernels
+        return be
 
 
 class RopeRows:
@@ -41,12 +53,12 @@ class RopeRows:
     def __init__(self) -> None:
         self._tables: dict[tuple[RopeConfig, int], RopeTables] = {}
 
-    def of(self, be: PlainBackend, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> RopeTables:
+    def look_up(self, be: Backend, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> RopeTables:
         """`be.rope_tables` of the positions.   (N,) -> cos, sin (N, d/2)"""
         cos, sin = self._tables.get((rope, head_dim), (np.empty(0), np.empty(0)))
         if (last := int(positions.max())) >= len(cos):
-            every = np.arange(max(MIN_ROPE_ROWS, 1 << (last + 1).bit_length()))
-            cos, sin = self._tables[rope, head_dim] = be.rope_tables(every, rope, head_dim)
+            all_positions = np.arange(max(MIN_ROPE_ROWS, 1 << (last + 1).bit_length()))
+            cos, sin = self._tables[rope, head_dim] = be.rope_tables(all_positions, rope, head_dim)
         return cos[positions], sin[positions]
 
 
@@ -60,9 +72,7 @@ class RecordedSteps:
 
     def hidden(
         self,
-        be: PlainBackend,
-        kernels: CpuKernels,
-        with_kernels: WithKernels,
+        be: KernelBackend,
         rope_rows: RopeRows,
         w: ModelWeights,
         cfg: ModelConfig,
@@ -72,30 +82,30 @@ class RecordedSteps:
     ) -> NDArray | None:
         """`final_hidden` of a batch whose tokens are all wanted, replayed or recorded.   -> (N, D)
 
-        None: compute it without a tape. That is so for the first batch of a size (unless `at_once`), where a step
-        cannot be replayed, and when something went wrong in it.
+        None: it must be computed without a tape: the first batch of a size (unless `at_once`), a step that cannot be
+        replayed, and one that met NaN or Inf.
         """
         n = len(batch)
         if n not in self._seen and not at_once:
             self._seen.add(n)
             return None
         step = self._steps.pop(n, None)
-        if step is None or step.weights is not w or step.kernels_of != kernels:
-            step = KernelStep(kernels, w, cfg, n, self._pool)
+        if step is None or step.weights is not w or step.kernels != be.kernels:
+            step = KernelStep(be.kernels, w, cfg, n, self._pool)
         self._steps[n] = step
         if len(self._steps) > MAX_STEPS:
             self._steps.pop(next(iter(self._steps)))
-        cos, sin = rope_rows.of(be, batch.positions, cfg.rope, cfg.head_dim)
+        cos, sin = rope_rows.look_up(be, batch.positions, cfg.rope, cfg.head_dim)
         step.fill(batch, be.embed(w.embedding, batch.tokens), cos, sin)
         cache.check_extent(batch)
-        return step.play() if step.is_recorded else step.record(with_kernels, cfg, cache)
+        return step.play() if step.is_recorded else step.record(be, cfg, cache)
 
 
 class KernelStep:
     """The pass of n tokens over one cache: its inputs, its tape and its result."""
 
     def __init__(self, kernels: CpuKernels, w: ModelWeights, cfg: ModelConfig, n: int, pool: Pool) -> None:
-        self.weights, self.kernels_of = w, kernels
+        self.weights, self.kernels = w, kernels
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
         self._batch = TokenBatch(tokens, positions, slots)
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
@@ -106,18 +116,14 @@ class KernelStep:
 
     def fill(self, batch: TokenBatch, x: NDArray, cos: NDArray, sin: NDArray) -> None:
         """Set everything that changes from step to step. x (n, D): the embeddings."""
-        self._batch.tokens[:], self._batch.positions[:], self._batch.slots[:] = (
-            batch.tokens,
-            batch.positions,
-            batch.slots,
-        )
+        self._batch.tokens[:] = batch.tokens
+        self._batch.positions[:], self._batch.slots[:] = batch.positions, batch.slots
         self._x[:], self._cos[:], self._sin[:] = x, cos, sin
 
-    def record(self, with_kernels: WithKernels, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
-        """Compute the step, its kernel calls going to the tape.   -> (n, D), or None where it cannot be replayed"""
+    def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
+        """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
-        kernels = CpuKernels(self.kernels_of.kernel_set, self.kernels_of.threads, self._pool, self._tape)
-        be = with_kernels(kernels)
+        be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
         x = decoder_layers(be, self._x, w.layers, cfg, (self._cos, self._sin), self._batch, cache)
         result = be.rms_norm(x, w.final_norm, cfg.norm_eps)
         inputs = self._x, self._cos, self._sin, self._batch.slots, self._batch.positions
@@ -128,5 +134,5 @@ class KernelStep:
         return result.copy()
 
     def play(self) -> NDArray | None:
-        """Make the recorded calls again.   -> (n, D), or None where there are none or one met NaN or Inf"""
+        """Replay the recorded calls.   -> (n, D), or None where there are none or one met NaN or Inf"""
         return self._result.copy() if self._result is not None and self._tape.play() else None

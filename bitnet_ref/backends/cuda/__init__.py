@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from ...errors import BackendUnavailable
-from .device import Device, DeviceArray, Event, Graph, Kernel, MemoryInfo
+from .device import Device, DeviceArray, DeviceGraph, Event, Kernel, MemoryInfo
 
-__all__ = ["Device", "DeviceArray", "Event", "Graph", "Kernel", "MemoryInfo", "device_count", "emulation_wanted"]
+__all__ = ["Device", "DeviceArray", "DeviceGraph", "Event", "Kernel", "MemoryInfo", "device_count", "emulation_wanted"]
 __all__ += ["open_device", "why_unavailable"]
 
 VARIABLE = "BITNET_REF_CUDA"

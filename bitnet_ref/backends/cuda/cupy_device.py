@@ -20,8 +20,8 @@ from .device import (
     INSTALL,
     Device,
     DeviceArray,
+    DeviceGraph,
     Event,
-    Graph,
     MemoryInfo,
     Size,
     check_copy,
@@ -139,7 +139,7 @@ def _empty_retired_pools() -> None:
                     _retired.remove((index, pool))
 
 
-class CupyGraph(Graph):
+class CupyGraph(DeviceGraph):
     """A CUDA graph, instantiated."""
 
     def __init__(self, device: CupyDevice) -> None:
@@ -264,7 +264,7 @@ class CupyDevice(Device):
                 raise DeviceError(f"cuBLAS cannot multiply {shape[0]} rows by {shape[1:]}: {error}") from error
 
     @contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> Iterator[DeviceGraph]:
         if self._capturing:
             raise DeviceError("a graph is being captured already")
         graph = CupyGraph(self)

@@ -48,7 +48,7 @@ class Kernel(Protocol):
         """
 
 
-class Graph(ABC):
+class DeviceGraph(ABC):
     """Launches and copies, recorded once, to be run again on the current contents of the same arrays."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def capture(self) -> AbstractContextManager[Graph]:
+    def capture(self) -> AbstractContextManager[DeviceGraph]:
         """Record the launches, copies and fills inside the `with` instead of running them."""
 
     @abstractmethod

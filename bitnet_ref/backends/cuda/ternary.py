@@ -14,8 +14,6 @@ from ...reference.weights import InputNorm, LinearWeight, TernaryLinear, Ternary
 from .device import Device, DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 
-__all__ = ["KERNELS", "Launch", "TernaryKernels", "TiledWeight", "choose_launch", "padded_columns", "unpack_tiles"]
-
 FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
 GEMM_ROWS = 128  # of a block of kernel 3

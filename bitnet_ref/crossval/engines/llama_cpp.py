@@ -89,20 +89,16 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
 def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
     plain = model.on(Backend("float32", model.backend.threads))
-    setting = Setting.of(plain, trace.token_ids)
-    crossing.rule = rule
-    reference, backend = _dense(plain) if kind == "f32" else plain, None
-    if kind not in (None, "f32"):
-        changed = block_rule(setting)
-        backend = changed.backend()
-    crossing.comparisons.append(judge_trace(reference, trace, backend=backend))
-    if backend is not None:
-        changed_run = changed.run()
-        tokens = _count_unflipped(changed_run, trace, backend, model)
-        right = {name: array for name, array in changed_run.items() if not name.endswith(_INTEGERS)}
-    else:
+    reference, tokens, crossing.rule = _dense(plain) if kind == "f32" else plain, len(trace.token_ids), rule
+    if kind in (None, "f32"):
+        crossing.comparisons.append(judge_trace(reference, trace))
         _, right = reference.run_with_cache(trace.token_ids)
-        tokens = len(trace.token_ids)
+    else:
+        changed = block_rule(Setting.of(plain, trace.token_ids))
+        crossing.comparisons.append(judge_trace(reference, trace, backend=changed.backend()))
+        right = changed.run()
+        tokens = _count_unflipped(right, trace, changed.backend(), model)
+        right = {name: array for name, array in right.items() if not name.endswith(_INTEGERS)}
     if tokens:
         ids = trace.token_ids[:tokens]
         mine, theirs = first_tokens(right, tokens), first_tokens(trace, tokens)
@@ -139,15 +135,11 @@ def _count_unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backen
     """The number of tokens before the first one with an activation that rounds differently from the reference's."""
     first = len(trace.token_ids)
     for name in right:
-        if not name.endswith(INT8):
-            continue
-        source = linear_input(name.rpartition(".")[0], model.config)
-        if source not in trace:
-            continue
-        x_q, _ = backend.quantize_activations(np.asarray(trace[source]).reshape(len(trace.token_ids), -1))
-        flipped = np.flatnonzero((x_q != right[name]).any(axis=-1))
-        if len(flipped):
-            first = min(first, int(flipped[0]))
+        source = linear_input(name.rpartition(".")[0], model.config) if name.endswith(INT8) else ""
+        if source in trace:
+            x_q, _ = backend.quantize_activations(np.asarray(trace[source]).reshape(len(trace.token_ids), -1))
+            flipped = np.flatnonzero((x_q != right[name]).any(axis=-1))
+            first = min([first, *flipped.tolist()])
     return first
 
 

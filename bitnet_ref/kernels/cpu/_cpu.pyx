@@ -1,9 +1,9 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, binding=True
 """The compiled CPU kernels: argument checks, threads, and calls into the C headers beside this file.
 
-Every function takes the index of a kernel set (`kernel_sets`) and works on whole rows: which thread computes a row, and
-how many rows there are, does not change what is computed. The GIL is released; any number of Python threads may call.
-This file has the threads, and calls that can be made again; the functions themselves lie in the `.pxi` files.
+Every function takes the index of a kernel set (`kernel_sets`). Results do not depend on the number of rows or on which
+thread computes a row. The GIL is released; any number of Python threads may call. This file has the threads and the
+tape; the functions are in the `.pxi` files.
 """
 
 import os
@@ -16,10 +16,6 @@ from libc.string cimport memcpy, memset
 
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
-
-cdef extern from "kv_append.h" nogil:
-    bint kv_can_keep(int kind, const float *x, size_t n)
-    void kv_keep(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
 
 cdef extern from "kernels.h" nogil:
     ctypedef struct ternary_method:
@@ -41,6 +37,8 @@ cdef extern from "kernels.h" nogil:
         size_t page_size, stride, scale_stride, first, n_keys
         int kind
     const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS
+    bint kv_can_store(int kind, const float *x, size_t n)
+    void kv_store(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
     long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
@@ -82,40 +80,40 @@ has_openmp = bool(BITNET_REF_OPENMP)
 cdef Py_ssize_t L2_BYTES = l2_bytes()
 panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 
-# A second thread costs a microsecond while it spins, and much more asleep or on a busy machine: it is called for this much
-# work or more. Of steps that go through a token once 16384, not 65536: 64 tokens of storyteller 17,800 and 23,000 to 27,000
-# tok/s, 8 sequences of 12 layers of 2B-4T 29.1 and 27.4 to 28.9 ms; beside two programs that never sleep 11,000 and 8,200.
-# Of panels and dense rows a half or a quarter of this: storyteller's decoding 5 to 10% slower.
+# The minimum work per thread. A second thread costs a microsecond while it spins, much more asleep or on a busy
+# machine. FLOATS_PER_THREAD 16384 instead of 65536: 64 tokens of storyteller 23,000 to 27,000 tok/s instead of 17,800,
+# beside two programs that never sleep 8,200 instead of 11,000; 8 sequences of 12 layers of 2B-4T 27.4 to 28.9 ms instead
+# of 29.1. Half or a quarter of the bytes of panels and dense rows: storyteller decodes 5 to 10% slower.
 cdef enum:
     PANEL_BYTES_PER_THREAD = 65536
     DENSE_BYTES_PER_THREAD = 262144
     ATTENTION_FLOATS_PER_THREAD = 65536
-    ATTEND_SCORES = 1 << 20  # of tokens that go through the keys together: 12 MB of each thread
-    FLOATS_PER_THREAD = 16384  # of the steps that go through a token once
+    ATTEND_SCORES = 1 << 20  # of the tokens that go through the keys together: 12 MB per thread
+    FLOATS_PER_THREAD = 16384  # for the steps that read each token once
 
 floats_per_thread = FLOATS_PER_THREAD
 
 
 def kernel_sets():
     """[(name, None or what this processor lacks for it)], the best last"""
-    found = []
+    sets = []
     for index in range(N_KERNEL_SETS):
         lacks = kernel_set_lacks(index)
-        found.append((KERNEL_SETS[index].name.decode(), None if lacks == NULL else lacks.decode()))
-    return found
+        sets.append((KERNEL_SETS[index].name.decode(), None if lacks == NULL else lacks.decode()))
+    return sets
 
 
 def ternary_methods():
-    """[(name, columns in a block, kernel sets that have a kernel for it)], by number"""
-    found = []
+    """[(name, columns per block, kernel sets that have a kernel for it)], by number"""
+    methods = []
     for method in range(N_METHODS):
         sets = [KERNEL_SETS[i].name.decode() for i in range(N_KERNEL_SETS) if KERNEL_SETS[i].ternary[method].run != NULL]
-        found.append((METHODS[method].name.decode(), METHODS[method].block_k, sets))
-    return found
+        methods.append((METHODS[method].name.decode(), METHODS[method].block_k, sets))
+    return methods
 
 
 cdef const ternary_kernel *kernel_for(Py_ssize_t kernels, Py_ssize_t method, Py_ssize_t K) except NULL:
-    """A set's kernel for that method and K columns: the scalar one beyond the columns that the set's own can sum."""
+    """A set's kernel for that method and K columns, or the scalar one for more columns than it can sum."""
     if not (0 <= kernels < N_KERNEL_SETS and 0 <= method < N_METHODS):
         raise ValueError(f"kernel set {kernels}, method {method}")
     cdef const ternary_kernel *kernel = &KERNEL_SETS[kernels].ternary[method]
@@ -126,7 +124,7 @@ cdef const ternary_kernel *kernel_for(Py_ssize_t kernels, Py_ssize_t method, Py_
     return kernel
 
 
-# OpenMP's threads do not survive a fork: a forked child that asks for two waits for the other for ever (libgomp).
+# OpenMP's threads do not survive a fork: a forked child that asks for two waits forever for the other (libgomp).
 cdef bint forked = False
 
 
@@ -146,7 +144,7 @@ cdef inline int threads_for(Py_ssize_t work, Py_ssize_t work_per_thread, int thr
     return threads if useful >= threads else (1 if useful < 1 else <int> useful)
 
 
-cdef uint64_t sum_of(const uint64_t *words, Py_ssize_t n) noexcept nogil:
+cdef uint64_t sum_chunk(const uint64_t *words, Py_ssize_t n) noexcept nogil:
     cdef uint64_t total = 0
     cdef Py_ssize_t i
     for i in range(n):
@@ -154,95 +152,88 @@ cdef uint64_t sum_of(const uint64_t *words, Py_ssize_t n) noexcept nogil:
     return total
 
 
-cdef inline void *aligned_scratch(size_t size) noexcept nogil:
+cdef inline void *try_aligned(size_t size) noexcept nogil:
+    """Memory aligned to a cache line, or NULL"""
     cdef void *memory = NULL
-    if posix_memalign(&memory, 64, size) != 0:
-        abort()  # a few kilobytes: there is no going on without them
+    return memory if posix_memalign(&memory, 64, size) == 0 else NULL
+
+
+cdef inline void *aligned_scratch(size_t size) noexcept nogil:
+    cdef void *memory = try_aligned(size)
+    if memory == NULL:
+        abort()  # a few kilobytes
     return memory
 
 
 cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
-    """The same floats on a line of the cache, or NULL: NumPy's arrays lie anywhere, and a load of 64 bytes that takes
-    two lines costs twice."""
-    cdef void *memory = NULL
-    if posix_memalign(&memory, 64, max(n, 1) * sizeof(float)) != 0:
-        return NULL
-    memcpy(memory, x, n * sizeof(float))
-    return <float *> memory
+    """A copy aligned to a cache line, or NULL: a load of 64 bytes across two cache lines costs twice."""
+    cdef float *copy = <float *> try_aligned(max(n, 1) * sizeof(float))
+    if copy != NULL:
+        memcpy(copy, x, n * sizeof(float))
+    return copy
 
 
-# -- calls, and how they are made again --------------------------------------------------------------------------------
+# -- kernel calls and the tape that replays them -----------------------------------------------------------------------
 #
-# A kernel that a decoding step runs is a C function of one struct, its call. The Python function of its name fills the
-# struct and makes the call; given a tape, it also leaves a copy there. To play a tape is to make all of its calls again
-# without a line of Python between them: see `backends/cpu/replay.py`.
+# A kernel of a decoding step is a C function of one struct, its call. The Python function of its name fills the struct
+# and makes the call; given a tape, it also copies the call there. Playing a tape makes all of its calls again without
+# Python between them: see `backends/cpu/replay.py`.
 
-ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # WELL, NO_MEMORY, or the row that was not well
+ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # OK, NO_MEMORY, or the first bad row
 
 cdef enum:
-    WELL = -1
+    OK = -1
     NO_MEMORY = -2
 
-cdef struct kept_call:
+cdef struct recorded_call:
     call_fn run
     void *call
 
 
 cdef class Tape:
-    """Calls in their order. It holds what they read that is no activation: weights, which may have been laid out for one
-    call, and a cache's layers. The activations are with who made it."""
-    cdef kept_call *calls
-    cdef Py_ssize_t count, room
-    cdef set places  # of the activations that the calls read and write
+    """Calls in their order. It keeps alive what they read except activations: weights, which may be laid out for one
+    call only, and layers of a cache."""
+    cdef recorded_call *calls
+    cdef Py_ssize_t count, capacity
+    cdef set addresses  # of the activations that the calls read and write
     cdef list held
 
     def __cinit__(self):
-        self.calls, self.count, self.room, self.places, self.held = NULL, 0, 0, set(), []
+        self.calls, self.count, self.capacity, self.addresses, self.held = NULL, 0, 0, set(), []
 
     def __dealloc__(self):
-        self._free_calls()
-        free(self.calls)
-
-    cdef void _free_calls(self) noexcept:
         cdef Py_ssize_t i
         for i in range(self.count):
             free(self.calls[i].call)
-        self.count = 0
+        free(self.calls)
 
-    def clear(self):
-        """No calls are left."""
-        self._free_calls()
-        self.places, self.held = set(), []
-
-    cdef keep(self, call_fn run, const void *call, size_t size, places, held=None):
+    cdef record(self, call_fn run, const void *call, size_t size, addresses, held=None):
+        cdef void *calls
+        if self.count == self.capacity:
+            calls = realloc(self.calls, (2 * self.capacity + 64) * sizeof(recorded_call))
+            if calls == NULL:
+                raise MemoryError("no memory to record a step")
+            self.calls, self.capacity = <recorded_call *> calls, 2 * self.capacity + 64
         cdef void *copy = malloc(size)
-        cdef void *longer
-        if copy != NULL and self.count == self.room:
-            longer = realloc(self.calls, (2 * self.room + 64) * sizeof(kept_call))
-            if longer == NULL:
-                free(copy)
-                copy = NULL
-            else:
-                self.calls, self.room = <kept_call *> longer, 2 * self.room + 64
         if copy == NULL:
             raise MemoryError("no memory to record a step")
         memcpy(copy, call, size)
         self.calls[self.count].run, self.calls[self.count].call = run, copy
         self.count += 1
-        self.places.update(places)
+        self.addresses.update(addresses)
         self.held.append(held)
 
     def lies_in(self, arrays):
-        """Whether every call reads and writes its activations in these arrays: nothing else has had a part in them."""
+        """Whether the calls read and write activations in these arrays only."""
         ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
-        return all(any(start <= place < end for start, end in ranges) for place in self.places)
+        return all(any(start <= address < end for start, end in ranges) for address in self.addresses)
 
     def play(self):
-        """Make the calls again. Returns whether all went well; after one that did not, none is made."""
+        """Make the calls again. Returns whether all succeeded; stops at the first that did not."""
         cdef Py_ssize_t i
         with nogil:
             for i in range(self.count):
-                if self.calls[i].run(self.calls[i].call) != WELL:
+                if self.calls[i].run(self.calls[i].call) != OK:
                     break
             else:
                 i = self.count
@@ -250,19 +241,19 @@ cdef class Tape:
 
 
 def sum_words(const uint64_t[::1] words, int threads):
-    """The sum of the words, modulo 2^64: reads every byte once, as fast as the memory gives it. For benchmarks."""
+    """The sum of the words, modulo 2^64: reads every byte once, at the memory's rate. For benchmarks."""
     cdef Py_ssize_t n = words.shape[0], chunk, chunk_words = 65536
     cdef uint64_t total = 0, part
     cdef int team = threads_for(threads, 1, threads)
     for chunk in prange((n + chunk_words - 1) // chunk_words, nogil=True, num_threads=team, schedule="static"):
-        part = sum_of(&words[chunk * chunk_words], min(chunk_words, n - chunk * chunk_words))
+        part = sum_chunk(&words[chunk * chunk_words], min(chunk_words, n - chunk * chunk_words))
         total += part
     return total
 
 
 def peak_multiply_adds(Py_ssize_t kernels, Py_ssize_t rounds, int threads):
-    """The kernel set's product instruction, `rounds` rounds of it on registers alone on every thread: how many
-    multiply-adds that was, all threads together, or 0 where the set has no such loop. For benchmarks."""
+    """Runs `rounds` rounds of the kernel set's product instruction on registers alone on every thread. Returns the
+    multiply-adds of all threads, or 0 where the set has no such loop. For benchmarks."""
     cdef Py_ssize_t part
     cdef size_t done = 0
     if KERNEL_SETS[kernels].peak == NULL or kernel_set_lacks(kernels) != NULL or rounds < 1 or threads < 1:

@@ -1,9 +1,9 @@
-# Part of _cpu.pyx: the KV cache's layers, what is appended to them, and attention over them.
+# Part of _cpu.pyx: layers of the KV cache, appending to them, and attention over them.
 
 
 cdef class KVLayer:
-    """One layer's keys and values (pages, page_size, G, d), ready to be read: float32, float16 given as uint16, or int8
-    with scales (pages, page_size, G). It holds on to the arrays."""
+    """One layer's keys and values (pages, page_size, G, d) as the kernels take them: float32, float16 given as uint16,
+    or int8 with scales (pages, page_size, G). Keeps the arrays alive."""
     cdef object arrays
     cdef kv_view view
     cdef Py_ssize_t pages, page_size, G, d
@@ -38,13 +38,13 @@ cdef class KVLayer:
         return pool
 
 
-cdef inline Py_ssize_t keys_seen(Py_ssize_t position, Py_ssize_t window) noexcept nogil:
+cdef inline Py_ssize_t visible_keys(Py_ssize_t position, Py_ssize_t window) noexcept nogil:
     return window if window and window <= position else position + 1
 
 
-cdef struct tokens_of_layer:
+cdef struct layer_tokens:
     kv_view view
-    Py_ssize_t pages, G, d  # of the pool
+    Py_ssize_t pages, G, d  # of the layer
     const int32_t *page_table
     Py_ssize_t table_slots, table_columns
     const int64_t *slots
@@ -52,14 +52,14 @@ cdef struct tokens_of_layer:
     Py_ssize_t M
 
 
-cdef void describe(tokens_of_layer *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
-                   const int64_t[::1] positions) noexcept:
+cdef void set_tokens(layer_tokens *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
+                     const int64_t[::1] positions) noexcept:
     t.view, t.pages, t.G, t.d = layer.view, layer.pages, layer.G, layer.d
     t.page_table, t.table_slots, t.table_columns = &page_table[0, 0], page_table.shape[0], page_table.shape[1]
     t.slots, t.positions, t.M = &slots[0], &positions[0], slots.shape[0]
 
 
-cdef inline bint has_pages(const tokens_of_layer *t, Py_ssize_t m, Py_ssize_t first) noexcept nogil:
+cdef inline bint has_pages(const layer_tokens *t, Py_ssize_t m, Py_ssize_t first) noexcept nogil:
     """Whether there is a page for each position of token m from `first` to its own."""
     cdef Py_ssize_t page_size = t.view.page_size, column
     if t.positions[m] < 0 or t.slots[m] < 0 or t.slots[m] >= t.table_slots:
@@ -73,14 +73,14 @@ cdef inline bint has_pages(const tokens_of_layer *t, Py_ssize_t m, Py_ssize_t fi
     return True
 
 
-cdef struct turning:  # RoPE on the way: the angles of each token, or NULL
+cdef struct rotation:  # RoPE: the cos and sin of each token, or NULL for none
     const float *cos
     const float *sin
     const kernel_set *chosen
 
 
-cdef void describe_turning(turning *t, const float[:, ::1] cos, const float[:, ::1] sin, Py_ssize_t M, Py_ssize_t d,
-                           Py_ssize_t kernels) except *:
+cdef void set_rotation(rotation *t, const float[:, ::1] cos, const float[:, ::1] sin, Py_ssize_t M, Py_ssize_t d,
+                       Py_ssize_t kernels) except *:
     t.cos, t.sin, t.chosen = NULL, NULL, &KERNEL_SETS[kernels]
     if cos is None or sin is None:
         return
@@ -90,9 +90,9 @@ cdef void describe_turning(turning *t, const float[:, ::1] cos, const float[:, :
         t.cos, t.sin = &cos[0, 0], &sin[0, 0]
 
 
-cdef inline const float *turned(const turning *t, const float *x, Py_ssize_t m, Py_ssize_t heads, Py_ssize_t d,
+cdef inline const float *rotate(const rotation *t, const float *x, Py_ssize_t m, Py_ssize_t heads, Py_ssize_t d,
                                 float *scratch) noexcept nogil:
-    """x, some heads of token m, as they are; or turned, in the scratch"""
+    """x, some heads of token m: unchanged, or rotated into the scratch"""
     if t.cos == NULL:
         return x
     t.chosen.rope(x, heads, d // 2, t.cos + m * (d // 2), t.sin + m * (d // 2), scratch)
@@ -100,37 +100,37 @@ cdef inline const float *turned(const turning *t, const float *x, Py_ssize_t m, 
 
 
 cdef struct append_call:
-    tokens_of_layer to
-    turning of_k
+    layer_tokens to
+    rotation of_k
     const float *k
     const float *v
     int threads
 
 
-cdef inline void keep_row(int kind, const float *x, size_t d, const kv_pool *pool, size_t row) noexcept nogil:
-    kv_keep(kind, x, d, <void *> pool.rows, row, <float *> pool.scales + row if pool.scales != NULL else NULL)
+cdef inline void store_row(int kind, const float *x, size_t d, const kv_pool *pool, size_t row) noexcept nogil:
+    kv_store(kind, x, d, <void *> pool.rows, row, <float *> pool.scales + row if pool.scales != NULL else NULL)
 
 
 cdef Py_ssize_t run_append(const void *call) noexcept nogil:
     cdef const append_call *c = <const append_call *> call
-    cdef Py_ssize_t m, M = c.to.M, row = c.to.G * c.to.d, bad = WELL
+    cdef Py_ssize_t m, M = c.to.M, row = c.to.G * c.to.d, bad = OK
     cdef int kind = c.to.view.kind, team = threads_for(2 * M * row, FLOATS_PER_THREAD, c.threads)
     cdef float *scratch = <float *> aligned_scratch(row * sizeof(float))
     for m in range(M):
         if not (has_pages(&c.to, m, c.to.positions[m]) and (kind == KV_FLOAT32 or (
-                kv_can_keep(kind, turned(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch), row)
-                and kv_can_keep(kind, c.v + m * row, row)))):
+                kv_can_store(kind, rotate(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch), row)
+                and kv_can_store(kind, c.v + m * row, row)))):
             bad = m
             break
     free(scratch)
-    if bad != WELL:
+    if bad != OK:
         return bad
     with parallel(num_threads=team):
         scratch = <float *> aligned_scratch(row * sizeof(float))
         for m in prange(M, schedule="static"):
-            append_token(c, m, turned(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch))
+            append_token(c, m, rotate(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch))
         free(scratch)
-    return WELL
+    return OK
 
 
 cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k) noexcept nogil:
@@ -139,17 +139,18 @@ cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k
     cdef Py_ssize_t row = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
     row = (row + c.to.positions[m] % page_size) * G
     for g in range(G):
-        keep_row(c.to.view.kind, k + g * d, d, &c.to.view.keys, row + g)
-        keep_row(c.to.view.kind, v + g * d, d, &c.to.view.values, row + g)
+        store_row(c.to.view.kind, k + g * d, d, &c.to.view.keys, row + g)
+        store_row(c.to.view.kind, v + g * d, d, &c.to.view.values, row + g)
 
 
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
            const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, int threads,
            Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None, const float[:, ::1] sin=None):
-    """k and v (M, G, d) to a layer, at their slots and positions, as backends/cache_dtypes.narrow keeps them. cos, sin: k is turned
-    by these angles (M, d/2) on its way.
+    """Store k and v (M, G, d) in a layer at their slots and positions, like backends/cache_dtypes.narrow.
 
-    Returns -1, or the first token for whose position the table has no page, or that cannot be kept so: then nothing is
+    cos, sin: k is first rotated by these angles (M, d/2).
+
+    Returns -1, or the first token whose position has no page or that does not fit the cache's dtype; then nothing is
     written.
     """
     cdef append_call c
@@ -157,24 +158,25 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
     if (slots.shape[0] != M or positions.shape[0] != M or v.shape[0] != M
             or k.shape[1] != layer.G or v.shape[1] != layer.G or k.shape[2] != layer.d or v.shape[2] != layer.d):
         raise ValueError(f"append: k {M, k.shape[1], k.shape[2]}, v {v.shape[0], v.shape[1], v.shape[2]}")
-    describe(&c.to, layer, page_table, slots, positions)
-    describe_turning(&c.of_k, cos, sin, M, layer.d, kernels)
+    set_tokens(&c.to, layer, page_table, slots, positions)
+    set_rotation(&c.of_k, cos, sin, M, layer.d, kernels)
     c.k, c.v, c.threads = &k[0, 0, 0], &v[0, 0, 0], threads
     with nogil:
         bad = run_append(&c)
     if tape is not None:
-        tape.keep(run_append, &c, sizeof(c), [<size_t> c.k, <size_t> c.v] + places_of(&c.to, &c.of_k), (layer, page_table))
+        addresses = [<size_t> c.k, <size_t> c.v, *addresses_of(&c.to, &c.of_k)]
+        tape.record(run_append, &c, sizeof(c), addresses, (layer, page_table))
     return bad
 
 
-cdef list places_of(const tokens_of_layer *t, const turning *by):
-    """Where the activations lie that these describe."""
+cdef list addresses_of(const layer_tokens *t, const rotation *by):
+    """The addresses of the activations that these hold."""
     return [<size_t> t.slots, <size_t> t.positions] + ([<size_t> by.cos, <size_t> by.sin] if by.cos != NULL else [])
 
 
 cdef struct attention_call:
-    tokens_of_layer of
-    turning of_q
+    layer_tokens of
+    rotation of_q
     const float *q
     float *z
     Py_ssize_t H, window
@@ -189,44 +191,46 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     cdef const int64_t *positions = c.of.positions
     cdef kv_view view = c.of.view
     cdef Py_ssize_t M = c.of.M, H = c.H, d = c.of.d, G = c.of.G, R = H // G, window = c.window
-    cdef Py_ssize_t m, item, g, n_keys, longest = 1, work = 0, whole, parts = 1, piece, head, heads
-    cdef Py_ssize_t together, runs = 0, run
+    cdef Py_ssize_t m, item, g, n_keys, max_keys = 1, work = 0, undivided, parts = 1, part_heads, head, heads
+    cdef Py_ssize_t max_run, runs = 0, run
     for m in range(M):
-        n_keys = keys_seen(positions[m], window)
+        n_keys = visible_keys(positions[m], window)
         if not has_pages(&c.of, m, positions[m] + 1 - n_keys):
             return m
-        longest = max(longest, n_keys)
+        max_keys = max(max_keys, n_keys)
         work += n_keys * H * d
     if M == 0:
-        return WELL
+        return OK
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_PER_THREAD, c.threads)
     cdef double *workspace = NULL
     cdef float *scratch = NULL
-    together = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // longest) // max(<Py_ssize_t> 1, R))
-    cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # token of each run
+    # runs of at most max_run consecutive tokens of a sequence
+    max_run = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // max_keys) // max(<Py_ssize_t> 1, R))
+    cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # first token of each run
     if first == NULL:
         return NO_MEMORY
     for m in range(M):
-        if (m == 0 or m - first[runs - 1] == together or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
+        if (m == 0 or m - first[runs - 1] == max_run or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
             first[runs] = m
             runs += 1
     first[runs] = M
-    whole = runs * G
-    if whole < 8 * team:
-        whole -= whole % team
+    undivided = runs * G
+    if undivided < 8 * team:
+        undivided -= undivided % team
         parts = min(<Py_ssize_t> team, R)
-    piece = (R + parts - 1) // parts  # query heads of a part
-    parts = (R + piece - 1) // piece
+    part_heads = (R + parts - 1) // parts
+    parts = (R + part_heads - 1) // part_heads
     with parallel(num_threads=team):
         workspace = <double *> aligned_scratch(
-            chosen.attend_workspace(R * min(M, together), d, longest + together) * sizeof(double))
-        scratch = <float *> aligned_scratch(R * min(M, together) * d * sizeof(float)) if c.of_q.cos != NULL else NULL
-        for item in prange(whole + (runs * G - whole) * parts, schedule="dynamic"):  # a prompt's later tokens have more keys
-            g = item if item < whole else whole + (item - whole) // parts
-            head = 0 if item < whole else (item - whole) % parts * piece
-            heads = R if item < whole else min(piece, R - head)
-            if runs < M:  # head by head, whose keys a prompt's tokens then find in L2
+            chosen.attend_workspace(R * min(M, max_run), d, max_keys + max_run) * sizeof(double))
+        scratch = <float *> aligned_scratch(R * min(M, max_run) * d * sizeof(float)) if c.of_q.cos != NULL else NULL
+        # Dynamic, because a prompt's later tokens have more keys.
+        for item in prange(undivided + (runs * G - undivided) * parts, schedule="dynamic"):
+            g = item if item < undivided else undivided + (item - undivided) // parts
+            head = 0 if item < undivided else (item - undivided) % parts * part_heads
+            heads = R if item < undivided else min(part_heads, R - head)
+            if runs < M:  # head by head: a head's keys stay in L2 for all tokens of a prompt
                 run = g % runs
                 g = g // runs
             else:
@@ -237,22 +241,22 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
         free(scratch)
         free(workspace)
     free(first)
-    return WELL
+    return OK
 
 
 def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
               const int64_t[::1] slots, const int64_t[::1] positions, Py_ssize_t window, float[:, :, ::1] z,
               int threads, Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None,
               const float[:, ::1] sin=None):
-    """q (M, H, d), a layer's keys and values, page_table (slots, pages a slot) -> z (M, H, d). window 0: no limit. cos,
-    sin: q is turned by these angles (M, d/2) on its way.
+    """q (M, H, d), a layer's keys and values, page_table (slots, pages per slot) -> z (M, H, d). window 0: no limit.
+    cos, sin: q is first rotated by these angles (M, d/2).
 
-    Returns -1, or the first token that sees a position for which the table has no page.
+    Returns -1, or the first token that sees a position without a page.
 
-    (token, kv head) pairs over threads, tokens that follow each other in a sequence together, to ATTEND_ROWS heads (of
-    very long ones fewer): a key is widened once for all. Each head goes through all of its keys in one order, alone or
-    not. Few pairs that leave some threads idle at the end (5 kv heads on 2 threads: 3 to 2) have their last ones split by
-    query heads. Splitting by keys would be even, but would change the order of sums that NumPy's bits are held to.
+    Threads take (run, kv head) pairs. A run is consecutive tokens of a sequence, at most ATTEND_ROWS query heads (fewer
+    with very many keys): a key is widened once for all of them. Each head goes through its keys in one order, alone or
+    not. When pairs are few, so that threads would be idle at the end (5 kv heads on 2 threads: 3 to 2), the last ones
+    are divided by query heads. Dividing by keys would balance better, but change the order of the sums.
     """
     cdef attention_call c
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad
@@ -262,31 +266,31 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     for m in range(M):
         if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
             raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
-    describe(&c.of, layer, page_table, slots, positions)
-    describe_turning(&c.of_q, cos, sin, M, d, kernels)
+    set_tokens(&c.of, layer, page_table, slots, positions)
+    set_rotation(&c.of_q, cos, sin, M, d, kernels)
     c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, &KERNEL_SETS[kernels], threads
     with nogil:
         bad = run_attention(&c)
     if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for the places of {M} tokens")
+        raise MemoryError(f"no memory for the runs of {M} tokens")
     if tape is not None:
-        places = [<size_t> c.q, <size_t> c.z] + places_of(&c.of, &c.of_q)
-        tape.keep(run_attention, &c, sizeof(c), places, (layer, page_table))
+        addresses = [<size_t> c.q, <size_t> c.z, *addresses_of(&c.of, &c.of_q)]
+        tape.record(run_attention, &c, sizeof(c), addresses, (layer, page_table))
     return bad
 
 
 cdef inline void attend_run(const attention_call *c, Py_ssize_t m, Py_ssize_t tokens, Py_ssize_t g, Py_ssize_t head,
                             Py_ssize_t heads, kv_view view, double scale, double *workspace,
                             float *scratch) noexcept nogil:
-    """Query heads of kv head g, of some tokens that follow each other from m on. `view` (a copy) knows the pools of all
-    heads, and learns here what is seen."""
+    """Attention of consecutive tokens from m on, for `heads` query heads of kv head g. `view` is a copy, narrowed here
+    to that head and the visible keys."""
     cdef Py_ssize_t size = 4 if view.kind == KV_FLOAT32 else 2 if view.kind == KV_FLOAT16 else 1
     cdef Py_ssize_t H = c.H, d = c.of.d, position = c.of.positions[m], q_stride = H * d, t
     cdef const float *q = c.q + (m * H + head) * d
     cdef float *z = c.z + (m * H + head) * d
     if c.of_q.cos != NULL:
         for t in range(tokens):
-            turned(&c.of_q, q + t * H * d, m + t, heads, d, scratch + t * heads * d)
+            rotate(&c.of_q, q + t * H * d, m + t, heads, d, scratch + t * heads * d)
         q, q_stride = scratch, heads * d
     view.keys.rows = <const char *> view.keys.rows + g * d * size
     view.values.rows = <const char *> view.values.rows + g * d * size
@@ -294,7 +298,7 @@ cdef inline void attend_run(const attention_call *c, Py_ssize_t m, Py_ssize_t to
         view.keys.scales += g
         view.values.scales += g
     view.pages = c.of.page_table + c.of.slots[m] * c.of.table_columns
-    view.first = position + 1 - keys_seen(position, c.window)
+    view.first = position + 1 - visible_keys(position, c.window)
     view.n_keys = position + tokens - view.first
     if tokens == 1:
         c.chosen.attend(q, heads, d, &view, scale, workspace, z)

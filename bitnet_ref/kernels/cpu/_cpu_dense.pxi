@@ -2,7 +2,7 @@
 
 
 cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
-    """The rows of a float32 matrix, or of a bfloat16 one given as uint16"""
+    """The rows of a float32 matrix, or of a bfloat16 one given as uint16. kind: 0 or 1."""
     cdef const float[:, ::1] wide
     cdef const uint16_t[:, ::1] half
     if w.dtype.itemsize == 4:
@@ -35,7 +35,7 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
         c.chosen.dense_rows(c.kind, c.w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
                             c.y + block * 16, N)
     free(tokens)
-    return WELL
+    return OK
 
 
 def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssize_t kernels, Tape tape=None):
@@ -54,7 +54,7 @@ def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssiz
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {c.M} tokens of {c.K} activations")
     if tape is not None:
-        tape.keep(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y), w)
+        tape.record(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y), w)
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_
 
 def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::1] facts, float[:, ::1] lower,
                 float[:, ::1] upper, int threads, Py_ssize_t kernels):
-    """x (M, K), what screen_pack made -> lower and upper (M, N): between them lies the logit that dense_matmul computes.
+    """x (M, K), results of screen_pack -> lower and upper (M, N), bounds of the logits that dense_matmul computes.
 
     Returns -1, or the first row of x that holds NaN or Inf.
     """
@@ -88,12 +88,8 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
         return -1
     cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef bint arranges = chosen.screen_arrange != NULL and M > SCREEN_TILE_TOKENS
-    cdef int16_t *tokens = NULL
-    cdef int16_t *arranged = NULL
-    if posix_memalign(<void **> &tokens, 64, M * wide * sizeof(int16_t)) != 0:
-        tokens = NULL
-    if arranges and posix_memalign(<void **> &arranged, 64, (M + 15) // 16 * 16 * wide * sizeof(int16_t)) != 0:
-        arranged = NULL
+    cdef int16_t *tokens = <int16_t *> try_aligned(M * wide * sizeof(int16_t))
+    cdef int16_t *arranged = <int16_t *> try_aligned((M + 15) // 16 * 16 * wide * sizeof(int16_t)) if arranges else NULL
     cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
     if tokens == NULL or token_facts == NULL or arranges and arranged == NULL:
         free(tokens)

@@ -1,8 +1,8 @@
-# Part of _cpu.pyx: ternary matrices, from their packing to BitLinears.
+# Part of _cpu.pyx: ternary matrices, from packing to BitLinears.
 
 
 def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int threads, Py_ssize_t method):
-    """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 blocks): the method's layout, as the headers describe them"""
+    """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 blocks) in the layout of the method (see the headers)"""
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p, count
     cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
     if (panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES
@@ -41,12 +41,12 @@ def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_sc
 
 def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uint8_t[:, ::1] panels,
                    int32_t[:, ::1] acc, int threads, Py_ssize_t kernels, Py_ssize_t method):
-    """x_q (M, block_k * blocks) int8, zeros beyond K, and its row sums; panels; -> acc (M, N). Panels over threads."""
+    """x_q (M, block_k * blocks) int8, zeros beyond K, its row sums, panels -> acc (M, N). Threads take panels."""
     cdef Py_ssize_t M = x_q.shape[0], wide = x_q.shape[1], N = acc.shape[1], n_panels = panels.shape[0], p, m
     cdef const ternary_kernel *chosen = kernel_for(kernels, method, wide)
-    cdef const ternary_method *how = &METHODS[method]
-    cdef Py_ssize_t n_blocks = wide // <Py_ssize_t> how.block_k, x_stride = n_blocks * how.x_bytes
-    if (acc.shape[0] != M or x_sum.shape[0] != M or wide % how.block_k or panels.shape[1] != n_blocks * BLOCK_BYTES
+    cdef const ternary_method *form = &METHODS[method]
+    cdef Py_ssize_t n_blocks = wide // <Py_ssize_t> form.block_k, x_stride = n_blocks * form.x_bytes
+    if (acc.shape[0] != M or x_sum.shape[0] != M or wide % form.block_k or panels.shape[1] != n_blocks * BLOCK_BYTES
             or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
         raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
     if M == 0:
@@ -55,12 +55,12 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
     cdef void *scratch = NULL
     cdef int8_t *expanded = NULL
     cdef const int8_t *x = &x_q[0, 0]
-    if how.expand != NULL:
+    if form.expand != NULL:
         expanded = <int8_t *> malloc(M * x_stride)
         if expanded == NULL:
             raise MemoryError(f"no memory for the tables of {M} tokens")
         for m in range(M):
-            how.expand(&x_q[m, 0], n_blocks, <uint8_t *> expanded + m * x_stride)
+            form.expand(&x_q[m, 0], n_blocks, <uint8_t *> expanded + m * x_stride)
         x = expanded
     with nogil, parallel(num_threads=team):
         scratch = aligned_scratch(SCRATCH_BYTES)
@@ -72,7 +72,7 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
 
 
 cdef class Panels:
-    """One ternary matrix, ready to be multiplied: its panels, its scale, its bias."""
+    """One ternary matrix as the kernels take it: its panels, scale and bias."""
     cdef const uint8_t[:, ::1] panels
     cdef const float[::1] bias
     cdef const float *bias_values
@@ -95,47 +95,47 @@ cdef class Panels:
 
 
 cdef enum:
-    MAX_LINEARS = 8  # of one call
-    TOKENS_PER_STEP = 96  # whole tiles of every set: 6 and 32 tokens
+    MAX_LINEARS = 8  # per call
+    TOKENS_PER_STEP = 96  # full tiles of every set: 6 and 32 tokens
 
 
 cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
-    """How many tokens go through all panels before the next ones do: their activations stay in L2, most of it theirs."""
+    """The number of tokens that go through all panels before the next ones: their activations stay in 3/4 of L2."""
     return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_PER_STEP)) * TOKENS_PER_STEP
 
 
-cdef enum:  # `gate` of a call, by the number of its activation in backends/cpu/kernels.py
+cdef enum:  # `gate` of a call: the activation's number in backends/cpu/kernels.py
     NO_GATE
     RELU2
     SILU
 
 
 cdef inline Py_ssize_t row_floats(Py_ssize_t K) noexcept nogil:
-    return (K + 15) // 16 * 16  # whole cache lines
+    return (K + 15) // 16 * 16  # full cache lines
 
 
 cdef struct linears_call:
     const float *x
     const float *norm_weight  # NULL: x is not normed
-    const float *residual  # NULL, or added to the result of the only matrix
+    const float *residual  # added to the result of the only matrix, or NULL
     double eps
-    Py_ssize_t M, K, method, n_panels, n_bytes  # panels and bytes of all matrices together
+    Py_ssize_t M, K, method, n_panels, n_bytes  # panels and bytes of all matrices
     const ternary_kernel *ternary
     const kernel_set *chosen
     int threads, gate  # RELU2 or SILU: ys[0] = act(x ws[0]^T) * (x ws[1]^T); else NO_GATE
     const uint8_t *panels[MAX_LINEARS]
     const float *biases[MAX_LINEARS]
     float *ys[MAX_LINEARS]
-    Py_ssize_t first[MAX_LINEARS + 1]  # panel of each matrix
+    Py_ssize_t first[MAX_LINEARS + 1]  # first panel of each matrix
     Py_ssize_t n_out[MAX_LINEARS]
     float scales[MAX_LINEARS]
 
 
-cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t most,
+cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
                                 const int32_t *x_sum, const float *x_quant_scale, const int8_t *x, Py_ssize_t x_stride,
                                 int32_t *acc, void *scratch) noexcept nogil:
-    """Panel p of all, or of both gate and up, times the tokens from `block` on, at most `most`."""
-    cdef Py_ssize_t tokens = min(most, c.M - block), n_blocks = x_stride // <Py_ssize_t> METHODS[c.method].x_bytes
+    """Panel p of all matrices, or of both gate and up, times at most max_tokens tokens from `block` on."""
+    cdef Py_ssize_t tokens = min(max_tokens, c.M - block), n_blocks = x_stride // <Py_ssize_t> METHODS[c.method].x_bytes
     cdef Py_ssize_t i = 0, m, n, rows, both = 1 if c.gate == NO_GATE else 2
     cdef float y[2][64]  # PANEL_ROWS
     cdef float *out
@@ -155,25 +155,25 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
         if both == 2:
             c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
         if c.residual != NULL:
-            add_row(c.residual + (out - c.ys[i]), out, rows, out)
+            add_arrays(c.residual + (out - c.ys[i]), out, rows, out)
 
 
 cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef const linears_call *c = <const linears_call *> call
-    cdef const ternary_method *how = &METHODS[c.method]
-    cdef Py_ssize_t M = c.M, K = c.K, m, item, n_items, both, bad = WELL
-    cdef Py_ssize_t n_blocks = (K + how.block_k - 1) // <Py_ssize_t> how.block_k, wide = n_blocks * how.block_k
-    cdef Py_ssize_t x_stride = n_blocks * how.x_bytes, tokens_a_block = tokens_in_l2(x_stride)
+    cdef const ternary_method *form = &METHODS[c.method]
+    cdef Py_ssize_t M = c.M, K = c.K, m, item, n_items, both, bad = OK
+    cdef Py_ssize_t n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k, wide = n_blocks * form.block_k
+    cdef Py_ssize_t x_stride = n_blocks * form.x_bytes, block_tokens = tokens_in_l2(x_stride)
     cdef int8_t *x_q = <int8_t *> malloc(M * wide)
     cdef int32_t *x_sum = <int32_t *> malloc(M * sizeof(int32_t))
     cdef float *x_quant_scale = <float *> malloc(M * sizeof(float))
-    cdef int8_t *expanded = <int8_t *> malloc(M * x_stride) if how.expand != NULL else NULL
+    cdef int8_t *expanded = <int8_t *> malloc(M * x_stride) if form.expand != NULL else NULL
     cdef void *scratch = NULL
     cdef const float *row = NULL
     cdef int32_t *acc = NULL
     cdef int steps = 1 + (c.norm_weight != NULL)
     cdef int team = threads_for(M * K * steps, FLOATS_PER_THREAD, c.threads)
-    if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (how.expand != NULL and expanded == NULL):
+    if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (form.expand != NULL and expanded == NULL):
         bad = NO_MEMORY
     else:
         with parallel(num_threads=team):
@@ -185,24 +185,24 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                 if c.norm_weight != NULL:
                     row = <float *> scratch if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, <float *> scratch) else NULL
                 if row == NULL or not c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
-                    x_quant_scale[m] = 0  # no scale is 0: the mark of a bad row
-                elif how.expand != NULL:
-                    how.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
+                    x_quant_scale[m] = 0  # marks a bad row: no scale is 0
+                elif form.expand != NULL:
+                    form.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
             free(scratch)
         for m in range(M):
             if x_quant_scale[m] == 0:
                 bad = m
                 break
-    if bad == WELL:
+    if bad == OK:
         team = threads_for(c.n_bytes * M, PANEL_BYTES_PER_THREAD, c.threads)
         both = 1 if c.gate == NO_GATE else 2
         n_items = c.n_panels // both
         with parallel(num_threads=team):
             scratch = aligned_scratch(SCRATCH_BYTES)
-            acc = <int32_t *> aligned_scratch(both * min(M, tokens_a_block) * PANEL_ROWS * sizeof(int32_t))
-            # Dynamic, two panels at a time: no faster, in turns on two quiet cores (2B-4T's shape, 12 and 30 layers).
-            for item in prange((M + tokens_a_block - 1) // tokens_a_block * n_items, schedule="static"):
-                multiply_panel(c, item % n_items, item // n_items * tokens_a_block, tokens_a_block, x_sum, x_quant_scale,
+            acc = <int32_t *> aligned_scratch(both * min(M, block_tokens) * PANEL_ROWS * sizeof(int32_t))
+            # Tried: dynamic, two panels at a time: no faster on two quiet cores (2B-4T's shape, 12 and 30 layers).
+            for item in prange((M + block_tokens - 1) // block_tokens * n_items, schedule="static"):
+                multiply_panel(c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
                                x_q if expanded == NULL else expanded, x_stride, acc, scratch)
             free(acc)
             free(scratch)
@@ -215,15 +215,14 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
 
 def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *,
                 const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None):
-    """Several BitLinears of one x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. The panels of all over threads.
+    """Several BitLinears of one x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. Threads take panels of all.
 
-    norm_weight, eps: x is RMSNorm's result for these.  gate: two weights (N, K) give one result,
-    act(x ws[0]^T) * (x ws[1]^T), act being RELU2 or SILU; the two factors never leave L1.  residual (M, N): added to the
-    result of the only weight.
+    norm_weight, eps: RMSNorm is applied to x first.  gate RELU2 or SILU: two weights (N, K) give one result,
+    act(x ws[0]^T) * (x ws[1]^T), whose factors never leave L1.  residual (M, N): added to the only weight's result.
 
-    Returns -1, or the first row that holds NaN or Inf. One parallel region instead of one for each step and matrix:
-    for one token of a 2560-wide block the steps between the products took a tenth of the time. A row that is normed and
-    quantised at once stays in L1.
+    Returns -1, or the first row that holds NaN or Inf. There is one parallel region, not one per step and matrix: for
+    one token of a 2560-wide block the steps between the products took a tenth of the time. A row is normed and
+    quantised while it is in L1.
     """
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
     cdef linears_call c
@@ -250,7 +249,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if residual is not None and (len(ys) != 1 or residual.shape[0] != M or residual.shape[1] != c.n_out[0]):
         raise ValueError(f"bit_linears: {len(ys)} results {M, c.n_out[0]}, residual {residual.shape[0], residual.shape[1]}")
     if M == 0 or count == 0:
-        return WELL
+        return OK
     c.x, c.norm_weight, c.residual, c.eps = &x[0, 0], NULL, NULL, eps
     if norm_weight is not None:
         c.norm_weight = &norm_weight[0]
@@ -262,9 +261,9 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     if tape is not None:
-        places = [<size_t> at for at in (<size_t> c.x, <size_t> c.residual) if at]
-        places += [<size_t> c.ys[i] for i in range(count)]
-        tape.keep(run_linears, &c, sizeof(c), places, (*ws, norm_weight))
+        addresses = [<size_t> c.x] + [<size_t> c.ys[i] for i in range(len(ys))]
+        addresses += [<size_t> c.residual] if residual is not None else []
+        tape.record(run_linears, &c, sizeof(c), addresses, (*ws, norm_weight))
     return bad
 
 

@@ -1,7 +1,5 @@
-/* Attention: scores, softmax, and values weighed by it, over the keys and values of a cache (kv_view.h). A template like
- * float_steps.h, which includes it and whose vectors and exponential it uses. */
-
-/* -- attention of one token and one kv head: R query heads against the keys and values of a kv_view (kv_view.h) -------- */
+/* Attention: scores, softmax, and values weighted by it, over the keys and values of a cache (kv_cache.h). A template,
+ * included by float_steps.h. */
 
 STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
     STEP(f64v) v;
@@ -9,7 +7,8 @@ STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
     return v;
 }
 
-/* scores[r * n_keys] = q[r] . key * scale for HEADS heads of q (in double, d apart). A key is widened once for all. */
+/* scores[r * n_keys] = q[r] . key * scale for HEADS heads of q (in double, d apart). A key is widened once for all
+ * heads. */
 #define SCORES(HEADS, EACH)                                                                                            \
     STEP_INLINE void STEP(scores_##HEADS)(const double *q, size_t d, const float *key, size_t n_keys, double scale,    \
                                           float *scores) {                                                             \
@@ -37,8 +36,7 @@ SCORES(1, ONE_HEAD)
 SCORES(2, TWO_HEADS)
 SCORES(4, FOUR_HEADS)
 
-/* scores[r * n_keys + k] of four heads and SCORE_KEYS keys in double, one behind the other: as many sums as there are
- * registers for */
+/* scores[r * n_keys + k] of four heads and SCORE_KEYS contiguous keys in double: as many sums as fit the registers */
 #if STEP_BYTES == 64
 #define EACH_KEY(DO) DO(0) DO(1) DO(2) DO(3)
 #else
@@ -62,7 +60,7 @@ STEP_INLINE void STEP(scores_4_by_keys)(const double *q, size_t d, const double 
         EACH_KEY(KEY_ADD)
     }
     enum { KEYS = STEP(SCORE_KEYS) };
-    double totals[4 * KEYS]; /* of each head, its keys in order */
+    double totals[4 * KEYS]; /* by heads, then keys */
 #if STEP_BYTES == 64
     STEP(sum_lanes_of_8)(sum00, sum02, sum10, sum12, sum01, sum03, sum11, sum13, totals);
     STEP(sum_lanes_of_8)(sum20, sum22, sum30, sum32, sum21, sum23, sum31, sum33, totals + 8);
@@ -72,21 +70,21 @@ STEP_INLINE void STEP(scores_4_by_keys)(const double *q, size_t d, const double 
     for (size_t r = 0; r < 4 && j < d; r++)
         for (size_t k = 0; k < KEYS; k++)
             for (size_t i = j; i < d; i++) totals[r * KEYS + k] += q[r * d + i] * keys[k * d + i];
-    float all[4 * KEYS];
+    float rounded[4 * KEYS];
     STEP_UNROLL
     for (size_t i = 0; i < 4 * KEYS; i += STEP(DOUBLES)) {
-        const STEP(f32h) some = STEP(narrow)(STEP(load64)(totals + i) * scale);
-        memcpy(all + i, &some, sizeof some);
+        const STEP(f32h) part = STEP(narrow)(STEP(load64)(totals + i) * scale);
+        memcpy(rounded + i, &part, sizeof part);
     }
     STEP_UNROLL
-    for (size_t r = 0; r < 4; r++) memcpy(scores + r * n_keys, all + r * KEYS, KEYS * sizeof(float));
+    for (size_t r = 0; r < 4; r++) memcpy(scores + r * n_keys, rounded + r * KEYS, KEYS * sizeof(float));
 }
 #undef EACH_KEY
 #undef KEY_ZERO
 #undef KEY_ADD
 
-/* sums[r * d + j ..] += sum over s of pattern[r * n_keys + s] * values[s * stride + j ..], two vectors of HEADS heads at a
- * time, for the `count` keys of a block; `next` is where the values of the next block begin. */
+/* sums[r * d + j ..] += sum over s of pattern[r * n_keys + s] * values[s * stride + j ..] for the `count` keys of a
+ * block, two vectors of HEADS heads at a time. Prefetches `next`, the values of the next block. */
 #define VALUES(NAME, HEADS, EACH, NUMBER, WIDE)                                                                        \
     STEP_INLINE void STEP(NAME)(const double *pattern, size_t n_keys, const NUMBER *values, size_t count,              \
                                 const float *next, size_t d, size_t stride, double *sums) {                            \
@@ -136,11 +134,12 @@ VALUES(wide_values_4, 4, FOUR_HEADS, double, load64)
 STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) {
     const STEP(f64v) zero = {0};
     STEP(f32h) v;
-    STEP(f64v) most = zero + (double)scores[0];
+    STEP(f64v) max_lanes = zero + (double)scores[0];
     size_t i = 0;
-    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) most = STEP(larger)(STEP(wide)(scores + i), most);
+    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) max_lanes = STEP(larger)(STEP(wide)(scores + i), max_lanes);
     float largest = scores[0];
-    for (size_t lane = 0; lane < STEP(DOUBLES); lane++) largest = most[lane] > largest ? (float)most[lane] : largest;
+    for (size_t lane = 0; lane < STEP(DOUBLES); lane++)
+        largest = max_lanes[lane] > largest ? (float)max_lanes[lane] : largest;
     for (; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
     STEP(f64v) sum = zero, power;
     for (i = 0; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
@@ -150,7 +149,7 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) 
         sum += power;
     }
     double total = STEP(sum_lanes)(sum);
-    if (i < n) { /* the last few together; those that there are not are e^0 */
+    if (i < n) { /* the last few together, padded with e^0 */
         v = (STEP(f32h)){0} + largest;
         memcpy(&v, scores + i, (n - i) * sizeof(float));
         power = STEP(exp_lanes)(STEP(widen)(v - largest));
@@ -165,12 +164,12 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) 
     for (; i < n; i++) p[i] = (float)(p[i] * inverse);
 }
 
-/* doubles of workspace that `attend` needs, and `attend_many` for R rows of all tokens */
+/* the doubles of workspace that `attend` needs, and `attend_many` with R rows of all tokens */
 STEP_TARGET static size_t STEP(attend_workspace)(size_t R, size_t d, size_t n_keys) {
     return (STEP(BLOCK_KEYS) + 2 * R) * d + R * n_keys + (R * n_keys + STEP(BLOCK_KEYS) * d + 1) / 2;
 }
 
-/* `count` rows of a pool as floats, *stride apart: where they lie, or of a narrow kind, widened into `buffer` */
+/* `count` rows of a pool as floats, *stride apart: in place, or widened into `buffer` */
 STEP_INLINE const float *STEP(as_floats)(const kv_view *kv, const kv_pool *pool, size_t row, size_t count, size_t d,
                                          float *buffer, size_t *stride) {
     *stride = kv->kind == KV_FLOAT32 ? kv->stride : d;
@@ -189,8 +188,8 @@ STEP_INLINE const float *STEP(as_floats)(const kv_view *kv, const kv_pool *pool,
 }
 
 STEP_INLINE void STEP(fetch)(const kv_view *kv, const kv_pool *pool, size_t row, size_t d) {
-    const char *bytes = kv_row(kv, pool, row);
-    for (size_t i = 0; i < kv_row_bytes(kv, d); i += 64) __builtin_prefetch(bytes + i);
+    const char *bytes = (const char *)pool->rows + kv_bytes(kv->kind, row * kv->stride);
+    for (size_t i = 0; i < kv_bytes(kv->kind, d); i += 64) __builtin_prefetch(bytes + i);
 }
 
 /* scores[r * n_keys] of R heads and one key */
@@ -202,7 +201,7 @@ STEP_INLINE void STEP(scores)(const double *q, size_t R, size_t d, const float *
     if (r < R) STEP(scores_1)(q + r * d, d, key, n_keys, scale, scores + r * n_keys);
 }
 
-/* sums (R, d) += those of `count` keys */
+/* sums (R, d) += the weighted values of `count` keys */
 STEP_INLINE void STEP(values)(const double *pattern, size_t n_keys, size_t R, const float *values, size_t count,
                               const float *next, size_t d, size_t stride, double *sums) {
     size_t r = 0;
@@ -211,40 +210,39 @@ STEP_INLINE void STEP(values)(const double *pattern, size_t n_keys, size_t R, co
     if (r < R) STEP(values_1)(pattern + r * n_keys, n_keys, values, count, next, d, stride, sums + r * d);
 }
 
-/* q (R, d) -> z (R, d); see layers.py: attention_scores, softmax, attention_values. A head's result does not depend on
- * which others are computed with it, nor on how the keys lie in pages: every sum runs through the keys in one order.
+/* q (R, d) -> z (R, d): attention_scores, softmax and attention_values of layers.py for one token and one kv head. The
+ * result of a head does not depend on the other heads, nor on the pages: every sum runs over the keys in one order.
  *
- * The keys are taken in blocks, of keys that lie one behind the other. The values of a block stay in L1 for all j, the
- * sums waiting in `sums` (R, d); going through all keys for each j instead touched a line of each row, far apart, again
- * and again.
+ * The keys are taken in blocks of contiguous keys. The values of a block stay in L1 for all j, the sums in `sums` (R,
+ * d); iterating over all keys for each j would touch a cache line of each row again and again.
  *
- * Measured, 20 heads of 128 on 5 kv heads, 1 thread of a Cascade Lake Xeon (keys and values from memory): 500 keys 0.51 ms,
- * 3000 keys 3.3. Without blocks of keys in `values`, 0.89 and 6.1; with them, the next block fetched all at once, 0.66 and
- * 4.5; the next block fetched line by line beside the sums, as here, 0.51 and 3.4. Later, 2000 keys: blocks of 32 keys 2.3
- * ms, of 16, which is also a usual page, 2.05; pages of 16 tokens in a random order 2.2.
- * Four keys of one head, or two, at a time, so that no sum waits for itself: 0.95 to 1.1 times as fast with AVX-512, 1.0 to
- * 1.3 with AVX2 (the most with one query head a kv head): most of the waiting is for L3; left out.
- * Later still, AVX-512, keys and values in the caches: 40 keys 38 us, 1000 keys 630; with `widen`, `sum_lanes` and the
- * pattern's broadcast each one instruction or three, 17 and 440. Softmax with the pattern by heads, not by keys, so that all
- * three passes are vectors: 512 keys 0.9 us a head, not 1.95; of all attention over 512 keys, a tenth.
- * A Sapphire Rapids, one thread, 20 heads on 5: 1000 keys 300 us in the caches, 547 from memory (10 GB/s of 18: a core waits
- * for 16 lines at a time, and rows lie too far apart for it to fetch ahead). The kv heads of a block of keys one after the
- * other, not each through all keys: 505, but 100 keys 57, not 51; left out. */
+ * Measured, 20 heads of 128 on 5 kv heads, one thread of a Cascade Lake Xeon, keys and values from memory unless noted:
+ *   500 keys 0.51 ms, 3000 keys 3.3 (without blocks 0.89 and 6.1; the next block prefetched at once 0.66 and 4.5, not
+ *   line by line beside the sums). 2000 keys: blocks of 32 keys 2.3 ms, of 16, a usual page, 2.05; pages of 16 tokens
+ *   in random order 2.2. In the caches, AVX-512: 40 keys 17 us, 1000 keys 440; when `widen`, `sum_lanes` and the
+ *   pattern's broadcast were more than one to three instructions, 38 and 630. Softmax with the pattern by heads, not by
+ *   keys, so that all three passes are vectors: 512 keys 0.9 us per head, not 1.95; a tenth of all attention over 512
+ *   keys.
+ *   A Sapphire Rapids: 1000 keys 300 us in the caches, 547 from memory (10 GB/s of 18: a core waits for 16 cache lines
+ *   at a time, and rows are too far apart for the hardware prefetcher).
+ * Tried: two or four keys of a head at a time, so that no sum waits for itself: 0.95 to 1.1 times as fast with AVX-512,
+ *   1.0 to 1.3 with AVX2 (best with one query head per kv head); it mostly waits for L3. All kv heads of a block before
+ *   the next block: 1000 keys 505 us, but 100 keys 57, not 51. */
 STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const kv_view *kv, double scale,
                                      double *workspace, float *z) {
     const size_t n_keys = kv->n_keys;
     double *wide_q = workspace, *sums = wide_q + R * d, *pattern = sums + R * d;
     float *scores = (float *)(pattern + R * n_keys), *buffer = scores + R * n_keys;
-    size_t stride, row = 0, next = 0, first_value = 0, ahead, count = kv_rows(kv, 0, STEP(BLOCK_KEYS), &row);
+    size_t stride, row = 0, next = 0, first_value = 0, next_count, count = kv_rows(kv, 0, STEP(BLOCK_KEYS), &row);
     const size_t first_values = kv_rows(kv, 0, STEP(BLOCK_KEYS), &first_value);
     for (size_t i = 0; i < R * d; i++) wide_q[i] = q[i];
-    for (size_t start = 0; start < n_keys; start += count, row = next, count = ahead) {
+    for (size_t start = 0; start < n_keys; start += count, row = next, count = next_count) {
         const float *key = STEP(as_floats)(kv, &kv->keys, row, count, d, buffer, &stride);
-        ahead = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
+        next_count = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
         for (size_t s = start; s < start + count; s++, key += stride) {
-            if (s - start < ahead) /* the keys of one head lie too far apart for the hardware to see what comes next */
+            if (s - start < next_count) /* the keys of one head are too far apart for the hardware prefetcher */
                 STEP(fetch)(kv, &kv->keys, next + s - start, d);
-            if (n_keys - 1 - s < first_values) /* the first values, at the end */
+            if (n_keys - 1 - s < first_values) /* at the end, the first values */
                 STEP(fetch)(kv, &kv->values, first_value + first_values + s - n_keys, d);
             STEP(scores)(wide_q, R, d, key, n_keys, scale, scores + s);
         }
@@ -252,30 +250,29 @@ STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const k
     for (size_t r = 0; r < R; r++) STEP(softmax)(scores + r * n_keys, n_keys, pattern + r * n_keys);
     memset(sums, 0, R * d * sizeof(double));
     row = first_value, count = first_values;
-    for (size_t start = 0; start < n_keys; start += count, row = next, count = ahead) {
-        const float *values = STEP(as_floats)(kv, &kv->values, row, count, d, buffer, &stride), *later = values;
-        ahead = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
-        if (ahead && kv->kind == KV_FLOAT32) later = (const float *)kv->values.rows + next * stride;
+    for (size_t start = 0; start < n_keys; start += count, row = next, count = next_count) {
+        const float *values = STEP(as_floats)(kv, &kv->values, row, count, d, buffer, &stride), *next_values = values;
+        next_count = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
+        if (next_count && kv->kind == KV_FLOAT32) next_values = (const float *)kv->values.rows + next * stride;
         else
-            for (size_t n = 0; n < ahead; n++) STEP(fetch)(kv, &kv->values, next + n, d);
-        STEP(values)(pattern + start, n_keys, R, values, count, later, d, stride, sums);
+            for (size_t n = 0; n < next_count; n++) STEP(fetch)(kv, &kv->values, next + n, d);
+        STEP(values)(pattern + start, n_keys, R, values, count, next_values, d, stride, sums);
     }
     for (size_t i = 0; i < R * d; i++) z[i] = (float)sums[i];
 }
 
-/* -- attention of T tokens, one behind the other in a sequence, and one kv head ----------------------------------------
+/* `attend_many`: `attend` for T consecutive tokens of a sequence and one kv head, equal to the bit, with a block of
+ * keys widened once for all. q and z (T, R, d), tokens `q_stride` and `z_stride` floats apart. `kv` has the keys of all
+ * tokens: token t sees all but the last T - 1 - t, and of these at most the last `window` (0: all). Rows (t, r) go four
+ * at a time; keys that not all of the four see go row by row.
  *
- * The same as `attend` for each, to the bit, with a block of keys widened once for all: q and z (T, R, d), tokens
- * `q_stride` and `z_stride` floats apart. `kv` is what all see together: token t sees it to the end but for the T - 1 - t last, and
- * of that at most the last `window` (0: all). Rows (t, r) go four at a time; the few keys that not all of a four see,
- * row by row.
- *
- * Measured on one thread, AVX-512, 8 tokens of 4 heads of 128, keys in the caches, us: 64 keys 33, 512 keys 234; `attend` for
- * one after the other 39 and 289. Of the 234, scores take 82 (26 G multiply-adds/s of some 38), values 72 (29), softmax 28,
- * widening 9. Scores of two keys at a time, not four: 104. The next block's rows fetched meanwhile: no faster.
- * A prompt of 512 tokens, 5 kv heads: 49.4 ms; with four scores of a row stored at once, and one kv head's tokens behind each
- * other (its keys then lie in L2), 44.5. The loops of products are half of that, at 33 G multiply-adds/s; softmax 5.6 ms,
- * widening 4. 64 rows at a time, not 32: no faster. */
+ * Measured, one thread, AVX-512, 8 tokens of 4 heads of 128, keys in the caches: 64 keys 33 us, 512 keys 234 (`attend`
+ *   per token: 39 and 289). Of the 234, scores take 82 (26 G multiply-adds/s of some 38), values 72 (29), softmax 28,
+ *   widening 9. A prompt of 512 tokens, 5 kv heads: 44.5 ms; 49.4 without storing four scores of a row at once and
+ *   without taking the tokens of one kv head in turn (its keys are then in L2). The loops of products are half of that,
+ *   at 33 G multiply-adds/s; softmax 5.6 ms, widening 4.
+ * Tried: scores of two keys at a time, not four: 104 for 82 us. Prefetching the next block's rows: no faster. 64 rows
+ *   at a time, not 32: no faster. */
 typedef struct {
     size_t from, to; /* keys */
 } STEP(range);
@@ -284,7 +281,7 @@ STEP_INLINE STEP(range) STEP(within)(STEP(range) keys, size_t from, size_t to) {
     return (STEP(range)){keys.from > from ? keys.from : from, keys.to < to ? keys.to : to};
 }
 
-/* the keys from .. to that all of R rows see; from .. from when there are none */
+/* the keys from .. to that all R rows see; from .. from when there are none */
 STEP_INLINE STEP(range) STEP(seen_by_all)(const STEP(range) *seen, size_t R, size_t from, size_t to) {
     STEP(range) all = {from, to};
     for (size_t r = 0; r < R; r++) all = STEP(within)(seen[r], all.from, all.to);
@@ -327,16 +324,19 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
             for (; four == 4 && rest.from + STEP(SCORE_KEYS) <= rest.to; rest.from += STEP(SCORE_KEYS))
                 STEP(scores_4_by_keys)(wide_q + i * d, d, block + (rest.from - start) * d, n_keys, scale,
                                        scores + i * n_keys + rest.from);
+#define BEFORE(r) STEP(within)(seen[i + (r)], start, all.from) /* keys of the block that not all four rows see */
+#define AFTER(r) STEP(within)(seen[i + (r)], all.to, start + count)
 #define SCORE(KEYS, R, r)                                                                                              \
-    for (size_t s = (KEYS).from; s < (KEYS).to; s++)                                                                   \
-        STEP(scores)(wide_q + (i + (r)) * d, R, d, keys + (s - start) * stride, n_keys, scale,                         \
-                     scores + (i + (r)) * n_keys + s);
+    {                                                                                                                  \
+        const STEP(range) part = KEYS;                                                                                 \
+        for (size_t s = part.from; s < part.to; s++)                                                                   \
+            STEP(scores)(wide_q + (i + (r)) * d, R, d, keys + (s - start) * stride, n_keys, scale,                     \
+                         scores + (i + (r)) * n_keys + s);                                                             \
+    }
             SCORE(rest, four, 0)
             for (size_t r = 0; r < four; r++) {
-                const STEP(range) before = STEP(within)(seen[i + r], start, all.from),
-                                  after = STEP(within)(seen[i + r], all.to, start + count);
-                SCORE(before, 1, r)
-                SCORE(after, 1, r)
+                SCORE(BEFORE(r), 1, r)
+                SCORE(AFTER(r), 1, r)
             }
 #undef SCORE
         }
@@ -354,22 +354,21 @@ STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, si
             const double *p = pattern + i * n_keys;
             double *to = sums + i * d;
 #define ADD(KEYS, R, r)                                                                                                \
-    if ((KEYS).from < (KEYS).to)                                                                                       \
-        STEP(values)(p + (r) * n_keys + (KEYS).from, n_keys, R, values + ((KEYS).from - start) * stride,               \
-                     (KEYS).to - (KEYS).from, NULL, d, stride, to + (r) * d);
-            for (size_t r = 0; r < four; r++) {
-                const STEP(range) before = STEP(within)(seen[i + r], start, all.from);
-                ADD(before, 1, r)
-            }
+    {                                                                                                                  \
+        const STEP(range) part = KEYS;                                                                                 \
+        if (part.from < part.to)                                                                                       \
+            STEP(values)(p + (r) * n_keys + part.from, n_keys, R, values + (part.from - start) * stride,               \
+                         part.to - part.from, NULL, d, stride, to + (r) * d);                                          \
+    }
+            for (size_t r = 0; r < four; r++) ADD(BEFORE(r), 1, r)
             if (four == 4)
                 STEP(wide_values_4)(p + all.from, n_keys, block + (all.from - start) * d, all.to - all.from, NULL, d, d,
                                     to);
             else
                 ADD(all, four, 0)
-            for (size_t r = 0; r < four; r++) {
-                const STEP(range) after = STEP(within)(seen[i + r], all.to, start + count);
-                ADD(after, 1, r)
-            }
+            for (size_t r = 0; r < four; r++) ADD(AFTER(r), 1, r)
+#undef BEFORE
+#undef AFTER
 #undef ADD
         }
     }

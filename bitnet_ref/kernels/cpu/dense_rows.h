@@ -1,35 +1,34 @@
-/* Rows of a dense matrix against some tokens, in float32: the head where all logits are wanted, and dense models.
+/* Rows of a dense matrix times some tokens, in float32: the head where all logits are wanted, and dense models.
  *
- * Plain version: layers.py, `dense_matmul`. A row and a token are summed in 32 lanes (lane j takes the columns j, 32 + j,
- * ...), then by halves (16 + 16, 8 + 8, ...), then come the columns beyond the last 32; each product and each sum is
- * rounded. This order is the same on every machine, for any number of rows and tokens.
+ * Plain version: layers.py, `dense_matmul`. The product of a row and a token is summed in 32 lanes (lane j takes
+ * columns j, 32 + j, ...), then by halves (16 + 16, 8 + 8, ...), then come the columns beyond the last 32; each product
+ * and each sum is rounded. This order is the same on every machine, for any number of rows and tokens.
  *
- * A tile of rows and tokens is computed at once: a weight is widened once for all tokens of the tile, and there are sums
- * enough under way that none waits for its own last addition. A pass takes two vectors of each sum: all 32 lanes where a
- * register has 64 bytes, else there are two or four passes. One token with AVX2 takes two rows and all lanes at once.
+ * A tile of rows and tokens is computed at once: a weight is widened once for all tokens of the tile, and enough sums
+ * are in flight to hide the latency of an addition. A pass takes two vectors of each sum: all 32 lanes with registers
+ * of 64 bytes, else it takes two or four passes. One token with AVX2 takes two rows and all lanes at once.
  *
- * A template like float_steps.h, which includes it. The tile's sums are an array that GCC 12 keeps in registers because
- * one flat loop, unrolled by order, goes through it; in nested loops it stayed in memory.
+ * A template, included by float_steps.h. GCC 12 keeps the tile's array of sums in registers because one flat, unrolled
+ * loop iterates over it; with nested loops it stayed in memory.
  *
- * Measured, one thread of a Cascade Lake Xeon, AVX-512, bfloat16 rows, G multiply-adds/s of processor time: 64128 x 2560
- * (from memory), 16 tokens 21.1, 6 tokens 20.8, 1 token 5.9 (12 GB/s, the memory's); 512 x 2560 (in L2), 12 tokens 21.4;
- * 4096 x 256, 64 tokens 16.6. A row and a token at a time gave 6.2 for any number of tokens. The most that products and
- * sums rounded apart can give is 36. What it took: sums and activations on lines of the cache (half of it), vpmovzxwd for
- * the weights. Tried: 4 rows x 3 tokens, 15 (twice the weights to widen a product). AVX2, 1 token, 60000 x 2560: two rows
- * in one pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four are too much for L1, 9.4
- * (18.3).
- */
+ * Measured, one thread of a Cascade Lake Xeon, AVX-512, bfloat16 rows, G multiply-adds/s of processor time: 64128 x
+ *   2560 (from memory), 16 tokens 21.1, 6 tokens 20.8, 1 token 5.9 (12 GB/s, the memory's rate); 512 x 2560 (in L2), 12
+ *   tokens 21.4; 4096 x 256, 64 tokens 16.6. One row and token at a time: 6.2 for any number of tokens. The max with
+ *   products and sums rounded apart is 36. Half of the gain came from aligning sums and activations to cache lines, the
+ *   rest from vpmovzxwd for the weights.
+ * Tried: 4 rows x 3 tokens: 15 (twice the weights to widen per product). AVX2, 1 token, 60000 x 2560: two rows in one
+ *   pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four exceed L1, 9.4 (18.3). */
 
-enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* against two rows: what fits 32 registers, or 16 */
+enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* per tile of two rows: what fits 32 registers, or 16 */
 
-/* a vector of weights of a row, as float32: kind 0 float32, 1 bfloat16 */
+/* a vector of a row's weights as float32. kind: 0 float32, 1 bfloat16 */
 STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) {
     if (kind == 0) {
         STEP(f32v) v;
         memcpy(&v, (const float *)row + k, sizeof v);
         return v;
     }
-#if STEP_BYTES == 64 /* GCC 12 makes six instructions of __builtin_convertvector */
+#if STEP_BYTES == 64 /* GCC 12 turns __builtin_convertvector into six instructions */
     const __m256i bits = _mm256_loadu_si256((const __m256i *)((const uint16_t *)row + k));
     return (STEP(f32v))_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 #elif STEP_BYTES == 32
@@ -44,10 +43,7 @@ STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) 
 
 STEP_INLINE float STEP(weight)(const void *row, size_t k, const int kind) {
     if (kind == 0) return ((const float *)row)[k];
-    const uint32_t bits = (uint32_t)((const uint16_t *)row)[k] << 16;
-    float v;
-    memcpy(&v, &bits, 4);
-    return v;
+    return bits_float((uint32_t)((const uint16_t *)row)[k] << 16);
 }
 
 STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
@@ -65,16 +61,16 @@ STEP_INLINE STEP(four) STEP(fold)(const float *lanes) {
     return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-/* y[t * y_stride + r] = w[r] . x[t] for R rows and T tokens, V vectors of each sum a pass. The R rows that follow are
- * fetched meanwhile. */
+/* y[t * y_stride + r] = w[r] . x[t] for R rows and T tokens, V vectors of each sum per pass. Prefetches the next R
+ * rows. */
 STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t K,
                                   const float *x, float *y, size_t y_stride) {
-    const size_t size = kind == 0 ? 4 : 2, whole = K - K % 32;
-    float lanes[2 * STEP(DENSE_TOKENS)][16] __attribute__((aligned(64))); /* of each row and token: 32, folded once */
-    if (STEP(FLOATS) < 16) memset(lanes, 0, sizeof lanes); /* they are set before they are read, which GCC cannot see */
+    const size_t size = kind == 0 ? 4 : 2, K32 = K - K % 32;
+    float lanes[2 * STEP(DENSE_TOKENS)][16] __attribute__((aligned(64))); /* of each row and token, folded once */
+    if (STEP(FLOATS) < 16) memset(lanes, 0, sizeof lanes); /* they are set before they are read, but GCC warns */
     for (size_t pass = 0; pass < 32; pass += V * STEP(FLOATS)) {
         STEP(f32v) sum[4 * STEP(DENSE_TOKENS)] = {{0}}, weights[8];
-        for (size_t k = pass; k < whole; k += 32) {
+        for (size_t k = pass; k < K32; k += 32) {
             STEP_UNROLL
             for (int i = 0; i < V * R; i++) {
                 const char *row = w + i / V * K * size;
@@ -87,11 +83,11 @@ STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, cons
         }
         STEP_UNROLL
         for (int i = 0; i < R * T; i++) {
-            const int all = V * STEP(FLOATS) == 32, kept = all ? V / 2 : V;
+            const int has_all = V * STEP(FLOATS) == 32, n_vectors = has_all ? V / 2 : V;
             STEP_UNROLL
-            for (int v = 0; v < kept; v++) {
+            for (int v = 0; v < n_vectors; v++) {
                 STEP(f32v) *half = &sum[V * i + v];
-                if (all) *half += half[kept];
+                if (has_all) *half += half[n_vectors];
                 if (pass >= 16) *half = STEP(floats)(lanes[i] + pass - 16 + v * STEP(FLOATS)) + *half;
                 memcpy(lanes[i] + pass % 16 + v * STEP(FLOATS), half, sizeof *half);
             }
@@ -103,12 +99,12 @@ STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, cons
     STEP_UNROLL
     for (int i = 0; i < R * T; i++) {
         float total = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
-        for (size_t k = whole; k < K; k++) total += STEP(weight)(w + i / T * K * size, k, kind) * x[i % T * K + k];
+        for (size_t k = K32; k < K; k++) total += STEP(weight)(w + i / T * K * size, k, kind) * x[i % T * K + k];
         y[i % T * y_stride + i / T] = total;
     }
 }
 
-/* R rows against all tokens, in parts as even as can be */
+/* R rows times all tokens, in parts of equal size or nearly */
 STEP_INLINE void STEP(dense_tokens)(const int kind, const int R, const char *w, size_t K, const float *x, size_t M,
                                     float *y, size_t y_stride) {
     const size_t parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
@@ -135,7 +131,7 @@ STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows,
     size_t n = 0;
     if (M == 1 && STEP_BYTES == 32)
         for (; n + 2 <= rows; n += 2) STEP(dense_tile)(kind, 2, 1, 4, w + n * row_bytes, K, x, y + n, y_stride);
-    if (M == 1) /* four rows, so that enough sums are under way */
+    if (M == 1) /* four rows, so that enough sums are in flight */
         for (; n + 4 <= rows; n += 4) STEP(dense_tile)(kind, 4, 1, 2, w + n * row_bytes, K, x, y + n, y_stride);
     for (; n + 2 <= rows; n += 2) STEP(dense_tokens)(kind, 2, w + n * row_bytes, K, x, M, y + n, y_stride);
     for (; n < rows; n++)

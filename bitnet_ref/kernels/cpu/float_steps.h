@@ -1,21 +1,19 @@
-/* The float steps of a token: norm, quantise, dequantise, gate, RoPE; attention_steps.h, dense_rows.h and head_screen.h, which
- * are included at the end, have the others. A template: kernels.h includes it once for each instruction set: STEP(name) names
- * the copies, STEP_BYTES is the width of a register and STEP_TARGET says what the compiler may use. The text is portable
- * C with the vector types of GCC and clang.
+/* The float steps per token: norm, quantise, dequantise, gate, RoPE. Includes the others at its end: attention_steps.h,
+ * dense_rows.h, head_screen.h. A template: kernels.h includes it once per instruction set. STEP(name) names the copies,
+ * STEP_BYTES is the width of a register, STEP_TARGET the target of the compiler. The text is portable C with the vector
+ * types of GCC and clang. STEP_MULADD(a, b, c) is a * b + c in double, fused where the target can; only sums use it,
+ * whose last bit is lost.
  *
- * STEP_MULADD(a, b, c) is a * b + c in double, fused where the target can: it serves sums only, whose last bit is lost.
- *
- * Plain version: reference/layers.py and reference/quantization.py, which these follow operation by operation: products and
+ * Plain version: reference/layers.py and reference/quantization.py, followed operation by operation: products and
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
- * So every copy gives NumPy's float32, bit for bit, but where a double sum lies within 1e-16 of a rounding boundary.
+ * So every copy gives NumPy's float32 bit for bit, except where a double sum lies within 1e-16 of a rounding boundary.
  * Dense rows (dense_rows.h) are summed in float32, in one fixed order on every machine.
  *
- * Norm, gate and sums of a prompt wait for L3 (20 to 25 GB/s a thread, Cascade Lake): rms_norm with the quotient by
- * Markstein's five operations in place of a division of 16 cycles, equal to the bit, took 68 for 88 us of 64 x 2560, but
- * 209 for 225 of 64 x 6912, and a prompt gained 0.3%. It was left out.
- */
+ * For a prompt, norm, gate and sums wait for L3 (20 to 25 GB/s per thread, Cascade Lake). Tried: rms_norm with
+ * Markstein's five operations for the quotient, not a division of 16 cycles, equal to the bit: 68 for 88 us of 64 x
+ * 2560, 209 for 225 of 64 x 6912, a prompt 0.3% faster; left out. */
 
-/* Keys of 512 bytes each in most models: a block and the next one are half of L1 */
+/* most models have keys of 512 bytes: a block and the next one are half of L1 */
 enum { STEP(BLOCK_KEYS) = 16, STEP(SCORE_KEYS) = STEP_BYTES == 64 ? 4 : 2 };
 enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4 };
 typedef double STEP(f64v) __attribute__((vector_size(STEP_BYTES)));
@@ -31,8 +29,8 @@ typedef uint16_t STEP(u16h) __attribute__((vector_size(STEP_BYTES / 2)));
 #define STEP_UNROLL _Pragma("GCC unroll 32")
 #endif
 
-/* Conversions, and the sum of a vector by halves. With intrinsics where GCC 12 makes of __builtin_convertvector several
- * conversions of half a vector, and of a loop over lanes a chain of additions. */
+/* Conversions, and the sum of a vector by halves. Intrinsics, because GCC 12 turns __builtin_convertvector into several
+ * conversions of half a vector, and a loop over lanes into a chain of additions. */
 #if STEP_BYTES == 64
 STEP_INLINE STEP(f64v) STEP(widen)(STEP(f32h) v) { return (STEP(f64v))_mm512_cvtps_pd((__m256)v); }
 STEP_INLINE STEP(f32h) STEP(narrow)(STEP(f64v) v) { return (STEP(f32h))_mm512_cvtpd_ps((__m512d)v); }
@@ -47,7 +45,7 @@ STEP_INLINE STEP(f32h) STEP(narrow)(STEP(f64v) v) { return __builtin_convertvect
 STEP_INLINE double STEP(sum_lanes)(STEP(f64v) v) { return v[0] + v[1]; }
 #endif
 
-/* `sum_lanes` of eight vectors, the same additions: totals of a0, b0, a1, b1, a2, b2, a3, b3 */
+/* `sum_lanes` of eight vectors by the same additions; totals in the order a0, b0, a1, b1, a2, b2, a3, b3 */
 STEP_INLINE void STEP(sum_lanes_of_8)(STEP(f64v) a0, STEP(f64v) a1, STEP(f64v) a2, STEP(f64v) a3, STEP(f64v) b0,
                                       STEP(f64v) b1, STEP(f64v) b2, STEP(f64v) b3, double *totals) {
 #if STEP_BYTES == 64
@@ -71,7 +69,7 @@ STEP_INLINE STEP(f64v) STEP(choose)(STEP(i64v) mask, STEP(f64v) a, STEP(f64v) b)
     return (STEP(f64v))(((STEP(i64v))a & mask) | ((STEP(i64v))b & ~mask));
 }
 
-/* the larger, lane by lane; b where one is NaN */
+/* max, lane by lane; b where one is NaN */
 STEP_INLINE STEP(f64v) STEP(larger)(STEP(f64v) a, STEP(f64v) b) {
 #if STEP_BYTES == 64
     return (STEP(f64v))_mm512_max_pd((__m512d)a, (__m512d)b);
@@ -82,7 +80,8 @@ STEP_INLINE STEP(f64v) STEP(larger)(STEP(f64v) a, STEP(f64v) b) {
 #endif
 }
 
-/* e^x for x <= 0, to within an ulp or so of double; below -700 it stays e^-700, which is 0 in float32. NaN stays NaN. */
+/* e^x for x <= 0, to within an ulp or so of double; below -700 it stays e^-700, which is 0 in float32. NaN stays NaN.
+ */
 STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
     const STEP(f64v) zero = {0}, lowest = zero - 700.0;
     x = STEP(larger)(lowest, x);
@@ -90,24 +89,17 @@ STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
     const STEP(f64v) shifted = x * 1.4426950408889634 + magic;
     const STEP(f64v) n = shifted - magic;
     const STEP(f64v) r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
-    STEP(f64v) p = STEP_MULADD(r, zero + (1.0 / 6227020800.0), zero + (1.0 / 479001600.0)); /* the series of e^r, |r| <= ln(2)/2, to r^13 / 13! */
-    p = STEP_MULADD(p, r, zero + (1.0 / 39916800.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 3628800.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 362880.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 40320.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 5040.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 720.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 120.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 24.0));
-    p = STEP_MULADD(p, r, zero + (1.0 / 6.0));
-    p = STEP_MULADD(p, r, zero + 0.5);
-    p = STEP_MULADD(p, r, zero + 1.0);
-    p = STEP_MULADD(p, r, zero + 1.0);
+    /* the series of e^r, |r| <= ln(2)/2, to r^13 / 13! */
+    STEP(f64v) p = STEP_MULADD(r, zero + (1.0 / 6227020800.0), zero + (1.0 / 479001600.0));
+#define TERM(factorial) p = STEP_MULADD(p, r, zero + 1.0 / (factorial));
+    TERM(39916800.0) TERM(3628800.0) TERM(362880.0) TERM(40320.0) TERM(5040.0) TERM(720.0)
+    TERM(120.0) TERM(24.0) TERM(6.0) TERM(2.0) TERM(1.0) TERM(1.0)
+#undef TERM
     const STEP(i64v) power = ((STEP(i64v))shifted + 1023) << 52; /* 2^n */
     return p * (STEP(f64v))power;
 }
 
-/* `count` floats, at most a vector of them; whole vectors without a loop */
+/* `count` floats, at most a vector; a full vector without a loop */
 STEP_INLINE void STEP(load)(const float *x, size_t count, STEP(f32h) *v) {
     if (count == STEP(DOUBLES)) memcpy(v, x, sizeof *v);
     else memcpy(v, x, count * sizeof(float));
@@ -138,28 +130,24 @@ STEP_TARGET static int STEP(rms_norm)(const float *x, const float *weight, size_
 
 /* x (K) -> x_q (K) int8, *x_quant_scale, *x_sum. Returns 0 when x is not finite.
  *
- * No x[i] * scale is as far from zero as 127.5: 127 / largest and the product are each off by 2^-24 of themselves at
- * most. So nothing is clipped, and adding 1.5 * 2^23, which rounds to the nearest integer, half to even, leaves that
- * integer in the last bits of the float: as it is, modulo 2^8 and, in the sum, modulo 2^32.
- * Measured, 64 rows of 2560 in L2, AVX-512: 35 us; with the clipping and conversions that the formula names, 63. */
+ * |x[i] * scale| < 127.5: 127 / largest and the product each have a relative error of 2^-24 at most. So nothing is
+ * clipped. Adding 1.5 * 2^23 rounds to the nearest integer, half to even, and leaves it in the last bits of the float:
+ * x_q takes them modulo 2^8, the sum modulo 2^32.
+ * Measured, 64 rows of 2560 in L2, AVX-512: 35 us; with the formula's clipping and conversions, 63. */
 STEP_TARGET static int STEP(quantize)(const float *x, size_t K, int8_t *x_q, float *x_quant_scale, int32_t *x_sum) {
-    uint32_t largest_bits = 0; /* of |x|, as an integer: the same order, and NaN above all */
+    uint32_t largest_bits = 0; /* max of |x| as integers: the same order, NaN above all */
     for (size_t i = 0; i < K; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, 4);
-        bits &= 0x7FFFFFFFu;
+        const uint32_t bits = float_bits(x[i]) & 0x7FFFFFFFu;
         largest_bits = bits > largest_bits ? bits : largest_bits;
     }
     if (largest_bits >= 0x7F800000u) return 0;
-    float largest;
-    memcpy(&largest, &largest_bits, 4);
+    const float largest = bits_float(largest_bits);
     const float scale = 127.0f / (largest > 1e-5f ? largest : 1e-5f);
     const float magic = 12582912.0f; /* 1.5 * 2^23, whose bits are 0x4B400000 */
     uint32_t sum = 0;
     for (size_t i = 0; i < K; i++) {
         const float v = x[i] * scale + magic;
-        uint32_t bits;
-        memcpy(&bits, &v, 4);
+        const uint32_t bits = float_bits(v);
         x_q[i] = (int8_t)bits;
         sum += bits;
     }
@@ -205,7 +193,7 @@ STEP_TARGET static void STEP(gated)(const float *gate, const float *up, size_t n
     }
 }
 
-/* Turn the pairs (x[j], x[j + half]) of each head by the token's angles; x (heads, 2 * half), cos and sin (half) */
+/* Rotates the pairs (x[j], x[j + half]) of each head by the token's angles; x (heads, 2 * half), cos and sin (half) */
 STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, const float *cos, const float *sin,
                                    float *y) {
     for (size_t h = 0; h < heads; h++, x += 2 * half, y += 2 * half)

@@ -1,14 +1,11 @@
-/* The variants of every kernel, one for each instruction set, and the choice among them at run time.
- *
- * One extension holds them all: each is compiled for its own target, and none runs on a machine that lacks it. */
+/* The kernel sets, one per instruction set, each compiled for its own target; one is chosen at run time. */
 #ifndef BITNET_REF_KERNELS_H
 #define BITNET_REF_KERNELS_H
 
-#include <math.h>
 #include <unistd.h>
 
 #include "dense_avx512.h"
-#include "kv_view.h"
+#include "kv_cache.h"
 #include "peaks.h"
 #include "screen_avx512.h"
 #include "table_avx2.h"
@@ -39,14 +36,14 @@
 #include "screen_amx.h"
 #endif
 
-/* A way to multiply by a ternary matrix, all exact: how its weights lie in panels of 64 rows, and what of x it reads. */
+/* A layout of ternary weights in panels of 64 rows, and the form of x that its kernels read. All are exact. */
 typedef struct {
     const char *name;
     size_t block_k; /* columns in a block of 256 bytes */
-    size_t x_bytes; /* of a token, for a block: block_k where the kernel reads x itself */
+    size_t x_bytes; /* that a kernel reads per token and block: block_k where it reads x itself */
     void (*pack)(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel);
     void (*unpack)(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed);
-    void (*expand)(const int8_t *x, size_t n_blocks, uint8_t *out); /* what it reads in place of x, or NULL */
+    void (*expand)(const int8_t *x, size_t n_blocks, uint8_t *out); /* what kernels read instead of x, or NULL */
 } ternary_method;
 
 enum { MULTIPLY_ADD, TABLE_LOOK_UP, DENSE, N_METHODS };
@@ -56,7 +53,8 @@ static const ternary_method METHODS[N_METHODS] = {
     {"1.6-bit", DENSE_BLOCK_K, DENSE_BLOCK_K, pack_dense_panel, unpack_dense_panel, NULL},
 };
 
-/* A set's kernel for a method; run NULL: it has none. Beyond max_k columns (0: no limit) the scalar one must do it. */
+/* A set's kernel for a method. run NULL: there is none. The scalar kernel must run for more than max_k columns (0: no
+ * limit). */
 typedef struct {
     ternary_panel_fn run;
     size_t max_k;
@@ -65,7 +63,7 @@ typedef struct {
 typedef struct {
     const char *name;
     ternary_kernel ternary[N_METHODS];
-    peak_fn peak; /* the ceiling of its product instruction, where it is measured */
+    peak_fn peak; /* the peak rate of its product instruction, or NULL */
     int (*rms_norm)(const float *, const float *, size_t, double, float *);
     int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *);
     void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *);
@@ -80,7 +78,7 @@ typedef struct {
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
     void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
                         float *, float *, size_t);
-    /* what `screen_rows` reads of more than SCREEN_TILE_TOKENS in place of X: room for (M rounded up to 16, wide); or NULL */
+    /* makes what `screen_rows` reads instead of X for M > SCREEN_TILE_TOKENS: (M rounded up to 16, wide); or NULL */
     void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
 } kernel_set;
 
@@ -123,7 +121,7 @@ enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };
 #include <sys/auxv.h>
 #endif
 
-/* What this processor lacks for a set, or NULL when it can run it */
+/* what this processor lacks for a set, or NULL when it can run it */
 static const char *kernel_set_lacks(size_t index) {
     const char *name = KERNEL_SETS[index].name;
 #if defined(__x86_64__)
@@ -147,7 +145,7 @@ static const char *kernel_set_lacks(size_t index) {
     return NULL;
 }
 
-/* of one core, as the system says, or 1 MB */
+/* the L2 cache of one core as the system reports it, or 1 MB */
 static inline long l2_bytes(void) {
     long bytes = 0;
 #if defined(_SC_LEVEL2_CACHE_SIZE)

@@ -1,20 +1,19 @@
-/* How ternary weights lie in memory for every kernel here: panels of 64 rows.
+/* The layout of ternary weights for every kernel here: panels of 64 rows.
  *
- * A panel holds 64 rows (output features) and all K columns, in blocks of 16 columns. A block is 256 bytes, read in
- * order: 4 vectors of 64 bytes, a vector for 16 rows, 4 bytes for a row. Byte i of a row's four holds columns i, 4+i,
- * 8+i, 12+i of the block in its bits 0-1, 2-3, 4-5, 6-7:
+ * A panel holds 64 rows (output features) and all K columns, in blocks of 16 columns. A block is 256 bytes: 4 vectors
+ * of 64 bytes; a vector holds 16 rows, 4 bytes each. Byte i of a row's four holds columns i, 4+i, 8+i, 12+i of the
+ * block:
  *
  *     block b, row r, column k = 16 b + 4 s + i:   byte 256 b + 64 (r / 16) + 4 (r % 16) + i,   bits 2s..2s+1
  *
- * So `(vector >> 2s) & 3` is 16 rows times 4 neighbouring columns, a 32-bit lane for each row: what the 4-way dot
- * products of all instruction sets (vpdpbusd, vpmaddubsw, sdot, and AMX's tiles) want against 4 bytes of activations
- * broadcast to all lanes. A lane is a row, so there is no sum over lanes at the end, and the weights are one forward
- * stream. The same panels serve one token and many: one copy in memory.
+ * So `(vector >> 2s) & 3` is 16 rows times 4 adjacent columns, one 32-bit lane per row. That is the operand of the
+ * 4-way dot products of every instruction set (vpdpbusd, vpmaddubsw, sdot, AMX tiles); the other operand is 4 bytes of
+ * activations, broadcast. No sum over lanes is needed at the end, the weights are read front to back, and one copy
+ * serves one token and many.
  *
- * Codes are w_t + 1 in {0, 1, 2}, unsigned, as vpdpbusd wants its first operand. The kernels sum code * x and take
- * sum(x) off at the end:  sum w_t x = sum (code - 1) x = sum code x - sum x.  Rows and columns that pad a panel have
- * code 0; padded columns meet activations of 0, padded rows are not stored.
- */
+ * Codes are w_t + 1 in {0, 1, 2}, unsigned as vpdpbusd wants. The kernels sum code * x and subtract sum(x) at the end:
+ * sum w_t x = sum (code - 1) x = sum code x - sum x. Rows and columns that pad a panel have code 0; padded columns meet
+ * activations of 0, padded rows are not stored. */
 #ifndef BITNET_REF_PANEL_H
 #define BITNET_REF_PANEL_H
 
@@ -22,16 +21,24 @@
 #include <stdint.h>
 #include <string.h>
 
+#define XMM_0_TO_15 /* for the clobbers of an asm statement */                                                         \
+    "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12",         \
+        "xmm13", "xmm14", "xmm15"
+
 enum { PANEL_ROWS = 64, BLOCK_K = 16, BLOCK_BYTES = 256, VECTOR_BYTES = 64 };
 
-/* The kernels' one signature. acc[m * acc_stride + r] = sum over k of w_t[r][k] * x[m][k], for r < rows of one panel.
+/* The arguments of every kernel. acc[m * acc_stride + r] = sum over k of w_t[r][k] * x[m][k], for r < rows of one panel.
  *   panel   n_blocks * 256 bytes
  *   x       (M, 16 * n_blocks) int8, rows x_stride bytes apart;   x_sum (M) the sum of each row
  *   scratch SCRATCH_BYTES of the calling thread, 64-byte aligned */
-typedef void (*ternary_panel_fn)(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,
-                                 const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows, void *scratch);
+#define TERNARY_ARGS                                                                                                   \
+    const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M, const int32_t *x_sum,           \
+        int32_t *acc, size_t acc_stride
+#define TERNARY_PASS panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride
+typedef void (*ternary_panel_fn)(TERNARY_ARGS, size_t rows, void *scratch);
+typedef void (*ternary_many_fn)(TERNARY_ARGS, uint8_t *scratch); /* stores all 64 rows */
 
-enum { SCRATCH_K = 256, SCRATCH_BYTES = PANEL_ROWS * 1024 }; /* most unpack SCRATCH_K columns at a time, AMX 1024 */
+enum { SCRATCH_K = 256 /* columns unpacked at a time */, SCRATCH_BYTES = PANEL_ROWS * 1024 /* the max, for AMX */ };
 
 /* The 4 x 4 matrix of 2-bit fields in a word, transposed: field (i, j) is at bit 8i + 2j. */
 static inline uint32_t transpose_codes(uint32_t word) {
@@ -41,7 +48,7 @@ static inline uint32_t transpose_codes(uint32_t word) {
     return word ^ swap ^ (swap << 12);
 }
 
-/* Rows packed four neighbouring columns a byte (rows, row_bytes) -> one panel. Its own inverse, read the other way. */
+/* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel. */
 static void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
     const size_t n_blocks = (row_bytes + 3) / 4;
     memset(panel, 0, n_blocks * BLOCK_BYTES);
@@ -72,23 +79,19 @@ static void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, ui
     }
 }
 
-/* A matrix's last panel may have fewer rows than are computed: `many` into 64 rows, of which `rows` are taken over. */
-typedef void (*ternary_many_fn)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
-                                size_t, uint8_t *);
-static void ternary_by_way_of_64_rows(ternary_many_fn many, const uint8_t *panel, size_t n_blocks, const int8_t *x,
-                                      size_t x_stride, size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride,
-                                      size_t rows, void *scratch) {
-    enum { AT_ONCE = 96 };
-    int32_t whole[AT_ONCE * PANEL_ROWS];
+/* Runs `many`. A last panel of fewer rows is stored into a temporary array, of which `rows` are copied. */
+static void ternary_64_rows(ternary_many_fn many, TERNARY_ARGS, size_t rows, void *scratch) {
+    enum { PADDED_TOKENS = 96 };
+    int32_t padded[PADDED_TOKENS * PANEL_ROWS];
     if (rows == PANEL_ROWS) {
-        many(panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, (uint8_t *)scratch);
+        many(TERNARY_PASS, (uint8_t *)scratch);
         return;
     }
-    for (size_t m = 0; m < M; m += AT_ONCE) {
-        const size_t tokens = M - m < AT_ONCE ? M - m : AT_ONCE;
-        many(panel, n_blocks, x + m * x_stride, x_stride, tokens, x_sum + m, whole, PANEL_ROWS, (uint8_t *)scratch);
+    for (size_t m = 0; m < M; m += PADDED_TOKENS) {
+        const size_t tokens = M - m < PADDED_TOKENS ? M - m : PADDED_TOKENS;
+        many(panel, n_blocks, x + m * x_stride, x_stride, tokens, x_sum + m, padded, PANEL_ROWS, (uint8_t *)scratch);
         for (size_t t = 0; t < tokens; t++)
-            memcpy(acc + (m + t) * acc_stride, whole + t * PANEL_ROWS, rows * sizeof(int32_t));
+            memcpy(acc + (m + t) * acc_stride, padded + t * PANEL_ROWS, rows * sizeof(int32_t));
     }
 }
 

@@ -1,23 +1,20 @@
 /* The screen of head_screen.h for several tokens at once, with AMX: 32 rows of the head against 16 tokens.
  *
- * The intervals are those of `screen_rows`, to the bit: the sum q X is exact, and the few steps after it are the same. A
- * token's 16 bits are two products of 8 bits: X = 256 high + low, high signed and low not, so
+ * The bounds are those of `screen_rows`, to the bit: the sum q X is exact, and the few steps after it are the same. 16
+ * bits of a token are two products of 8 bits: X = 256 high + low, high signed and low unsigned, so
  *     q X = 256 (q high) + q low     (tdpbssd and tdpbsud)
- * A is 16 rows of the head as they lie, B the same 64 columns of 16 tokens, which `screen_arrange_amx` has put where the
- * instruction wants them, once for all rows. A step is 4 loads and 4 products, as in ternary_amx.h, for 2 KB of the head:
- * 64 tokens wait for memory half of the time. The next 32 rows are fetched meanwhile: rows lie too far apart for the
- * processor to see what comes.
+ * A is 16 rows of the head in place, B the same 64 columns of 16 tokens, which `screen_arrange_amx` has put into the
+ * instruction's order once for all rows. A step is 4 loads and 4 products, as in ternary_amx.h, for 2 KB of the head:
+ * 64 tokens wait for memory half of the time. The next 32 rows are prefetched meanwhile: rows are too far apart for the
+ * hardware prefetcher.
  *
- * Measured, 2 threads of a Sapphire Rapids, 128256 x 2560, ms; to read the rows takes 9.1, one token 10.7:
+ * Measured, 2 threads of a Sapphire Rapids, 128256 x 2560, ms (reading the rows takes 9.1, one token 10.7):
  *   tokens              2      6     16     32     64
  *   AVX-512          11.8   14.0   29.6   48.2   92
- *   AMX              13.2   14.3   15.5   20.4   33     (and so up to 6 tokens are AVX-512's)
- * The next rows fetched in the order of the steps, 64 bytes of each, not one behind the other: the same to 15% slower.
- */
+ *   AMX              13.2   14.3   15.5   20.4   33     (so AVX-512 computes up to 6 tokens)
+ * Prefetching in the order of the steps, 64 bytes of each row, not one row after the other: the same to 15% slower. */
 #ifndef BITNET_REF_SCREEN_AMX_H
 #define BITNET_REF_SCREEN_AMX_H
-
-#include <math.h>
 
 #include "screen_avx512.h"
 #include "ternary_amx.h"
@@ -26,8 +23,8 @@
 
 enum { SCREEN_AMX_ROWS = 2 * AMX_ROWS, SCREEN_AMX_TOKENS = 16, SCREEN_AMX_COLUMNS = 1 << 16 }; /* 65536 * 127 * 255 < 2^31 */
 
-/* X (M, wide) -> for each 16 tokens and 64 columns a tile of high bytes and one of low ones: line j holds columns 4j .. 4j+3
- * of 16 tokens, 4 bytes for a token. Tokens that there are not are 0. */
+/* X (M, wide) -> for each 16 tokens and 64 columns a tile of high bytes and one of low bytes: line j holds columns 4j
+ * .. 4j+3 of 16 tokens, 4 bytes per token. Tokens beyond M are 0. */
 static void screen_arrange_amx(const int16_t *X, size_t M, size_t wide, int16_t *arranged) {
     uint8_t *tile = (uint8_t *)arranged;
     for (size_t m = 0; m < M; m += SCREEN_AMX_TOKENS)
@@ -40,8 +37,8 @@ static void screen_arrange_amx(const int16_t *X, size_t M, size_t wide, int16_t 
                 }
 }
 
-/* parts (2, 2, 16, 16): rows 0-15 or 16-31, times high or low bytes. The configuration is that of `rows`, 1 to 32.
- * `next`: rows that are fetched meanwhile, or NULL. */
+/* parts (2, 2, 16, 16): rows 0-15 or 16-31, times high or low bytes. The tiles are set for `rows`, 1 to 32.
+ * `next`: rows to prefetch, or NULL. */
 static inline void screen_amx_parts(const int8_t *q, size_t wide, size_t rows, const uint8_t *tiles, size_t n_steps,
                                     const int8_t *next, int32_t *parts) {
     AMX_ZERO(0);
@@ -68,24 +65,24 @@ static inline void screen_amx_parts(const int8_t *q, size_t wide, size_t rows, c
     AMX_STORE(3, parts + 768, VECTOR_BYTES);
 }
 
-/* As `screen_rows`, but that X is what `screen_arrange_amx` made of more tokens than one tile of AVX-512 takes. */
-SCREEN_TARGET static void screen_rows_amx(
-    const int8_t *q, size_t rows, size_t K, size_t wide, const float *facts, const int16_t *X, size_t M,
-    const double *x_facts, float *lower, float *upper, size_t stride) {
+/* Like `screen_rows`. For more tokens than an AVX-512 tile takes, X is the result of `screen_arrange_amx`. */
+SCREEN_TARGET static void screen_rows_amx(const int8_t *q, size_t rows, size_t K, size_t wide, const float *facts,
+                                          const int16_t *X, size_t M, const double *x_facts, float *lower, float *upper,
+                                          size_t stride) {
     if (M <= SCREEN_TILE_TOKENS) {
         screen_rows_avx512(q, rows, K, wide, facts, X, M, x_facts, lower, upper, stride);
         return;
     }
-    const screen_constants constants = screen_constants_of(K);
+    const screen_constants constants = make_screen_constants(K);
     const __m512i column = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                                               _mm512_set1_epi32(SCREEN_AMX_TOKENS));
     _Alignas(64) int32_t parts[4 * 256];
     _Alignas(64) double sums[SCREEN_AMX_ROWS * SCREEN_AMX_TOKENS];
-    _Alignas(64) float ends[2][SCREEN_AMX_ROWS * SCREEN_AMX_TOKENS];
+    _Alignas(64) float bounds[2][SCREEN_AMX_ROWS * SCREEN_AMX_TOKENS];
     size_t configured = 0;
     for (size_t n = 0; n < rows; n += SCREEN_AMX_ROWS) {
         const size_t count = rows - n < SCREEN_AMX_ROWS ? rows - n : SCREEN_AMX_ROWS;
-        if (count != configured) amx_shape(configured = count);
+        if (count != configured) amx_set_tiles(configured = count);
         for (size_t m = 0; m < M; m += SCREEN_AMX_TOKENS) {
             const uint8_t *tiles = (const uint8_t *)(X + m * wide);
             for (size_t k = 0; k < wide; k += SCREEN_AMX_COLUMNS) {
@@ -114,18 +111,18 @@ SCREEN_TARGET static void screen_rows_amx(
                     const __m512d row[3] = {_mm512_set1_pd(f[0]), _mm512_set1_pd(f[1]), _mm512_set1_pd(f[2])};
                     const size_t at = r * SCREEN_AMX_TOKENS + t;
                     __m256 low, high;
-                    screen_ends(_mm512_load_pd(sums + at), row, token, &constants, &low, &high);
-                    _mm256_store_ps(ends[0] + at, low);
-                    _mm256_store_ps(ends[1] + at, high);
+                    screen_bounds(_mm512_load_pd(sums + at), row, token, &constants, &low, &high);
+                    _mm256_store_ps(bounds[0] + at, low);
+                    _mm256_store_ps(bounds[1] + at, high);
                 }
             }
-            for (size_t r = 0; r < count; r += 16) { /* a token's rows lie one behind the other in the result */
+            for (size_t r = 0; r < count; r += 16) { /* the rows of a token are contiguous in the result */
                 const __mmask16 has = avx512_mask(r / 16, count);
                 for (size_t t = 0; t < tokens; t++)
-                    for (size_t end = 0; end < 2; end++) {
-                        const float *at = ends[end] + r * SCREEN_AMX_TOKENS + t;
+                    for (size_t side = 0; side < 2; side++) {
+                        const float *at = bounds[side] + r * SCREEN_AMX_TOKENS + t;
                         const __m512 row = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), has, column, at, 4);
-                        _mm512_mask_storeu_ps((end ? upper : lower) + (m + t) * stride + n + r, has, row);
+                        _mm512_mask_storeu_ps((side ? upper : lower) + (m + t) * stride + n + r, has, row);
                     }
             }
         }

@@ -1,19 +1,17 @@
-/* The ternary product with AVX-VNNI, the 256-bit form of AVX-512's vpdpbusd, for client processors without AVX-512:
- * 32 unsigned codes times 32 signed activations, added by fours into 8 lanes of int32.
+/* The ternary product with AVX-VNNI, the 256-bit form of AVX-512's vpdpbusd, for client processors without AVX-512: 32
+ * unsigned codes times 32 signed activations, groups of 4 products added into 8 lanes of int32.
  *
- * Plain version: ternary_scalar.h. As ternary_avx2.h, with one instruction for a product and nothing to widen.
- * No processor with AVX-VNNI was at hand: proven by the same text with AVX-512VL's encoding of the same instruction
- * (BITNET_REF_AVXVNNI_AS_EVEX, in tests/kernels), which differs in the prefix alone.
- *
- * Measured so, as in ternary_avx512.h, at about 2.5 GHz, where 160 is the limit: 1 token 68 to 76 - 6 tokens 118 -
- *   64 tokens 150 - 512 tokens 156 G multiply-adds/s.
- */
+ * Plain version: ternary_scalar.h. Like ternary_avx2.h, with one instruction per product and nothing to widen.
+ * No processor with AVX-VNNI was available: tests/kernels runs the same text with AVX-512VL's encoding of the
+ * instruction (BITNET_REF_AVXVNNI_AS_EVEX), which differs in the prefix only. Measured so, as in ternary_avx512.h, at
+ * about 2.5 GHz, where the limit is 160 G multiply-adds/s: 1 token 68 to 76 - 6 tokens 118 - 64 tokens 150 - 512 tokens
+ * 156. */
 #ifndef BITNET_REF_TERNARY_AVXVNNI_H
 #define BITNET_REF_TERNARY_AVXVNNI_H
 
 #include "ternary_ymm.h"
 
-/* assemblers that know the instruction come with compilers that do */
+/* compilers whose assemblers know the instruction */
 #if defined(__x86_64__) && ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11))
 #define BITNET_REF_HAS_AVXVNNI 1
 
@@ -49,24 +47,20 @@ AVX2_TARGET static void avxvnni_one(const uint8_t *panel, size_t n_blocks, const
 }
 
 #define AVXVNNI_DOT(acc, w) AVXVNNI_PRODUCT " %%ymm14, %%ymm" w ", %%ymm" acc "\n\t"
-#define AVXVNNI_WIDE(acc) "" /* they are */
+#define AVXVNNI_WIDE(acc) "" /* they are int32 already */
 YMM_TILES(avxvnni_tile, AVXVNNI_DOT, AVXVNNI_WIDE)
-#undef AVXVNNI_DOT
-#undef AVXVNNI_WIDE
 
 YMM_MANY(avxvnni_many, avxvnni_tile)
 
-AVX2_TARGET static void ternary_panel_avxvnni(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,
-                                              size_t M, const int32_t *x_sum, int32_t *acc, size_t acc_stride,
-                                              size_t rows, void *scratch) {
-    if (M <= 2) /* two tokens do not pay for unpacking: 49 that way */
+AVX2_TARGET static void ternary_panel_avxvnni(TERNARY_ARGS, size_t rows, void *scratch) {
+    if (M <= 2) /* as in ternary_avx2.h */
         for (size_t m = 0; m < M; m++)
             avxvnni_one(panel, n_blocks, x + m * x_stride, x_sum[m], acc + m * acc_stride, rows);
     else
-        ternary_by_way_of_64_rows(avxvnni_many, panel, n_blocks, x, x_stride, M, x_sum, acc, acc_stride, rows, scratch);
+        ternary_64_rows(avxvnni_many, TERNARY_PASS, rows, scratch);
 }
 
-/* NULL when this processor has it: cpuid leaf 7.1, which the compiler's own list of names does not have everywhere */
+/* NULL when this processor has it: cpuid leaf 7.1, for which not every compiler has a name */
 #include <cpuid.h>
 static const char *avxvnni_lacks(void) {
     __builtin_cpu_init();

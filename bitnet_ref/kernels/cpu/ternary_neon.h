@@ -1,10 +1,9 @@
-/* The ternary product on 64-bit Arm: sdot (Armv8.2 dot product) adds 16 products of int8 by fours into 4 lanes; without
- * it, vmull and vpadal do the same in two steps.
+/* The ternary product on 64-bit Arm: sdot (Armv8.2 dot product) adds groups of 4 of its 16 int8 products into 4 lanes;
+ * without it, vmull and vpadal do the same in two steps.
  *
- * Plain version: ternary_scalar.h. Codes 0..2 are the same bytes signed or unsigned, so sdot's signed operands fit.
- * A vector of 64 bytes is four registers of 4 rows. The 16 activations of a block are one register; a lane of it is the
- * 4 columns of one field, so nothing is broadcast.
- */
+ * Plain version: ternary_scalar.h. Codes 0..2 are the same bytes signed or unsigned, so sdot's signed operands fit. A
+ * vector of 64 bytes is four registers of 4 rows. The 16 activations of a block are one register, and a lane of it
+ * holds the 4 columns of one field, so nothing is broadcast. */
 #ifndef BITNET_REF_TERNARY_NEON_H
 #define BITNET_REF_TERNARY_NEON_H
 
@@ -15,10 +14,9 @@
 
 #define DOTPROD_TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 
-/* 4 rows (register `quarter` of 16) of each block, one token */
+/* Per step: 4 rows of a block, one token. */
 #define NEON_ROWS(NAME, TARGET, DOT)                                                                                   \
-    TARGET static void NAME(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride, size_t M,         \
-                            const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows, void *scratch) {       \
+    TARGET static void NAME(TERNARY_ARGS, size_t rows, void *scratch) {                                                \
         (void)scratch;                                                                                                 \
         const uint8x16_t field = vdupq_n_u8(3);                                                                        \
         for (size_t first = 0; first < rows; first += 4)                                                               \
@@ -38,7 +36,7 @@
             }                                                                                                          \
     }
 
-/* sum + 4 rows of 4 products, by lane `lane` of x: what vdotq_laneq_s32 does in one instruction */
+/* sum + 4 rows of 4 products with lane `lane` of x: vdotq_laneq_s32 in several instructions */
 #define NEON_DOT(sum, codes, xs, lane) neon_dot(sum, codes, vdupq_laneq_s32(vreinterpretq_s32_s8(xs), lane))
 static inline int32x4_t neon_dot(int32x4_t sum, int8x16_t codes, int32x4_t word) {
     const int8x16_t x = vreinterpretq_s8_s32(word);

@@ -1,9 +1,8 @@
-/* The ternary product in portable C. Every other variant computes this, faster.
+/* The ternary product in portable C. Every other kernel computes this, faster.
  *
  *     acc[m][r] = sum over k of code[r][k] * x[m][k]  -  sum over k of x[m][k]
  *
- * int32 never overflows: |sum| <= 2 * 128 * K.
- */
+ * int32 never overflows: |sum| <= 2 * 128 * K. */
 #ifndef BITNET_REF_TERNARY_SCALAR_H
 #define BITNET_REF_TERNARY_SCALAR_H
 

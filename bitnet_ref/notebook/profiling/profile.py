@@ -7,18 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...backends.loaded import LoadedModel
 from ...backends.run import run
 from ...errors import GenerationError
-from ..figures import icicles
-from .report import TableRow, as_html, as_table, as_text, table_rows, write_trace
+from ..figures import Figure
+from .report import TableRow, as_html, as_table, as_text, icicles, table_rows, write_trace
 from .timed import PATHS, StepTimer
 from .tree import KINDS, OpTime, Phase, Step
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KEPT_CALLS = 100_000  # of the first steps, for `save`: some 15 MB
 _lock = threading.Lock()  # guards which profiles watch which model
@@ -38,9 +35,8 @@ class Profile:
     Every step that runs on this model is seen (each call of `LoadedModel.run`): those of streams, chat sessions, other
     threads and engines. Profiles of one path may be nested or overlap, and be entered again to go on adding. A step
     that was under way when the profile was entered or left is not counted. Steps of several threads overlap, so
-    `forward_s` may exceed `wall_s`. On a device every operation is waited for.
-
-    Watching costs some 2 to 3 us per operation, which counts as time between the operations.
+    `forward_s` may exceed `wall_s`. On a device every operation is waited for. Watching costs some 2 to 3 us per
+    operation, which counts as time between the operations.
 
     `phases` maps "prefill", "decode" and "mixed" to what the steps of each kind took; `ops` are the operations of all
     of them. `outcome` is what `model.profile(prompt)` generated.
@@ -60,8 +56,6 @@ class Profile:
         self.calls = 0  # of operations, in all steps
         self._lock = threading.Lock()
         self._entered, self._started_s, self._wall_s = 0, 0.0, 0.0
-
-    # -- watching ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Profile:
         """Raises GenerationError while a profile of another path is entered on the same model."""
@@ -107,8 +101,6 @@ class Profile:
             self.calls += len(step.spans)
             self.profiler_s += time.perf_counter() - started_s
 
-    # -- results -------------------------------------------------------------------------------------------------------
-
     @property
     def wall_s(self) -> float:
         """Time inside the `with`, so far, without what the profile itself took between the steps."""
@@ -135,7 +127,6 @@ class Profile:
         return sorted(ops.values(), key=lambda op: -op.total_s)
 
     def in_order(self) -> list[Phase]:
-        """The phases, in the order of KINDS."""
         with self._lock:
             return [self.phases[kind] for kind in KINDS if kind in self.phases]
 

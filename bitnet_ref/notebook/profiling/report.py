@@ -1,4 +1,4 @@
-"""A profile as a table (in the shell, in text, in a notebook) and as a Chrome trace."""
+"""A profile as a table (in the shell, in text, in a notebook), as a figure and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...system.atomic import atomic_path
-from .tree import OpTime, Phase, Step
+from ..figures import MINUS, Figure, new_figure, plain
+from .tree import OpTime, Phase, Span, Step
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+LEVEL_COLOURS = ("#8c8c8c", MINUS, "#5b8fd0", "#dd8a2b", "#e8b06f", "#f0d0a8")
 COLUMNS = ("", "calls", "ms", "share", "own ms", "mean us", "MB", "GB/s")
 
 
@@ -56,7 +58,6 @@ def table_rows(phases: Sequence[Phase], wall_s: float, outside_s: float, blocks:
 
 
 def as_table(rows: Iterator[TableRow]) -> Table:
-    """For a rich console."""
     from rich.table import Table
     from rich.text import Text
 
@@ -92,6 +93,35 @@ def as_html(caption: str, rows: Iterator[TableRow]) -> str:
     return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
+def bars(node: OpTime, level: int = 0, start_s: float = 0.0) -> Iterator[tuple[int, float, OpTime]]:
+    """(level, start_s, node) of the node and all below it; each child begins where the one before it ends."""
+    yield level, start_s, node
+    for child in node.children.values():
+        yield from bars(child, level + 1, start_s)
+        start_s += child.total_s
+
+
+def icicles(roots: Sequence[tuple[str, OpTime]]) -> Figure:
+    """A flame graph from the top down for each (title, root): bars below a bar are its parts; widths are times. Time
+    in no child is a gap."""
+    drawn = [list(bars(root)) for _, root in roots] or [[]]
+    levels = [1 + max((level for level, _, _ in each), default=0) for each in drawn]
+    size = (11, 0.7 * len(drawn) + 0.32 * sum(levels))
+    figure, axes = new_figure(len(drawn), size=size, gridspec_kw={"height_ratios": levels})
+    for ax, each, height, (title, root) in zip(axes[:, 0], drawn, levels, roots, strict=False):
+        for level, start_s, node in each:
+            colour, width_ms = LEVEL_COLOURS[min(level, len(LEVEL_COLOURS) - 1)], node.total_s * 1e3
+            ax.barh(level, width_ms, left=start_s * 1e3, height=0.94, color=colour, ec="white", lw=0.6)
+            room = int(node.total_s / (root.total_s or 1) * 150)  # letters that fit
+            if room >= 4:
+                name = node.name if len(node.name) <= room else node.name[: room - 1] + "…"
+                ax.text(start_s * 1e3 + width_ms / 2, level, plain(name), ha="center", va="center", size=8)
+        ax.set(title=plain(title), xlabel="ms", yticks=[], xlim=(0, (root.total_s or 1) * 1e3))
+        ax.set_ylim(height - 0.5, -0.5)
+        ax.spines["left"].set_visible(False)
+    return figure
+
+
 def write_trace(steps: Sequence[Step], about: dict[str, Any], path: Path) -> Path:
     """The steps as a Chrome trace, one row per thread; the file is complete or not there at all.
 
@@ -103,17 +133,13 @@ def write_trace(steps: Sequence[Step], about: dict[str, Any], path: Path) -> Pat
     events: list[dict[str, Any]] = []
     for step in steps:
         row = threads.setdefault(step.thread, len(threads))
-
-        def event(
-            name: str, start_s: float, end_s: float, facts: dict[str, Any], step: Step = step, row: int = row
-        ) -> None:
-            times = {"ts": round((start_s - zero) * 1e6, 3), "dur": round((end_s - start_s) * 1e6, 3)}
-            events.append({"name": name, "cat": step.kind, "ph": "X", **times, "pid": 0, "tid": row, "args": facts})
-
-        event(step.kind, step.start_s, step.end_s, {"tokens": step.tokens})
-        for span in step.spans:
-            facts = {"block": span.block, "bytes": span.nbytes}
-            event(span.name, span.start_s, span.end_s, {key: value for key, value in facts.items() if value})
+        whole = Span(step.kind, "", step.start_s, step.end_s, 0)
+        for span in (whole, *step.spans):
+            start_s, seconds = span.start_s - zero, span.end_s - span.start_s
+            times = {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+            facts = {"tokens": step.tokens if span is whole else 0, "block": span.block, "bytes": span.nbytes}
+            args = {key: value for key, value in facts.items() if value}
+            events.append({"name": span.name, "cat": step.kind, "ph": "X", **times, "pid": 0, "tid": row, "args": args})
     with atomic_path(path) as temporary:
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
         temporary.write_text(text, encoding="utf-8")

@@ -1,9 +1,4 @@
-"""Passes of a model with their parts timed, by one of the execution paths of its backend:
-
-"ops"       each operation by itself; the parts of a `linears` too
-"blocks"    the two blocks of each layer as a whole, as the backend fuses them
-"replayed"  the whole pass up to the head, by the fastest way that applies: what `generate` runs
-"""
+"""Passes of a model with their parts timed, by one of the execution paths of its backend: see `Profile`."""
 
 from __future__ import annotations
 
@@ -112,7 +107,8 @@ class OpClock:
             block = outer.child(self.block)
             self.node = block.child(op)
         else:
-            self.node = outer.child(self._name(op, args))
+            weights = weights_of(args) if op in NAMED else ()
+            self.node = outer.child(" ".join([op, *(self.names.get(id(weight), "?") for weight in weights)]))
         node, at, result = self.node, len(spans), None
         spans.append(Span(node.name, self.block, 0.0, 0.0, 0))
         start_s = time.perf_counter()
@@ -132,10 +128,6 @@ class OpClock:
                 block.calls += op == BLOCKS[-1]
                 block.total_s += end_s - start_s
                 self.block = ""
-
-    def _name(self, op: str, args: tuple[Any, ...]) -> str:
-        weights = weights_of(args) if op in NAMED else ()
-        return " ".join([op, *(self.names.get(id(weight), "?") for weight in weights)])
 
     def _nbytes(self, op: str, args: tuple[Any, ...], result: Any) -> int:
         """Bytes of the weights, and for attention of the keys and values, that the call read."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ..figures import Figure
 
 
 class Slider(NamedTuple):
@@ -63,15 +62,10 @@ class Explorer:
         controls = []
         for slider in sliders:
             kind = ipywidgets.IntSlider if slider.step == 1 else ipywidgets.FloatSlider
-            control = kind(
-                value=slider.value,
-                min=slider.low,
-                max=slider.high,
-                step=slider.step,
-                description=slider.name,
-                style={"description_width": "6em"},
-                continuous_update=False,  # drawing takes 0.1 s
-            )
+            limits = {"value": slider.value, "min": slider.low, "max": slider.high, "step": slider.step}
+            # not while it moves, because drawing takes 0.1 s
+            shown = {"description": slider.name, "style": {"description_width": "6em"}, "continuous_update": False}
+            control = kind(**limits, **shown)
             control.observe(lambda change, name=slider.name: move(name, change), names="value")
             controls.append(control)
         return ipywidgets.VBox([*controls, note, image])

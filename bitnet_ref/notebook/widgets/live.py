@@ -2,18 +2,163 @@
 
 from __future__ import annotations
 
+import html
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from ...errors import BackendUnavailable
-from .frame import Frame, History, as_table, figures_html, requests_html
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 INTERVAL_S = 0.5
+MINUTE_S = 60.0
+MAX_ROWS = 16  # requests shown; the others are only counted
+LATENCIES = {"time_to_first_token_seconds": "first token", "inter_token_latency_seconds": "between tokens"}
+QUANTILES = ("p50", "p95", "p99")
+HEAD = ("request", "state", "prompt", "new", "seconds", "newest text")
 
 
-class LiveView:
+@dataclass(frozen=True)
+class RequestProgress:
+    """The progress of a request in an engine."""
+
+    request_id: int
+    state: str  # "waiting", "running"
+    prompt_tokens: int
+    generated_tokens: int  # of all its n continuations
+    age_s: float
+    newest_text: str  # of its first continuation
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The numbers of one moment. `requests`: the running ones first. `latencies`: p50, p95 and p99 in seconds, None
+    while there are none."""
+
+    running: int
+    waiting: int
+    cache_share: float  # of the cache's pages in use, 0 to 1
+    tokens: int  # generated since the engine's start
+    tokens_per_s: float  # over the last `seconds`
+    seconds: float  # a minute, or since the view began
+    speeds: tuple[float, ...]  # tokens per second between two snapshots, oldest first
+    latencies: Mapping[str, tuple[float | None, ...]]
+    requests: list[RequestProgress]
+    ended: bool = False
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(name, value) of everything but the requests."""
+        figures = [
+            ("requests", f"{self.running} running, {self.waiting} waiting{', engine closed' * self.ended}"),
+            ("cache in use", f"{self.cache_share:.0%}"),
+            ("tokens", f"{self.tokens:,} in all, {self.tokens_per_s:,.1f} per second in the last {self.seconds:.0f} s"),
+        ]
+        for name, title in LATENCIES.items():
+            values = self.latencies[name]
+            words = ["-" if value is None else f"{value * 1e3:.1f} ms" for value in values]
+            figures.append((title, ", ".join(f"{q} {word}" for q, word in zip(QUANTILES, words, strict=True))))
+        return figures
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of each request that is shown, in the order of HEAD."""
+        return [
+            (
+                *map(
+                    str, (each.request_id, each.state, each.prompt_tokens, each.generated_tokens, f"{each.age_s:.1f}")
+                ),
+                "".join(letter if letter.isprintable() else " " for letter in each.newest_text),
+            )
+            for each in self.requests[:MAX_ROWS]
+        ]
+
+    @property
+    def footer(self) -> str:
+        """ "and 4 more", or "" when all requests are shown"""
+        hidden = len(self.requests) - MAX_ROWS
+        return f"and {hidden} more" if hidden > 0 else ""
+
+
+class History:
+    """Turns snapshots of an engine's metrics into frames; remembers a minute of token counts for the speeds."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()  # (time, tokens generated until then)
+
+    def frame(self, now_s: float, snapshot: Mapping[str, Any], requests: list[RequestProgress], ended: bool) -> Frame:
+        """now_s: on any monotonic clock. snapshot: of `EngineMetrics`."""
+        tokens = snapshot["generation_tokens"]
+        self._counts.append((now_s, tokens))
+        while self._counts[0][0] < now_s - MINUTE_S:
+            self._counts.popleft()
+        counts = list(self._counts)
+        (first_s, first), (last_s, last) = counts[0], counts[-1]
+        return Frame(
+            running=snapshot["num_requests_running"],
+            waiting=snapshot["num_requests_waiting"],
+            cache_share=snapshot["kv_cache_usage_perc"],
+            tokens=tokens,
+            seconds=last_s - first_s,
+            tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
+            speeds=tuple((b - a) / (t - s) for (s, a), (t, b) in pairwise(counts) if t > s),
+            latencies={name: tuple(snapshot[name][q] for q in QUANTILES) for name in LATENCIES},
+            requests=sorted(requests, key=lambda each: each.state != "running"),
+            ended=ended,
+        )
+
+
+def figures_html(frame: Frame) -> str:
+    """The numbers, and the speed of the last minute as a line."""
+    rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in frame.lines())
+    return f"<table style='text-align:left;line-height:1.3'>{rows}</table>{draw_speeds(frame.speeds)}"
+
+
+def requests_html(frame: Frame) -> str:
+    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    rows = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in frame.rows()
+    )
+    return f"<table style='line-height:1.3'><tr>{head}</tr>{rows}</table>{html.escape(frame.footer)}"
+
+
+def draw_speeds(speeds: Sequence[float]) -> str:
+    """Tokens per second as an SVG line, 300 x 50, the maximum at the top."""
+    largest = max(speeds, default=0.0) or 1.0
+    steps = max(1, len(speeds) - 1)
+    points = " ".join(f"{300 * i / steps:.1f},{48 - 44 * speed / largest:.1f}" for i, speed in enumerate(speeds))
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="50" role="img" aria-label="tokens per second">'
+        f'<polyline points="{points}" fill="none" stroke="#3b6fb6" stroke-width="1.5"/></svg>'
+        f"<div style='color:#777'>tokens per second, up to {largest:,.0f}</div>"
+    )
+
+
+def as_table(frame: Frame) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    figures = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in frame.lines():
+        figures.add_row(Text(name, style="dim"), Text(value))
+    requests = Table(*HEAD, box=None, header_style="dim", pad_edge=False)
+    for row in frame.rows():
+        requests.add_row(*(Text(cell) for cell in row))
+    whole = Table.grid()
+    whole.add_row(figures)
+    whole.add_row(requests)
+    if frame.footer:
+        whole.add_row(Text(frame.footer, style="dim"))
+    return whole
+
+
+class LiveView(AbstractContextManager["LiveView", None]):
     """Running and waiting requests, the cache, tokens per second, latencies, and the newest text of each request.
 
     In JupyterLab it is the last line of a cell (`engine.live()`) and needs ipywidgets: a thread takes a snapshot every
@@ -24,9 +169,7 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        look: Callable[[], tuple[Mapping[str, Any], Sequence[Any], bool]],
-        interval_s: float = INTERVAL_S,
+        self, look: Callable[[], tuple[Mapping[str, Any], list[RequestProgress], bool]], interval_s: float = INTERVAL_S
     ) -> None:
         self.interval_s = interval_s
         self._look, self._history = look, History()
@@ -41,8 +184,6 @@ class LiveView:
         with self._lock:
             self.frame = self._history.frame(time.monotonic(), *self._look())
             return self.frame
-
-    # -- JupyterLab ----------------------------------------------------------------------------------------------------
 
     @property
     def widget(self) -> Any:
@@ -83,16 +224,10 @@ class LiveView:
 
     @property
     def watching(self) -> bool:
-        """Whether its thread is running."""
         return self._thread is not None and self._thread.is_alive()
-
-    def __enter__(self) -> LiveView:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- display -------------------------------------------------------------------------------------------------------
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The widget, and the snapshot of now as HTML, for a stored notebook or without ipywidgets."""

@@ -78,7 +78,7 @@ class ChatTemplate:
             from . import sandbox
         except ImportError as error:
             raise TokenizerError("chat templates need jinja2: pip install jinja2", path=path) from error
-        self.source, self.path, self._sandbox = source, path, sandbox
+        self.path, self._sandbox = path, sandbox
         with self._errors():
             self._template = sandbox.compile_template(source)
 

@@ -60,10 +60,9 @@ def size_after_join(items: list[Any], separator: Any) -> int:
 
 def _pay_items(value: Any) -> list[Any]:
     """The items of any iterable, each paid for, so that a lazy one is not walked for free."""
-    budget = current.get()
     items = []
     for item in value:
-        budget.step(1)
+        current.get().step(1)
         items.append(item)
     return items
 
@@ -86,12 +85,8 @@ def _make_paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_objects(name, item)
             if name not in _GLANCES:
                 budget.read(item)
-        extra = {
-            None: (),
-            _PassArg.context: (context,),
-            _PassArg.eval_context: (context.eval_ctx,),
-            _PassArg.environment: (context.environment,),
-        }[wants]
+        passed = {_PassArg.eval_context: context.eval_ctx, _PassArg.environment: context.environment}
+        extra = () if wants is None else (passed.get(wants, context),)
         result = function(*extra, value, *args, **kwargs)
         if isinstance(result, Iterator):
             items = _pay_items(result)
@@ -195,7 +190,6 @@ def strftime_now(format: str) -> str:
 
 
 def bounded_range(*args: int) -> range:
-    """range() of a limited length."""
     result = range(*args)
     if len(result) > 100_000:
         raise LimitError(f"range of {len(result)} items")
@@ -222,14 +216,9 @@ def _check_public(name: Any) -> None:
         raise LimitError(f"a namespace cannot hold {name!r:.80}")
 
 
-def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """dict() as a function, because the type itself has methods."""
-    return dict(*args, **kwargs)
-
-
 GLOBALS: dict[str, Callable[..., Any]] = {
     "range": bounded_range,
-    "dict": make_dict,
+    "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # a function, because the type itself has methods
     "namespace": SafeNamespace,
     "raise_exception": raise_exception,
     "strftime_now": strftime_now,

@@ -7,8 +7,9 @@ the rendering (`limits`). Operators and calls pay in the environment's own hooks
 
 from __future__ import annotations
 
+import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -61,22 +62,17 @@ def _loop(context: Context, value: Any, weight: int) -> Iterator[Any]:
 
 
 @pass_context
-def _made(context: Context, value: Any) -> Any:
-    return current.get().made(value)
-
-
-@pass_context
-def _read(context: Context, value: Any) -> Any:
-    return current.get().read(value)
-
-
-@pass_context
 def _concat(context: Context, values: list[Any]) -> str:
     current.get().made(values)  # first, because the parts exist, and the whole is no larger than they are
     return current.get().made("".join(map(text_of, values)))
 
 
-_HOOKS = {"bitnet_ref.loop": _loop, "bitnet_ref.made": _made, "bitnet_ref.read": _read, "bitnet_ref.concat": _concat}
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "bitnet_ref.loop": _loop,
+    "bitnet_ref.made": pass_context(lambda context, value: current.get().made(value)),
+    "bitnet_ref.read": pass_context(lambda context, value: current.get().read(value)),
+    "bitnet_ref.concat": _concat,
+}
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -197,15 +193,13 @@ class _Rewriter(NodeTransformer):
             raise TemplateSyntaxError("an integer of more than 63 bits", node.lineno)
         return node
 
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        if node.name not in FILTERS_ALLOWED:
-            raise TemplateSyntaxError(f"the filter {node.name!r} is not available in a chat template", node.lineno)
+    def visit_Filter(self, node: nodes.Filter | nodes.Test) -> nodes.Node:
+        kind, allowed = ("test", TESTS) if isinstance(node, nodes.Test) else ("filter", FILTERS_ALLOWED)
+        if node.name not in allowed:
+            raise TemplateSyntaxError(f"the {kind} {node.name!r} is not available in a chat template", node.lineno)
         return self.generic_visit(node)
 
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:
-        if node.name not in TESTS:
-            raise TemplateSyntaxError(f"the test {node.name!r} is not available in a chat template", node.lineno)
-        return self.generic_visit(node)
+    visit_Test = visit_Filter
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
@@ -273,10 +267,9 @@ def compile_template(source: str) -> Template:
 
 def render(template: Template, variables: dict[str, Any]) -> str:
     """The text. Raises LimitError, or the template's own errors."""
-    budget = Budget(variables)
+    budget, parts = Budget(variables), []
     token = current.set(budget)
     try:
-        parts = []
         for part in template.generate(variables):
             budget.print(len(part))
             parts.append(part)
@@ -297,9 +290,5 @@ def line_of(error: BaseException) -> int | None:
     """The template's line in which an error was raised, or None."""
     if isinstance(error, TemplateSyntaxError):
         return error.lineno
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _FILE_NAME:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+    frames = traceback.walk_tb(error.__traceback__)
+    return next(reversed([line for frame, line in frames if frame.f_code.co_filename == _FILE_NAME]), None)

@@ -33,8 +33,8 @@ from ....errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 from ..device import (
     Device,
     DeviceArray,
+    DeviceGraph,
     Event,
-    Graph,
     MemoryInfo,
     Size,
     check_copy,
@@ -107,7 +107,7 @@ def _kind(value: Any) -> str:
     return "p" if isinstance(value, np.ndarray) else _KINDS.get(value.dtype.name, "?")
 
 
-class EmulatedGraph(Graph):
+class EmulatedGraph(DeviceGraph):
     """Recorded calls, each with the allocations that it touches. Like a GPU's graph it refers to addresses and keeps
     nothing alive; unlike one it raises an error when an array there was freed."""
 
@@ -317,7 +317,7 @@ class EmulatedDevice(Device):
         self._do(multiply, x, w, y)
 
     @contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> Iterator[DeviceGraph]:
         if self._recording is not None:
             raise DeviceError("a graph is being captured already")
         graph = self._recording = EmulatedGraph(self)
