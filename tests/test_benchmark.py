@@ -25,8 +25,7 @@ from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark import MemoryReader
 from bitnet_ref.benchmark.kernels import KernelResult
 from bitnet_ref.benchmark.models import profile_model
-from bitnet_ref.benchmark.record import Record
-from bitnet_ref.benchmark.timing import Timing, take_turns
+from bitnet_ref.benchmark.timing import Record, Timing, take_turns
 from bitnet_ref.benchmark.validate import Check, Expected, check_linear, check_model
 from bitnet_ref.cli import bench_shared
 from bitnet_ref.errors import BackendUnavailable, ConfigError, GenerationError, NumericsError, ShapeError

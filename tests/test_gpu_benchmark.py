@@ -15,8 +15,8 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation import build as emulated_build
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
-from bitnet_ref.benchmark import GpuPlan, cuda_kernels, gpu, gpu_goals, measure_gpu, validate
-from bitnet_ref.benchmark.gpu_goals import Goal, GoalResult, goals
+from bitnet_ref.benchmark import GpuPlan, cuda_kernels, gpu, measure_gpu, validate
+from bitnet_ref.benchmark.gpu import Goal, GoalResult, goals
 from bitnet_ref.benchmark.peers import PeerBench
 from bitnet_ref.benchmark.timing import Timing
 from bitnet_ref.cli import bench_kernels, cli
@@ -232,7 +232,7 @@ def test_targets():
     assert words["2B-4T, prompt of 2,048"] == "<= 40 ms"
     assert words["7B, packed weights"] == "<= 2.6 GB"
     fast, slow = (GoalResult(asked["2B-4T, prompt of 2,048"], ms) for ms in (39.0, 41.0))
-    found = gpu_goals.GpuBench("H200", False, {}, GpuPlan(), ("prefill",), 2, [1.0], [fast, slow])
+    found = gpu.GpuBench("H200", False, {}, GpuPlan(), ("prefill",), 2, [1.0], [fast, slow])
     assert [found.met(row) for row in found.rows] == [True, False]
     assert found.met(GoalResult(Goal("batches", "2B-4T, batch 5 over 1", "x"), 4.0)) is None
     assert found.met(GoalResult(fast.goal, why="no room")) is None
@@ -288,7 +288,7 @@ def test_only_transformers_can_be_told_where():
 
 @pytest.fixture
 def small_shapes(monkeypatch):
-    monkeypatch.setattr(gpu_goals, "SHAPES", SHAPES)
+    monkeypatch.setattr(gpu, "SHAPES", SHAPES)
     monkeypatch.setattr(gpu, "PlainCopy", lambda device, _: benchmark.cuda_kernels.PlainCopy(device, 4096))
 
 

@@ -4,20 +4,18 @@ Two rules. Nothing is timed before it has been compared with the NumPy reference
 And because a time means little on a machine that others use too, each is taken several times, in turn with a plain read
 of memory, and reported as the best, the median, and a ratio to what the read reached in the same minute.
 
-    record.py      what every result is: fields, properties, JSON   timing.py     repetitions of actions in turn
-    validate.py    the comparison with the reference                ceiling.py    memory, and each product instruction
-    synthetic.py   random models of known shapes                    kernels.py    a ternary linear, on every kernel set
-    models.py      a whole model: prompt and decoding               serve.py      the engine under load
-    peers.py       the same shape on other engines                  tokenizer.py  encoding, decoding, streaming
-    cache.py       the errors of a narrow KV cache                  cuda_kernels.py  the ternary kernels of a GPU
-    gpu.py         all that is asked of a GPU, in one run           gpu_goals.py  its targets and results
+    timing.py      what every result is, and repetitions in turn    ceiling.py    memory, and each product instruction
+    validate.py    the comparison with the reference                kernels.py    a ternary linear, on every kernel set
+    synthetic.py   random models of known shapes                    models.py     a whole model: prompt and decoding
+    serve.py       the engine under load                            peers.py      the same shape on other engines
+    tokenizer.py   encoding, decoding, streaming                    cache.py      the errors of a narrow KV cache
+    gpu.py         all that is asked of a GPU, in one run           cuda_kernels.py  the ternary kernels of a GPU
 """
 
 from .cache import measure_cache
 from .ceiling import MemoryReader, measure_ceiling
 from .cuda_kernels import measure_cuda_kernels
-from .gpu import measure_gpu
-from .gpu_goals import GpuPlan
+from .gpu import GpuPlan, measure_gpu
 from .kernels import candidates, measure_kernels
 from .models import bytes_of_step, measure_model
 from .peers import PEERS, measure_peer

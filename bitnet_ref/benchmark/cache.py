@@ -17,7 +17,7 @@ from ..crossval.metrics import measure_logits
 from ..crossval.precision import TEXT
 from ..errors import GenerationError
 from ..reference.cache import TokenBatch
-from .record import Record
+from .timing import Record
 
 CHUNK = 64  # tokens per pass, so that a large vocabulary's logits are never held for the whole text
 
@@ -73,14 +73,7 @@ def measure_cache(
     errors = []
     for dtype in dtypes:
         counts, max_errors, kl_means, kl_maxima, agreements = zip(*chunks[dtype], strict=True)
-        errors.append(
-            CacheError(
-                dtype,
-                caches[dtype].bytes_per_token,
-                max_logit_error=max(max_errors),
-                kl_mean=max(0.0, float(np.average(kl_means, weights=counts))),  # rounding may leave -1e-18
-                kl_max=max(0.0, *kl_maxima),
-                greedy_agreement=float(np.average(agreements, weights=counts)),
-            )
-        )
+        kl_mean, agreement = (float(np.average(values, weights=counts)) for values in (kl_means, agreements))
+        kl = max(0.0, kl_mean), max(0.0, *kl_maxima)  # rounding may leave -1e-18
+        errors.append(CacheError(dtype, caches[dtype].bytes_per_token, max(max_errors), *kl, agreement))
     return CacheBench(model.backend.name, len(tokens), tuple(errors))

@@ -21,8 +21,7 @@ from ..backends.cpu import extension
 from ..errors import ShapeError
 from ..notebook.figures import new_figure
 from ..system.threads import resolve_threads
-from .record import Record
-from .timing import Action, Timing, take_turns
+from .timing import Action, Record, Timing, take_turns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +76,7 @@ class MemoryReader:
 
 
 @dataclass(frozen=True)
-class Peak:
+class Peak(Record):
     """The rate of one instruction set's product instruction, with nothing to load or store."""
 
     kernel_set: str
@@ -92,7 +91,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class MemoryRead:
+class MemoryRead(Record):
     """A plain read of memory."""
 
     threads: int
@@ -130,13 +129,10 @@ class Ceiling(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; each timing's values stand beside what was timed."""
-
-        def row(limit: MemoryRead | Peak, speed: str) -> dict[str, Any]:
-            facts = {name: value for name, value in vars(limit).items() if name != "timing"}
-            return {**facts, speed: getattr(limit, speed), **limit.timing.to_dict()}
-
-        peaks = [row(peak, "g_multiply_adds_per_s") for peak in self.peaks]
-        return {"reads": [row(read, "gb_per_s") for read in self.reads], "peaks": peaks, "lacks": self.lacks}
+        facts = super().to_dict()
+        for row in (*facts["reads"], *facts["peaks"]):
+            row.update(row.pop("timing"))
+        return facts
 
 
 def measure_ceiling(
@@ -204,10 +200,8 @@ def draw_roofline(axes: Axes, ceiling: Ceiling, threads: int, points: Iterable[t
         axes.plot(*zip(*values, strict=True), "o:", markersize=5, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("multiply-adds per byte read from memory")
-    axes.set_ylabel("G multiply-adds per second")
-    plural = "s" if threads > 1 else ""
-    axes.set_title(f"{threads} thread{plural}, memory {ceiling.read_gb_per_s(threads):.1f} GB/s")
+    title = f"{threads} thread{'s' if threads > 1 else ''}, memory {ceiling.read_gb_per_s(threads):.1f} GB/s"
+    axes.set(title=title, xlabel="multiply-adds per byte read from memory", ylabel="G multiply-adds per second")
     axes.grid(True, which="major", alpha=0.3)
     if peaks:
         axes.legend(fontsize=8)

@@ -20,9 +20,8 @@ from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, cho
 from ..backends.cuda.workspace import Arena, Workspace
 from ..errors import ShapeError
 from ..reference import quantization
-from .record import Progress, Record
 from .synthetic import random_ternary_weight
-from .timing import Timing
+from .timing import Progress, Record, Timing, count_steps
 from .validate import Check, count_unequal
 
 # (N, K) of the launches of a 2B-4T block: q, k and v as one; o; gate and up as one; down
@@ -102,7 +101,6 @@ class CudaKernelBench(Record):
 
     @property
     def check(self) -> Check:
-        """All comparisons together."""
         values = sum(result.tokens * result.out_features for result in self.results)
         accumulators = sum(result.unequal_accumulators for result in self.results)
         return Check(values, accumulators, values, sum(result.unequal_floats for result in self.results))
@@ -188,7 +186,7 @@ def measure_cuda_kernels(
     ws, kernels = Workspace(device), TernaryKernels(device)
     stopwatch = Stopwatch(ws, copy_bytes, repeats)
     results: list[CudaKernelResult] = []
-    done = itertools.count(1)
+    tick = count_steps(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
         weight = random_ternary_weight(rng, n_out, n_in)
         first = kernels.prepare(weight)
@@ -207,9 +205,8 @@ def measure_cuda_kernels(
             for name in kernels_for(m):
                 plan = choose_launch(m, n_out, n_in, device.multiprocessors, name)
                 wrong = count_unequal(device.to_host(kernels.matmul(inputs[0], first, kernel=name)), acc)
-                trials.append(
-                    (name, plan.grid, plan.block, partial(kernels.linear, *inputs, y=out, kernel=name), wrong)
-                )
+                linear = partial(kernels.linear, *inputs, y=out, kernel=name)
+                trials.append((name, plan.grid, plan.block, linear, wrong))
             if is_row:  # quantises its row itself, as decoding does; its accumulators stay in the kernel
                 row = row_launch(device, n_in, n_out)
                 trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
@@ -218,15 +215,13 @@ def measure_cuda_kernels(
                 timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
                 sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
                 results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))
-            if progress is not None:
-                progress(next(done), len(shapes) * len(tokens))
+            tick()
     copy = Timing.of(stopwatch.copy_samples_s)
     bench = CudaKernelBench(device.name, device.emulated, device.l2_bytes, stopwatch.copy.nbytes, copy, results)
     return replace(bench, results=[replace(result, copy_gb_per_s=bench.copy_gb_per_s) for result in results])
 
 
 def copy_of(device: Device, w: TiledWeight) -> TiledWeight:
-    """The same weight in other memory."""
     tiles: DeviceArray = device.empty(w.tiles.shape, w.tiles.dtype)
     device.copy(tiles, w.tiles)
     return replace(w, tiles=tiles)

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Any, cast
 
@@ -30,18 +30,231 @@ from ..backends import choose_backend
 from ..backends.cuda import open_device
 from ..errors import BitNetRefError, ConfigError, DeviceError
 from ..generation.results import Generation, GenerationStats
+from ..reference.config import ModelConfig
 from ..system.threads import resolve_threads
-from .cuda_kernels import PlainCopy, measure_cuda_kernels
-from .gpu_goals import LARGE, MAIN, PARTS, Case, DecodingRun, Differs, Goal, GoalResult, GpuBench, GpuPlan, goals
+from .cuda_kernels import MIN_SHARE, SHAPES_2B_4T_FUSED, TARGET_SHARES, PlainCopy, measure_cuda_kernels
 from .models import bytes_of_step
 from .peers import measure_peer
-from .record import Progress
-from .synthetic import synthetic_model
-from .validate import check_model
+from .synthetic import SHAPES, synthetic_model
+from .timing import Progress, Record, Timing
+from .validate import Check, check_model
 
 PEER_TIMEOUT_S = 180.0
 
+# In this order; the peers are last because another engine may hang
+PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
+MAIN, LARGE, DENSE = "2b-4t", "7b", "tinyllama-1.1b"  # of SHAPES
+TITLES = {MAIN: "2B-4T", LARGE: "7B", DENSE: "TinyLlama-1.1B"}
+BATCHES = {8: 6.0, 32: 18.0, 128: 40.0}  # sequences: tokens/s of all together, over those of one
+NARROW = ("bfloat16", "float16")
+
 Facts = dict[str, Any]  # what stands beside a value in its row
+
+
+# -- what is asked, and the results ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """What is measured. The targets apply to the default plan; tests take small shapes and few tokens."""
+
+    shapes: dict[str, ModelConfig] = field(default_factory=lambda: dict(SHAPES))
+    layers: int | None = None  # at most, of every model
+    kernel_shapes: tuple[tuple[int, int], ...] = SHAPES_2B_4T_FUSED  # (N, K)
+    batches: tuple[int, ...] = tuple(BATCHES)  # sequences
+    large_batch: int = 32  # of the 7B
+    prompt_tokens: int = 32  # before decoding
+    new_tokens: int = 128
+    prefill_tokens: int = 2048
+    repeats: int = 3
+    kernel_repeats: int = 15
+    cold_bytes: int | None = None  # see `measure_cuda_kernels`
+    copy_bytes: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the models and kernels are those that the targets apply to."""
+        return self.layers is None and self.shapes == SHAPES and self.kernel_shapes == SHAPES_2B_4T_FUSED
+
+    def config(self, name: str) -> ModelConfig:
+        """The shape of that name, with at most `layers` layers."""
+        config = self.shapes[name]
+        return replace(config, num_hidden_layers=min(self.layers or config.num_hidden_layers, config.num_hidden_layers))
+
+    def title(self, name: str) -> str:
+        """ "2B-4T", or "2B-4T of 3 layers" if it has more"""
+        layers = self.config(name).num_hidden_layers
+        return TITLES[name] + (f" of {layers} layers" if layers < self.shapes[name].num_hidden_layers else "")
+
+    def prompts(self, vocab: int, count: int) -> list[list[int]]:
+        """Random token ids, `count` prompts of `prompt_tokens`; the first is the same for every count."""
+        return np.random.default_rng(1).integers(0, vocab, (count, self.prompt_tokens)).tolist()
+
+    def to_dict(self) -> dict[str, Any]:
+        plan = {key: value for key, value in vars(self).items() if key != "shapes"}
+        return {**plan, "layers_of": {name: self.config(name).num_hidden_layers for name in TITLES}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decoding to measure: `batch` sequences of a model of that shape."""
+
+    name: str
+    batch: int = 1
+    dtype: str = "float32"
+    backend: str = "cupy"
+
+    @property
+    def subject(self) -> str:
+        return f"{self.name} {self.dtype} {self.backend}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One thing that is measured, and its target."""
+
+    part: str
+    what: str
+    unit: str  # "tok/s" of decoding, all sequences together; "ms"; "GB"; "x", a ratio of those; "%", a share
+    target: float | None = None
+    at_most: bool = False  # the target is an upper limit
+    note: str = ""  # further targets, in words
+    case: Case | None = None  # the decoding that is measured
+    over: Case | None = None  # the one that it is divided by
+    shape: tuple[int, int] = (0, 0)  # (N, K), of a kernel
+    quantized: bool = False  # the peer's weights
+
+    @property
+    def words(self) -> str:
+        """ ">= 1,500 tok/s (stretch 2,400)" """
+        if self.target is None:
+            return self.note
+        bound = f"{'<=' if self.at_most else '>='} {self.target:,.4g} {self.unit}"
+        return f"{bound} ({self.note})" if self.note else bound
+
+
+def goals(plan: GpuPlan) -> list[Goal]:
+    """Everything that is asked, in the order of PARTS."""
+    main, large, dense = (plan.title(name) for name in (MAIN, LARGE, DENSE))
+    one, batch = Case(MAIN), plan.large_batch
+    share = {shape: 100 * TARGET_SHARES.get(shape, MIN_SHARE) for shape in plan.kernel_shapes}
+    return [
+        *(Goal("kernels", f"GEMV {n}x{k} over a copy", "%", share[n, k], shape=(n, k)) for n, k in share),
+        Goal("decode", f"{main}, batch 1", "tok/s", 1500, note="stretch 2,400", case=one),
+        *(
+            Goal("batches", f"{main}, batch {n} over 1", "x", BATCHES.get(n), case=Case(MAIN, n), over=one)
+            for n in plan.batches
+        ),
+        Goal("prefill", f"{main}, prompt of {plan.prefill_tokens:,}", "ms", 40, at_most=True),
+        Goal("7b", f"{large}, packed weights", "GB", 2.6, at_most=True),
+        Goal("7b", f"{large}, batch 1", "tok/s", 600, case=Case(LARGE)),
+        Goal("7b", f"{large}, batch {batch}", "tok/s", 8000, case=Case(LARGE, batch)),
+        *(Goal("dense", f"{dense}, {dtype}", "tok/s", 100, case=Case(DENSE, dtype=dtype)) for dtype in NARROW),
+        *(
+            Goal("precision", f"{main}, {t} over float32", "x", 1.3, note="to 1.5", case=Case(MAIN, dtype=t), over=one)
+            for t in NARROW
+        ),
+        Goal("cpu", f"{main}, GPU over CPU", "x", 50, case=one, over=Case(MAIN, backend="cython")),
+        Goal("peers", f"{main} over transformers' BitNet", "x", 10, quantized=True),
+        Goal("peers", f"{main} over transformers' bf16", "x", 2.5),
+    ]
+
+
+@dataclass(frozen=True)
+class GoalResult:
+    """The value measured for a goal. None: it was not measured; `why` says why not."""
+
+    goal: Goal
+    value: float | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    differs: bool = False  # a comparison was not equal
+
+    @property
+    def meets(self) -> bool | None:
+        """Whether the value meets the target; None without a value or a target."""
+        if self.value is None or self.goal.target is None:
+            return None
+        return self.value <= self.goal.target if self.goal.at_most else self.value >= self.goal.target
+
+
+@dataclass
+class GpuBench(Record):
+    """All results so far, and the copy that the bounds are computed from."""
+
+    device: str
+    emulated: bool
+    software: dict[str, str]  # versions of CuPy, CUDA and the driver
+    plan: GpuPlan
+    parts: tuple[str, ...]
+    copy_bytes: int  # read and written
+    copy_samples_s: list[float]
+    rows: list[GoalResult] = field(default_factory=list)
+    checks: dict[str, Check] = field(default_factory=dict)  # by shape, dtype and backend
+    seconds: float = 0.0
+    finished: bool = False
+
+    @property
+    def judged(self) -> bool:
+        """Whether the targets apply to what was measured."""
+        return self.plan.whole and not self.emulated
+
+    def met(self, row: GoalResult) -> bool | None:
+        return row.meets if self.judged else None
+
+    @property
+    def equal(self) -> bool:
+        return not any(row.differs for row in self.rows) and all(check.equal for check in self.checks.values())
+
+    @property
+    def copy_gb_per_s(self) -> float:
+        """Read and written, over the median time."""
+        return self.copy_bytes / median(self.copy_samples_s) / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values. In a row "found" is the value, and "more" the note."""
+        rows = []
+        for row in self.rows:
+            goal = {name: getattr(row.goal, name) for name in ("part", "what", "unit", "target", "at_most")}
+            verdict = {"found": row.value, "met": self.met(row), "why": row.why, "differs": row.differs}
+            rows.append({**goal, "more": row.goal.note, **verdict, **row.facts})
+        timing = Timing.of(self.copy_samples_s).to_dict()
+        return {**super().to_dict(), "copy": timing, "plan": self.plan.to_dict(), "rows": rows}
+
+
+class Differs(Exception):
+    """Two results that must be equal are not, so there is no speed."""
+
+
+@dataclass(frozen=True)
+class DecodingRun:
+    """Repetitions of one decoding."""
+
+    batch: int
+    tokens: list[list[int]]  # generated from each prompt
+    tokens_per_s: list[float]  # of all prompts together, in each repetition
+    step_bytes: int = 0  # read by one step of all sequences; 0: there is no bound
+
+    @property
+    def best(self) -> float:
+        return max(self.tokens_per_s)
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step, of the median repetition."""
+        return self.batch / median(self.tokens_per_s)
+
+    def facts(self, copy_gb_per_s: float) -> dict[str, Any]:
+        """For a row, with the bound computed from that copy."""
+        facts = {"batch": self.batch, "tokens_per_s": self.best, "tokens_per_s_median": median(self.tokens_per_s)}
+        facts |= {"step_ms_median": 1e3 * self.step_s, "repetitions": len(self.tokens_per_s)}
+        if self.step_bytes:
+            bound = self.batch * copy_gb_per_s * 1e9 / self.step_bytes
+            facts |= {"step_bytes": self.step_bytes, "bound_tokens_per_s": bound, "of_bound": self.best / bound}
+        return facts
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def measure_gpu(
@@ -59,14 +272,27 @@ def measure_gpu(
     measurement that fails becomes a row that says why, and the others go on. Raises BackendUnavailable without a card,
     ConfigError for a plan that measures nothing.
     """
-    plan = GpuPlan() if plan is None else plan
+    plan = plan or GpuPlan()
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"expected some of {', '.join(PARTS)}, got {unknown[0]!r}", field="parts")
     minima = {"layers": 1, "prompt_tokens": 1, "prefill_tokens": 1, "repeats": 1, "new_tokens": 2}
     for name, minimum in minima.items():
         if (got := getattr(plan, name)) is not None and got < minimum:
             raise ConfigError(f"expected at least {minimum}, got {got}", field=f"plan.{name}")
-    return GpuRun(plan, tuple(part for part in PARTS if part in parts), index, python).measure(on_row, progress)
+    run = GpuRun(plan, tuple(part for part in PARTS if part in parts), index, python)
+    started, bench = time.perf_counter(), run.bench
+    asked = [goal for goal in goals(plan) if goal.part in bench.parts]
+    try:
+        for done, goal in enumerate(asked, start=1):
+            bench.rows.append(run.row(goal))
+            bench.seconds, bench.finished = time.perf_counter() - started, done == len(asked)
+            if progress is not None:
+                progress(done, len(asked))
+            if on_row is not None:
+                on_row(bench)
+    finally:
+        run.close()
+    return bench
 
 
 class GpuRun:
@@ -83,23 +309,11 @@ class GpuRun:
         self._held: tuple[str, Model] | None = None
         self._decodings: dict[Case, DecodingRun] = {}
 
-    def measure(self, on_row: Callable[[GpuBench], object] | None, progress: Progress | None) -> GpuBench:
-        started, bench = time.perf_counter(), self.bench
-        asked = [goal for goal in goals(self.plan) if goal.part in bench.parts]
-        try:
-            for done, goal in enumerate(asked, start=1):
-                bench.rows.append(self.row(goal))
-                bench.seconds, bench.finished = time.perf_counter() - started, done == len(asked)
-                if progress is not None:
-                    progress(done, len(asked))
-                if on_row is not None:
-                    on_row(bench)
-        finally:
-            self.drop()
-            del self.copy
-            with suppress(DeviceError):
-                self.device.close()
-        return bench
+    def close(self) -> None:
+        self.drop()
+        del self.copy
+        with suppress(DeviceError):
+            self.device.close()
 
     def row(self, goal: Goal) -> GoalResult:
         """The value, or why there is none. Facts that were found before a failure are kept."""
@@ -124,9 +338,11 @@ class GpuRun:
             facts |= {f"cpu_{key}": value for key, value in over.facts(0).items()}
             facts["cpu_threads"] = resolve_threads(None)
         decoding = self.decode(goal.case, facts)
-        if over is not None and goal.part == "precision":
+        if over is None:
+            return decoding.best
+        if goal.part == "precision":
             facts["fewer_bytes"] = over.step_bytes / decoding.step_bytes
-        return decoding.best / (1 if over is None else over.best)
+        return decoding.best / over.best
 
     def find_kernels(self, goal: Goal, facts: Facts) -> float:
         plan, (n, k) = self.plan, goal.shape
@@ -146,9 +362,8 @@ class GpuRun:
         runs = [generate(model, [prompt], 1) for _ in range(1 + self.plan.repeats)]
         check_same_tokens([generated for generated, _ in runs])
         times_ms = [1e3 * stats.prefill_s for _, stats in runs[1:]]
-        best = min(times_ms)
-        facts |= {"ms_median": median(times_ms), "tokens_per_s": 1e3 * tokens / best, "samples_ms": times_ms}
-        return best
+        facts |= {"ms_median": median(times_ms), "tokens_per_s": 1e3 * tokens / min(times_ms), "samples_ms": times_ms}
+        return min(times_ms)
 
     def find_7b(self, goal: Goal, facts: Facts) -> float:
         """Its weights in GB."""
@@ -186,12 +401,10 @@ class GpuRun:
         return self._held[1]
 
     def drop(self) -> None:
-        """Close the model that is held, and free its memory."""
-        held, self._held = self._held, None
-        if held is not None:
+        if self._held is not None:
             with suppress(DeviceError):  # the card was lost: the rows report it
-                held[1].close()
-        del held
+                self._held[1].close()
+        self._held = None
         gc.collect()  # recorded steps and their backend refer to each other
 
     def decode(self, case: Case, facts: Facts) -> DecodingRun:
@@ -238,8 +451,6 @@ def mean_step_bytes(model: Model, batch: int, plan: GpuPlan, stats: GenerationSt
 
 
 def software_versions() -> dict[str, str]:
-    """Of CuPy, the CUDA runtime and the driver."""
     cupy = importlib.import_module("cupy")
-    runtime = cupy.cuda.runtime
-    versions = {"cupy": cupy.__version__, "cuda": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersion()}
-    return {name: str(version) for name, version in versions.items()}
+    cuda, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
+    return {"cupy": cupy.__version__, "cuda": str(cuda), "driver": str(driver)}

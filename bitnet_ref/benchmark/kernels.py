@@ -14,9 +14,8 @@ from ..backends.cpu.extension import layouts_for, simd_variants
 from ..errors import ShapeError
 from ..reference.weights import LinearWeight
 from .ceiling import MemoryReader, last_level_cache_bytes
-from .record import Progress, Record
 from .synthetic import random_ternary_weight
-from .timing import Action, Timing, ratio, take_turns
+from .timing import Action, Progress, Record, Timing, count_steps, ratio, take_turns
 from .validate import Check, Expected, check_linear
 
 SHAPES_2B_4T = ((2560, 2560), (640, 2560), (6912, 2560), (2560, 6912))  # (N, K): q and o, k and v, gate and up, down
@@ -25,8 +24,6 @@ REPEATS = 7
 BUDGET_S = 0.5  # per kernel, shape and token count; a slower kernel gets fewer repetitions
 CACHES_OF_WEIGHTS = 2  # copies of a weight fill the last-level cache this many times, so each is read from memory
 READ = "read"
-
-Layout = tuple[str, str | None]  # a backend's name, and the name of its weight layout
 
 
 @dataclass(frozen=True)
@@ -138,27 +135,24 @@ def measure_kernels(
     cache_bytes = last_level_cache_bytes() if cache_bytes is None else cache_bytes
     rng = np.random.default_rng(0)
     results: list[KernelResult] = []
-    done = itertools.count(1)
+    tick = count_steps(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
         weight = random_ternary_weight(rng, n_out, n_in)
         expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)
         copies = -(-CACHES_OF_WEIGHTS * cache_bytes // weight.nbytes) or 1
-        by_layout: dict[Layout, list[LinearWeight]] = {}  # several kernel sets may read the same layout
+        by_layout: dict[tuple[str, str | None], list[LinearWeight]] = {}  # several kernel sets may read the same layout
+        subjects = []
         for be in backends:
-            if layout_of(be) not in by_layout:
+            layout = be.name, getattr(be, "layout", None)
+            if layout not in by_layout:
                 fresh = (replace(weight, packed=weight.packed.copy()) for _ in range(copies))
-                by_layout[layout_of(be)] = [be.prepare(w) for w in fresh]
-        subjects = [(be, by_layout[layout_of(be)]) for be in backends]
+                by_layout[layout] = [be.prepare(w) for w in fresh]
+            subjects.append((be, by_layout[layout]))
         for count in tokens:
             results += compare_and_time(subjects, expected.first(count), reader, repeats, budget_s)
-            if progress is not None:
-                progress(next(done), len(shapes) * len(tokens))
+            tick()
     speeds = [result.read_gb_per_s for result in results if result.read_gb_per_s is not None]
     return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results)
-
-
-def layout_of(be: Backend) -> Layout:
-    return be.name, getattr(be, "layout", None)
 
 
 def compare_and_time(
@@ -185,9 +179,7 @@ def compare_and_time(
     timings = take_turns({READ: reader.read, **actions}, repeats, budget_s) if actions else {}
     results = []
     for index, ((be, copies), check) in enumerate(zip(subjects, checks, strict=True)):
-        timing, (n_out, n_in) = timings.get(str(index)), copies[0].shape
-        variant = be.name, getattr(be, "simd", None), getattr(be, "layout", None)
-        sizes = n_out, n_in, len(expected.x), copies[0].nbytes
-        read = timings[READ] if timing else None
-        results.append(KernelResult(*variant, *sizes, check, timing, read, reader.nbytes))
+        timing, variant = timings.get(str(index)), (be.name, getattr(be, "simd", None), getattr(be, "layout", None))
+        sizes = *copies[0].shape, len(expected.x), copies[0].nbytes
+        results.append(KernelResult(*variant, *sizes, check, timing, timing and timings[READ], reader.nbytes))
     return results

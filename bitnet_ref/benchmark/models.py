@@ -26,8 +26,7 @@ from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights, TernaryLinear
 from ..system.memory import peak_memory_bytes
 from .ceiling import MemoryReader, last_level_cache_bytes, peak_of
-from .record import Progress, Record
-from .timing import Timing, ratio, seconds
+from .timing import Progress, Record, Timing, count_steps, ratio, seconds
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
@@ -171,14 +170,7 @@ def measure_model(
     if min(prompt_tokens, new_tokens) < 1 or prompt_tokens + new_tokens > context:
         asked = f"{prompt_tokens} prompt tokens and {new_tokens} new ones"
         raise GenerationError(f"expected at least 1 of each and at most {context} together, got {asked}")
-    total, done = 1 + PROMPT_REPEATS + new_tokens + profile, 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
+    tick = count_steps(progress, 1 + PROMPT_REPEATS + new_tokens + profile)
     prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, prompt_tokens)
     check = check_model(model, prompt.tolist())
     tick()
@@ -234,7 +226,7 @@ def measure_model(
         head_rows.append(len(logits.ids))
         tick()
     # If the peak did not rise after the buffer was allocated, it is the model's own; else the buffer is part of it.
-    memory_after = peak_memory_bytes()
+    memory_bytes = max(memory_before, peak_memory_bytes() - reader.nbytes)
     profiles = profile_model(model, prompt, new_tokens) if profile else {}
     if profile:
         tick()
@@ -254,7 +246,7 @@ def measure_model(
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
         head_rows=mean(head_rows),
-        peak_memory_bytes=max(memory_before, memory_after - reader.nbytes),
+        peak_memory_bytes=memory_bytes,
         profiles=profiles,
         read_gb_per_s=read.giga_per_s(reader.nbytes),
         prompt_tokens_per_s=prompt_tokens / prompt_time.best_s,

@@ -104,7 +104,6 @@ def fill(model, torch):
 
 
 def repeat(tensor, tile):
-    """Fill the tensor with the tile, repeated."""
     flat = tensor.view(-1)
     for start in range(0, len(flat), len(tile)):
         piece = flat[start : start + len(tile)]

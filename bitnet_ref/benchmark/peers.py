@@ -17,9 +17,8 @@ from typing import Any
 from ..errors import BackendError, BackendUnavailable, ConfigError, FormatError
 from ..formats.hf.writer import hf_config_json
 from ..reference.config import ModelConfig
-from .record import Record
 from .synthetic import write_random_gguf
-from .timing import Timing
+from .timing import Record, Timing
 
 SCRIPT = Path(__file__).parent / "peer_process.py"
 TIMEOUT_S = 1800.0

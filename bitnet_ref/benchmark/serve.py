@@ -8,13 +8,12 @@ they are read. Before anything is timed, some of the requests must give what `Mo
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +23,7 @@ from ..errors import GenerationError, QueueFull
 from ..generation import Generation
 from ..notebook.figures import new_figure
 from ..serving import Engine, EngineConfig
-from .record import Progress, Record
-from .timing import seconds
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .timing import Progress, Record, count_steps, seconds
 
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the capacity: the default rates
 CHECKED = 4  # requests
@@ -147,19 +142,12 @@ def measure_serve(
     """
     load, config = load or Load(), config or EngineConfig()
     if load.prompt[1] + load.new[1] > model.config.context_length:
-        raise GenerationError(
-            f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones do not fit the model's context of "
-            f"{model.config.context_length}"
-        )
+        asked = f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones"
+        raise GenerationError(f"{asked} do not fit the model's context of {model.config.context_length}")
     if not all(rate > 0 for rate in rates_per_s):
         raise GenerationError(f"rates: expected requests per second, numbers > 0, got {list(rates_per_s)}")
     requests = load.draw(model.config.vocab_size)
-    steps, count = 3 + (len(rates_per_s) or len(SHARES)), itertools.count(1)
-
-    def tick() -> None:
-        if progress is not None:
-            progress(next(count), steps)
-
+    tick = count_steps(progress, 3 + (len(rates_per_s) or len(SHARES)))
     equal = equals_alone(model, config, requests)
     bench = ServeBench(model.backend.name, model.backend.threads, equal, min(CHECKED, len(requests)), load, config)
     tick()
@@ -184,12 +172,8 @@ def measure_together(model: Model, config: EngineConfig, prompts: int, load: Loa
     texts = rng.integers(min(3, model.config.vocab_size - 1), model.config.vocab_size, (prompts, length)).tolist()
     few = texts[:ONE_BY_ONE]
     params: dict[str, Any] = {"max_tokens": new, "ignore_eos": True}
-    room = replace(
-        config,
-        max_batch=max(config.max_batch, prompts),
-        max_batch_tokens=max(config.max_batch_tokens, 2 * prompts),
-        prefix_sharing=False,
-    )
+    batch, batch_tokens = max(config.max_batch, prompts), max(config.max_batch_tokens, 2 * prompts)
+    room = replace(config, max_batch=batch, max_batch_tokens=batch_tokens, prefix_sharing=False)
     alone, together = [], []
     with Engine(model, room) as engine:
         for _ in range(ROUNDS):
@@ -205,10 +189,8 @@ def equals_alone(model: Model, config: EngineConfig, requests: Requests) -> bool
     with Engine(model, config) as engine:
         handles = [engine.submit(prompt, max_tokens=new, **params) for prompt, new in requests[: config.max_batch]]
         for handle, (prompt, new) in zip(handles[:CHECKED], requests, strict=False):
-            mine, (alone,) = (
-                handle.result(),
-                cast("list[Generation]", model.generate([prompt], max_tokens=new, **params)),
-            )
+            mine = handle.result()
+            (alone,) = cast("list[Generation]", model.generate([prompt], max_tokens=new, **params))
             if (mine.token_ids, mine.logprobs, mine.text) != (alone.token_ids, alone.logprobs, alone.text):
                 return False
         for handle in handles:
@@ -240,50 +222,34 @@ async def offer(
 
     async with Engine(model, config) as engine:
         start = perf_counter() + 0.05
-        await asyncio.gather(
-            *[read(*request, start + at) for request, at in zip(requests, arrivals_s.tolist(), strict=True)]
-        )
+        dues = (start + arrivals_s).tolist()
+        await asyncio.gather(*[read(*request, due) for request, due in zip(requests, dues, strict=True)])
         taken_s = perf_counter() - start - float(arrivals_s[0])
         batches = [len(step.parts) for step in list(engine.timeline)] or [0]
-    return LoadPoint(
-        rate_per_s,
-        len(requests),
-        refused,
-        taken_s,
-        len(first_s) + len(between_s),
-        Quantiles.of(first_s),
-        Quantiles.of(between_s),
-        max(batches),
-        sum(batches) / len(batches),
-    )
+    tokens, waits = len(first_s) + len(between_s), (Quantiles.of(first_s), Quantiles.of(between_s))
+    sizes = max(batches), sum(batches) / len(batches)
+    return LoadPoint(rate_per_s, len(requests), refused, taken_s, tokens, *waits, *sizes)
 
 
 def save_serve_plot(bench: ServeBench, path: Path) -> None:
-    """Throughput and waiting times over the offered load, in the format of the file's ending.
+    """Plot tokens per second and waiting times over the offered load, in the format of the file's ending.
 
     Raises BackendUnavailable without matplotlib.
     """
-    figure, axes = new_figure(1, 3, size=(11, 3.6))
-    draw_serve(axes[0], bench)
-    figure.savefig(path)
-
-
-def draw_serve(axes: Sequence[Axes], bench: ServeBench) -> None:
-    """Three panels: tokens per second, time to first token, time between tokens; over requests offered per second."""
+    figure, ((throughput, *waiting),) = new_figure(1, 3, size=(11, 3.6))
     points = sorted(bench.points, key=lambda point: point.offered_per_s)
     offered = [point.offered_per_s for point in points]
-    axes[0].plot(offered, [point.tokens_per_s for point in points], "o-")
-    axes[0].set(title="throughput", ylabel="tokens/s", ylim=(0, None))
-    for axis, title, field in (
-        (axes[1], "time to first token", "first_token"),
-        (axes[2], "time between tokens", "between_tokens"),
-    ):
+    throughput.plot(offered, [point.tokens_per_s for point in points], "o-")
+    throughput.set(title="throughput", ylabel="tokens/s", ylim=(0, None))
+    panels = ("time to first token", "first_token"), ("time between tokens", "between_tokens")
+    for axis, (title, field) in zip(waiting, panels, strict=True):
         for name in ("p50_s", "p95_s", "p99_s"):
             waits = [getattr(getattr(point, field), name, float("nan")) for point in points]  # NaN: all were refused
             axis.plot(offered, [1e3 * wait for wait in waits], "o-", label=name.removesuffix("_s"))
         axis.set(title=title, ylabel="ms", yscale="log")
         axis.legend()
-    for axis in axes:
+    for axis in (throughput, *waiting):
         axis.set_xlabel("requests offered per second")
         if bench.capacity_per_s is not None:
             axis.axvline(bench.capacity_per_s, color="grey", linestyle=":")
+    figure.savefig(path)

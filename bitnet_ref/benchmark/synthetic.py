@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +21,7 @@ from ..formats.gguf.export import write_gguf_model
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
-from .record import Progress
+from .timing import Progress
 
 _BITNET = ModelConfig(
     model_type="bitnet",
@@ -47,13 +46,8 @@ _LLAMA = replace(_BITNET, activation="silu", max_position_embeddings=2048, rope=
 def _shape(vocab: int, d: int, ffn: int, layers: int, heads: tuple[int, int, int], base: ModelConfig) -> ModelConfig:
     """heads: how many, how many of keys and values, and their size."""
     query, kv, size = heads
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab,
-        "hidden_size": d,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-    }
-    return replace(base, **sizes, num_attention_heads=query, num_key_value_heads=kv, head_dim=size)
+    base = replace(base, vocab_size=vocab, hidden_size=d, intermediate_size=ffn, num_hidden_layers=layers)
+    return replace(base, num_attention_heads=query, num_key_value_heads=kv, head_dim=size)
 
 
 _DENSE = replace(_LLAMA, model_type="llama", tie_word_embeddings=False, sub_norms=False, quantization=None)

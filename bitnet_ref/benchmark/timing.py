@@ -1,21 +1,56 @@
-"""Time of an action: several repetitions, in turn with the actions it is compared with."""
+"""Results as JSON, and the time of an action: several repetitions, in turn with the actions it is compared with."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
-from .record import Record
+import numpy as np
 
 REPETITION_S = 0.01  # a shorter action is called several times per repetition, which evens out the clock's noise
 MAX_CALLS = 1000
 
+Progress = Callable[[int, int], None]  # called with (steps done, steps in all)
 Action = Callable[[], object]
 Statistic = Literal["best_s", "median_s"]
+
+
+def count_steps(progress: Progress | None, total: int) -> Callable[[], None]:
+    """A function that reports one more step done each time it is called."""
+    steps = itertools.count(1)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(steps), total)
+
+    return tick
+
+
+class Record:
+    """Base of the result dataclasses. A property (a speed, a ratio, a verdict) is computed from the fields."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        properties = [name for name in dir(type(self)) if isinstance(getattr(type(self), name), property)]
+        return {name: to_json(getattr(self, name)) for name in (*vars(self), *properties)}
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON has it: a `Record` as an object with its properties, any other dataclass by its fields."""
+    if isinstance(value, Record):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True)

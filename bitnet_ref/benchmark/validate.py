@@ -14,7 +14,7 @@ from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOAT
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
 from ..reference.weights import LinearWeight, TernaryLinear, TernaryWeight, plain_weights
-from .record import Record
+from .timing import Record
 
 CHECKED_TOKENS = 4  # of a whole model
 
@@ -42,15 +42,9 @@ class Check(Record):
 
     def __add__(self, other: Check) -> Check:
         """Both together; the logits are those of `other` if it has any."""
-        mine = self if other.logits_error is None else other
-        return Check(
-            self.accumulators + other.accumulators,
-            self.unequal_accumulators + other.unequal_accumulators,
-            self.floats + other.floats,
-            self.unequal_floats + other.unequal_floats,
-            mine.logits_error,
-            mine.logits_allowed,
-        )
+        counts = ("accumulators", "unequal_accumulators", "floats", "unequal_floats")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return replace(self if other.logits_error is None else other, **sums)
 
 
 @dataclass(frozen=True)

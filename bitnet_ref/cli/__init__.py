@@ -15,13 +15,12 @@ from .. import __version__
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
-from .crossval_engines import crossval
+from .crossval_command import crossval
 from .doctor_command import doctor
 from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
-from .models_commands import list_models, rm
-from .pull_command import pull
+from .models_commands import list_models, pull, rm
 from .shell import Interface, debug_option, prepare_streams
 
 EPILOG = """Each command has --help, and --json for programs.

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..backends import NAMES
-from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report
+from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report_bench
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..benchmark.cuda_kernels import CudaKernelBench, CudaKernelResult
-    from ..benchmark.gpu_goals import GoalResult, GpuBench
+    from ..benchmark.gpu import GoalResult, GpuBench
     from ..benchmark.kernels import KernelBench, KernelResult
 
-    Result = TypeVar("Result", KernelResult, CudaKernelResult)
-
-# The parts of `benchmark.gpu_goals`, which --help need not import
+# The parts of `benchmark.gpu`, which --help need not import
 PARTS = ("kernels", "decode", "batches", "prefill", "7b", "dense", "precision", "cpu", "peers")
 # Facts of a row of `bench gpu`, by the name of the first one, in words
 FACTS = {
@@ -79,11 +77,10 @@ def kernels(
     backends = candidates(backend, threads, simd, methods)
     with LoadingBar("measuring") as bar:
         bench = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
-    report(bench, lambda out: draw_kernels(bench, out))
+    report_bench(bench, lambda out: draw_kernels(bench, out))
 
 
 def draw_kernels(bench: KernelBench, out: Console) -> None:
-    """A table for each shape, under the memory read."""
     if bench.read_gb_per_s is not None:
         reader = f"{in_threads(bench.threads)} ({bench.read_how})"
         out.print(f"memory, read by {reader}: {bench.read_gb_per_s:.1f} GB/s at best")
@@ -101,9 +98,7 @@ def draw_kernels(bench: KernelBench, out: Console) -> None:
         return [*row, f"{result.of_read:.2f}", f"{result.of_read_median:.2f}"]
 
     columns = ("kernel", "tokens", "best", "median", "G MAC/s", "GB/s", "read GB/s", "ratio: best", "median")
-    draw_by_shape(bench.results, columns, sizes, cells, out)
-    if bench.equal:
-        out.print(f"\nAll {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+    draw_by_shape(bench, columns, sizes, cells, out)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -132,7 +127,7 @@ def cuda(
     with LoadingBar("measuring") as bar:
         bench = measure_cuda_kernels(card, shapes or SHAPES_2B_4T_FUSED, tokens, repeats=repeats, progress=bar, **sizes)
     card.close()
-    report(bench, lambda out: draw_cuda(bench, out))
+    report_bench(bench, lambda out: draw_cuda(bench, out))
 
 
 def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
@@ -154,10 +149,8 @@ def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
 
     draw_device(bench, out)
     columns = ("kernel", "tokens", "blocks", "best", "median", "GB/s", "of copy", "target", "TOP/s")
-    draw_by_shape(bench.results, columns, copies, cells, out)
-    out.print("\n* used by models at this shape and number of tokens")
-    if bench.equal:
-        out.print(f"All {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+    draw_by_shape(bench, columns, copies, cells, out)
+    out.print("* used by models at this shape and number of tokens")
 
 
 @click.command(short_help="All that is asked of a GPU, in one run: kernels, models, and other engines.")
@@ -170,15 +163,7 @@ def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here after every "
               "measurement, so that an interrupted run keeps its results.")  # fmt: skip
 @common_options
-def gpu(
-    only: tuple[str, ...],
-    layers: int | None,
-    new_tokens: int,
-    repeats: int,
-    device: int,
-    versus_python: str | None,
-    out: Path | None,
-) -> None:
+def gpu(only: tuple[str, ...], device: int, versus_python: str | None, out: Path | None, **sizes: Any) -> None:
     """Measure what is asked of an NVIDIA card: models of random weights, each first compared with the reference.
 
     Parts that are ratios (batches, precision, peers, cpu) also measure 2B-4T alone. What cannot be measured says why,
@@ -186,36 +171,28 @@ def gpu(
     to see that it runs.
     """
     from ..benchmark.gpu import GpuPlan, measure_gpu
+    from ..system.atomic import atomic_path
 
     def on_row(bench: GpuBench) -> None:
         if not sys.stderr.isatty():  # no progress bar is drawn there; an interrupted run has shown its results
             row = bench.rows[-1]
             click.echo(f"{bench.seconds:.0f} s  {row.goal.what}: {describe_row(row)}", err=True)
         if out is not None:
-            write_json(bench.to_dict(), out)
+            try:
+                with atomic_path(out) as temporary:
+                    temporary.write_text(json.dumps(bench.to_dict(), indent=1, allow_nan=False) + "\n")
+            except OSError as error:
+                raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
 
     if out is not None and not out.parent.is_dir():  # an error now, not after the first measurement
         raise click.UsageError(f"--out {out}: there is no folder {out.parent}")
-    plan = GpuPlan(layers=layers, new_tokens=new_tokens, repeats=repeats)
-    python = versus_python or sys.executable
+    plan, python = GpuPlan(**sizes), versus_python or sys.executable
     with LoadingBar("measuring") as bar:
         bench = measure_gpu(plan, only or PARTS, index=device, python=python, on_row=on_row, progress=bar)
-    report(bench, lambda console: draw_gpu(bench, console))
-
-
-def write_json(facts: dict[str, Any], path: Path) -> None:
-    """Replace the file as a whole, or leave it."""
-    from ..system.atomic import atomic_path
-
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise click.UsageError(f"--out {path}: {error.strerror or error}") from error
+    report_bench(bench, lambda console: draw_gpu(bench, console))
 
 
 def draw_gpu(bench: GpuBench, out: Console) -> None:
-    """The card, a row for each goal, and what was compared."""
     draw_device(bench, out)
     if bench.plan.layers is not None:
         out.print(f"Models of at most {bench.plan.layers} layers: no target is judged.", style="yellow")
@@ -230,9 +207,7 @@ def draw_gpu(bench: GpuBench, out: Console) -> None:
 
 
 def verdict_of(bench: GpuBench, row: GoalResult) -> str:
-    if row.value is None:
-        return "not measured"
-    return {None: "", True: "yes", False: "no"}[bench.met(row)]
+    return "not measured" if row.value is None else {None: "", True: "yes", False: "no"}[bench.met(row)]
 
 
 def describe_row(row: GoalResult) -> str:
@@ -240,11 +215,9 @@ def describe_row(row: GoalResult) -> str:
     if row.value is None:
         return row.why
     digits = sum(row.value < limit for limit in (10, 100))
-    words = [f"{row.value:,.{digits}f} {row.goal.unit}"]
     known = "tokens_per_s" if row.goal.unit == "tok/s" else ""  # the value itself
-    names = [name for name in FACTS if name in row.facts and name != known]
-    words += [FACTS[name].format(**row.facts) for name in names]
-    return ", ".join(words)
+    words = [text.format(**row.facts) for name, text in FACTS.items() if name in row.facts and name != known]
+    return ", ".join([f"{row.value:,.{digits}f} {row.goal.unit}", *words])
 
 
 # -- shared ------------------------------------------------------------------------------------------------------------
@@ -257,19 +230,20 @@ def draw_device(bench: CudaKernelBench | GpuBench, out: Console) -> None:
 
 
 def draw_by_shape(
-    results: Sequence[Result],
+    bench: KernelBench | CudaKernelBench,
     columns: tuple[str, ...],
-    describe: Callable[[list[Result]], str],
-    cells: Callable[[Result], list[str]],
+    describe: Callable[[list[Any]], str],
+    cells: Callable[[Any], list[str]],
     out: Console,
 ) -> None:
     """A table for each shape, with its results in their order. describe: what its title says beside the shape."""
-    for (n_out, n_in), group in groupby(results, key=lambda result: (result.out_features, result.in_features)):
+    for (n_out, n_in), group in groupby(bench.results, key=lambda result: (result.out_features, result.in_features)):
         of_shape = list(group)
         out.print(f"\n{n_out} x {n_in}, {describe(of_shape)}", style="bold")
         draw_table(out, columns, [cells(result) for result in of_shape])
+    if bench.equal:
+        out.print(f"\nAll {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
 
 
 def differs(accumulators: int, floats: int) -> list[str]:
-    """Cells of a row without speeds."""
     return ["DIFFERS", f"{accumulators} acc", f"{floats} floats"]

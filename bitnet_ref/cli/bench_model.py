@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import BackendError
-from .bench_shared import Subject, draw_table, in_threads, in_time, report, subject_options
+from .bench_shared import Subject, draw_table, in_threads, in_time, report_bench, subject_options
 from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def model(
             out.print(f"versus {name}{describe_peer(bench, peer)}")
 
     facts = {name: peer if isinstance(peer, str) else peer.to_dict() for name, peer in peers.items()}
-    report(bench, draw, model=subject.synthetic or subject.name, versus=facts)
+    report_bench(bench, draw, model=subject.synthetic or subject.name, versus=facts)
 
 
 def measure_versus(name: str, model: Model, prompt: int, new: int, python: str | None) -> PeerBench | str:
@@ -67,7 +67,6 @@ def measure_versus(name: str, model: Model, prompt: int, new: int, python: str |
 
 
 def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
-    """Its speeds, and ours over them."""
     if isinstance(peer, str):
         return f": {peer}"
     assert bench.decode_tokens_per_s is not None
@@ -81,7 +80,6 @@ def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
 
 
 def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]:
-    """Facts, speeds beside their bounds, memory."""
     from ..benchmark.ceiling import INSTRUCTIONS
 
     cfg, kernel_set = bench.config, f" {bench.kernel_set}" if bench.kernel_set else ""
@@ -131,7 +129,6 @@ def describe_check(check: Check) -> str:
 
 
 def draw_profile(part: str, profile: PassProfile, out: Console) -> None:
-    """The operations, slowest first, then what is outside all of them."""
 
     def times(taken_s: float) -> tuple[str, str]:
         return f"{taken_s / profile.tokens * 1e3:.3f}", f"{taken_s / profile.step_s:.1%}"

@@ -12,13 +12,13 @@ import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options
-from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, print_json, show, wants_json
+from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api import Model
-    from ..benchmark.record import Record
+    from ..benchmark.timing import Record
 
 MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
@@ -79,7 +79,7 @@ class Subject:
     threads: int | None
     simd: str | None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.model is not None and self.synthetic is not None:
             raise click.UsageError("give a MODEL or --synthetic, not both")
         if self.layers is not None and self.synthetic is None:
@@ -99,7 +99,6 @@ class Subject:
         return f"{self.layers} of its {whole}" if self.layers not in (None, whole) else ""
 
     def load(self) -> Model:
-        """On the backend and kernel set asked for."""
         from ..api import Model, load
         from ..backends import choose_backend
         from ..backends.cpu.backend import CythonBackend
@@ -128,7 +127,6 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             known = {name.replace("-", ""): name for name in SYNTHETIC}.get(shape.lower().replace("-", ""))
             options["model" if known is None else "synthetic"] = known or shape
         subject = Subject(**{field.name: options.pop(field.name) for field in fields(Subject)})
-        subject.check()
         return function(subject=subject, **options)
 
     return apply_options(
@@ -150,14 +148,9 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def report(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
+def report_bench(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
     """Write JSON (with the facts) or draw, and exit with 1 if something differs from the reference."""
-    if wants_json():
-        print_json({**facts, **result.to_dict()})
-    else:
-        show(draw)
-    if not getattr(result, "equal", True):
-        raise click.exceptions.Exit(DIFFERS)
+    report({**facts, **result.to_dict()}, draw, 0 if getattr(result, "equal", True) else DIFFERS)
 
 
 def draw_table(

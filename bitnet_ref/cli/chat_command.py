@@ -13,19 +13,7 @@ import click
 from ..errors import BitNetRefError
 from .generate_command import Reply
 from .generation_options import load_model, model_options, sampling_options, select_given
-from .shell import (
-    INTERRUPTED,
-    SectionedCommand,
-    common_options,
-    error_facts,
-    error_message,
-    exit_code,
-    paint,
-    print_json,
-    say_error,
-    wants_json,
-    write_text,
-)
+from .shell import INTERRUPTED, SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
 
 if TYPE_CHECKING:
     from ..generation import ChatSession, GenerationStats, StreamChunk
@@ -47,10 +35,7 @@ def chat(system: str | None, **options: Any) -> None:
     model = load_model(options)
     session = model.chat(system, **select_given(options))
     session.how_to_reset = f"{RESET} starts a new one"
-    if wants_json():
-        answer_lines(session)
-    else:
-        talk(session)
+    (answer_lines if wants_json() else talk)(session)
 
 
 def ask(
@@ -60,11 +45,6 @@ def ask(
     ids, stream, reply = session.prompt(content), session.stream(content), Reply()
     reply.follow(stream, on_chunk)
     return reply, stream.stats, ids
-
-
-def say(text: str) -> None:
-    """A remark beside the conversation, on stderr."""
-    click.echo(paint(text, sys.stderr, dim=True), err=True)
 
 
 def talk(session: ChatSession) -> None:
@@ -97,16 +77,14 @@ def talk(session: ChatSession) -> None:
         try:
             reply, stats, _ = ask(session, message, lambda chunk: write_text(chunk.text))
         except BitNetRefError as error:
-            say_error(error_message(error))
+            report_error(error)
             continue
         write_text("\n")
         say_dropped(stats)
-        if reply.finish_reason == "interrupted":
-            say("stopped")
-        elif reply.finish_reason == "length":
-            say("[the context is full: /reset starts anew]" if session.full else "[cut at --max-tokens]")
-        elif reply.finish_reason == "filtered":
-            say("[filtered]")
+        cut = "[the context is full: /reset starts anew]" if session.full else "[cut at --max-tokens]"
+        remarks = {"interrupted": "stopped", "length": cut, "filtered": "[filtered]"}
+        if (remark := remarks.get(reply.finish_reason or "")) is not None:
+            say(remark)
 
 
 def say_dropped(stats: GenerationStats) -> None:
@@ -132,8 +110,7 @@ def answer_lines(session: ChatSession) -> None:
         try:
             reply, stats, ids = ask(session, message)
         except BitNetRefError as error:
-            print_json({"error": error_facts(error)})
-            code = exit_code(error)
+            code = report_error(error)
             continue
         print_json(reply.facts(ids, stats))
         if reply.finish_reason == "interrupted":
@@ -143,7 +120,6 @@ def answer_lines(session: ChatSession) -> None:
 
 
 def messages_of(lines: Any) -> Iterator[str]:
-    """The message of each line that is not empty."""
     for line in lines:
         text = line.strip()
         if not text:

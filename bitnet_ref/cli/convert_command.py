@@ -34,13 +34,7 @@ TARGET_NAMES = (
 @click.option("--to-tl-tiles", type=INI_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
 @common_options
 def convert(
-    source: str,
-    destination: Path,
-    target: str,
-    no_verify: bool,
-    force: bool,
-    to_tl_tiles: Path | None,
-    **layout: Any,
+    source: str, destination: Path, target: str, no_verify: bool, force: bool, to_tl_tiles: Path | None, **layout: Any
 ) -> None:
     """Write the model SOURCE (a path, or the name of a shipped model) to DESTINATION in another format.
 
@@ -56,16 +50,8 @@ def convert(
             bars.close()
             return bars.enter_context(LoadingBar(name))
 
-        proof = convert_model(
-            source,
-            destination,
-            target,
-            options=ReadOptions(**layout),
-            tl_tiles=to_tl_tiles,
-            verify=not no_verify,
-            overwrite=force,
-            phase=phase,
-        )
+        options: dict[str, Any] = {"options": ReadOptions(**layout), "verify": not no_verify, "overwrite": force}
+        proof = convert_model(source, destination, target, tl_tiles=to_tl_tiles, phase=phase, **options)
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)
     if wants_json():
@@ -80,13 +66,8 @@ def convert(
 
 
 def draw(proof: Proof, out: Console) -> None:
-    """The proof as a table and a line."""
     rows = []
-    for name, tally in (
-        ("ternary planes", proof.planes),
-        ("scales", proof.scales),
-        ("other tensors", proof.tensors),
-    ):
+    for name, tally in (("ternary planes", proof.planes), ("scales", proof.scales), ("other tensors", proof.tensors)):
         rounded = f", the others rounded by at most {tally.largest:.1e}" if tally.equal < tally.total else ""
         rows.append((name, f"{tally.equal} of {tally.total} equal{rounded}"))
     rows.append(("tokenizer", proof.tokenizer))

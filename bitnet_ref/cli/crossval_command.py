@@ -1,7 +1,10 @@
-"""`bitnet-ref crossval`: the reference against our backends, or against a trace that another engine recorded."""
+"""`bitnet-ref crossval`: the reference against our backends, other engines, or a trace that one of them recorded."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +12,7 @@ import click
 
 from .doctor_command import path_rows
 from .generation_options import apply_options, content_of, dtype_option, load_model
-from .shell import (
-    DIFFERS,
-    UNAVAILABLE,
-    AnyFunction,
-    LoadingBar,
-    common_options,
-    make_table,
-    print_json,
-    show,
-    style_text,
-    wants_json,
-)
+from .shell import DIFFERS, UNAVAILABLE, AnyFunction, LoadingBar, common_options, make_table, report, style_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +23,37 @@ if TYPE_CHECKING:
 
 _MODEL = click.argument("model", default="storyteller")
 _FILE = click.Path(path_type=Path)
+_ENGINES = {
+    "transformers": "Hugging Face transformers, float32 and bfloat16, eager attention.",
+    "llama_cpp": "llama.cpp on GGUF files that are written for it: TQ1_0 and TQ2_0, or F32.",
+    "onnxruntime": "onnxruntime on the file that `convert --to onnx` writes.",
+}
 
 
-def what_to_run(function: AnyFunction) -> AnyFunction:
-    """--prompt and --tokens, for `load_and_encode`."""
-    prompt = click.option("--prompt", help="The text to run.  [default: a sentence]")
-    return apply_options(function, [prompt, click.option("--tokens", help="Token ids instead of a text: 1,17,5")])
+def _read_tokens(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise click.BadParameter(f"expected whole numbers such as 1,17,5, got {text!r}") from None
+
+
+def text_options(prompt_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--prompt and --tokens.   -> `text`: a text, token ids, or None"""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(prompt: str | None, tokens: list[int] | None, **options: Any) -> Any:
+            if prompt is not None and tokens is not None:
+                raise click.UsageError("--prompt and --tokens exclude each other")
+            return function(text=prompt if tokens is None else tokens, **options)
+
+        ids = click.option("--tokens", callback=_read_tokens, help="Token ids instead of a text: 1,17,5")
+        return apply_options(command, [click.option("--prompt", help=prompt_help), ids])
+
+    return decorate
+
+
+sentence_options = text_options("The text to run.  [default: a sentence]")
 
 
 def outputs(function: AnyFunction) -> AnyFunction:
@@ -60,18 +77,18 @@ def crossval() -> None:
 
 @crossval.command(short_help="Every backend and kernel set of this package.")
 @_MODEL
-@what_to_run
+@sentence_options
 @click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
 @outputs
 @common_options
-def backends(model: str, prompt: str | None, tokens: str | None, only: tuple[str, ...], **options: Any) -> None:
+def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
     """Run MODEL on every backend of this package and compare each op with the reference's.
 
     Each backend is fed the reference's inputs, op by op, and then runs by itself.
     """
     from ..crossval import cross_backends
 
-    loaded, ids = load_and_encode(model, prompt, tokens)
+    loaded, ids = load_and_encode(model, text)
     finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
 
 
@@ -99,35 +116,32 @@ def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
 @crossval.command(short_help="Record a run as a trace file.")
 @_MODEL
 @click.argument("file", type=_FILE)
-@what_to_run
+@sentence_options
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")
 @dtype_option()
 @common_options
-def record(
-    model: str, file: Path, prompt: str | None, tokens: str | None, names: tuple[str, ...], **options: Any
-) -> None:
+def record(model: str, file: Path, text: str | list[int] | None, names: tuple[str, ...], **options: Any) -> None:
     """Run MODEL and write its named tensors to the trace FILE."""
     from ..crossval.trace import Trace, record_to_file
 
-    loaded, ids = load_and_encode(model, prompt, tokens, **options)
-    record_to_file(loaded, ids, file, names or None, prompt)
+    loaded, ids = load_and_encode(model, text, **options)
+    record_to_file(loaded, ids, file, names or None, text if isinstance(text, str) else None)
     with Trace(file) as written:
         count = len(written)
-    if wants_json():
-        print_json({"path": str(file), "tensors": count, "tokens": len(ids), "bytes": file.stat().st_size})
-    else:
-        show(lambda out: out.print(f"{file}: {count} tensors of {len(ids)} tokens, {file.stat().st_size:,} bytes"))
+    facts = {"path": str(file), "tensors": count, "tokens": len(ids), "bytes": file.stat().st_size}
+    report(
+        facts, lambda out: out.print("{path}: {tensors} tensors of {tokens} tokens, {bytes:,} bytes".format(**facts))
+    )
 
 
 @crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
 @_MODEL
 @click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
 @click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
-@click.option("--prompt", help="The text, or @FILE.  [default: a short story]")
-@click.option("--tokens", help="Token ids instead of a text: 1,17,5")
+@text_options("The text, or @FILE.  [default: a short story]")
 @common_options
-def precision(model: str, backend: str, dtypes: tuple[str, ...], prompt: str | None, tokens: str | None) -> None:
+def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:
     """Measure how much the logits of a text in a dtype of a backend differ from the float32 reference's.
 
     16 bits are not part of the contract: there is no verdict, and the exit code is 0.
@@ -135,16 +149,12 @@ def precision(model: str, backend: str, dtypes: tuple[str, ...], prompt: str | N
     from ..crossval import measure_precision
     from ..crossval.precision import DTYPES
 
-    if prompt is not None and tokens is not None:
-        raise click.UsageError("--prompt and --tokens exclude each other")
-    text = content_of(prompt) if tokens is None else token_ids(tokens)
+    if isinstance(text, str):
+        text = content_of(text)
     loaded = load_reference(model)
     with LoadingBar("measuring"):
         found = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    if wants_json():
-        print_json({"model": model, **found.to_dict()})
-    else:
-        show(lambda out: _draw_precision(found, out))
+    report({"model": model, **found.to_dict()}, lambda out: _draw_precision(found, out))
 
 
 @crossval.command(short_help="Check a receipt by running its comparisons again.")
@@ -159,34 +169,76 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
     from ..crossval import verify_receipt
 
     found = verify_receipt(receipt, model, trace, python)
-    if wants_json():
-        print_json(found.to_dict())
-    else:
-        show(lambda out: _draw_verification(found, out))
-    if not found.holds or (require and found.unchecked):
-        raise click.exceptions.Exit(DIFFERS)
+    code = DIFFERS if not found.holds or (require and found.unchecked) else 0
+    report(found.to_dict(), lambda out: _draw_verification(found, out), code)
+
+
+def _register(name: str, summary: str) -> None:
+    @crossval.command(name.replace("_", "-"), short_help=summary)
+    @click.argument("model", default="storyteller")
+    @sentence_options
+    @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
+    @click.option("--only", multiple=True, metavar="NAME", help='One variant, such as "llama.cpp tq2_0".')
+    @outputs
+    @common_options
+    def command(
+        model: str, text: str | list[int] | None, python: str | None, only: tuple[str, ...], **options: Any
+    ) -> None:
+        from ..crossval import cross_engine
+
+        loaded, ids = load_and_encode(model, text)
+        loaded.check_tokens(ids)
+        crossings = cross_engine(name, model, ids, python=python, only=only or None)
+        finish(name, model, loaded, ids, crossings, **options)
+
+    command.help = (
+        f"Run MODEL in {summary}\n\nThe engine records each op that it can, which is then compared with the "
+        "reference's. It may be in another interpreter: --python. Where it differs by design, the report says "
+        "so, and the reference computes the same way."
+    )
+
+
+for _name, _summary in _ENGINES.items():
+    _register(_name, _summary)
+
+
+@crossval.command("bitnet-cpp", short_help="A built bitnet.cpp, or any program with llama-cli's options.")
+@click.argument("model")
+@click.argument("binary")
+@click.option("--prompt", help="The text to continue.  [default: a sentence]")
+@click.option("--max-tokens", default=32, show_default=True, type=click.IntRange(1), help="How many tokens.")
+@click.option("--prints", type=click.Choice(["text", "ids"]), default="text", show_default=True, help="What it prints.")
+@click.option("--options", default="--no-display-prompt", show_default=True, help="More options for the program.")
+@outputs
+@common_options
+def bitnet_cpp(
+    model: str, binary: str, prompt: str | None, max_tokens: int, prints: str, options: str, **outputs: Any
+) -> None:
+    """Run BINARY -m MODEL -p PROMPT -n N --temp 0 and compare its greedy tokens with the reference's.
+
+    A MODEL that is not a GGUF is first written as one, with I2_S matrices.
+    """
+    from ..crossval import cross_bitnet_cpp
+    from ..crossval.opponents import PROMPT
+
+    given: dict[str, Any] = {"count": max_tokens, "prints": prints, "options": shlex.split(options)}
+    text = PROMPT if prompt is None else prompt
+    loaded = load_reference(model)
+    crossing = cross_bitnet_cpp(model, binary, prompt=text, **given)
+    ids = [] if crossing.greedy is None else loaded.tokenizer.encode(text)
+    finish("bitnet_cpp", model, loaded, ids, [crossing], **outputs)
 
 
 def load_reference(model: str, **options: Any) -> Model:
     return load_model({"model": model, "backend": "numpy", **options})
 
 
-def load_and_encode(model: str, prompt: str | None, tokens: str | None, **options: Any) -> tuple[Model, list[int]]:
-    """The model, and the token ids that `what_to_run` asks for. options: of `load`."""
+def load_and_encode(model: str, text: str | list[int] | None, **options: Any) -> tuple[Model, list[int]]:
+    """The model, and the token ids of the text. options: of `load`."""
     from ..crossval import default_tokens
 
-    if prompt is not None and tokens is not None:
-        raise click.UsageError("--prompt and --tokens exclude each other")
     loaded = load_reference(model, **options)
-    return loaded, token_ids(tokens) if tokens is not None else default_tokens(loaded, prompt)
-
-
-def token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as problem:
-        message = f"expected whole numbers such as 1,17,5, got {text!r}"
-        raise click.BadParameter(message, param_hint="--tokens") from problem
+    return loaded, text if isinstance(text, list) else default_tokens(loaded, text)
 
 
 def finish(
@@ -209,18 +261,15 @@ def finish(
     missing = [crossing.opponent for crossing in crossings if crossing.agrees is None]
     agrees = bool(ran) and all(ran) and not (require and missing)
     if html_path is not None:
-        facts = {"model": f"{name}: {model.config.num_hidden_layers} layers of {model.config.hidden_size}"}
-        facts["tokens"] = f"{len(tokens)}: {tokens[:32]}{' ...' if len(tokens) > 32 else ''}"
-        write_html(html_path, f"crossval: {name}", crossings, facts)
+        header = {"model": f"{name}: {model.config.num_hidden_layers} layers of {model.config.hidden_size}"}
+        header["tokens"] = f"{len(tokens)}: {tokens[:32]}{' ...' if len(tokens) > 32 else ''}"
+        write_html(html_path, f"crossval: {name}", crossings, header)
     if receipt is not None:
         write_receipt(receipt, make_receipt(kind, name, model, tokens, crossings, trace_file))
-    if wants_json():
-        results = [crossing.to_dict() for crossing in crossings]
-        print_json({"model": name, "tokens": tokens, "agrees": agrees, "missing": missing, "results": results})
-    else:
-        show(lambda out: draw(crossings, missing if require else [], out))
-    if not agrees:
-        raise click.exceptions.Exit(DIFFERS if ran or require else UNAVAILABLE)
+    results = [crossing.to_dict() for crossing in crossings]
+    facts = {"model": name, "tokens": tokens, "agrees": agrees, "missing": missing, "results": results}
+    code = 0 if agrees else DIFFERS if ran or require else UNAVAILABLE
+    report(facts, lambda out: draw(crossings, missing if require else [], out), code)
 
 
 def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
@@ -242,7 +291,6 @@ def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
 
 
 def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> None:
-    """The ops around the first that differs."""
     bad = next(i for i, op in enumerate(comparison.ops) if op is comparison.first_divergence)
     rows = []
     for op in comparison.ops[max(0, bad - 3) : bad + 4]:
@@ -258,12 +306,10 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
 def _draw_precision(found: PrecisionBench, out: Console) -> None:
     backend = found.backend if found.device is None else f"{found.backend} ({found.device})"
     out.print(f"{backend}, {found.tokens} tokens, logits up to {found.largest_logit:.1f}; against float32 on numpy")
+    logits = "{dtype}|{way}|{max_logit_error:.1e}|{mean_logit_error:.1e}"
+    cells = logits + "|{kl_mean:.1e}|{kl_max:.1e}|{greedy_agreement:.2%}|{same} of {continued}"
     rows = [
-        (
-            *(error.dtype, error.way, f"{error.max_logit_error:.1e}", f"{error.mean_logit_error:.1e}"),
-            *(f"{error.kl_mean:.1e}", f"{error.kl_max:.1e}", f"{error.greedy_agreement:.2%}"),
-            f"{found.same_tokens[error.dtype]} of {found.continued}",
-        )
+        cells.format(**vars(error), same=found.same_tokens[error.dtype], continued=found.continued).split("|")
         for error in found.errors
     ]
     errors = (">max |d logit|", ">mean", ">mean KL", ">max KL", ">same greedy choice", ">continued alike")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .shell import DIFFERS, common_options, make_table, print_json, show, size_in_words, style_text, wants_json
+from .shell import DIFFERS, common_options, make_table, report, size_in_words, style_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,12 +26,7 @@ def doctor() -> None:
     from ..crossval.doctor import examine
 
     found = examine()
-    if wants_json():
-        print_json(found.to_dict())
-    else:
-        show(lambda out: draw(found, out))
-    if not found.healthy:
-        raise click.exceptions.Exit(DIFFERS)
+    report(found.to_dict(), lambda out: draw(found, out), 0 if found.healthy else DIFFERS)
 
 
 def draw(found: DoctorReport, out: Console) -> None:
@@ -42,42 +37,34 @@ def draw(found: DoctorReport, out: Console) -> None:
     lacks = ", ".join(name for name, is_there in found.cpu_features.items() if not is_there)
     features.append(f" (not: {lacks})" if lacks else "", style="dim")
     threads = f"{found.threads} of {found.cores}, from: {found.threads_from}" if found.threads else found.threads_from
+    extension = "built, with OpenMP" if found.extension["openmp"] else "built, without OpenMP: one thread"
+    if not found.extension["built"]:
+        extension = f"not built: {found.extension['why']}"
+    sizes = [size_in_words(found.memory_total)] if found.memory_total else []
+    sizes += [f"{size_in_words(found.memory_available)} available"] if found.memory_available else []
     facts: list[tuple[str, str | Text]] = [
         ("bitnet_ref", f"{found.versions['bitnet_ref']}, Python {found.python}"),
         ("packages", present),
         *([("not installed", absent)] if absent else []),
         ("BLAS", f"{found.blas}, in NumPy"),
-        ("extension", extension_in_words(found)),
+        ("extension", extension),
         ("system", found.os),
         ("CPU", found.cpu),
         ("", features),
         ("threads", style_text(threads, "" if found.threads else "red")),
-        ("memory", memory_in_words(found)),
+        ("memory", ", ".join(sizes) or "unknown"),
         ("models", ", ".join(found.models)),
     ]
     out.print(make_table(("|", ""), facts, style="cyan"))
-    methods = [method_row(method) for method in found.methods]
     for title, rows in (
         ("Backends", [backend_row(backend) for backend in found.backends]),
-        ("Methods of the ternary product (cython)", methods),
+        ("Methods of the ternary product (cython)", [method_row(method) for method in found.methods]),
         ("Self-check: the shipped model, computed on each backend", [check_row(check) for check in found.checks]),
         *((f"{check.backend}: execution paths and known answers", path_rows(check.paths)) for check in found.checks),
     ):
         if rows:
             out.print(style_text(f"\n{title}", "bold"))
             out.print(make_table(("|", "|", ""), rows))
-
-
-def extension_in_words(found: DoctorReport) -> str:
-    if not found.extension["built"]:
-        return f"not built: {found.extension['why']}"
-    return "built, with OpenMP" if found.extension["openmp"] else "built, without OpenMP: one thread"
-
-
-def memory_in_words(found: DoctorReport) -> str:
-    parts = [size_in_words(found.memory_total)] if found.memory_total else []
-    parts += [f"{size_in_words(found.memory_available)} available"] if found.memory_available else []
-    return ", ".join(parts) or "unknown"
 
 
 def method_row(method: dict[str, Any]) -> tuple[str, Text, str]:

@@ -20,6 +20,7 @@ from .shell import (
     console,
     paint,
     print_json,
+    say,
     size_in_words,
     wants_json,
     write_text,
@@ -58,23 +59,21 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
 
 
 def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    """Generate one text and show it as it comes."""
     reply = Reply()
     stream = model.stream(ids, **params)
     if wants_json():
         reply.follow(stream)
         print_json(reply.facts(ids, stream.stats))
     elif raw_ids:
-        reply.follow(stream, on_chunk=lambda chunk: write_text(f"{chunk.token_id} "))
-        write_text("\n")
+        reply.follow(stream, lambda chunk: write_text(f"{chunk.token_id} "))
     else:
         restorer = None
         if sys.stdout.isatty() and not params["echo"]:
             click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
             restorer = SpaceRestorer(model, ids)
-        reply.follow(stream, on_chunk=lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
-        write_text("\n")
+        reply.follow(stream, lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
     if not wants_json():
+        write_text("\n")
         say_stats(stream.stats)
     if reply.finish_reason == "interrupted":
         raise click.exceptions.Exit(INTERRUPTED)
@@ -92,7 +91,6 @@ def show_profile(model: Model) -> Iterator[None]:
 
 
 def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    """Generate several texts and show them at the end."""
     result = model.generate(ids, **params)
     outs = cast("list[Generation]", result if isinstance(result, list) else [result])
     stats = outs[0].stats
@@ -107,16 +105,14 @@ def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: 
 
 
 def choice_facts(out: Generation) -> dict[str, Any]:
-    """One of several texts, for --json: its fields without those that are None."""
-    facts = {each.name: value for each in fields(out) if (value := getattr(out, each.name)) is not None}
-    for name in ("prompt_token_ids", "stats"):
-        del facts[name]
-    overflows = [asdict(overflow) for overflow in facts.pop("overflows")]
-    return facts | ({"overflows": overflows} if overflows else {})
+    """One of several texts, for --json: its fields without those that are None, or empty."""
+    facts = {each.name: getattr(out, each.name) for each in fields(out)}
+    facts |= {"overflows": [asdict(overflow) for overflow in out.overflows] or None}
+    given_once = ("prompt_token_ids", "stats")
+    return {name: value for name, value in facts.items() if value is not None and name not in given_once}
 
 
 def encode(model: Model, prompt: str) -> list[int]:
-    """The prompt's token ids."""
     try:
         tokenizer = model.tokenizer
     except TokenizerError as error:
@@ -150,16 +146,12 @@ class Reply:
             stream.close()
 
     def facts(self, prompt_token_ids: list[int], stats: GenerationStats) -> dict[str, Any]:
-        """For --json."""
         from ..generation import Overflow
 
         tops, overflows = [chunk.top_logprobs for chunk in self.chunks], Overflow.of(self.chunks)
         return {
-            "text": self.text,
-            "token_ids": self.token_ids,
+            **{name: value for name, value in vars(self).items() if name != "chunks"},
             "logprobs": [chunk.logprob for chunk in self.chunks],
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
             "prompt_token_ids": prompt_token_ids,
             "stats": stats_facts(stats),
             **({"top_logprobs": tops} if any(top is not None for top in tops) else {}),
@@ -168,7 +160,6 @@ class Reply:
 
 
 def stats_facts(stats: GenerationStats) -> dict[str, Any]:
-    """The figures of a call, for --json."""
     speeds = {name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")}
     return {**asdict(stats), **speeds, "peak_memory_bytes": peak_memory_bytes()}
 
@@ -203,7 +194,7 @@ def say_stats(stats: GenerationStats) -> None:
         recomputed = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
         parts.append(f"{stats.dropped_tokens} oldest tokens dropped{recomputed}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
-    click.echo(paint(f"[{stats.backend}] {', '.join(parts)}", sys.stderr, dim=True), err=True)
+    say(f"[{stats.backend}] {', '.join(parts)}")
 
 
 def read_stdin() -> str:
@@ -212,9 +203,8 @@ def read_stdin() -> str:
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as problem:
-        raise GenerationError(
-            f"standard input is not UTF-8 text: {problem.reason} at byte {problem.start}"
-        ) from problem
+        place = f"{problem.reason} at byte {problem.start}"
+        raise GenerationError(f"standard input is not UTF-8 text: {place}") from problem
 
 
 def parse_ids(text: str) -> list[int]:

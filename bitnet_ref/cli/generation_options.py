@@ -33,7 +33,6 @@ dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), defau
 
 
 def section(title: str) -> Callable[..., Any]:
-    """`click.option` in a section of --help."""
     return partial(click.option, cls=SectionOption, section=title)
 
 

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .generation_options import layout_options
-from .shell import (
-    BAD_FILE,
-    LoadingBar,
-    common_options,
-    make_table,
-    print_json,
-    show,
-    size_in_words,
-    style_text,
-    wants_json,
-)
+from .shell import BAD_FILE, LoadingBar, common_options, make_table, report, size_in_words, style_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,26 +37,23 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
     options = ReadOptions(**layout)
     if tensor is not None:
         view = show_tensor(path, tensor, options)
-        if wants_json():
-            print_json(view.statistics())
-        else:
-            show(lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True))
+        report(
+            view.statistics(), lambda out: out.print(style_text(view.text(out.width, is_unicode(out))), soft_wrap=True)
+        )
         return
     with LoadingBar("reading layers") as bar:
         found = inspect_model(path, progress=bar, options=options)
-    if wants_json():
-        print_json(found.to_dict())
-    else:
-        show(lambda out: draw(found, out))
-    if found.errors:
-        raise click.exceptions.Exit(BAD_FILE)
+    report(found.to_dict(), lambda out: draw(found, out), BAD_FILE if found.errors else 0)
 
 
 def draw(found: Inspection, out: Console) -> None:
     out.print(style_text(found.path, "bold"), soft_wrap=True)
     if found.header_only:
         out.print(f"A .safetensors file without a config.json beside it: {len(found.tensors)} tensors.\n")
-        draw_metadata(found, out)
+        for name, value in found.metadata.items():
+            out.print(f"{name}: {value}", overflow="ellipsis", no_wrap=True)
+        if found.metadata:
+            out.print()
         draw_tensors(found, out)
         draw_sizes(found, out)
         return
@@ -171,7 +158,6 @@ def share_bar(shares: tuple[float, float, float], width: int, unicode: bool) -> 
 
 
 def scale_range(group: list[TernaryMatrix]) -> str:
-    """The smallest and the largest w_dequant_scale of a group."""
     scales = [matrix.w_dequant_scale for matrix in group if matrix.w_dequant_scale is not None]
     if not scales:
         return "unknown"
@@ -186,13 +172,6 @@ def draw_tensors(found: Inspection, out: Console) -> None:
     ]
     out.print(make_table(("name", "dtype", "shape", ">size"), rows, title="Tensors"))
     out.print()
-
-
-def draw_metadata(found: Inspection, out: Console) -> None:
-    for name, value in found.metadata.items():
-        out.print(f"{name}: {value}", overflow="ellipsis", no_wrap=True)
-    if found.metadata:
-        out.print()
 
 
 def draw_findings(found: Inspection, out: Console) -> None:

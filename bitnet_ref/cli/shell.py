@@ -63,11 +63,7 @@ class Interface(click.Group):
         except BitNetRefError as error:
             if state.debug:
                 traceback.print_exc()
-            if state.json:
-                print_json({"error": error_facts(error)})
-            else:
-                say_error(error_message(error))
-            code = exit_code(error)
+            code = report_error(error)
         except MemoryError:
             if state.debug:
                 traceback.print_exc()
@@ -91,10 +87,15 @@ def exit_code(error: BitNetRefError) -> int:
     return USAGE
 
 
-def error_facts(error: BitNetRefError) -> dict[str, Any]:
-    """An error as JSON: its type, its message, and its place if it has one."""
-    facts: dict[str, Any] = {"type": type(error).__name__, "message": error_message(error)}
-    return facts | {key: value for key in _PLACES if (value := getattr(error, key, None)) is not None}
+def report_error(error: BitNetRefError) -> int:
+    """Write the error as JSON (type, message, its place if it has one), or its message.   -> the exit code"""
+    if wants_json():
+        facts = {"type": type(error).__name__, "message": error_message(error)}
+        facts |= {key: value for key in _PLACES if (value := getattr(error, key, None)) is not None}
+        print_json({"error": facts})
+    else:
+        say_error(error_message(error))
+    return exit_code(error)
 
 
 def error_message(error: BitNetRefError) -> str:
@@ -112,6 +113,11 @@ def error_message(error: BitNetRefError) -> str:
             word = rf"^{param.name}(?=: )|(?<=takes no ){word}"
         message = re.sub(word, option, message)
     return message
+
+
+def say(text: str) -> None:
+    """A remark on stderr."""
+    click.echo(paint(text, sys.stderr, dim=True), err=True)
 
 
 def say_error(message: str) -> None:
@@ -143,13 +149,10 @@ def paint(text: str, stream: TextIO, **style: Any) -> str:
 
 def print_json(value: Any) -> None:
     """One line. Characters that stdout cannot encode are written as JSON escapes, so nothing is lost."""
-    text = json.dumps(value, ensure_ascii=not is_utf8(sys.stdout), allow_nan=False)
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf8sig")
+    text = json.dumps(value, ensure_ascii=not is_utf8, allow_nan=False)
     sys.stdout.write(text.encode(errors="replace").decode() + "\n")
     sys.stdout.flush()
-
-
-def is_utf8(stream: TextIO) -> bool:
-    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") in ("utf8", "utf8sig")
 
 
 def write_text(text: str) -> None:
@@ -175,6 +178,16 @@ def show(draw: Callable[[Console], None]) -> None:
     with out.capture() as capture:
         draw(out)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def report(facts: Any, draw: Callable[[Console], None], code: int = 0) -> None:
+    """Write the facts as JSON, or draw them on stdout; exit with the code if it is not 0."""
+    if wants_json():
+        print_json(facts)
+    else:
+        show(draw)
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 def make_table(

@@ -1,8 +1,11 @@
-"""Writing a file, or a folder, so that an interrupt leaves the old one or the new one.
+"""Writing a file, or a folder, so that an interrupt leaves the old one or the new one; and locks on files.
 
-The temporary file is beside its target, and locked by the process that writes it. When a process is killed, its lock is
-released, so the next writer of the same target recognises the leftover file and removes it. The temporary name has the
-suffix of the target: a reader that chooses by the suffix can check what was written.
+The system releases a process's lock when the process ends, even if it is killed. Windows has no such lock, and nothing
+is locked there: two processes must not write the same file.
+
+The temporary file is beside its target, and locked by the process that writes it. When that process is killed, the next
+writer of the same target recognises the leftover file and removes it. The temporary name has the suffix of the target:
+a reader that chooses by the suffix can check what was written.
 """
 
 from __future__ import annotations
@@ -15,9 +18,23 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
-from .file_lock import CAN_LOCK, lock_file
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:
+    CAN_LOCK = False
+else:
+    CAN_LOCK = True
 
 _being_written: set[Path] = set()  # temporary files of this process
+
+
+def lock_file(descriptor: int, *, block: bool = True) -> None:
+    """Lock an open file or folder exclusively, until it is closed.
+
+    Without `block`: raises BlockingIOError when another process, or another opening of the same file, holds the lock.
+    """
+    if CAN_LOCK:
+        flock(descriptor, LOCK_EX if block else LOCK_EX | LOCK_NB)
 
 
 @contextmanager

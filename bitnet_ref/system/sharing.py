@@ -12,23 +12,16 @@ from weakref import WeakValueDictionary
 Shared = TypeVar("Shared")
 
 
-class _Lock:
-    """A lock that a weak dictionary can hold."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-
 _guard = threading.Lock()
-_loading: WeakValueDictionary[Hashable, _Lock] = WeakValueDictionary()  # key -> the lock of the callers that load it
+_loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()  # locks of callers that load
 _loaded: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
 def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[[Shared], bool]) -> Shared:
     """The object that `make` returned for this key, while it is in use and usable; else a new one, for all threads."""
     with _guard:
-        lock = _loading.setdefault(key, _Lock())
-    with lock.lock:
+        lock = _loading.setdefault(key, threading.Lock())
+    with lock:
         value = _loaded.get(key)
         if value is None or not is_usable(value):
             value = _loaded[key] = make()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BackendError
@@ -77,42 +78,27 @@ def cgroup_cpus(root: Path = _ROOT) -> float | None:
     too.
     """
     top, limits = root / "sys/fs/cgroup", []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        lines = []
-    groups = {"": "/"}  # controllers -> the group's path; "" is version 2
-    for line in lines:
-        if match := re.fullmatch("[^:]*:([^:]*):(/.*)", line):
-            groups[match[1]] = match[2]
-    for controllers, path in {"cpu": "/", **groups}.items():
-        if controllers == "":
-            tops, read = (top, top / "unified"), _quota_v2
-        elif "cpu" in controllers.split(","):
-            tops, read = (top / controllers, top / "cpu"), _quota_v1
-        else:
+    groups = {"cpu": "/", "": "/"}  # controllers -> the group's path; "" is version 2
+    with suppress(OSError, UnicodeDecodeError):
+        text = (root / "proc/self/cgroup").read_text()
+        groups |= dict(re.findall("^[^:\n]*:([^:\n]*):(/.*)$", text, re.MULTILINE))
+    for controllers, path in groups.items():
+        if controllers and "cpu" not in controllers.split(","):
             continue
-        for folder in tops:
+        for folder in (top / controllers, top / ("cpu" if controllers else "unified")):
             group = folder / path.strip("/")
-            limits += [read(each) for each in (group, *group.parents) if each == folder or folder in each.parents]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+            limits += [_quota(each) for each in (group, *group.parents) if each == folder or folder in each.parents]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _quota_v2(group: Path) -> float | None:
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-        return int(quota) / int(period) if quota != "max" and int(quota) > 0 < int(period) else None
-    except (OSError, ValueError):  # no such group, or not of this version
-        return None
-
-
-def _quota_v1(group: Path) -> float | None:
-    try:
-        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return quota / period if quota > 0 < period else None  # -1: no limit
-    except (OSError, ValueError):
-        return None
+def _quota(group: Path) -> float | None:
+    """The group's quota in CPUs; None without a limit, or if there is no such group."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # versions 2 and 1
+        with suppress(OSError, ValueError):  # ValueError: "max", no limit
+            quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+            if quota > 0 < period:  # -1: no limit
+                return quota / period
+    return None
 
 
 def _check_count(value: object, source: str) -> int:

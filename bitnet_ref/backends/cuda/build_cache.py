@@ -16,8 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from ...system.atomic import atomic_path
-from ...system.file_lock import lock_file
+from ...system.atomic import atomic_path, lock_file
 
 KEPT = 8  # builds of each file: more than the versions and options in use at a time
 

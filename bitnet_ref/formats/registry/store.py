@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FormatError, RegistryError
-from ...system.atomic import atomic_path, sync
-from ...system.file_lock import CAN_LOCK, lock_file
+from ...system.atomic import CAN_LOCK, atomic_path, lock_file, sync
 from ...system.json_file import read_json_object
 from ..checkpoint import TOKENIZER_FILES
 from ..hf.folder import INDEX_FILE, SINGLE_FILE
