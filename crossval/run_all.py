@@ -9,18 +9,156 @@ and tests/data/golden. Exit code 0: nothing that ran differs, 1: something does,
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 del sys.path[0]  # this folder: some of its files have the names of packages
 
 from bitnet_ref.api import load  # noqa: E402
-from bitnet_ref.crossval import cross_all, default_tokens, make_receipt  # noqa: E402
-from bitnet_ref.crossval.engines.outside import ENGINES  # noqa: E402
-from bitnet_ref.crossval.receipt import write_receipt  # noqa: E402
+from bitnet_ref.crossval import cross_backends, default_tokens, make_receipt  # noqa: E402
+from bitnet_ref.crossval.engines.outside import ENGINES, cross_engine_on  # noqa: E402
+from bitnet_ref.crossval.opponents import Crossing  # noqa: E402
+from bitnet_ref.crossval.receipt import figures, write_receipt  # noqa: E402
 from bitnet_ref.formats.safetensors import SafetensorsFile  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "data" / "golden"
+
+
+Subject = tuple[str, str | os.PathLike[str], Sequence[int] | None]  # name, path, tokens
+Report = Callable[[str], None]
+
+
+@dataclass
+class Table:
+    """rows: model -> opponent -> its crossing."""
+
+    rows: dict[str, dict[str, Crossing]] = field(default_factory=dict)
+
+    @property
+    def opponents(self) -> list[str]:
+        names: dict[str, None] = {}
+        for row in self.rows.values():
+            names |= dict.fromkeys(row)
+        return list(names)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether something ran and nothing that ran differs."""
+        ran = [
+            crossing.agrees for row in self.rows.values() for crossing in row.values() if crossing.agrees is not None
+        ]
+        return bool(ran) and all(ran)
+
+    def missing(self) -> list[str]:
+        """Opponents that ran on no model at all."""
+        return [name for name in self.opponents if all(crossing.agrees is None for crossing in self._column(name))]
+
+    def markdown(self) -> str:
+        """One row per model, one column per engine (with all its kernel sets and files), and notes below."""
+        ran = [name for name in self.opponents if name not in self.missing()]
+        columns = list(dict.fromkeys(_column_of(name) for name in ran))
+        lines = ["| |" + "".join(f" {column} |" for column in columns), "|---|" + "---|" * len(columns)]
+        for model, row in self.rows.items():
+            cells = [
+                _cells([crossing for name, crossing in row.items() if _column_of(name) == column]) for column in columns
+            ]
+            lines.append(f"| {model} |" + "".join(f" {text} |" for text in cells))
+        notes: dict[str, None] = {}
+        for row in self.rows.values():
+            notes |= {f"- \\* {crossing.opponent}: {crossing.rule}": None for crossing in row.values() if crossing.rule}
+        notes |= {f"- {name}: {self._column(name)[0].verdict}": None for name in self.missing()}
+        return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+
+    def _column(self, name: str) -> list[Crossing]:
+        return [row[name] for row in self.rows.values() if name in row]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values: the figures of a receipt."""
+        rows = {
+            model: {name: crossing.to_dict(figures) for name, crossing in row.items()}
+            for model, row in self.rows.items()
+        }
+        return {"agrees": self.agrees, "missing": self.missing(), "models": rows}
+
+
+def _column_of(opponent: str) -> str:
+    engine, _, variant = opponent.partition(" ")
+    return f"{engine} {variant.split(',')[0]}" if engine == "transformers" else engine
+
+
+def _cells(crossings: Sequence[Crossing]) -> str:
+    """One cell for the kernel sets or files of an engine on a model: the worst of them."""
+    ran = [crossing for crossing in crossings if crossing.unavailable is None]
+    if not ran:
+        return "–" if crossings else ""
+    worst = max(ran, key=_badness)
+    return cell(worst) if len(ran) == 1 or worst.agrees else f"{cell(worst)} ({worst.opponent})"
+
+
+def _badness(crossing: Crossing) -> tuple[bool, float]:
+    logits = crossing.comparisons[-1].logits if crossing.comparisons else None
+    return not crossing.agrees, 0.0 if logits is None else logits.kl_max
+
+
+def cell(crossing: Crossing) -> str:
+    """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
+
+    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes state.
+    """
+    if crossing.failed is not None:
+        return "FAILED"
+    bad = next((each for each in crossing.comparisons if not each.agrees), None)
+    if bad is not None:
+        first = bad.first_divergence
+        return f"**DIFFERS**: {bad.problem if first is None else first.name}"
+    if not crossing.agrees:
+        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
+    if not crossing.comparisons:
+        return "agrees"
+    free = crossing.comparisons[-1]
+    if all(op.equal for op in free.ops):
+        return "equal"
+    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
+    flips = f", {free.n_flips} flips" if free.n_flips else ""
+    if crossing.rule is None:
+        return f"agrees{flips}{kl}"
+    if crossing.contract is None or crossing.contract.logits is None:
+        return f"inexact*{kl}"
+    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
+
+
+def cross_all(
+    subjects: Sequence[Subject],
+    pythons: Mapping[str, str | None] | None = None,
+    backends: Sequence[str] | None = None,
+    report: Report = lambda line: None,
+) -> Table:
+    """Every subject on our backends and on every engine.
+
+    pythons: the interpreter of each engine, by its name ("" for all others).   backends: their names, None for all.
+    report: is called with a line about each step.
+    """
+    pythons = pythons or {}
+    loaded = [(name, load(path, backend="numpy")) for name, path, _ in subjects]
+    runs = [
+        (name, path, default_tokens(model) if tokens is None else list(tokens))
+        for (name, model), (_, path, tokens) in zip(loaded, subjects, strict=True)
+    ]
+    table = Table({name: {} for name, _, _ in runs})
+    for (name, _, tokens), (_, model) in zip(runs, loaded, strict=True):
+        report(f"{name}: backends")
+        table.rows[name] |= {crossing.opponent: crossing for crossing in cross_backends(model, tokens, backends)}
+    for engine in ENGINES:
+        report(f"{engine}: {len(runs)} models")
+        python = pythons.get(engine, pythons.get(""))
+        results = cross_engine_on(engine, [(path, tokens) for _, path, tokens in runs], python=python)
+        for (name, _, _), crossings in zip(runs, results, strict=True):
+            table.rows[name] |= {crossing.opponent: crossing for crossing in crossings}
+    return table
 
 
 def subjects(models):

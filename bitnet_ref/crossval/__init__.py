@@ -8,13 +8,11 @@ from .engines.outside import cross_engine, cross_engine_on
 from .opponents import Crossing, cross_backends, cross_trace, default_tokens, write_html
 from .precision import PrecisionBench, measure_precision
 from .receipt import Verification, make_receipt, verify_receipt
-from .table import cross_all
 
 __all__ = [
     "Crossing",
     "PrecisionBench",
     "Verification",
-    "cross_all",
     "cross_backends",
     "cross_bitnet_cpp",
     "cross_engine",

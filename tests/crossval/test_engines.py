@@ -13,16 +13,21 @@ from helpers import GOLDEN, golden, model, rng
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
-from bitnet_ref.crossval import cross_all, cross_engine, cross_engine_on, make_receipt, verify_receipt
+from bitnet_ref.crossval import cross_engine, cross_engine_on, make_receipt, verify_receipt
 from bitnet_ref.crossval.engines.engine import ExternalEngine
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.receipt import write_receipt
-from bitnet_ref.crossval.table import cell
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError
+
+path_before = list(sys.path)
+sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
+from run_all import cell, cross_all  # noqa: E402
+
+sys.path[:] = path_before
 
 CASE = GOLDEN / "bitnet-packed-offline"
 RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "engines" / "recorders"
