@@ -264,8 +264,7 @@ def test_16_bits_are_allowed_their_rounding_and_no_more():
     class Broken(CupyBackend):
         def lm_head(self, x, w):
             logits = super().lm_head(x, w)
-            with self.ws.device.use():
-                return logits * np.float32(1.5)
+            return self.add(logits, logits)
 
     def check(be, config):
         return benchmark.check_model(benchmark.synthetic_model(config, be), [1, 2, 3, 4])
