@@ -288,7 +288,7 @@ def test_2b_4t_of_few_tokens_on_132_multiprocessors(tokens, most):
 
 SANITIZED = """
 import numpy as np
-from bitnet_ref import quantization
+from bitnet_ref.reference import quantization
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import GEMV, KERNELS, TernaryKernels
 from bitnet_ref.reference.weights import TernaryWeight
