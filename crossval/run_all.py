@@ -21,7 +21,7 @@ del sys.path[0]  # this folder: some of its files have the names of packages
 from bitnet_ref.api import load  # noqa: E402
 from bitnet_ref.crossval import cross_backends, default_tokens, make_receipt  # noqa: E402
 from bitnet_ref.crossval.engines.outside import ENGINES, cross_engine_on  # noqa: E402
-from bitnet_ref.crossval.opponents import Crossing  # noqa: E402
+from bitnet_ref.crossval.opponents import Crossing, summarize  # noqa: E402
 from bitnet_ref.crossval.receipt import figures, write_receipt  # noqa: E402
 from bitnet_ref.formats.safetensors import SafetensorsFile  # noqa: E402
 
@@ -96,39 +96,12 @@ def _cells(crossings: Sequence[Crossing]) -> str:
     if not ran:
         return "–" if crossings else ""
     worst = max(ran, key=_badness)
-    return cell(worst) if len(ran) == 1 or worst.agrees else f"{cell(worst)} ({worst.opponent})"
+    return summarize(worst) if len(ran) == 1 or worst.agrees else f"{summarize(worst)} ({worst.opponent})"
 
 
 def _badness(crossing: Crossing) -> tuple[bool, float]:
     logits = crossing.comparisons[-1].logits if crossing.comparisons else None
     return not crossing.agrees, 0.0 if logits is None else logits.kl_max
-
-
-def cell(crossing: Crossing) -> str:
-    """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
-
-    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes state.
-    """
-    if crossing.failed is not None:
-        return "FAILED"
-    bad = next((each for each in crossing.comparisons if not each.agrees), None)
-    if bad is not None:
-        first = bad.first_divergence
-        return f"**DIFFERS**: {bad.problem if first is None else first.name}"
-    if not crossing.agrees:
-        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
-    if not crossing.comparisons:
-        return "agrees"
-    free = crossing.comparisons[-1]
-    if all(op.equal for op in free.ops):
-        return "equal"
-    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
-    flips = f", {free.n_flips} flips" if free.n_flips else ""
-    if crossing.rule is None:
-        return f"agrees{flips}{kl}"
-    if crossing.contract is None or crossing.contract.logits is None:
-        return f"inexact*{kl}"
-    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
 def cross_all(

@@ -113,6 +113,33 @@ class Crossing:
         }
 
 
+def summarize(crossing: Crossing) -> str:
+    """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
+
+    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes state.
+    """
+    if crossing.failed is not None:
+        return "FAILED"
+    bad = next((each for each in crossing.comparisons if not each.agrees), None)
+    if bad is not None:
+        first = bad.first_divergence
+        return f"**DIFFERS**: {bad.problem if first is None else first.name}"
+    if not crossing.agrees:
+        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
+    if not crossing.comparisons:
+        return "agrees"
+    free = crossing.comparisons[-1]
+    if all(op.equal for op in free.ops):
+        return "equal"
+    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
+    flips = f", {free.n_flips} flips" if free.n_flips else ""
+    if crossing.rule is None:
+        return f"agrees{flips}{kl}"
+    if crossing.contract is None or crossing.contract.logits is None:
+        return f"inexact*{kl}"
+    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
+
+
 def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
     """The prompt's tokens; for a model without a tokenizer, ids spread over its vocabulary."""
     try:

@@ -19,13 +19,14 @@ from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, 
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.opponents import summarize
 from bitnet_ref.crossval.receipt import write_receipt
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError
 
 path_before = list(sys.path)
 sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
-from run_all import cell, cross_all  # noqa: E402
+from run_all import cross_all  # noqa: E402
 
 sys.path[:] = path_before
 
@@ -269,7 +270,7 @@ def test_the_table():
         assert table.agrees
         assert text.splitlines()[0] == "| | cython |"
         found = table.rows["one"]["cython"]
-        assert cell(found).split(",")[0] in ("equal", "agrees")
+        assert summarize(found).split(",")[0] in ("equal", "agrees")
         found.comparisons[-1].problem = "planted"
         assert "DIFFERS" in table.markdown()
         assert not table.agrees
