@@ -17,6 +17,13 @@ from bitnet_ref.reference.weights import TernaryWeight
 from bitnet_ref.system.threads import resolve_threads
 
 
+@pytest.fixture
+def no_emulation(monkeypatch):
+    """Doctor without the emulated GPU, whose paths tests/crossval/test_paths.py runs."""
+    monkeypatch.delenv("BITNET_REF_CUDA", raising=False)
+
+
+@pytest.mark.usefixtures("no_emulation")
 def test_doctor_json():
     found = invoke_json("doctor")
     available = bitnet_ref.available_backends()
@@ -38,6 +45,7 @@ def test_doctor_json():
     )
 
 
+@pytest.mark.usefixtures("no_emulation")
 def test_doctor_shows_an_impossible_thread_count_and_computes_all_the_same():
     result = CliRunner().invoke(cli, ["doctor"], env={"BITNET_REF_NUM_THREADS": "none"})
     assert result.exit_code == 0
@@ -67,6 +75,7 @@ def test_doctor_notices_wrong_accumulators():
     assert 1 <= unequal <= 3  # one accumulator of each token
 
 
+@pytest.mark.usefixtures("no_emulation")
 def test_doctor_fails_when_a_backend_differs(monkeypatch):
     monkeypatch.setattr(self_check, "LOGITS_FLOOR", -1.0)  # no computation is that good
     result = invoke("doctor")
