@@ -44,6 +44,7 @@ class LoadedModel:
         load_tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
         """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use."""
+        backend.check_config(config)
         self.config, self.backend, self.path = config, backend, path
         self.context_length = config.context_length
         self.cache_dtype = cache_dtype

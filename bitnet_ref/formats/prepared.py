@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..backends.backend import Backend
 from ..errors import BitNetRefError, FormatError
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
+from ..reference.weights import DenseWeight, GroupTernaryWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
 from ..system.atomic import atomic_path
 from ..system.json_file import parse_json_object
 from .checkpoint import ReadOptions, linear_shape, norm_sizes
@@ -32,9 +32,9 @@ from .safetensors import SafetensorsFile, SafetensorsWriter, dtype_name
 log = logging.getLogger(__name__)
 
 FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
-VERSION = 1
+VERSION = 2
 _ALIGNMENT = 64  # of the data: a cache line
-_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, InputNorm)
+_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm)
 
 
 class PreparedFile:

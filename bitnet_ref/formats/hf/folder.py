@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError, TokenizerError
 from ...reference import quantization
-from ...reference.config import ModelConfig
+from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import parse_json_object, read_json_object
 from ..binary_file import Closeable, first_not_finite
@@ -23,10 +24,11 @@ from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_s
 from ..names import hf_module, hf_modules
 from ..packing import pack_from_hf
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
-from .config import read_hf_config
+from .config import NORMS_ADD_ONE, read_hf_config
 
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")  # of the names of all parts but the head
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -150,6 +152,11 @@ class HfCheckpoint(Checkpoint):
             self.close()
             message = f"{self.folder / 'config.json'} says {layers} layers, and there are {len(names)} tensors"
             raise FormatError(message, path=self.tensors.main, field="num_hidden_layers")
+        self._prefix = next((each for each in _PREFIXES if f"{each}embed_tokens.weight" in self.tensors), _PREFIXES[0])
+        if self.config.quantization is None and any(name.endswith("q_proj.norm.weight") for name in names):
+            # BitNet-Embedding: masters of BitLinears, each with a norm inside, which only the tensors' names show
+            online = QuantizationConfig("autobitlinear", "online", use_rms_norm=True)
+            self.config = replace(self.config, quantization=online)
         self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
         self.evidence: list[str] = []
 
@@ -160,22 +167,32 @@ class HfCheckpoint(Checkpoint):
         return self.tensors.fail(tensor, message)
 
     def embedding(self) -> DenseWeight:
-        tensor = f"{hf_module('embedding')}.weight"
+        tensor = f"{self.module('embedding')}.weight"
         return DenseWeight(self.tensors.take(tensor, linear_shape(self.config, "embedding")))
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        tensors = [f"{module}.weight" for module in hf_modules(name)]
+        tensors = [f"{self._file_name(module)}.weight" for module in hf_modules(name, self.config.post_norms)]
         stored = next((tensor for tensor in tensors if tensor in self.tensors), tensors[0])
-        return self._vector(stored, norm_size(self.config, name))
+        weight = self._vector(stored, norm_size(self.config, name))
+        return weight + np.float32(1.0) if self.config.model_type in NORMS_ADD_ONE else weight
+
+    def module(self, name: str) -> str:
+        """The file's name of a part, without ".weight"."""
+        return self._file_name(hf_module(name))
+
+    def _file_name(self, module: str) -> str:
+        """transformers' name of a module as this file has it: a model saved without its head has no "model."."""
+        return self._prefix + module.removeprefix("model.") if module.startswith("model.") else module
 
     def linear(self, name: str) -> LinearWeight:
-        module = hf_module(name)
+        module = self.module(name)
         out_features, in_features = linear_shape(self.config, name)
         bias = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
         if not is_ternary(self.config, name):
             return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias)
-        eps = self.input_norm_eps
-        input_norm = None if eps is None else InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), eps)
+        eps, inner = self.input_norm_eps, f"{module}.rms_norm.weight"
+        inner = inner if inner in self.tensors else f"{module}.norm.weight"  # BitNet-Embedding's name of it
+        input_norm = None if eps is None else InputNorm(self._vector(inner, in_features), eps)
         if self._scale_convention == "absmean":
             w = self.tensors.take(f"{module}.weight", (out_features, in_features)).astype(np.float32)
             w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)
@@ -192,20 +209,19 @@ class HfCheckpoint(Checkpoint):
     def master(self, name: str) -> NDArray | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
             return None
-        w = self.tensors.take(f"{hf_module(name)}.weight", linear_shape(self.config, name))
+        w = self.tensors.take(f"{self.module(name)}.weight", linear_shape(self.config, name))
         return w if quantization.split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = f"{hf_module(name)}.weight"
+        tensor = f"{self.module(name)}.weight"
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]
 
-    def tied_head(self, embedding: DenseWeight) -> DenseWeight:
+    def check_tied_head(self, embedding: DenseWeight) -> None:
         name = "lm_head.weight"
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
             raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
-        return embedding
 
     def finish(self) -> None:
         unused = [name for name in self.tensors.names if name not in self.taken]

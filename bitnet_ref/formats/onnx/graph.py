@@ -136,7 +136,7 @@ class DecoderGraph:
         embedding = self.source.embedding()
         self._tick()
         if self.cfg.tie_word_embeddings:
-            self.source.tied_head(embedding)
+            self.source.check_tied_head(embedding)
         return self.g.weight(f"{hf_module('embedding')}.weight", embedding.array), embedding.array.dtype
 
     def rope_tables(self) -> tuple[str, str]:
