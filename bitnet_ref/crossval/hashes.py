@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
 from ..reference.quantization import pack_ternary
-from ..reference.weights import DenseWeight, GroupTernaryWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..reference.weights import (
+    DenseWeight,
+    GroupTernaryWeight,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+)
 
 _cache: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()
 

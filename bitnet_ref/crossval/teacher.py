@@ -146,7 +146,9 @@ class _Teacher(Recorder):
     def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         rotated: tuple[NDArray, NDArray] = super()._on_rope(call, q, k, cos, sin)
         from_host = self.candidate.from_host
-        other = self.candidate.rope(from_host(q), from_host(k), *self.side.rope_of(int(self.block.removeprefix("blocks."))))
+        other = self.candidate.rope(
+            from_host(q), from_host(k), *self.side.rope_of(int(self.block.removeprefix("blocks.")))
+        )
         for letter, mine, theirs in zip("qk", rotated, other, strict=True):
             self.judge(f"{self.block}.attn.hook_rot_{letter}", mine, theirs)
         return rotated

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import FormatError, TokenizerError
+from ..errors import ConfigError, FormatError, TokenizerError
 from ..reference.config import ModelConfig
 from ..reference.quantization import split_groups
 from ..reference.weights import (
@@ -122,6 +122,12 @@ class Checkpoint(Closeable, ABC):
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer as in a hub repository: file name ("tokenizer.json", ...) -> bytes. Empty if there is none."""
         return {}
+
+    def refuse_extras(self, writer: str) -> None:
+        """ConfigError where the model has what files of `writer` cannot say, or we do not write into them."""
+        if extras := self.config.extras:
+            message = f"{writer} files of {self.config.model_type} models are not written; convert to native instead"
+            raise ConfigError(message, field=extras[0])
 
     # -- checks that all readers make ----------------------------------------------------------------------------------
 

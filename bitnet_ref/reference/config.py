@@ -6,7 +6,7 @@ Reading a checkpoint's own config.json into it is the business of `formats.hf_co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -25,6 +25,12 @@ def _require(condition: bool, field: str, expected: str, got: Any) -> None:
         raise ConfigError(f"expected {expected}, got {got!r}", field=field)
 
 
+# Fields that `to_dict` leaves out at their defaults: files written before there were such fields are read as they
+# always were, and files of models without the feature stay as they are.
+_ADDED_FIELDS = {
+    *("int8_activations", "o_proj_bias", "qk_norms", "post_norms", "layer_types", "local_rope", "query_scale"),
+    *("embedding_scale", "residual_scale", "head_scale", "logit_softcap", "pooling"),
+}
 LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
 
 
@@ -41,12 +47,6 @@ def _require_number(field: str, value: Any, above: float = 0.0) -> None:
 
 def _require_bool(field: str, value: Any) -> None:
     _require(isinstance(value, bool), field, "true or false", value)
-
-
-def _optional(default: Any) -> Any:
-    """A field that `to_dict` leaves out at its default, so that files written before there was such a field are read
-    as they always were, and files without the feature stay as they are."""
-    return field(default=default, metadata={"optional": True})
 
 
 def activation_name(spelling: Any, field: str) -> str:
@@ -119,7 +119,7 @@ class QuantizationConfig:
     modules_to_not_convert: tuple[str, ...] = ("lm_head",)
     use_rms_norm: bool = False
     rms_norm_eps: float = 1e-6
-    int8_activations: bool = _optional(True)  # False: weights are ternary, activations stay floats ("weight-only")
+    int8_activations: bool = True  # False: weights are ternary, activations stay floats ("weight-only")
 
     def __post_init__(self) -> None:
         where = "quantization_config."
@@ -169,17 +169,17 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None  # None: dense
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    o_proj_bias: bool = _optional(True)  # False: with attention_bias q, k and v have biases, o has none (Qwen2)
-    qk_norms: bool = _optional(False)  # an RMSNorm over each head of q and of k, before RoPE (Qwen3, Gemma3)
-    post_norms: bool = _optional(False)  # an RMSNorm of each block's result, before it is added to the stream (Gemma3)
-    layer_types: tuple[str, ...] = _optional(())  # of each layer, one of LAYER_TYPES; (): all as sliding_window says
-    local_rope: RopeConfig | None = _optional(None)  # of the sliding layers, where they have another (Gemma3)
-    query_scale: float = _optional(1.0)  # q times this: query_pre_attn_scalar^-0.5 / head_dim^-0.5 (Gemma3)
-    embedding_scale: float = _optional(1.0)  # rows of the embedding times this (Gemma3, MiniCPM)
-    residual_scale: float = _optional(1.0)  # each block's result times this, before it is added (MiniCPM)
-    head_scale: float = _optional(1.0)  # the input of the head times this (MiniCPM)
-    logit_softcap: float | None = _optional(None)  # logits become c tanh(logits / c) (Gemma)
-    pooling: str = _optional("last")  # what `embed` takes of a text: the last token's hidden state, or the mean
+    o_proj_bias: bool = True  # False: with attention_bias q, k and v have biases, o has none (Qwen2)
+    qk_norms: bool = False  # an RMSNorm over each head of q and of k, before RoPE (Qwen3, Gemma3)
+    post_norms: bool = False  # an RMSNorm of each block's result, before it is added to the stream (Gemma3)
+    layer_types: tuple[str, ...] = ()  # of each layer, one of LAYER_TYPES; (): all as sliding_window says
+    local_rope: RopeConfig | None = None  # of the sliding layers, where they have another (Gemma3)
+    query_scale: float = 1.0  # q times this: query_pre_attn_scalar^-0.5 / head_dim^-0.5 (Gemma3)
+    embedding_scale: float = 1.0  # rows of the embedding times this (Gemma3, MiniCPM)
+    residual_scale: float = 1.0  # each block's result times this, before it is added (MiniCPM)
+    head_scale: float = 1.0  # the input of the head times this (MiniCPM)
+    logit_softcap: float | None = None  # logits become c tanh(logits / c) (Gemma)
+    pooling: str = "last"  # what `embed` takes of a text: the last token's hidden state, or the mean
 
     def __post_init__(self) -> None:
         for name in (
@@ -221,11 +221,11 @@ class ModelConfig:
             _require_int("sliding_window", self.sliding_window)
         if "dynamic" in (self.rope.rope_type, self.rope_of_sliding.rope_type):
             _require(self.head_dim > 2, "head_dim", "more than 2 with dynamic RoPE", self.head_dim)
-        for field, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
+        for key, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
             for token in ids:
                 if token is not None:
-                    _require_int(field, token, low=0)
-                    _require(token < self.vocab_size, field, f"an id below vocab_size ({self.vocab_size})", token)
+                    _require_int(key, token, low=0)
+                    _require(token < self.vocab_size, key, f"an id below vocab_size ({self.vocab_size})", token)
 
     @property
     def query_size(self) -> int:
@@ -273,6 +273,18 @@ class ModelConfig:
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1
         return int(self.max_position_embeddings * stretch)
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the fields by which the model differs from LLaMA, Mistral and BitNet."""
+        config = replace(self, quantization=None, pooling="last")
+        names = [
+            each.name
+            for each in fields(self)
+            if each.name in _ADDED_FIELDS and getattr(config, each.name) != each.default
+        ]
+        weight_only = self.quantization is not None and not self.quantization.int8_activations
+        return (*names, *["int8_activations"] * weight_only)
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block."""
         d_model, d_ffn = self.hidden_size, self.intermediate_size
@@ -319,7 +331,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, ModelConfig | RopeConfig | QuantizationConfig):
         return list(value) if isinstance(value, tuple) else value
     items = [(each, getattr(value, each.name)) for each in fields(value)]
-    return {each.name: _plain(got) for each, got in items if not each.metadata or got != each.default}
+    return {each.name: _plain(got) for each, got in items if each.name not in _ADDED_FIELDS or got != each.default}
 
 
 def _exact_fields(kind: type[Any], raw: Any, prefix: str) -> dict[str, Any]:
@@ -327,7 +339,7 @@ def _exact_fields(kind: type[Any], raw: Any, prefix: str) -> dict[str, Any]:
     _require(isinstance(raw, dict), prefix.rstrip(".") or "config", "an object", raw)
     expected = [each.name for each in fields(kind)]
     for each in fields(kind):
-        if each.name not in raw and not each.metadata:
+        if each.name not in raw and each.name not in _ADDED_FIELDS:
             raise ConfigError("is required and absent", field=prefix + each.name)
     for name in raw:
         if name not in expected:

@@ -147,7 +147,7 @@ def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
 
     None when some group of any size holds other values than -s, 0 and +s. What is packed equals w, value for value.
     """
-    n, k = w.shape
+    k = w.shape[1]
     divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
     sizes = sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
     magnitude = w.view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)  # ordered as |w|

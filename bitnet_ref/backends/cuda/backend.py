@@ -278,7 +278,12 @@ class CupyBackend(Backend):
     def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
         """Fused where all three linears are ternary, without a norm of their own."""
         stack = self._ternary_stack((w.gate_proj, w.up_proj))
-        if not cfg.has_plain_blocks or stack is None or not has_tiles(w.down_proj) or cfg.activation not in row_kernels.GATES:
+        if (
+            not cfg.has_plain_blocks
+            or stack is None
+            or not has_tiles(w.down_proj)
+            or cfg.activation not in row_kernels.GATES
+        ):
             return super().feed_forward(x, w, cfg)
         sub_norm = None if w.ffn_sub_norm is None else self._norm(w.ffn_sub_norm, cfg)
         return self._fused.feed_forward(x, self._norm(w.ffn_norm, cfg), stack, cfg.activation, sub_norm, w.down_proj)

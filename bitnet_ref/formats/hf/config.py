@@ -73,7 +73,12 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 _CLASS_DEFAULTS["qwen2"] |= {"sliding_window": 4096, "max_window_layers": 28}
 _CLASS_DEFAULTS["qwen3"] |= {"sliding_window": 4096, "max_window_layers": 28}
 NORMS_ADD_ONE = ("gemma3_text",)  # their files hold w - 1 of each norm but those inside a linear
-_NOT_DONE = {"moe": "mixture of experts is", "mixtral": "mixture of experts is", "vl": "vision is", "gemma3": "vision is"}
+_NOT_DONE = {
+    "moe": "mixture of experts is",
+    "mixtral": "mixture of experts is",
+    "vl": "vision is",
+    "gemma3": "vision is",
+}
 # Keys that do not change what is computed, or not for inference; and those that transformers' class does not read
 _HARMLESS = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
