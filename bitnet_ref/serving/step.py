@@ -1,14 +1,15 @@
 """One step of the engine: run the model on the planned pieces, then choose a token for each row that is ready.
 
-An error of the model ends all requests of the step, unless the engine can go on with another backend. Whatever a
-request's own functions raise ends that request, SystemExit and KeyboardInterrupt included: Python delivers a real
-Ctrl-C to the main thread, never to the engine's.
+An error of the model ends all requests of the step, unless the engine can go on with another backend. NaN, Inf or a
+number too large for the cache's dtype ends only the requests whose tokens have it. Whatever a request's own functions
+raise ends that request, SystemExit and KeyboardInterrupt included: Python delivers a real Ctrl-C to the main thread,
+never to the engine's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
 
@@ -17,7 +18,7 @@ from ..backends.head import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
-from ..errors import DeviceError, GenerationError, describe_error
+from ..errors import DeviceError, GenerationError, NumericsError, describe_error
 from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
@@ -46,16 +47,33 @@ class Stepper:
     def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
         asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
-        pieces = [piece for piece in plan.pieces if not piece.job.ticket.ended]
-        needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
+        self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], asked, plan.copies)
+
+    def _compute(
+        self,
+        pieces: Sequence[PlannedPiece],
+        asked: Mapping[Job, tuple[int | None, Ids] | None],
+        copies: Sequence[tuple[int, int]],
+    ) -> bool:
+        """Compute these pieces in one pass. False: all sequences were stopped.
+
+        asked: what each job needs of the logits. copies: pages to copy first, (source, target).
+        """
         if not pieces:
-            return
+            return True
+        needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
         try:
-            logits = self._forward(plan.copies, pieces, needs)
+            logits = self._forward(copies, pieces, needs)
         except BaseException as error:
-            if not (isinstance(error, DeviceError) and self.recover(error)):
-                self._fail(pieces, error)
-            return
+            if isinstance(error, DeviceError) and self.recover(error):
+                return False
+            of_ticket: dict[Ticket, list[PlannedPiece]] = {}
+            for piece in pieces:
+                of_ticket.setdefault(piece.job.ticket, []).append(piece)
+            if isinstance(error, NumericsError) and len(of_ticket) > 1:  # of the tokens of some request: of which?
+                return all(self._compute(own, asked, ()) for own in of_ticket.values())
+            self._fail(list(of_ticket), error)
+            return True
         self.is_sound = True
         for job, _, start, count, _ in pieces:
             job.row.computed = start + count
@@ -65,6 +83,7 @@ class Stepper:
         ends = [piece.job for piece in pieces if piece.ends]
         for job, token_logits in zip(ends, logits, strict=True):
             self._accept(job, token_logits)
+        return True
 
     def _ask(self, job: Job) -> tuple[int | None, Ids] | None:
         """The logits that the row needs; None when its own rules fail, which ends the request."""
@@ -135,10 +154,9 @@ class Stepper:
             job.row.computed = job.row.context_tokens - 1
             self.scheduler.add(job)
 
-    def _fail(self, pieces: Sequence[PlannedPiece], error: BaseException) -> None:
-        """End all requests of a step in which the model raised."""
+    def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:
+        """End all requests of a pass in which the model raised."""
         self.metrics.add("engine_faults")
-        tickets: dict[Ticket, None] = dict.fromkeys(piece.job.ticket for piece in pieces)
         op = _failed_op(error)
         for ticket in tickets:
             message = (

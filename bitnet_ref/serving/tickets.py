@@ -96,11 +96,15 @@ class Ticket:
     def has_caught_up(self) -> bool:
         return self.wanted != "chunks" or self.outbox.chunks.qsize() <= self.max_unread // 2
 
+    @property
+    def state_name(self) -> str:
+        return "waiting" if self.start_s is None else "paused" if self.held else "running"
+
     def state(self, now_s: float) -> RequestProgress:
         """Its progress; any thread may ask."""
         return RequestProgress(
             request_id=self.number,
-            state="waiting" if self.start_s is None else "paused" if self.held else "running",
+            state=self.state_name,
             prompt_tokens=self.stats.prompt_tokens,
             generated_tokens=self.stats.generated_tokens,
             age_s=now_s - self.arrival_s,
@@ -136,7 +140,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self._closed, self._process = False, os.getpid()
 
     def __repr__(self) -> str:
-        state = "ended" if self.done else "waiting" if self._ticket.start_s is None else "running"
+        state = "ended" if self.done else self._ticket.state_name
         return f"<request {self.request_id}: {state}, {self.stats.generated_tokens} tokens>"
 
     @property
