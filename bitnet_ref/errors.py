@@ -29,8 +29,6 @@ __all__ = [
     "RequestTimeout",
     "ShapeError",
     "TokenizerError",
-    "describe",
-    "describe_error",
 ]
 
 _SHOWN = 60  # characters
@@ -42,7 +40,7 @@ def describe(value: Any) -> str:
     """A short `repr` of any value, for a message: large values are cut, and no number is too large.
 
     >>> describe("a" * 1000)
-    "'aaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
     >>> describe(10**400)
     'a whole number of 1329 bits'
     """
