@@ -92,14 +92,15 @@ class RecordedSteps:
         step = self._steps.pop(n, None)
         if step is None or step.weights is not w or step.kernels != be.kernels:
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
-        self._steps[n] = step
-        if len(self._steps) > MAX_STEPS:
-            self._steps.pop(next(iter(self._steps)))
         ropes = (cfg.rope, cfg.rope_of_sliding)
         tables = [rope_rows.look_up(be, batch.positions, rope, cfg.head_dim) for rope in dict.fromkeys(ropes)]
         step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
         cache.check_extent(batch)
-        return step.play() if step.is_recorded else step.record(be, cfg, cache)
+        x = step.play() if step.is_recorded else step.record(be, cfg, cache)
+        self._steps[n] = step  # not if it raised: an unfinished tape is dropped
+        if len(self._steps) > MAX_STEPS:
+            self._steps.pop(next(iter(self._steps)))
+        return x
 
 
 class KernelStep:
