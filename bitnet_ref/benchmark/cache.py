@@ -67,7 +67,7 @@ def measure_cache(
         exact = model.run(batch, caches["float32"]).all()
         for dtype, cache in caches.items():
             logits = exact if dtype == "float32" else model.run(batch, cache).all()
-            distance = measure_logits({"a": exact}, {"a": logits}, "a", "a", exact.shape, None)
+            distance = measure_logits(exact, logits)
             max_error = float(np.abs(exact - logits).max())
             chunks[dtype].append((len(batch), max_error, distance.kl_mean, distance.kl_max, distance.top1_agreement))
     errors = []

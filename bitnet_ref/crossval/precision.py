@@ -108,7 +108,7 @@ def measure_precision(
         device = getattr(getattr(subject.backend, "ws", None), "device", None) or device
         for way in WAYS:
             logits = _logits(subject, tokens, way)
-            distance = measure_logits({"a": exact}, {"a": logits}, "a", "a", exact.shape, None)
+            distance = measure_logits(exact, logits)
             difference = np.abs(exact - logits)
             errors.append(
                 PrecisionError(

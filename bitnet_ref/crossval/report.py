@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import svg
-from .compare import DIFFERS, FLIP, Comparison, OpResult
-from .metrics import rows_of, shape_of
-from .names import LOGITS, SYNONYMS
+from .compare import DIFFERS, FLIP, Comparison, OpResult, View
+from .metrics import tensor_of
+from .names import LOGITS
 
 _LOGIT_POINTS = 1500
 _PATCH = (32, 48)  # rows and columns of a heat map
@@ -49,23 +49,21 @@ class Section:
 
 def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], comparison: Comparison) -> Evidence:
     """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
-    out = Evidence()
-    actual = {SYNONYMS.get(name, name): name for name in candidate}
+    out, candidate = Evidence(), View(candidate)
     op = next((op for op in comparison.ops if op.name == LOGITS), None)
-    if op is not None and shape_of(candidate, actual[LOGITS]) == shape_of(reference, LOGITS):
-        rows = slice(max(0, op.shape[0] - 8), op.shape[0])  # the last tokens see the longest context
-        pair = [rows_of(reference, LOGITS, rows), rows_of(candidate, actual[LOGITS], rows)]
-        step = max(1, pair[0].size // _LOGIT_POINTS)
-        out.logits = np.stack([side.astype(np.float32).reshape(-1)[::step] for side in pair], axis=-1)
+    both = [tensor_of(run, LOGITS) for run in (reference, candidate)] if op is not None else []
+    if both and both[0].shape == both[1].shape:
+        last = [logits[-8:].astype(np.float32).reshape(-1) for logits in both]  # tokens with the longest context
+        out.logits = np.stack(last, axis=-1)[:: max(1, last[0].size // _LOGIT_POINTS)]
     bad = comparison.first_divergence
-    if bad is None or bad.worst is None or bad.name not in reference or bad.name not in actual:
+    if bad is None or bad.worst is None or bad.name not in reference or bad.name not in candidate:
         return out
-    shape = shape_of(reference, bad.name)
+    shape = tensor_of(reference, bad.name).shape
     if bad.shape != shape or not bad.n_values:
         return out
     with np.errstate(all="ignore"):
         mine: NDArray = np.asarray(reference[bad.name], dtype=np.float32)
-        theirs: NDArray = np.asarray(candidate[actual[bad.name]], dtype=np.float32).reshape(shape)
+        theirs: NDArray = np.asarray(candidate[bad.name], dtype=np.float32).reshape(shape)
     if len(shape) == 3 and bad.kind.startswith("attention") and bad.kind != "attention values":
         mine, theirs, at = mine[bad.worst[0]], theirs[bad.worst[0]], bad.worst[1:]  # the head with the largest error
     else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,22 @@ def write_trace(
             writer.close()
 
 
+@dataclass(frozen=True)
+class TraceTensor:
+    """A tensor in a trace file. A slice of its first axis reads those rows."""
+
+    file: SafetensorsFile
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.tensors[self.name].shape
+
+    def __getitem__(self, rows: slice) -> NDArray:
+        start, stop, _ = rows.indices(self.shape[0])
+        return self.file.read_rows(self.name, start, stop)
+
+
 class Trace(Mapping[str, NDArray]):
     """An open trace file: name -> array. Each access reads the tensor from the file.
 
@@ -197,12 +214,8 @@ class Trace(Mapping[str, NDArray]):
         """Whether it has int8 inputs of linears, so that each product can be judged on its own input."""
         return any(name.endswith(INT8) for name in self)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[name].shape
-
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray:
-        """Rows of the tensor's first axis."""
-        return self._file.read_rows(name, start, stop)
+    def tensor(self, name: str) -> TraceTensor:
+        return TraceTensor(self._file, name)
 
     def __getitem__(self, name: str) -> NDArray:
         return self._file.read(name)
