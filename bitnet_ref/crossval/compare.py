@@ -260,14 +260,7 @@ class Walk:
         return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(
-        self,
-        name: str,
-        kind: str,
-        d: Distance,
-        reached: NDArray[np.bool_],
-        mine: Rows,
-        theirs: Rows,
-        depth: int | None,
+        self, name: str, kind: str, d: Distance, reached: NDArray[np.bool_], mine: Rows, theirs: Rows, depth: int | None
     ) -> tuple[str, int | None, str]:
         """(status, first token that is beyond its tolerance, why)"""
         if not d.finite:

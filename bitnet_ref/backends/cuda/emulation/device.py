@@ -149,11 +149,7 @@ class EmulatedDevice(Device):
     xp = np
 
     def __init__(
-        self,
-        memory_limit: int | None = None,
-        order: int = 0,
-        sanitize: bool | None = None,
-        late: bool = False,
+        self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None, late: bool = False
     ) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
