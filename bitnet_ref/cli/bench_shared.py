@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..api import Model
     from ..benchmark.timing import Record
+    from ..crossval.precision import CacheBench
 
 MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
@@ -148,7 +149,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def report_bench(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
+def report_bench(result: Record | CacheBench, draw: Callable[[Console], None], **facts: Any) -> None:
     """Write JSON (with the facts) or draw, and exit with 1 if something differs from the reference."""
     report({**facts, **result.to_dict()}, draw, 0 if getattr(result, "equal", True) else DIFFERS)
 
