@@ -159,7 +159,7 @@ def draw_table(
 ) -> None:
     """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
     titles = columns if header else [""] * len(columns)
-    out.print(make_table([title if i < left else f">{title}|" for i, title in enumerate(titles)], rows))
+    out.print(make_table([title if i < left else f">|{title}" for i, title in enumerate(titles)], rows))
 
 
 def in_threads(threads: int) -> str:

@@ -269,8 +269,8 @@ class EmulatedDevice(Device):
             self._not_in_a_capture("an array was copied from the host")
             source = source.copy()
         to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
-        kept = source if from_host else None
-        self._do(lambda: (ctypes.memmove(to, origin, size), kept), target, source)
+        held = source if from_host else None  # until the copy is made
+        self._do(lambda: (ctypes.memmove(to, origin, size), held), target, source)
 
     def to_host(self, array: DeviceArray) -> NDArray:
         self._not_in_a_capture("an array was read")
