@@ -21,8 +21,15 @@ from safetensors import safe_open
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.hashes import config_hash, weight_hash
-from bitnet_ref.crossval.trace import Trace, TraceWriter, record_to_file, trace_metadata, write_trace
+from bitnet_ref.crossval.trace import (
+    Trace,
+    TraceWriter,
+    config_hash,
+    record_to_file,
+    trace_metadata,
+    weight_hash,
+    write_trace,
+)
 from bitnet_ref.errors import FormatError, GenerationError, NumericsError
 
 TOKENS = [1, 17, 5, 23, 9]
