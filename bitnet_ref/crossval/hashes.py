@@ -10,9 +10,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import FormatError
 from ..reference.config import ModelConfig
 from ..reference.quantization import pack_ternary
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..system.json_file import open_regular
 
 _cache: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()
 
@@ -43,7 +45,7 @@ def weight_hash(w: ModelWeights) -> str:
 
 def file_hash(path: str | os.PathLike[str]) -> str:
     """The hash of a file's bytes."""
-    with open(path, "rb") as file:
+    with open_regular(path, FormatError) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
