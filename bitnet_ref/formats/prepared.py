@@ -108,7 +108,7 @@ class PreparedFile:
         for key, digest in hashes if self.options.verify else hashes[:1]:
             expected = stored.pop(key)
             tensors = {
-                name: (info.dtype, info.shape, digest(memory[info.offset : info.offset + info.nbytes]))
+                name: (info.dtype, info.shape, digest(memory.data[info.offset : info.offset + info.nbytes]))
                 for name, info in file.tensors.items()
             }
             if content_hash(stored, tensors) != expected:
@@ -129,10 +129,8 @@ class PreparedFile:
         }
         layout = {name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()}
         for key, digest in (("full_hash", sha256), ("content_hash", sum_pages)):
-            digests = {
-                name: digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for name, array in arrays.items()
-            }
-            metadata[key] = content_hash(metadata, {name: (*layout[name], digests[name]) for name in layout})
+            flat = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
+            metadata[key] = content_hash(metadata, {name: (*layout[name], digest(flat[name].data)) for name in layout})
         try:
             self.path.parent.mkdir(exist_ok=True)
             with (
@@ -164,16 +162,16 @@ def _read(file: SafetensorsFile) -> NDArray[np.uint8]:
     return memory
 
 
-def sha256(data: bytes | NDArray[np.uint8]) -> str:
+def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sum_pages(data: NDArray[np.uint8]) -> str:
+def sum_pages(data: bytes | memoryview) -> str:
     """A hash of the sum of each 4 KiB, as numbers of 8 bytes, and of the rest: at the speed of memory. One changed bit
     always changes a sum; two that change it back, or words that change places in a page, go unnoticed."""
-    whole = data.size // _PAGE * _PAGE
-    sums = data[:whole].view(np.uint64).reshape(-1, _PAGE // 8).sum(axis=1)
-    return sha256(sums.tobytes() + data[whole:].tobytes())
+    whole = len(data) // _PAGE * _PAGE
+    sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, _PAGE // 8).sum(axis=1)
+    return sha256(sums.tobytes() + bytes(data[whole:]))
 
 
 def _describe(value: Any, name: str, arrays: dict[str, NDArray], seen: dict[int, str]) -> Any:

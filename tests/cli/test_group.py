@@ -85,7 +85,11 @@ def test_exit_codes(error, code):
         (("generate", "x", "--model", "no/such/model"), 3, "no/such/model: no such file or folder"),
         (("generate", "x", "--model", "storytelling"), 3, "there is: storyteller"),
         (("inspect", "storyteler"), 3, "did you mean storyteller?"),
-        (("generate", "x", "--temperature", "-1"), 2, "--temperature: expected a number of at least 0, got -1.0"),
+        (
+            ("generate", "x", "--temperature", "-1"),
+            2,
+            "--temperature: expected 0 or a number from 1e-100 to 1e+100, got -1.0",
+        ),
         (("generate", "x", "--top-p", "3"), 2, "--top-p: expected a number above 0, at most 1"),
         (("chat", "--min-tokens", "9", "--max-tokens", "3"), 2, "--min-tokens: 9 is more than --max-tokens, 3"),
         (("generate", "x", "--num-beams", "2", "-n", "3"), 2, "-n: expected at most --num-beams, 2"),

@@ -302,7 +302,7 @@ def sealed(header, data):
     for key in ("content_hash", "full_hash"):
         metadata.pop(key, None)
     for key, digest in (("full_hash", prepared.sha256), ("content_hash", prepared.sum_pages)):
-        arrays = {name: np.frombuffer(data, np.uint8)[slice(*entry["data_offsets"])] for name, entry in tensors.items()}
+        arrays = {name: data[slice(*entry["data_offsets"])] for name, entry in tensors.items()}
         facts = {name: (entry["dtype"], tuple(entry["shape"]), digest(arrays[name])) for name, entry in tensors.items()}
         metadata[key] = content_hash(metadata, facts)
     return raw_safetensors(header, data)
