@@ -92,13 +92,14 @@ class RecordedSteps:
         step = self._steps.pop(n, None)
         if step is None or step.weights is not w or step.kernels != be.kernels:
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
-        self._steps[n] = step
-        if len(self._steps) > MAX_STEPS:
-            self._steps.pop(next(iter(self._steps)))
         cos, sin = rope_rows.look_up(be, batch.positions, cfg.rope, cfg.head_dim)
         step.fill(batch, be.embed(w.embedding, batch.tokens), cos, sin)
         cache.check_extent(batch)
-        return step.play() if step.is_recorded else step.record(be, cfg, cache)
+        x = step.play() if step.is_recorded else step.record(be, cfg, cache)
+        self._steps[n] = step  # not if it raised: an unfinished tape is dropped
+        if len(self._steps) > MAX_STEPS:
+            self._steps.pop(next(iter(self._steps)))
+        return x
 
 
 class KernelStep:
