@@ -154,7 +154,7 @@ def _identify(model: Path, options: ReadOptions) -> list[list[Any]]:
 
 def _read(file: SafetensorsFile) -> NDArray[np.uint8]:
     """The file's bytes, read-only, in huge pages where the system has them."""
-    from ..backends.cpu.huge_pages import HugePages
+    from ..backends.cpu.memory import HugePages
 
     memory = HugePages().empty((file.size,))
     file.read_into(memory.data, 0, "weights")

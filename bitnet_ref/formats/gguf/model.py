@@ -18,14 +18,7 @@ from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_s
 from ..names import gguf_name
 from .blocks import DEQUANTIZABLE, dequantize, quantize, ternary_from_blocks
 from .config import ROPE_FREQS, read_gguf_config, tensor_shape
-from .evidence import (
-    block_linears,
-    check_dialect,
-    find_i2_s_layout,
-    find_ternary,
-    permuted_heads,
-    unpermute_rows,
-)
+from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
 from .ggml_types import TERNARY_BLOCKS
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
