@@ -52,10 +52,13 @@ def silu(x: NDArray) -> NDArray:
     return (wide * np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
 
 
+GELU_SLOPE = math.sqrt(2.0 / math.pi)
+
+
 def gelu_tanh(x: NDArray) -> NDArray:
     """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the approximation of GELU that Gemma computes."""
     wide = x.astype(np.float64)
-    return (0.5 * wide * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)))).astype(x.dtype)
+    return (0.5 * wide * (1.0 + np.tanh(GELU_SLOPE * (wide + 0.044715 * wide**3)))).astype(x.dtype)
 
 
 GATES = {"relu2": relu2, "silu": silu, "gelu_tanh": gelu_tanh}
