@@ -28,7 +28,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
 from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
-from ..errors import FormatError
+from ..errors import FormatError, printable
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
@@ -204,7 +204,7 @@ class Trace(Mapping[str, NDArray]):
         self.engine_dtype = self.metadata.get("engine_dtype", "float32")
         if self.engine_dtype not in ENGINE_DTYPES:
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
-        self.engine = self.metadata.get("engine", "unknown engine")
+        self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")
         self.prompt = self.metadata.get("prompt")
 
     def _bad(self, field: str, message: str) -> FormatError:
