@@ -26,7 +26,7 @@ from ..errors import (
     describe_error,
 )
 from ..notebook.figures import StepRecord
-from ..notebook.widgets.live import RequestProgress
+from ..notebook.live import RequestProgress
 from .cache_memory import new_cache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
