@@ -29,6 +29,7 @@ from ..formats.hf.config import parse_hf_config
 from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
 from ..reference.config import ModelConfig
 from ..system.atomic import atomic_path
+from ..system.json_file import open_regular, read_bounded
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
 from .distil import Distillation
@@ -39,6 +40,7 @@ from .trainer import Trainer
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
 SAMPLE_TOKENS = 60
+MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
 
 
@@ -109,8 +111,8 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
     """
     path = Path(path)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        tables = tomllib.loads(read_bounded(path, FormatError, MAX_TOML_BYTES).decode("utf-8"))
+    except ValueError as problem:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise FormatError(f"expected a TOML file: {problem}", path=path) from problem
     known, values = [field.name for field in fields(RunSettings)], {}
     for table in tables.keys() - {"data", "training", "model"}:
@@ -373,8 +375,9 @@ class TrainingRun:
         path = self.folder / METRICS
         if not path.is_file():
             return
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if len(row) == len(COLUMNS)]
+        with open_regular(path, FormatError) as file:
+            lines = file.read().decode("utf-8").splitlines()
+        rows = [row for row in csv.reader(lines) if len(row) == len(COLUMNS)]
         rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
