@@ -124,9 +124,9 @@ class EngineConfig:
             raise GenerationError(
                 f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
             )
-        most = min(self.max_batch, self.max_queue)
-        if params.n > most:
-            raise GenerationError(f"n: expected at most {most}, as max_batch and max_queue say, got {params.n}")
+        limit = min(self.max_batch, self.max_queue)
+        if params.n > limit:
+            raise GenerationError(f"n: expected at most {limit}, as max_batch and max_queue say, got {params.n}")
         return params
 
     @classmethod
