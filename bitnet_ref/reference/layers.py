@@ -45,6 +45,13 @@ def relu2(x: NDArray) -> NDArray:
     return np.square(np.maximum(x, 0))
 
 
+def sigmoid(x: NDArray) -> NDArray:
+    """1 / (1 + e^-x), written so that e^-|x| never overflows."""
+    wide = x.astype(np.float64)
+    e = np.exp(-np.abs(wide))
+    return (np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
+
+
 def silu(x: NDArray) -> NDArray:
     """x * sigmoid(x) = x / (1 + e^-x), written so that e^-|x| never overflows."""
     wide = x.astype(np.float64)
@@ -62,6 +69,9 @@ def gelu_tanh(x: NDArray) -> NDArray:
 
 
 GATES = {"relu2": relu2, "silu": silu, "gelu_tanh": gelu_tanh}
+
+
+OUTPUT_GATES = {"sigmoid": sigmoid, "silu": silu}
 
 
 def gated(gate: NDArray, up: NDArray, activation: str) -> NDArray:
@@ -138,9 +148,11 @@ def rope_tables(positions: NDArray, rope: RopeConfig, head_dim: int, dtype: type
 
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
     """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x"""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]  # the rest is not turned: Qwen3.5
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
+    if rest.size:
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 

@@ -149,7 +149,9 @@ class CythonBackend(KernelBackend):
     ) -> NDArray:
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, batch, cache)
-        may_replay = path != "blocks" and self.fuses and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        may_replay = (
+            path != "blocks" and self.fuses and cfg.delta is None and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        )
         if may_replay and isinstance(cache, KernelKVCache):
             x = cache.steps.hidden(self, self._rope_rows, w, cfg, batch, cache, at_once=path == "replayed")
             if x is not None:
@@ -209,6 +211,8 @@ class CythonBackend(KernelBackend):
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         check_rope(q, k, cos, sin)
+        if 2 * cos.shape[-1] < q.shape[-1]:
+            return super().rope(q, k, cos, sin)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
