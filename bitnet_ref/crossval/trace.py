@@ -28,7 +28,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
 from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
-from ..errors import FormatError
+from ..errors import FormatError, printable
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
@@ -173,17 +173,15 @@ class TraceTensor:
         return self.file.read_rows(self.name, start, stop)
 
 
-class Trace(Mapping[str, NDArray]):
+class Trace(SafetensorsFile, Mapping[str, NDArray]):
     """An open trace file: name -> array. Each access reads the tensor from the file.
 
     Raises FormatError for a file that is no trace or is truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = SafetensorsFile(path)
+        super().__init__(path)
         try:
-            self.path = self._file.path
-            self.metadata = self._file.metadata
             self._check()
         except BaseException:
             self.close()
@@ -204,11 +202,11 @@ class Trace(Mapping[str, NDArray]):
         self.engine_dtype = self.metadata.get("engine_dtype", "float32")
         if self.engine_dtype not in ENGINE_DTYPES:
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
-        self.engine = self.metadata.get("engine", "unknown engine")
+        self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")
         self.prompt = self.metadata.get("prompt")
 
     def _bad(self, field: str, message: str) -> FormatError:
-        return FormatError(message, path=self._file.path, offset=8, field=f"__metadata__.{field}")
+        return self.error(message, 8, f"__metadata__.{field}")
 
     @property
     def own_engine(self) -> bool:
@@ -221,28 +219,19 @@ class Trace(Mapping[str, NDArray]):
         return any(name.endswith(INT8) for name in self)
 
     def tensor(self, name: str) -> TraceTensor:
-        return TraceTensor(self._file, name)
+        return TraceTensor(self, name)
 
     def __getitem__(self, name: str) -> NDArray:
-        return self._file.read(name)
+        return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file.tensors
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file.tensors)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._file.tensors)
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
+        return len(self.tensors)
 
 
 # -- hashes: they tie a trace or a receipt to what was computed --------------------------------------------------------

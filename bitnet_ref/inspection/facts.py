@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import BackendError, BitNetRefError
+from ..errors import BackendError, BitNetRefError, printable
 from ..reference.config import ACTIVATIONS, ModelConfig
 
 # How each kind of file stores its linears, and where it keeps their scales.
@@ -256,7 +256,9 @@ class Inspection:
         for group in self.finding_groups():
             count = f"{len(group)} tensors: " if len(group) > 1 else ""
             rows.append((f"{group[0].severity} ({group[0].part})", count + group[0].message))
-        cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
+        cells = (
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(printable(value))}</td></tr>" for name, value in rows
+        )
         return f'<table style="text-align:left">{"".join(cells)}</table>'
 
 
