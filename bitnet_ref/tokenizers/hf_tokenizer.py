@@ -38,7 +38,7 @@ class HfTokenizer(Tokenizer):
             self._limits = TextLimits(table)
             # The library normalizes added tokens, with each that is added.
             for tokens in (table.get("added_tokens") or [], [{"content": t.content} for t in settings.added_tokens]):
-                self._limits.check_text(" ".join(token["content"] for token in tokens), "added_tokens")
+                self._check_length(" ".join(token["content"] for token in tokens), "added_tokens")
             self._tokenizer = self._load(json_bytes)
             for n, entry in enumerate(table.get("added_tokens") or []):
                 self._check_declared_id(entry["content"], entry["id"], f"added_tokens[{n}]")
@@ -131,9 +131,9 @@ class HfTokenizer(Tokenizer):
         encode = partial(self._tokenizer.encode_batch_fast, texts, add_special_tokens=False)
         return [encoding.ids for encoding in self._guard("encode these texts", encode)]
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, field: str | None = None) -> None:
         with errors_at(self.path):
-            self._limits.check_text(text)
+            self._guard("normalize this text", lambda: self._limits.check_text(text, field))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         checked = self._check_ids(ids)
@@ -161,7 +161,7 @@ class HfTokenizer(Tokenizer):
         """Call the library, which raises plain Exceptions, and its own BaseException when its Rust code panics."""
         try:
             return action()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
             raise
         except BaseException as error:
             raise TokenizerError(f"tokenizers cannot {doing}: {error}", path=self.path) from error
