@@ -91,7 +91,7 @@ def remove_leftovers(path: Path) -> None:
     """Remove the temporary files of killed writers of `path`. Without locks they cannot be recognised, and stay."""
     for leftover in path.parent.glob(f".????????.tmp.{escape(path.name)}") if CAN_LOCK else ():
         with suppress(OSError):  # another writer may be removing it too
-            lock = os.open(leftover, os.O_RDONLY)
+            lock = os.open(leftover, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # it may be a pipe
             try:
                 lock_file(lock, block=False)  # BlockingIOError: its writer is alive
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

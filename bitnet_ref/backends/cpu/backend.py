@@ -28,8 +28,6 @@ from ..backend import Backend
 from ..cache_dtypes import CACHE_DTYPES
 from ..head import HeadNeed, HeadRows
 from ..paged_cache import CacheSpec
-from .buffers import Buffers
-from .cache import KernelKVCache, view_layer
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -40,9 +38,9 @@ from .extension import (
     layouts_for,
     simd_variants,
 )
-from .huge_pages import HugePages
 from .kernels import GATES, CpuKernels, as_floats
-from .replay import MAX_TOKENS, KernelBackend, RopeRows
+from .memory import Buffers, HugePages
+from .replay import MAX_TOKENS, KernelBackend, KernelKVCache, RopeRows, view_layer
 from .weights import (
     MAX_CANDIDATES,
     MIN_SCREENED_BYTES,
@@ -125,10 +123,10 @@ class CythonBackend(KernelBackend):
         head = w.lm_head
         if isinstance(head, ScreenedHead):
             n, k = head.shape
-            expected = [(n, 3), (n, -(-k // 64) * 64)]
-            got = [() if array is None else array.shape for array in (head.facts, head.rows_q)]
+            expected = [("float32", (n, 3)), ("int8", (n, -(-k // 64) * 64))]
+            got = [None if array is None else (array.dtype.name, array.shape) for array in (head.facts, head.rows_q)]
             if got != expected:
-                raise ShapeError("check_prepared", expected=f"facts and rows_q of shapes {expected}", got=str(got))
+                raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 
