@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeVar
 
 from ..errors import TokenizerError
@@ -83,12 +82,14 @@ class HfTokenizer(Tokenizer):
                 continue  # named, but not in the vocabulary
             if token.content not in present or (token.special and not present[token.content].special):
                 fresh.append(token)
-        # In the order of their ids: the library numbers a new token after the last one. All that it can take at once,
-        # because each call makes it read all the added tokens that it has.
+        # In the order of their ids: the library numbers a new token after the last one. First all of them, then the
+        # special ones, as such: a call for each token would make the library read all that it has each time.
         fresh.sort(key=lambda token: -1 if token.id is None else token.id)
-        for special, tokens in groupby(fresh, key=lambda token: token.special):
+        for add, tokens in (
+            (self._tokenizer.add_tokens, [token for token in fresh if token.content not in present]),
+            (self._tokenizer.add_special_tokens, [token for token in fresh if token.special]),
+        ):
             flags = [{key: value for key, value in asdict(token).items() if key != "id"} for token in tokens]
-            add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
             self._guard("add tokens", partial(add, [LibraryToken(**each) for each in flags]))
         for token in settings.added_tokens:
             if token.id is not None:
