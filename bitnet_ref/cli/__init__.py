@@ -1,17 +1,19 @@
 """The shell interface, `bitnet-ref`: one module per command. `main` is the entry point. May import every room.
 
-Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 a backend (or program) is not available,
-70 a bug in bitnet_ref itself, 130 interrupted.
+Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 a file that is bad or cannot be written, 4 a backend (or
+program) is not available, 70 a bug in bitnet_ref itself, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 import click
 
 from .. import __version__
+from ..system.atomic import storage_error
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
@@ -21,11 +23,12 @@ from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
-from .shell import Interface, debug_option, prepare_streams
+from .shell import BAD_FILE, Interface, debug_option, discard_stdout, prepare_streams, say_error
 
 EPILOG = """Each command has --help, and --json for programs.
 
-Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 backend not available, 130 interrupted."""
+Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 a file is bad, or cannot be written (a full disk, no
+permission), 4 backend not available, 130 interrupted."""
 
 
 @click.group(cls=Interface, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,5 +49,10 @@ for command in (generate, chat, inspect, pull, list_models, rm, convert, crossva
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     prepare_streams()
-    cli.main(args, prog_name="bitnet-ref")
+    try:
+        cli.main(args, prog_name="bitnet-ref")
+    except OSError as error:  # of --help and --version, which come before any command
+        discard_stdout()
+        say_error(str(storage_error(error, "standard output")))
+        sys.exit(BAD_FILE)
     raise AssertionError("cli.main does not return")

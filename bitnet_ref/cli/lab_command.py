@@ -12,6 +12,7 @@ from typing import NamedTuple
 import click
 
 from ..errors import FormatError
+from ..system.atomic import atomic_path
 from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -93,6 +94,7 @@ def copy_notebooks(source: Path, target: Path, force: bool = False) -> Copied:
         elif copy.exists() and not force:
             done.kept.append(file.name)
         else:
-            shutil.copyfile(file, copy)
+            with atomic_path(copy) as temporary:
+                shutil.copyfile(file, temporary)
             done.copied.append(file.name)
     return done

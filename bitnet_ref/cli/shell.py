@@ -12,11 +12,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from ..errors import BackendError, BitNetRefError, ConfigError, FormatError, HubError, NumericsError, TokenizerError
+from ..errors import (
+    BackendError,
+    BitNetRefError,
+    ConfigError,
+    FormatError,
+    HubError,
+    NumericsError,
+    StorageError,
+    TokenizerError,
+)
+from ..system.atomic import check_target, storage_error
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -64,6 +75,10 @@ class Interface(click.Group):
             if state.debug:
                 traceback.print_exc()
             code = report_error(error)
+        except OSError as error:  # of a standard stream, or of a file that no reader or writer explains
+            if state.debug:
+                traceback.print_exc()
+            code = report_os_error(error)
         except MemoryError:
             if state.debug:
                 traceback.print_exc()
@@ -77,12 +92,12 @@ class Interface(click.Group):
 
 
 def exit_code(error: BitNetRefError) -> int:
-    """2 wrong usage, 3 bad file, 4 backend."""
+    """2 wrong usage, 3 a file that is bad or cannot be written, 4 backend."""
     if isinstance(error, BackendError | HubError):
         return UNAVAILABLE
     if isinstance(error, ConfigError) and error.path is None:  # of an argument, not of a file
         return USAGE
-    if isinstance(error, FormatError | ConfigError | TokenizerError | NumericsError):
+    if isinstance(error, FormatError | ConfigError | TokenizerError | NumericsError | StorageError):
         return BAD_FILE
     return USAGE
 
@@ -96,6 +111,17 @@ def report_error(error: BitNetRefError) -> int:
     else:
         say_error(error_message(error))
     return exit_code(error)
+
+
+def report_os_error(error: OSError) -> int:
+    """As `report_error`. If stdout cannot be written to, what it has not written is discarded."""
+    try:
+        sys.stdout.flush()
+    except OSError as problem:
+        discard_stdout()
+        say_error(str(storage_error(problem, "standard output")))
+        return BAD_FILE
+    return report_error(storage_error(error))
 
 
 def error_message(error: BitNetRefError) -> str:
@@ -121,7 +147,8 @@ def say(text: str) -> None:
 
 
 def say_error(message: str) -> None:
-    click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {message}", err=True)
+    with contextlib.suppress(OSError):  # a full disk: the exit code says it all the same
+        click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {message}", err=True)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -267,6 +294,23 @@ class SectionedCommand(click.Command):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+class OutputFile(click.Path):
+    """A file to be written. That it can be is checked before the work begins.   -> Path"""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        try:
+            check_target(path)
+        except StorageError as error:
+            if error.errno is not None:  # the system refuses it
+                raise
+            self.fail(str(error), param, ctx)
+        return path
 
 
 def _set_state(ctx: click.Context, param: click.Parameter, value: bool) -> bool:

@@ -103,9 +103,10 @@ def convert(
     options: what the user knows better about the source.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
     verify: compare the result with the source and return the Proof; FormatError if the two differ.
-    overwrite: replace an existing file. A folder is never replaced.
+    overwrite: replace an existing file. A folder is never replaced. Without it, one of several conversions to the same
+        destination at a time gets the name, and the others raise StorageError.
 
-    Raises ConfigError (an unknown target, a model the target cannot hold), FormatError.
+    Raises ConfigError (an unknown target, a model the target cannot hold), FormatError, StorageError (a full disk).
     """
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
@@ -115,7 +116,8 @@ def convert(
     proof = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
-        temporary = stack.enter_context(atomic_folder(path) if target.suffix is None else atomic_path(path))
+        writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
+        temporary = stack.enter_context(writing)
         target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
         if verify:
             with open_checkpoint(temporary, written_options) as written:
