@@ -13,7 +13,6 @@ from typing import NoReturn
 import click
 
 from .. import __version__
-from ..system.atomic import storage_error
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
@@ -23,7 +22,7 @@ from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
-from .shell import BAD_FILE, Interface, debug_option, discard_stdout, prepare_streams, say_error
+from .shell import Interface, debug_option, prepare_streams, report_os_error
 
 EPILOG = """Each command has --help, and --json for programs.
 
@@ -52,7 +51,5 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         cli.main(args, prog_name="bitnet-ref")
     except OSError as error:  # of --help and --version, which come before any command
-        discard_stdout()
-        say_error(str(storage_error(error, "standard output")))
-        sys.exit(BAD_FILE)
+        sys.exit(report_os_error(error))
     raise AssertionError("cli.main does not return")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -171,15 +170,14 @@ def gpu(only: tuple[str, ...], device: int, versus_python: str | None, out: Path
     to see that it runs.
     """
     from ..benchmark.gpu import GpuPlan, measure_gpu
-    from ..system.atomic import atomic_path
+    from ..system.json_file import write_json
 
     def on_row(bench: GpuBench) -> None:
         if not sys.stderr.isatty():  # no progress bar is drawn there; an interrupted run has shown its results
             row = bench.rows[-1]
             click.echo(f"{bench.seconds:.0f} s  {row.goal.what}: {describe_row(row)}", err=True)
         if out is not None:
-            with atomic_path(out) as temporary:
-                temporary.write_text(json.dumps(bench.to_dict(), indent=1, allow_nan=False) + "\n")
+            write_json(out, bench.to_dict())
 
     plan, python = GpuPlan(**sizes), versus_python or sys.executable
     with LoadingBar("measuring") as bar:

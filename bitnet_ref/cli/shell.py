@@ -114,14 +114,12 @@ def report_error(error: BitNetRefError) -> int:
 
 
 def report_os_error(error: OSError) -> int:
-    """As `report_error`. If stdout cannot be written to, what it has not written is discarded."""
-    try:
-        sys.stdout.flush()
-    except OSError as problem:
-        discard_stdout()
-        say_error(str(storage_error(problem, "standard output")))
-        return BAD_FILE
-    return report_error(storage_error(error))
+    """As `report_error`. An error that names no file is one of stdout, whose buffer is then discarded."""
+    if error.filename is not None:
+        return report_error(storage_error(error))
+    discard_stdout()
+    say_error(str(storage_error(error, "standard output")))
+    return BAD_FILE
 
 
 def error_message(error: BitNetRefError) -> str:
@@ -142,12 +140,13 @@ def error_message(error: BitNetRefError) -> str:
 
 
 def say(text: str) -> None:
-    """A remark on stderr."""
-    click.echo(paint(text, sys.stderr, dim=True), err=True)
+    """A remark on stderr. If that is a file on a full disk, the work goes on without it."""
+    with contextlib.suppress(OSError):
+        click.echo(paint(text, sys.stderr, dim=True), err=True)
 
 
 def say_error(message: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the exit code says it all the same
+    with contextlib.suppress(OSError):
         click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {message}", err=True)
 
 

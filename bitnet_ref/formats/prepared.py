@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class PreparedFile:
 
     def read(self) -> tuple[ModelConfig, ModelWeights] | None:
         """The weights, mapped and read-only; None if there are no usable ones, with the reason in the log."""
-        if not self.enabled or not self.path.exists():
+        if not self.enabled or not os.path.exists(self.path):
             return None
         kinds = {kind.__name__: kind for kind in (*_KINDS, *self.backend.weight_kinds)}
         try:

@@ -51,20 +51,21 @@ def explain_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise an OSError of the block as a StorageError, about the file that it names or else about `path`."""
     try:
         yield
-    except StorageError:
-        raise
     except OSError as problem:
         raise storage_error(problem, path) from problem
 
 
 def storage_error(problem: OSError, path: str | os.PathLike[str] | None = None) -> StorageError:
     """The StorageError that says what an OSError says. Temporary files are not named, but their target, `path`."""
-    named = problem.filename
+    if isinstance(problem, StorageError):
+        named, message = problem.path, problem.message
+    else:
+        named = problem.filename2 or problem.filename  # of two the second is the one that is written
+        message = problem.strerror or str(problem) or type(problem).__name__
+        if problem.errno in DISK_FULL:
+            message += "; free some, or name a place on another disk"
     if isinstance(named, str) and (path is None or ".tmp." not in named):
         path = named
-    message = problem.strerror or str(problem) or type(problem).__name__
-    if problem.errno in DISK_FULL:
-        message += "; free some, or name a place on another disk"
     error = StorageError(message, path=path)
     error.errno = problem.errno
     return error
@@ -82,11 +83,10 @@ def check_target(path: str | os.PathLike[str], nbytes: int = _LEAST_BYTES) -> No
 
 
 def check_space(path: Path, nbytes: int) -> None:
-    """Raise StorageError if the disk of the folder around `path` has fewer bytes free."""
+    """Raise OSError if the disk of the folder around `path` has fewer bytes free."""
     usage = shutil.disk_usage(path.absolute().parent)
     if usage.total and nbytes > usage.free:  # without a total, the file system does not say
-        message = f"{nbytes:,} bytes are to be written, and {usage.free:,} are free on the disk"
-        raise storage_error(OSError(errno.ENOSPC, message), path)
+        raise OSError(errno.ENOSPC, f"{nbytes:,} bytes are to be written, and {usage.free:,} are free on the disk")
 
 
 @contextmanager
@@ -218,24 +218,24 @@ def _make_temporary(path: Path, *, is_folder: bool) -> tuple[Path, int]:
         temporary = path.with_name(f".{secrets.token_hex(4)}.tmp.{_shortened(path.name)}")
         if is_folder:
             temporary.mkdir()
+        lock = -1
         try:
             lock = os.open(temporary, os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            with suppress(OSError):  # a file system without locks: then no other writer can lock it, and remove it
+                lock_file(lock)
+            if temporary.exists():  # else another writer removed it before it was locked
+                return temporary, lock
         except OSError:
-            if is_folder:
-                with suppress(OSError):
-                    temporary.rmdir()
+            _discard(temporary, lock)
             raise
-        with suppress(OSError):  # a file system without locks: then no other writer can lock it, and remove it
-            lock_file(lock)
-        if temporary.exists():  # else another writer removed it before it was locked
-            return temporary, lock
         os.close(lock)
 
 
 def _discard(temporary: Path, lock: int) -> None:
     """Remove the temporary file or folder if it is still there. What cannot be removed is left to the next writer."""
-    with suppress(OSError):
-        shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+    for remove in (os.unlink, shutil.rmtree):
+        with suppress(OSError):
+            remove(temporary)
     with suppress(OSError):
         os.close(lock)
 
@@ -250,7 +250,8 @@ def sync(path: Path) -> None:
         try:
             os.fsync(file)
         finally:
-            os.close(file)
+            with suppress(OSError):  # it was only read
+                os.close(file)
     except OSError as problem:
         if not is_folder or problem.errno in (errno.EIO, *DISK_FULL):  # others: a file system that syncs no folders
             raise

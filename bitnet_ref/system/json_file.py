@@ -1,4 +1,4 @@
-"""Reading a JSON file that is not trusted: limited sizes, no duplicate keys, clear errors."""
+"""Reading a JSON file that is not trusted: limited sizes, no duplicate keys, clear errors; and writing one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import ConfigError, FormatError, TokenizerError
+from .atomic import atomic_path
 
 AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 
@@ -33,6 +34,12 @@ def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes
     if len(data) > max_bytes:
         raise error(f"has more than {max_bytes} bytes, and at most that many are accepted", path=path)
     return data
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file, which is complete or not there at all. StorageError if it cannot be written."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_json_object(path: Path, error: type[AnyFileError], max_bytes: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import ConfigError, FormatError
-from ...system.atomic import atomic_folder, atomic_path
+from ...errors import ConfigError, FormatError, TokenizerError
+from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ..checkpoint import Checkpoint, Progress, ReadOptions
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
@@ -112,7 +112,8 @@ def convert(
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
     target, path = TARGETS[to], Path(destination)
     written_options = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
-    _check_destination(target, path, overwrite)
+    with explain_os_errors(path):
+        _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
@@ -120,8 +121,12 @@ def convert(
         temporary = stack.enter_context(writing)
         target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
         if verify:
-            with open_checkpoint(temporary, written_options) as written:
-                proof = prove(checkpoint, written, phase)
+            try:
+                with open_checkpoint(temporary, written_options) as written:
+                    proof = prove(checkpoint, written, phase)
+            except (FormatError, ConfigError, TokenizerError) as problem:
+                message = str(problem).replace(str(temporary), str(path))
+                raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
     return proof

@@ -11,7 +11,6 @@ On a full disk they are removed before: `rm` needs no space. Raises StorageError
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FormatError, RegistryError, StorageError
-from ...system.atomic import CAN_LOCK, DISK_FULL, atomic_path, explain_os_errors, lock_file, sync
-from ...system.json_file import read_json_object
+from ...system.atomic import CAN_LOCK, DISK_FULL, explain_os_errors, lock_file, sync
+from ...system.json_file import read_json_object, write_json
 from ..checkpoint import TOKENIZER_FILES
 from ..hf.folder import INDEX_FILE, SINGLE_FILE
 from ..native.model import SUFFIX as NATIVE_SUFFIX
@@ -217,49 +216,53 @@ class Store:
             self.root.mkdir(parents=True, exist_ok=True)
             with locked(self.root / "lock"):
                 entries = self.entries()
-                yield entries
                 try:
+                    yield entries
                     self._write_index(entries)
-                except StorageError as problem:
-                    if problem.errno not in DISK_FULL:
-                        raise
-                    # Killed now, the old index names files that are gone: `find` says so, `rm` and `pull` mend it.
-                    self._remove_others(entries)
-                    self._write_index(entries)
+                except BaseException:
+                    with suppress(FormatError):
+                        self._remove_others(self.entries())  # a copy that got no name
+                    raise
                 self._remove_others(entries)
 
     def _write_index(self, entries: Sequence[Entry]) -> None:
-        with atomic_path(self.index_path) as temporary:
-            value = {"version": INDEX_VERSION, "entries": [asdict(entry) for entry in entries]}
-            temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+        value = {"version": INDEX_VERSION, "entries": [asdict(entry) for entry in entries]}
+        try:
+            write_json(self.index_path, value)
+        except StorageError as problem:
+            if problem.errno not in DISK_FULL:
+                raise
+            # Killed after this, the index names files that are gone: `find` says so, and `rm` and `pull` mend it.
+            self._remove_others(entries)
+            write_json(self.index_path, value)
 
     def _remove_others(self, entries: Sequence[Entry]) -> None:
         """Remove the folders that no entry names. What cannot be removed now is left to the next change."""
         named = {entry.digest for entry in entries}
-        for folder in self.models.iterdir() if self.models.exists() else ():
-            if folder.name not in named:
-                removed = folder.with_name(f"{os.urandom(8).hex()}.removed")
-                with suppress(OSError):
-                    os.rename(folder, removed)  # a part of a model never has the model's name
-                    shutil.rmtree(removed)
+        with suppress(OSError):
+            for folder in self.models.iterdir():
+                if folder.name not in named:
+                    removed = folder.with_name(f"{os.urandom(8).hex()}.removed")
+                    with suppress(OSError):
+                        os.rename(folder, removed)  # a part of a model never has the model's name
+                        shutil.rmtree(removed)
 
     @contextmanager
     def staging(self, key: str, notice: Notice | None = None) -> Iterator[Path]:
         """A locked folder for the caller to fill. If the key begins with "pull-", the folder survives an interrupt."""
-        lock = self.incoming / f"{key}.lock"
+        folder, lock = self.incoming / key, self.incoming / f"{key}.lock"
         with explain_os_errors(self.root):
             self.incoming.mkdir(parents=True, exist_ok=True)
             self.sweep()
-            with locked(lock, notice):
-                folder = self.incoming / key
-                try:
+            try:
+                with locked(lock, notice):
                     folder.mkdir(exist_ok=True)
                     yield folder
-                except BaseException:
-                    if not key.startswith("pull-"):
-                        self._remove_staged(folder, lock)
-                    raise
-                self._remove_staged(folder, lock)
+                    self._remove_staged(folder, lock)
+            except BaseException:
+                if not key.startswith("pull-"):
+                    self._remove_staged(folder, lock)
+                raise
 
     def _remove_staged(self, folder: Path, lock: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -294,7 +297,8 @@ def locked(path: Path, notice: Notice | None = None, *, block: bool = True) -> I
             yield
             return
         finally:
-            os.close(file)
+            with suppress(OSError):
+                os.close(file)
 
 
 def find(name: str) -> Path | None:
