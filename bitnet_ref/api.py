@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,7 +14,7 @@ import numpy as np
 
 from .backends.loaded import LoadedModel
 from .backends.placement import Placement, assign_layers, open_backends
-from .errors import BackendUnavailable, ConfigError, GenerationError
+from .errors import BackendError, BackendUnavailable, ConfigError, DeviceError, GenerationError, OutOfMemory
 from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
@@ -111,17 +111,25 @@ def load(
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
     reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, verify=options.verify)
+    alone = replace(options, share=False, progress=None)
+
+    def again(name: str | None) -> Model:
+        """The same call, or one for another backend."""
+        if name is not None:
+            return load(path, backend=name, threads=threads, dtype=dtype, cache_dtype=cache_dtype, options=alone)
+        same: dict[str, Any] = {"backend": backend, "threads": threads, "dtype": dtype, "cache_dtype": cache_dtype}
+        return load(path, **same, head=head, device=device, options=alone)
 
     def read() -> Model:
         prepared = PreparedFile(path, chosen, reading) if options.prepared else None
         if prepared is not None and (mapped := prepared.read()) is not None:
-            return Model(*mapped, chosen, path, cache_dtype=cache_dtype)
+            return Model(*mapped, chosen, path, cache_dtype=cache_dtype, load_again=again)
         with open_checkpoint(path, reading) as checkpoint:
             be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
-        return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype)
+        return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype, load_again=again)
 
     if not options.share:
         return read()
@@ -153,26 +161,28 @@ def _gather(
 def load_engine(
     model: str | os.PathLike[str] = "storyteller", config: EngineConfig | None = None, **options: Any
 ) -> Engine:
-    """Load a model and start an engine on it, for the config's `backend`, or where that is not available here, for the
-    first of its `fallback` that is. config: by default `EngineConfig.load()`. options: of `load`.
+    """Load a model and start an engine on it, for the config's `backend`, or where that is not available here or has
+    too little memory, for the first of its `fallback` that has not. config: by default `EngineConfig.load()`. options:
+    of `load`.
 
     Raises what `load` raises, and ConfigError.
     """
     from .serving import Engine, EngineConfig
 
     config = EngineConfig.load() if config is None else config
-    missing: BackendUnavailable | None = None
+    missing: BackendError | None = None
     cards = {name: getattr(config, name) for name in ("memory_limit", "devices", "gpu_layers", "cache_tokens")}
     for backend in (config.backend, *config.fallback):
         on_cards = cards if backend in ("auto", "cupy") else {}
         try:
             loaded = load(model, **{"dtype": config.dtype, **on_cards, **options, "backend": backend})
-        except BackendUnavailable as error:
+            engine = Engine(loaded, config)
+        except (BackendUnavailable, OutOfMemory, DeviceError) as error:
             missing = missing or error
             continue
         if missing is not None:
             log.warning("backend %s is not available (%s): using %s", config.backend, missing, loaded.backend.name)
-        return Engine(loaded, config)
+        return engine
     assert missing is not None
     raise missing
 

@@ -7,6 +7,7 @@ that a program can act on them without reading English.
 from __future__ import annotations
 
 import os
+import reprlib
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,33 @@ __all__ = [
     "StorageError",
     "TokenizerError",
 ]
+
+_SHOWN = 60  # characters
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = _SHOWN
+
+
+def describe(value: Any) -> str:
+    """A short `repr` of any value, for a message: large values are cut, and no number is too large.
+
+    >>> describe("a" * 1000)
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
+    >>> describe(10**400)
+    'a whole number of 1329 bits'
+    """
+    if isinstance(value, int) and value.bit_length() > 2 * _SHOWN:
+        return f"a whole number of {value.bit_length()} bits"
+    text = _short.repr(value)
+    return text if len(text) <= 2 * _SHOWN else text[: 2 * _SHOWN - 3] + "..."
+
+
+def describe_error(error: BaseException) -> str:
+    """The class and message of any error, for another error's message, even if its own `__str__` fails."""
+    try:
+        text = str(error)
+    except BaseException as failure:
+        text = f"its message cannot be shown: {type(failure).__name__}"
+    return f"{type(error).__name__}: {text[:2000]}"
 
 
 class BitNetRefError(Exception):

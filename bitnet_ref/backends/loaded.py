@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendError, GenerationError, TokenizerError
+from ..errors import BackendError, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights, plain_weights
@@ -42,14 +42,17 @@ class LoadedModel:
         *,
         cache_dtype: str | None = None,
         load_tokenizer: Callable[[], Tokenizer] | None = None,
+        load_again: Callable[[str | None], LoadedModel] | None = None,
     ) -> None:
-        """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use."""
+        """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use.
+        load_again: see `renew`."""
         self.config, self.backend, self.path = config, backend, path
         self.context_length = config.context_length
         self.cache_dtype = cache_dtype
         self.run_pass: Callable[..., Logits] = run  # a profile replaces it while it watches
         self._weights: ModelWeights | None = weights
         self._load_tokenizer = load_tokenizer
+        self._load_again = load_again
 
     def __repr__(self) -> str:
         cfg, name = self.config, self.path.name if self.path is not None else "in memory"
@@ -156,7 +159,7 @@ class LoadedModel:
         logits = run(observed, self.weights, self.config, TokenBatch.of([(0, 0, tokens)]), cache).all()
         if not recorder.seen and names_filter is not None and names_filter != []:
             raise GenerationError(
-                f"names_filter matches none of this model's tensors: {_describe(names_filter)}; names are like "
+                f"names_filter matches none of this model's tensors: {describe(names_filter)}; names are like "
                 "'blocks.0.attn.hook_pattern' or 'blocks.0.mlp.down_proj.hook_acc_int32', and * matches any text"
             )
         return logits, recorder.seen
@@ -174,6 +177,19 @@ class LoadedModel:
         settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
         return type(self)(self.config, prepared, backend, self.path, **settings)
 
+    def renew(self, backend: str | None = None) -> LoadedModel:
+        """The same model on a new backend of that name, by default of this one's kind: read from its files again,
+        because the weights of a device that failed are lost; where it has no files, made from the weights in memory.
+
+        Raises what `load` raises.
+        """
+        if self._load_again is not None:
+            return self._load_again(backend)
+        from . import choose_backend
+
+        be = self.backend
+        return self.on(choose_backend(backend or be.name, dtype=be.dtype.name, threads=be.threads))
+
     def check_tokens(self, token_ids: Any, *, any_length: bool = False) -> NDArray[np.int64]:
         """token_ids as an int64 array: non-empty, within the vocabulary and (unless `any_length`) the context."""
         try:
@@ -181,7 +197,7 @@ class LoadedModel:
         except (ValueError, TypeError, OverflowError):  # lists of different lengths, and what is not a number
             tokens = np.empty(0)
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-            raise GenerationError(f"expected a non-empty list of token ids, got {_describe(token_ids)}")
+            raise GenerationError(f"expected a non-empty list of token ids, got {describe(token_ids)}")
         if tokens.size > self.context_length and not any_length:
             raise GenerationError(
                 f"{tokens.size} tokens do not fit the model's context of {self.context_length}; shorten them"
@@ -208,8 +224,3 @@ def _is_batch(token_ids: Any) -> bool:
         and len(token_ids) > 0
         and isinstance(token_ids[0], list | tuple | np.ndarray)
     )
-
-
-def _describe(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendUnavailable, NumericsError
+from ..errors import BackendUnavailable, NumericsError, OutOfMemory
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights
@@ -102,6 +102,10 @@ def run(
             sound = all_finite([row.values for row in rows] + ([] if hidden is None else [hidden]))
         except NumericsError:
             sound = False
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"a pass of {len(batch)} tokens: {error or 'no memory'}; compute fewer at a time"
+            ) from error
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
 

@@ -23,6 +23,7 @@ from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
 from .shell import Interface, debug_option, prepare_streams, report_os_error
+from .train_command import train, train_tokenizer
 
 EPILOG = """Each command has --help, and --json for programs.
 
@@ -41,7 +42,22 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, inspect, pull, list_models, rm, convert, crossval, bench, doctor, lab):  # as in --help
+COMMANDS = (
+    generate,
+    chat,
+    inspect,
+    pull,
+    list_models,
+    rm,
+    convert,
+    crossval,
+    bench,
+    train,
+    train_tokenizer,
+    doctor,
+    lab,
+)
+for command in COMMANDS:  # in the order of --help
     cli.add_command(command)
 
 

@@ -164,8 +164,8 @@ def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | lis
         text = content_of(text)
     loaded = load_reference(model)
     with LoadingBar("measuring"):
-        found = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    report({"model": model, **found.to_dict()}, lambda out: _draw_precision(found, out))
+        bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
+    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
 
 
 @crossval.command(short_help="Check a receipt by running its comparisons again.")
@@ -179,9 +179,9 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
     """Check the seal of RECEIPT, run its comparisons again, and compare the figures."""
     from ..crossval import verify_receipt
 
-    found = verify_receipt(receipt, model, trace, python)
-    code = DIFFERS if not found.holds or (require and found.unchecked) else 0
-    report(found.to_dict(), lambda out: _draw_verification(found, out), code)
+    verification = verify_receipt(receipt, model, trace, python)
+    code = DIFFERS if not verification.holds or (require and verification.unchecked) else 0
+    report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
 
 
 def _register(name: str, summary: str) -> None:
@@ -309,26 +309,26 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
         figures = (f"{op.n_differ:,}", f"{op.max_abs:.2e}", f"{op.relative_l2:.1e}")
         rows.append((op.name, status, *figures, f"{op.cosine:.5f}", f"{op.scale_ratio:.5f}"))
     out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
-    columns = ("tensor", "status", ">differ|", ">max abs|", ">rel. L2|", ">cosine|", ">scale|")
+    columns = ("tensor", "status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
     shown = len(columns) if out.width >= 100 else 5  # else the names of tensors take three lines each
     out.print(make_table(columns[:shown], [row[:shown] for row in rows]))
 
 
-def _draw_precision(found: PrecisionBench, out: Console) -> None:
-    backend = found.backend if found.device is None else f"{found.backend} ({found.device})"
-    out.print(f"{backend}, {found.tokens} tokens, logits up to {found.largest_logit:.1f}; against float32 on numpy")
+def _draw_precision(bench: PrecisionBench, out: Console) -> None:
+    backend = bench.backend if bench.device is None else f"{bench.backend} ({bench.device})"
+    out.print(f"{backend}, {bench.tokens} tokens, logits up to {bench.largest_logit:.1f}; against float32 on numpy")
     logits = "{dtype}|{way}|{max_logit_error:.1e}|{mean_logit_error:.1e}"
     cells = logits + "|{kl_mean:.1e}|{kl_max:.1e}|{greedy_agreement:.2%}|{same} of {continued}"
     rows = [
-        cells.format(**vars(error), same=found.same_tokens[error.dtype], continued=found.continued).split("|")
-        for error in found.errors
+        cells.format(**vars(error), same=bench.same_tokens[error.dtype], continued=bench.continued).split("|")
+        for error in bench.errors
     ]
     errors = (">max |d logit|", ">mean", ">mean KL", ">max KL", ">same greedy choice", ">continued alike")
-    out.print(make_table(("dtype|", ">text as", *errors), rows))
+    out.print(make_table(("|dtype", ">text as", *errors), rows))
 
 
-def _draw_verification(found: Verification, out: Console) -> None:
-    out.print(style_text(found.verdict, "green" if found.holds else "red"))
-    for title, lines in (("refuted", found.refuted), ("not checked", found.unchecked)):
+def _draw_verification(verification: Verification, out: Console) -> None:
+    out.print(style_text(verification.verdict, "green" if verification.holds else "red"))
+    for title, lines in (("refuted", verification.refuted), ("not checked", verification.unchecked)):
         for line in lines:
             out.print(f"  {title}: {line}")

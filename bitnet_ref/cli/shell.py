@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 import click
 
@@ -219,19 +219,20 @@ def report(facts: Any, draw: Callable[[Console], None], code: int = 0) -> None:
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], title: str | None = None, style: str | None = None
 ) -> Table:
-    """A table without a frame. columns: ">size" is right-aligned, "name|" never wrapped; all empty: no header.
+    """A table without a frame. columns: ">size" is right-aligned, "|name" never wrapped, ">|size" both; all empty: no
+    header.
 
     style: of the first column.
     """
     from rich.table import Table
 
-    names = [column.strip(">|") for column in columns]
+    names = [column.lstrip(">|") for column in columns]
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.show_header = any(names)
     for number, (column, name) in enumerate(zip(columns, names, strict=True)):
-        table.add_column(name, header_style="dim", overflow="fold", no_wrap="|" in column)
-        table.columns[number].justify = "right" if ">" in column else "left"
-        table.columns[number].style = (style or "") if number == 0 else ""
+        marks, first = column.removesuffix(name), style if number == 0 else None
+        side: Literal["left", "right"] = "right" if ">" in marks else "left"
+        table.add_column(name, header_style="dim", style=first, justify=side, overflow="fold", no_wrap="|" in marks)
     for row in rows:
         table.add_row(*row)
     return table

@@ -24,8 +24,9 @@ from ..system.json_file import read_json_object, write_json
 from ..system.threads import available_cpus
 from .compare import Comparison
 from .engines.outside import ENGINES, cross_engine
-from .hashes import config_hash, file_hash, weight_hash
-from .opponents import Crossing, cross_backends, cross_trace
+from .opponents import cross_backends, cross_trace
+from .report import Crossing
+from .trace import config_hash, file_hash, weight_hash
 
 FORMAT, VERSION = "bitnet_ref.receipt", 1
 _MAX_BYTES = 64_000_000

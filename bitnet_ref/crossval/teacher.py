@@ -94,7 +94,7 @@ class _Teacher(Recorder):
                 self.norms[id(getattr(mine_layer, name))] = getattr(other_layer, name)
 
     def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
-        result = self.walk.pair(name, mine, self.candidate.to_host(theirs), note=note)
+        result = self.walk.judge(name, mine, self.candidate.to_host(theirs), note=note)
         if not (only_if_wrong and result.status == OK):
             self.comparison.ops.append(result)
 
@@ -107,7 +107,7 @@ class _Teacher(Recorder):
         if self.residual is not None:
             layer, name = int(self.block.removeprefix("blocks.")), f"{self.block}.{half}"
             theirs = self.side.half_block(self.candidate, layer, half, self.residual)
-            result = self.walk.pair(name, mine, theirs, depth=0)
+            result = self.walk.judge(name, mine, theirs, depth=0)
             if result.status == DIFFERS:
                 right, own = (side.record_half(layer, half, self.residual) for side in (self.right, self.side))
                 free = compare(right, own, self.config)

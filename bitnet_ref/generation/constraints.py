@@ -116,7 +116,7 @@ class LLVocabulary:
             else:
                 from_text = maker.grammar_from_regex if guide == "guided_regex" else maker.grammar_from_lark
                 grammar = from_text(value)
-        except (ValueError, TypeError) as problem:
+        except (ValueError, TypeError, RecursionError) as problem:
             raise GenerationError(f"{guide}: {_first_line(str(problem))}") from problem
         matcher = maker(self._tokenizer, grammar, log_level=0)
         _check(matcher, guide)

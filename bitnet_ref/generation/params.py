@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import GenerationError
+from ..errors import GenerationError, describe
 
 DEFAULT_MAX_TOKENS = 64
 ALIASES = {
@@ -22,6 +21,9 @@ ALIASES = {
     "top_logprobs": "logprobs",  # OpenAI
 }
 POLICIES = ("error", "truncate", "sliding", "sinks")  # of `overflow`; see `overflow.py`
+LARGEST = 2**31 - 1  # of a whole number, unless a parameter says otherwise
+LONGEST_S = 1e9  # 32 years: clocks and locks take no more
+MAX_CHARACTERS = 1 << 16  # of the strings of one parameter, which every token is compared with
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -111,6 +113,8 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, number in _NUMBERS.items():
+            object.__setattr__(self, name, number.read(getattr(self, name), name))
         for name, (accepts, expected) in _CHOICES.items():
             _check(accepts(getattr(self, name)), name, expected, getattr(self, name))
         for name, (accepts, expected) in _LISTS.items():
@@ -123,6 +127,11 @@ class SamplingParams:
             for each in value:
                 _check(accepts(each), name, f"a list of {expected}", each)
             object.__setattr__(self, name, tuple(value))
+            if expected == _STRINGS:
+                length = sum(map(len, value))
+                _check(length <= MAX_CHARACTERS, name, f"at most {MAX_CHARACTERS} characters, all together", length)
+        tokens = tuple(int(token) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", tokens)
         object.__setattr__(self, "logit_bias", _parse_biases(self.logit_bias))
         self._check_combinations()
 
@@ -139,7 +148,7 @@ class SamplingParams:
         for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
             if (value := getattr(self, name)) not in values:
                 raise GenerationError(
-                    f"{name}: beam search compares whole token sequences and takes no {name}, got {value!r}; "
+                    f"{name}: beam search compares whole token sequences and takes no {name}, got {describe(value)}; "
                     "leave it out, or set num_beams=1"
                 )
 
@@ -230,50 +239,76 @@ def suggest(name: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str
 
 
 class Number(NamedTuple):
-    """The numbers that a parameter may be. `above`: `low` itself is excluded."""
+    """The numbers that a parameter may be. `above`: `low` itself is excluded. `or_zero`: so may 0, below `low`."""
 
-    low: float = -math.inf
-    high: float = math.inf
+    low: float
+    high: float = LARGEST
     whole: bool = False
     above: bool = False
     optional: bool = False
+    or_zero: bool = False
+
+    def read(self, value: Any, name: str) -> Any:
+        """The value as an int or a float of Python: from one of its own or of NumPy's. Raises GenerationError.
+
+        Anything else is refused: bool, Decimal and Fraction, NaN, and None unless `optional`.
+        """
+        if value is None and self.optional:
+            return None
+        number = _python_number(value)
+        _check(number is not None and self._contains(number), name, str(self), value)
+        return float(number) if number is not None and not self.whole else number
 
     def accepts(self, value: Any) -> bool:
-        if value is None:
-            return self.optional
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+        number = _python_number(value)
+        return number is not None and self._contains(number)
+
+    def _contains(self, number: int | float) -> bool:
+        if self.whole and not isinstance(number, int):
             return False
-        if isinstance(value, float) and not math.isfinite(value):
-            return False
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
+        if self.or_zero and number == 0:
+            return True
+        return (self.low < number if self.above else self.low <= number) and number <= self.high
 
     def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        if self.low == -math.inf:
-            return kind
-        if self.above:
-            return f"{kind} above {self.low}" + (f", at most {self.high}" if self.high < math.inf else "")
-        return f"{kind} of at least {self.low}" if self.high == math.inf else f"{kind} from {self.low} to {self.high}"
+        kind = ("0 or " if self.or_zero else "") + ("a whole number" if self.whole else "a number")
+        low, high = (f"{limit:g}" if isinstance(limit, float) else limit for limit in (self.low, self.high))
+        return f"{kind} above {low}, at most {high}" if self.above else f"{kind} from {low} to {high}"
 
 
+def _python_number(value: Any) -> int | float | None:
+    """The value of an int, a float or a scalar of NumPy; None for everything else."""
+    if isinstance(value, bool | np.timedelta64):  # both count as integers
+        return None
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        with np.errstate(over="ignore"):  # of a longdouble
+            return float(value)
+    return None
+
+
+# Ranges are as wide as the arithmetic allows: within them no rule overflows float64, or float32 for usual logits.
 _NUMBERS = {
     "max_tokens": Number(1, whole=True, optional=True),
     "min_tokens": Number(0, whole=True),
     "window": Number(2, whole=True, optional=True),
     "sink_tokens": Number(0, whole=True),
     "top_k": Number(0, whole=True),
-    "seed": Number(0, whole=True, optional=True),
-    "n": Number(1, whole=True),
-    "logprobs": Number(0, whole=True, optional=True),
-    "num_beams": Number(1, whole=True),
-    "temperature": Number(0),
+    "seed": Number(0, 2**64 - 1, whole=True, optional=True),
+    "n": Number(1, 1024, whole=True),
+    "logprobs": Number(0, 1024, whole=True, optional=True),
+    "num_beams": Number(1, 1024, whole=True),
+    "temperature": Number(1e-100, 1e100, or_zero=True),
     "top_p": Number(0, 1, above=True),
     "min_p": Number(0, 1),
     "typical_p": Number(0, 1, above=True),
-    "repetition_penalty": Number(0, above=True),
+    "repetition_penalty": Number(1e-6, 1e6),
     "presence_penalty": Number(-2, 2),
     "frequency_penalty": Number(-2, 2),
-    "length_penalty": Number(),
+    "length_penalty": Number(-30, 30),
 }
 
 
@@ -288,12 +323,11 @@ _LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "processors": (callable, "functions (token_ids, logits) -> logits"),
 }
 _CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{name: (number.accepts, str(number)) for name, number in _NUMBERS.items()},
     **dict.fromkeys(("ignore_eos", "echo"), (lambda v: isinstance(v, bool), "True or False")),
     **dict.fromkeys(("guided_regex", "guided_grammar"), (lambda v: v is None or _is_text(v), "a non-empty text")),
     "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),
-    "early_stopping": (lambda v: isinstance(v, bool) or v == "never", 'True, False or "never"'),
-    "overflow": (lambda v: v in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "early_stopping": (lambda v: isinstance(v, bool) or (_is_text(v) and v == "never"), 'True, False or "never"'),
+    "overflow": (lambda v: _is_text(v) and v in POLICIES, f"one of {', '.join(POLICIES)}"),
     "strategy": (lambda v: v is None or callable(v), "a function (token_ids, logits, rng) -> token id"),
 }
 
@@ -304,7 +338,8 @@ def _parse_biases(given: Any) -> dict[int, float]:
     _check(isinstance(given, Mapping), "logit_bias", expected, given)
     biases = {}
     for key, value in given.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+        is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        token = int(key) if is_digits else key
         _check(token_id.accepts(token) and bias.accepts(value), "logit_bias", expected, {key: value})
         biases[int(token)] = float(value)
     return biases
@@ -312,4 +347,4 @@ def _parse_biases(given: Any) -> dict[int, float]:
 
 def _check(good: bool, name: str, expected: str, got: Any) -> None:
     if not good:
-        raise GenerationError(f"{name}: expected {expected}, got {got!r}")
+        raise GenerationError(f"{name}: expected {expected}, got {describe(got)}")

@@ -21,6 +21,7 @@ from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams
 
 Ids = NDArray[np.int64]
+LARGEST_LOGIT = float(np.finfo(np.float32).max)
 
 
 class LogitsRule:
@@ -150,7 +151,8 @@ class Rules:
         for processor in self.processors:
             if (moves := getattr(processor, "moves", None)) is None:
                 return None
-            moved.append(moves(token_ids))
+            ids = np.asarray(moves(token_ids))
+            moved.append(ids if ids.size else np.empty(0, dtype=np.int64))  # [] has float64
         return np.unique(np.concatenate(moved)) if moved else ()
 
     def apply(self, token_ids: Ids, logits: NDArray) -> NDArray:
@@ -162,8 +164,9 @@ class Rules:
                     f"processor {_name(processor)}: expected logits {logits.shape} of floats, "
                     f"got {moved.dtype.name} {moved.shape}"
                 )
-            if np.isnan(moved).any() or moved.max() in (np.inf, -np.inf):
-                wrong = "NaN" if np.isnan(moved).any() else "+inf" if moved.max() == np.inf else "-inf for every token"
+            largest = moved.max()  # NaN, if there is one
+            if not abs(largest) <= LARGEST_LOGIT:
+                wrong = "-inf for every token" if largest == -np.inf else f"{largest:+g}".replace("+nan", "NaN")
                 raise GenerationError(f"processor {_name(processor)}: expected logits to choose from, got {wrong}")
             logits = moved
         return logits

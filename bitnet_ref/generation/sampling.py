@@ -15,8 +15,6 @@ from .params import SamplingParams
 MAX_TOP_K = 1024  # a larger limit computes the whole head
 # top_p and min_p without top_k look at the most likely tokens; bounds on the others tell whether these suffice.
 NUCLEUS_CANDIDATES = 1024
-# Dividing float32 logits by a temperature in this range keeps different ones different in float64.
-_TEMPERATURES = (1e-100, 1e100)
 _ROUNDING = 1e-9  # far above the rounding of sums of some hundred thousand float64 probabilities
 
 TOKENS_AT_A_TIME = 32  # whose logits are held together: 16 MB for a vocabulary of 128,256
@@ -93,8 +91,6 @@ def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
     """How many of the largest logits the choice needs; None: all logits."""
     if params.temperature == 0:
         return 1
-    if not _TEMPERATURES[0] <= params.temperature <= _TEMPERATURES[1]:
-        return None
     if 0 < params.top_k < vocab_size:
         return params.top_k if params.top_k <= MAX_TOP_K else None
     if params.typical_p < 1:  # the mean surprise is that of all tokens

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..backends.head import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
-from ..errors import GenerationError, TokenizerError
+from ..errors import GenerationError, TokenizerError, describe
 from ..reference.cache import TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
@@ -159,7 +159,15 @@ class Continuation:
     def needs(self) -> tuple[int | None, Ids]:
         """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change."""
         k, moved = self.request.candidates_needed, self.rules.moved(self.ids)
-        return (None, ()) if k is None or moved is None else (k + len(moved), moved)
+        if k is None or moved is None:
+            return None, ()
+        ids = np.asarray(moved, dtype=np.int64) if len(moved) == 0 else np.asarray(moved)
+        # A user's function may have named them, and other rows share the pass that takes them.
+        if ids.dtype.kind not in "iu" or (
+            ids.size and not 0 <= ids[0] <= ids[-1] < self.request.model.config.vocab_size
+        ):
+            raise GenerationError(f"processors: expected token ids of `moves`, got {describe(ids.tolist())}")
+        return k + len(ids), ids
 
     def accept(self, logits: TokenLogits, stats: GenerationStats) -> StreamChunk:
         """Choose the next token from its logits and decide whether it is the last."""
@@ -210,7 +218,7 @@ class Continuation:
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
-                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {token!r:.80}")
+                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {describe(token)}")
             return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
         chosen = choose_among(logits, params, uniform, values)

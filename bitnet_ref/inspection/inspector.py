@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, is_ternary, norms_of_layer
-from ..formats.gguf.ggml_types import TERNARY_TYPES
+from ..formats.gguf.blocks import TERNARY_TYPES
 from ..formats.hf.folder import CheckpointTensors
 from ..formats.names import GGUF_LINEARS
 from ..formats.native.model import TOKENIZER_PREFIX

@@ -1,4 +1,4 @@
-"""Bytes of KV cache that one sequence holds, by cache dtype and overflow policy."""
+"""The cache of an engine; and the bytes of it that one sequence holds, by cache dtype and overflow policy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.cache_dtypes import CACHE_DTYPES
+from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import CacheSpec, PagedKVCache
+from ..errors import ConfigError
 from ..generation.overflow import keep_after_overflow
 from ..generation.params import SamplingParams
 from ..reference.cache import KVCache
 from ..reference.config import ModelConfig
+from .engine_config import EngineConfig
 
+CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
+LONG_CONTEXT = 1 << 17  # tokens: the default cache is no larger for models whose config claims more
 DEFAULT_SINKS = SamplingParams().sink_tokens
 
 
@@ -48,10 +53,40 @@ def cache_memory(
     counts, spec = np.asarray(tokens, dtype=np.int64), CacheSpec(1, page_size, page_size=page_size, pages=1)
     page = {name: PagedKVCache(config, spec, np.dtype(name)).nbytes for name in CACHE_DTYPES}
     pages = -(-counts // page_size)
-    reserved = np.full_like(counts, KVCache(config, 1, config.context_length).nbytes)
+    reserved = np.full_like(counts, KVCache(config, 1, 1).nbytes * config.context_length)
     policies = {"reserved": reserved, **{name: pages * nbytes for name, nbytes in page.items()}}
     if window is not None:
         for policy in ("sliding", "sinks"):
             held = tokens_held(int(counts.max(initial=0)), window, policy, sinks)[counts]
             policies[policy] = -(-held // page_size) * page["float32"]
     return policies
+
+
+def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
+    """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
+    size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
+    page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size, pages=1).nbytes
+    held, free = model.backend.memory()
+    limit = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
+    if limit is not None and held is None and free is not None:  # several memories: `free` respects the limit already
+        limit = free
+    if config.cache_tokens is not None:
+        pages = -(-config.cache_tokens // size)
+    elif config.cache_bytes is not None:
+        pages = config.cache_bytes // page_bytes
+    else:
+        share = None if free is None else free // CACHE_SHARE // page_bytes
+        wanted = config.max_batch * -(-min(context, LONG_CONTEXT) // size)
+        pages = max(1, min(each for each in (wanted, share, limit and limit // page_bytes) if each is not None))
+    if pages < 1 or (limit is not None and pages * page_bytes > limit):
+        room = "" if limit is None else f", and memory_limit leaves {limit:,} for the cache"
+        raise ConfigError(
+            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{room}; "
+            "give it fewer tokens, or more memory",
+            field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
+        )
+    # They size the page table. A sequence holds at least one page and at most all, however long the context is.
+    slots, capacity = min(config.max_batch, pages), min(context, pages * size)
+    cache = model.new_cache(slots, capacity, dtype=dtype, page_size=size, pages=pages)
+    assert isinstance(cache, PagedKVCache)
+    return cache

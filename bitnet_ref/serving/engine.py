@@ -21,7 +21,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, GenerationError, QueueFull
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
-from ..generation.params import Number, SamplingOptions, expand_params
+from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
 from ..notebook.figures import StepRecord
 from ..notebook.widgets.live import LiveView, RequestProgress
@@ -30,8 +30,7 @@ from .metrics import EngineMetrics
 from .tickets import RequestHandle, Ticket, check_process
 from .worker import Worker
 
-CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
-PRIORITY, TIMEOUT = Number(whole=True), Number(0, above=True, optional=True)
+PRIORITY, TIMEOUT = Number(-LARGEST, whole=True), Number(0, LONGEST_S, above=True, optional=True)
 
 
 class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager["Engine", None]):
@@ -52,14 +51,22 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
-        self.model = model
         self.config = config if config is not None else EngineConfig.of(**settings)
-        self.cache = new_cache(model, self.config)  # the pages of all sequences
-        self._worker = Worker(model, self.config, self.cache)
+        self._worker = Worker(model, self.config)
         self.metrics: EngineMetrics = self._worker.metrics  # .snapshot(), or .register() for Prometheus
         self.timeline: deque[StepRecord] = self._worker.timeline  # the last steps; the engine appends: copy it to read
         self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, self._worker.close, False)
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model that computes: after the failure of a device, another one than at the start."""
+        return self._worker.model
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The pages of all sequences."""
+        return self._worker.cache
 
     def __repr__(self) -> str:
         now = self.metrics.snapshot()
@@ -76,13 +83,17 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         finished by then. Parameters that are not given are those of `EngineConfig.sampling`, else the defaults shown.
         Raises GenerationError, TokenizerError, QueueFull, EngineClosed.
         """
+        return self._submit(prompt, priority, timeout_s, self.config.params(params))
+
+    def _submit(
+        self, prompt: Prompt, priority: int, timeout_s: float | None, params: SamplingParams, wanted: str | None = None
+    ) -> RequestHandle:
+        """wanted: as of `Ticket`."""
         check_process(self._worker.process)
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
-        for name, value, number in (("priority", priority, PRIORITY), ("timeout_s", timeout_s, TIMEOUT)):
-            if not number.accepts(value):
-                raise GenerationError(f"{name}: expected {number}, got {value!r}")
-        request = Request(self.model, prompt, self.config.params(params))
+        priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
+        request = Request(self.model, prompt, params)
         pool = self._worker.pool
         if pool.pages_for(request.capacity) > pool.pages:
             raise GenerationError(
@@ -90,10 +101,12 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
                 f"engine's cache holds {pool.pages * pool.page_size}; lower max_tokens, or raise cache_tokens"
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket(next(self._numbers), request, priority, timeout_s, self.model.backend.name)
+        ticket = Ticket(
+            *(next(self._numbers), request, priority, timeout_s, self.model.backend.name, self.config.max_unread)
+        )
         ticket.stats.describe(self.cache)
-        # Before `submit`, because an interrupt then drops the handle, which cancels. It keeps the engine alive.
-        handle = RequestHandle(ticket, self._cancel)
+        ticket.wanted = wanted
+        handle = RequestHandle(ticket, self._worker, self)  # first, because an interrupt then drops it, which cancels
         self._worker.submit(ticket)
         return handle
 
@@ -101,9 +114,13 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     def stream(
         self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> RequestHandle:
-        """`submit` for one continuation, to read chunk by chunk with `for` or `async for`."""
-        check_streamable(self.config.params(params))
-        return self.submit(prompt, priority=priority, timeout_s=timeout_s, **params)
+        """`submit` for one continuation, to read chunk by chunk with `for` or `async for`.
+
+        It pauses while more than `EngineConfig.max_unread` chunks wait for the reader.
+        """
+        sampling = self.config.params(params)
+        check_streamable(sampling)
+        return self._submit(prompt, priority, timeout_s, sampling, "chunks")
 
     @expand_params
     def generate(
@@ -149,12 +166,10 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
             for handle in handles:
                 handle.close()
 
-    def _cancel(self, ticket: Ticket) -> None:
-        self._worker.cancel(ticket)
-
     @property
     def requests(self) -> list[RequestProgress]:
         """The unfinished requests, and how far each of them is."""
+        check_process(self._worker.process)
         return self._worker.requests()
 
     @property
@@ -190,31 +205,3 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         await self.aclose(drain=error is None)
-
-
-def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
-    """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
-    size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
-    page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size, pages=1).nbytes
-    held, free = model.backend.memory()
-    limit = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
-    if limit is not None and held is None and free is not None:  # several memories: `free` respects the limit already
-        limit = free
-    if config.cache_tokens is not None:
-        pages = -(-config.cache_tokens // size)
-    elif config.cache_bytes is not None:
-        pages = config.cache_bytes // page_bytes
-    else:
-        share = None if free is None else free // CACHE_SHARE // page_bytes
-        wanted = config.max_batch * -(-context // size)
-        pages = max(1, min(each for each in (wanted, share, limit and limit // page_bytes) if each is not None))
-    if pages < 1 or (limit is not None and pages * page_bytes > limit):
-        room = "" if limit is None else f", and memory_limit leaves {limit:,} for the cache"
-        raise ConfigError(
-            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{room}; "
-            "give it fewer tokens, or more memory",
-            field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
-        )
-    cache = model.new_cache(config.max_batch, context, dtype=dtype, page_size=size, pages=pages)
-    assert isinstance(cache, PagedKVCache)
-    return cache

@@ -12,8 +12,8 @@ from typing import Any
 from ..backends import DTYPES, NAMES
 from ..backends.cache_dtypes import CACHE_DTYPES
 from ..backends.placement import Placement
-from ..errors import BackendUnavailable, ConfigError, GenerationError
-from ..generation.params import ALIASES, Number, SamplingParams, suggest
+from ..errors import BackendUnavailable, ConfigError, GenerationError, describe
+from ..generation.params import ALIASES, LONGEST_S, Number, SamplingParams, suggest
 
 PREFIX = "BITNET_REF_ENGINE_"
 
@@ -23,15 +23,17 @@ class EngineConfig:
     """The settings of an `Engine`. Raises ConfigError.
 
     Batching:
-    max_batch: sequences that run at a time.
+    max_batch: sequences that run at a time, and the maximum `n` of a request.
     max_batch_tokens: tokens per step; prompts get those that decoding leaves. It bounds the duration of a step, and so
         how long a long prompt delays the other requests.
     max_wait_s: when a request meets an idle engine, wait this long for others, up to max_batch. 0 starts at once.
 
     Admission and order:
-    max_queue: requests that may wait; one more is refused (QueueFull).
+    max_queue: sequences that may wait, `n` of each request; one more is refused (QueueFull).
     request_timeout_s: a request that is not finished by then fails (RequestTimeout); None: never.
     priority_wait_s: one level of priority goes before requests that came up to this many seconds earlier.
+    max_unread: chunks of a stream that its reader may leave unread. Then the sequence pauses, and others get its place
+        and, if they need them, its pages; it continues when half of the chunks are read.
 
     Memory:
     page_size: tokens in a page of the cache.
@@ -43,7 +45,8 @@ class EngineConfig:
     memory_limit: bytes that the process may hold, or the model on a card; the cache takes at most what is left.
 
     Device (for `bitnet_ref.load_engine`):
-    backend, dtype: as in `load`. fallback: backends to try, in order, when that one is not available here.
+    backend, dtype: as in `load`. fallback: backends to try, in order, when that one is not available here, has not
+        enough memory, or fails later (DeviceError) and cannot be opened again.
     devices, gpu_layers: as in `load`; room for `cache_tokens` is left on the cards.
 
     Other:
@@ -57,6 +60,7 @@ class EngineConfig:
     max_queue: int = 1024
     request_timeout_s: float | None = None
     priority_wait_s: float = 10.0
+    max_unread: int = 32
     page_size: int = 16
     cache_tokens: int | None = None
     cache_bytes: int | None = None
@@ -73,7 +77,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, number in _NUMBERS.items():
-            _check(number.accepts(getattr(self, name)), name, str(number), getattr(self, name))
+            try:
+                object.__setattr__(self, name, number.read(getattr(self, name), name))
+            except GenerationError as error:
+                raise ConfigError(str(error).removeprefix(f"{name}: "), field=name) from None
         _check(isinstance(self.prefix_sharing, bool), "prefix_sharing", "true or false", self.prefix_sharing)
         _check(
             self.max_batch_tokens > self.max_batch,
@@ -116,6 +123,9 @@ class EngineConfig:
             raise GenerationError(
                 f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
             )
+        most = min(self.max_batch, self.max_queue)
+        if params.n > most:
+            raise GenerationError(f"n: expected at most {most}, as max_batch and max_queue say, got {params.n}")
         return params
 
     @classmethod
@@ -198,21 +208,23 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+_BYTES = Number(1, 2**63 - 1, whole=True, optional=True)
 _NUMBERS = {
-    "max_batch": Number(1, whole=True),
+    "max_batch": Number(1, 1 << 16, whole=True),
     "max_batch_tokens": Number(2, whole=True),
-    "max_wait_s": Number(0),
+    "max_wait_s": Number(0, LONGEST_S),
     "max_queue": Number(1, whole=True),
-    "request_timeout_s": Number(0, above=True, optional=True),
-    "priority_wait_s": Number(0),
+    "request_timeout_s": Number(0, LONGEST_S, above=True, optional=True),
+    "priority_wait_s": Number(0, LONGEST_S),
+    "max_unread": Number(1, whole=True),
     "page_size": Number(1, whole=True),
-    "cache_tokens": Number(1, whole=True, optional=True),
-    "cache_bytes": Number(1, whole=True, optional=True),
-    "memory_limit": Number(1, whole=True, optional=True),
+    "cache_tokens": Number(1, 2**40, whole=True, optional=True),
+    "cache_bytes": _BYTES,
+    "memory_limit": _BYTES,
     "timeline_steps": Number(0, whole=True),
 }
 
 
 def _check(good: bool, name: str, expected: str, got: Any) -> None:
     if not good:
-        raise ConfigError(f"expected {expected}, got {got!r}", field=name)
+        raise ConfigError(f"expected {expected}, got {describe(got)}", field=name)

@@ -42,10 +42,12 @@ COUNTERS = {
     "requests_refused": "Requests refused because the queue was full.",
     "engine_steps": "Steps of the engine.",
     "engine_faults": "Steps that failed.",
+    "backend_restarts": "Backends that replaced one whose device had failed.",
 }
 GAUGES = {
     "num_requests_running": "Requests in the batch.",
     "num_requests_waiting": "Requests that wait for a place in it.",
+    "num_requests_paused": "Requests whose readers are behind.",
     "kv_cache_usage_perc": "Share of the cache's pages in use, 0 to 1.",
 }
 

@@ -9,12 +9,15 @@ So more important requests overtake a waiting one only for a while.
 Pages are taken when tokens need them, not reserved for the longest possible text. When they run out, the last sequence
 in the order gives its pages back and waits. Later it computes its tokens again, to the bit, by batch invariance. The
 first in the order is never stopped, so all finish.
+
+A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,6 +77,7 @@ class Scheduler:
         self.priority_wait_s = priority_wait_s
         self.running: list[Job] = []  # both in the order of rank
         self.waiting: list[Job] = []
+        self.held: dict[Job, None] = {}
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
@@ -84,11 +88,28 @@ class Scheduler:
 
     def remove(self, job: Job) -> None:
         """Free the slot and pages of a job that is finished or cancelled. No effect on one that was removed."""
-        if job.running:
-            self._pause(job)
-        elif job in self.waiting:
-            self.waiting.remove(job)
+        self._take_out(job)
         self._close(job)
+
+    def hold(self, job: Job) -> None:
+        """Let it compute nothing until `resume`."""
+        self._take_out(job)
+        self.held[job] = None
+
+    def resume(self, job: Job) -> None:
+        """Let a job on hold wait for its turn again. No effect on others."""
+        if job in self.held:
+            del self.held[job]
+            insort(self.waiting, job)
+
+    def start_again(self, pool: PagePool, max_batch: int) -> None:
+        """Take all slots and pages: `pool` is that of a new, empty cache."""
+        for job in list(self.running):
+            self._pause(job)
+            insort(self.waiting, job)
+        for job in (*self.waiting, *self.held):
+            self._close(job)
+        self.pool, self.max_batch, self._slots = pool, max_batch, list(range(max_batch))
 
     def restart(self, job: Job) -> None:
         """Free the pages of a running job whose context has changed."""
@@ -132,7 +153,7 @@ class Scheduler:
                         self._close(job)
                     return
                 self._stop(victim, plan)
-            self.waiting.remove(job)  # usually the first
+            self._take_out(job)
             if is_new:
                 self.asked_tokens += len(ids)
                 self._count_cached(job, job.row.computed)
@@ -193,13 +214,18 @@ class Scheduler:
         plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
 
     def _last_after(self, job: Job) -> Job | None:
-        """The last waiting job that holds pages, else the last running one after this job."""
+        """A job on hold or the last waiting one, if it holds pages, else the last running one after this job."""
         last = self.running[-1] if self.running[-1] is not job else None
-        return next((other for other in reversed(self.waiting) if other.lease is not None), last)
+        return next((other for other in self._idle() if other.lease is not None), last)
+
+    def _idle(self) -> Iterator[Job]:
+        """The jobs without a slot; those that give their pages first come first."""
+        yield from self.held
+        yield from reversed(self.waiting)
 
     def _less_important(self, job: Job) -> Job | None:
-        """The last job that should give its pages to this waiting one: it waits too, or has a lower priority."""
-        waiting = (other for other in reversed(self.waiting) if other.lease is not None and other is not job)
+        """The last job that should give its pages to this waiting one: it is idle too, or has a lower priority."""
+        waiting = (other for other in self._idle() if other.lease is not None and other is not job)
         running = (other for other in reversed(self.running) if other.priority < job.priority and job < other)
         return next(waiting, None) or next(running, None)
 
@@ -212,8 +238,17 @@ class Scheduler:
             insort(self.waiting, job)
         self._close(job)
 
+    def _take_out(self, job: Job) -> None:
+        """Remove it from the jobs that run, wait or are on hold, by bisection: a request may have many rows."""
+        if job.running:
+            self._pause(job)
+        elif job in self.held:
+            del self.held[job]
+        elif (index := bisect_left(self.waiting, job)) < len(self.waiting) and self.waiting[index] is job:
+            del self.waiting[index]
+
     def _pause(self, job: Job) -> None:
-        self.running.remove(job)
+        del self.running[bisect_left(self.running, job)]
         heapq.heappush(self._slots, job.row.slot)
         job.row.slot, job.running = NO_SLOT, False
 

@@ -1,12 +1,15 @@
 """One step of the engine: run the model on the planned pieces, then choose a token for each row that is ready.
 
-An error of the model ends all requests of the step; an error of a request's own functions ends that request.
+An error of the model ends all requests of the step, unless the engine can go on with another backend. NaN, Inf or a
+number too large for the cache's dtype ends only the requests whose tokens have it. Whatever a request's own functions
+raise ends that request, SystemExit and KeyboardInterrupt included: Python delivers a real Ctrl-C to the main thread,
+never to the engine's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
 
@@ -15,7 +18,7 @@ from ..backends.head import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
-from ..errors import GenerationError
+from ..errors import DeviceError, GenerationError, NumericsError, describe_error
 from ..notebook.figures import StepPart
 from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
@@ -26,7 +29,10 @@ from .tickets import Delivery, Ticket
 
 @dataclass
 class Stepper:
-    """Computes the steps. end: ends a request. deliveries: chunks for readers, to which a step adds its own."""
+    """Computes the steps. end: ends a request. deliveries: chunks for readers, to which a step adds its own.
+
+    recover: goes on with another backend after a DeviceError, with all sequences waiting; False if it cannot.
+    """
 
     model: LoadedModel
     cache: PagedKVCache
@@ -34,20 +40,41 @@ class Stepper:
     scheduler: Scheduler
     metrics: EngineMetrics
     end: Callable[[Ticket, GenerationError | None, str], None]
+    recover: Callable[[DeviceError], bool]
     deliveries: list[Delivery]
+    is_sound: bool = True  # whether a step has succeeded on this backend, or none has been tried
 
     def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
         asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
-        pieces = [piece for piece in plan.pieces if not piece.job.ticket.ended]
-        needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
+        self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], asked, plan.copies)
+
+    def _compute(
+        self,
+        pieces: Sequence[PlannedPiece],
+        asked: Mapping[Job, tuple[int | None, Ids] | None],
+        copies: Sequence[tuple[int, int]],
+    ) -> bool:
+        """Compute these pieces in one pass. False: all sequences were stopped.
+
+        asked: what each job needs of the logits. copies: pages to copy first, (source, target).
+        """
         if not pieces:
-            return
+            return True
+        needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
         try:
-            logits = self._forward(plan.copies, pieces, needs)
-        except Exception as error:
-            self._fail(pieces, error)
-            return
+            logits = self._forward(copies, pieces, needs)
+        except BaseException as error:
+            if isinstance(error, DeviceError) and self.recover(error):
+                return False
+            of_ticket: dict[Ticket, list[PlannedPiece]] = {}
+            for piece in pieces:
+                of_ticket.setdefault(piece.job.ticket, []).append(piece)
+            if isinstance(error, NumericsError) and len(of_ticket) > 1:  # of the tokens of some request: of which?
+                return all(self._compute(own, asked, ()) for own in of_ticket.values())
+            self._fail(list(of_ticket), error)
+            return True
+        self.is_sound = True
         for job, _, start, count, _ in pieces:
             job.row.computed = start + count
             assert job.lease is not None
@@ -56,12 +83,13 @@ class Stepper:
         ends = [piece.job for piece in pieces if piece.ends]
         for job, token_logits in zip(ends, logits, strict=True):
             self._accept(job, token_logits)
+        return True
 
     def _ask(self, job: Job) -> tuple[int | None, Ids] | None:
         """The logits that the row needs; None when its own rules fail, which ends the request."""
         try:
             return job.row.needs()
-        except Exception as error:
+        except BaseException as error:
             self.end(job.ticket, _own_error(job.ticket, error), "error")
             return None
 
@@ -92,7 +120,7 @@ class Stepper:
             self._fork(ticket)
         try:
             chunk = row.accept(logits, ticket.stats)
-        except Exception as error:
+        except BaseException as error:
             self.end(ticket, _own_error(ticket, error), "error")
             return
         now = time.perf_counter()
@@ -108,7 +136,7 @@ class Stepper:
         ticket.last_token_s = now
         ticket.stats.decode_s = now - ticket.first_token_s
         if ticket.streams:
-            self.deliveries.append((ticket.outbox, chunk))
+            self.deliveries.append((ticket, chunk))
         if row.computed == 0:  # `overflow` dropped tokens
             self.scheduler.restart(job)
         if chunk.finish_reason is not None:
@@ -126,17 +154,16 @@ class Stepper:
             job.row.computed = job.row.context_tokens - 1
             self.scheduler.add(job)
 
-    def _fail(self, pieces: Sequence[PlannedPiece], error: Exception) -> None:
-        """End all requests of a step in which the model raised."""
+    def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:
+        """End all requests of a pass in which the model raised."""
         self.metrics.add("engine_faults")
-        tickets: dict[Ticket, None] = dict.fromkeys(piece.job.ticket for piece in pieces)
         op = _failed_op(error)
         for ticket in tickets:
             message = (
                 f"request {ticket.number} failed with the {len(tickets)} requests of its step, after "
                 f"{ticket.stats.generated_tokens} tokens{op}"
             )
-            self.end(ticket, _wrap(message, error), "error")
+            self.end(ticket, wrap(message, error), "error")
 
 
 def part_of(piece: PlannedPiece) -> StepPart:
@@ -145,14 +172,15 @@ def part_of(piece: PlannedPiece) -> StepPart:
     return StepPart(piece.job.ticket.number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
 
 
-def _own_error(ticket: Ticket, error: Exception) -> GenerationError:
+def _own_error(ticket: Ticket, error: BaseException) -> GenerationError:
     """For an error of the request's own functions, rules or grammar."""
     token = ticket.stats.generated_tokens + 1
-    return _wrap(f"request {ticket.number} failed in choosing token {token}, by its own parameters", error)
+    return wrap(f"request {ticket.number} failed in choosing token {token}, by its own parameters", error)
 
 
-def _wrap(message: str, error: Exception) -> GenerationError:
-    failure = GenerationError(f"{message}: {type(error).__name__}: {error}")
+def wrap(message: str, error: BaseException) -> GenerationError:
+    """A request's error with its cause."""
+    failure = GenerationError(f"{message}: {describe_error(error)}")
     failure.__cause__ = error
     return failure
 

@@ -8,27 +8,26 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
+from ..generation.params import LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
 from ..notebook.widgets.live import RequestProgress
 from .scheduler import Job
 
 NEWEST_CHUNKS = 16
+WAIT = Number(0, LONGEST_S, optional=True)
 SUBJECT = "this request belongs to the engine"  # of `check_process`
 
 
 class Outbox:
-    """Chunks on their way to the reader. The engine's thread puts, any thread or event loop takes.
-
-    It holds at most max_tokens chunks, so a slow reader does no harm.
-    """
+    """Chunks on their way to the reader. The engine's thread puts, any thread or event loop takes."""
 
     def __init__(self) -> None:
         self.chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()  # None: the end
@@ -46,9 +45,6 @@ class Outbox:
         return self.news
 
 
-Delivery = tuple[Outbox, StreamChunk | None]  # a chunk, or the end, on its way to an outbox after the step
-
-
 def wake_readers(outboxes: Sequence[Outbox]) -> None:
     """Wake the asyncio readers of these, with one call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Outbox]] = {}
@@ -56,7 +52,7 @@ def wake_readers(outboxes: Sequence[Outbox]) -> None:
         if outbox.loop is not None:
             by_loop.setdefault(outbox.loop, []).append(outbox)
     for loop, of_loop in by_loop.items():
-        with suppress(RuntimeError):  # the loop was closed
+        with suppress(Exception):  # the loop was closed, or is one of its own kind
             loop.call_soon_threadsafe(_wake, of_loop)
 
 
@@ -68,8 +64,10 @@ def _wake(outboxes: Sequence[Outbox]) -> None:
 class Ticket:
     """One request in the engine and its n rows. The user's thread creates it; then only the engine's thread uses it."""
 
-    def __init__(self, number: int, request: Request, priority: int, timeout_s: float | None, backend: str) -> None:
-        self.number, self.request, self.timeout_s = number, request, timeout_s
+    def __init__(
+        self, number: int, request: Request, priority: int, timeout_s: float | None, backend: str, max_unread: int
+    ) -> None:
+        self.number, self.request, self.timeout_s, self.max_unread = number, request, timeout_s, max_unread
         self.arrival_s = time.perf_counter()
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
         self.rows = [Continuation(request, slot=-1, choice=choice) for choice in range(request.params.n)]
@@ -82,16 +80,31 @@ class Ticket:
         self.start_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s, self.submitted, self.ended = 0.0, False, False
+        self.wanted: str | None = None  # "chunks" or "all", once a reader has shown which
+        self.held = False  # its reader is behind
 
     @property
     def streams(self) -> bool:
         return len(self.rows) == 1
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether its reader takes chunks, and has left as many as it may."""
+        return self.wanted == "chunks" and self.outbox.chunks.qsize() >= self.max_unread
+
+    @property
+    def has_caught_up(self) -> bool:
+        return self.wanted != "chunks" or self.outbox.chunks.qsize() <= self.max_unread // 2
+
+    @property
+    def state_name(self) -> str:
+        return "waiting" if self.start_s is None else "paused" if self.held else "running"
+
     def state(self, now_s: float) -> RequestProgress:
         """Its progress; any thread may ask."""
         return RequestProgress(
             request_id=self.number,
-            state="waiting" if self.start_s is None else "running",
+            state=self.state_name,
             prompt_tokens=self.stats.prompt_tokens,
             generated_tokens=self.stats.generated_tokens,
             age_s=now_s - self.arrival_s,
@@ -99,20 +112,35 @@ class Ticket:
         )
 
 
+Delivery = tuple[Ticket, StreamChunk | None]  # a chunk, or the end, on its way to an outbox after the step
+
+
+class Driver(Protocol):
+    """What a handle asks of the engine. The first two take no lock, since a destructor may call them anywhere."""
+
+    def cancel(self, ticket: Ticket) -> None: ...
+
+    def resume(self, ticket: Ticket) -> None: ...
+
+    def check_may_wait(self) -> None: ...
+
+
 class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     """One request: its chunks as they come, by `for` or `async for`, or its whole result.
 
     `close()`, leaving a `with`, or dropping the handle cancels the request and frees its part of the cache within one
     step. So does an interrupt (Ctrl-C) or the cancellation of a task that waits for it. `stats` is live. Several
-    threads, or several tasks of one event loop, may use it; each chunk goes to the first that asks.
+    threads, or several tasks of one event loop, may use it; each chunk goes to the first that asks. A reader that takes
+    chunks too slowly pauses the request (`EngineConfig.max_unread`); one that waits for the result does not.
     """
 
-    def __init__(self, ticket: Ticket, cancel: Callable[[Ticket], None]) -> None:
-        self._ticket, self._cancel, self._outbox = ticket, cancel, ticket.outbox
+    def __init__(self, ticket: Ticket, driver: Driver, engine: object) -> None:
+        """engine: kept alive as long as the handle."""
+        self._ticket, self._driver, self._engine, self._outbox = ticket, driver, engine, ticket.outbox
         self._closed, self._process = False, os.getpid()
 
     def __repr__(self) -> str:
-        state = "ended" if self.done else "waiting" if self._ticket.start_s is None else "running"
+        state = "ended" if self.done else self._ticket.state_name
         return f"<request {self.request_id}: {state}, {self.stats.generated_tokens} tokens>"
 
     @property
@@ -132,7 +160,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def cancel(self) -> None:
         """End it. The chunks generated so far can still be read, followed by RequestCancelled."""
         if self._ticket.submitted and not self.done:
-            self._cancel(self._ticket)
+            self._driver.cancel(self._ticket)
 
     def close(self) -> None:
         """End it and give no further chunk."""
@@ -149,13 +177,18 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         if self._closed:
             raise StopIteration
         try:
-            chunk = self._outbox.chunks.get()
-        except BaseException:  # Ctrl-C
-            self.close()
-            raise
+            chunk = self._outbox.chunks.get_nowait()
+        except Empty:
+            self._driver.check_may_wait()
+            try:
+                chunk = self._outbox.chunks.get()
+            except BaseException:  # Ctrl-C
+                self.close()
+                raise
         if chunk is None:
             self._end()
             raise StopIteration
+        self._let_go_on()
         return chunk
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -163,7 +196,8 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
         Raises the error that ended the request, or TimeoutError after `timeout_s` (the request goes on).
         """
-        check_process(self._process, SUBJECT)
+        timeout_s = WAIT.read(timeout_s, "timeout_s")
+        self._want_all()
         try:
             ended = self._outbox.done.wait(timeout_s)
         except BaseException:  # Ctrl-C
@@ -189,13 +223,14 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
                 await self._wait(news)
                 continue
             if chunk is not None:
+                self._let_go_on()
                 return chunk
             self._end()
         raise StopAsyncIteration
 
     async def aresult(self) -> Any:
         """`result`, for asyncio."""
-        check_process(self._process, SUBJECT)
+        self._want_all()
         while True:
             news = self._outbox.subscribe()
             if self.done:
@@ -209,6 +244,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self.close()
 
     async def _wait(self, news: asyncio.Event) -> None:
+        self._driver.check_may_wait()
         try:
             await news.wait()
         except BaseException:  # the task was cancelled
@@ -232,6 +268,19 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         check_process(self._process, SUBJECT)
         if not self._ticket.streams:
             raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
+        self._ticket.wanted = self._ticket.wanted or "chunks"
+
+    def _want_all(self) -> None:
+        """From now on the request does not pause: somebody waits for its end."""
+        check_process(self._process, SUBJECT)
+        if not self.done:
+            self._driver.check_may_wait()
+        self._ticket.wanted = "all"
+        self._let_go_on()
+
+    def _let_go_on(self) -> None:
+        if self._ticket.held and self._ticket.has_caught_up:
+            self._driver.resume(self._ticket)
 
 
 def check_process(process: int, subject: str = "this engine belongs") -> None:

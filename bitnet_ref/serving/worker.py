@@ -1,88 +1,131 @@
 """The engine's thread: it repeatedly takes in requests, plans a step, computes it and delivers the tokens.
 
-Only this thread uses the cache, the scheduler and the rows. Other threads add requests and cancellations, and read
-chunks. `step.py` computes a step.
+Only this thread uses the cache, the scheduler and the rows. Other threads add requests, cancellations and news of their
+readers, ring the bell, and read chunks. `step.py` computes a step.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import time
 from collections import deque
-from threading import Condition, Thread, current_thread
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import RLock, Thread, current_thread
 
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import PagedKVCache
-from ..errors import EngineClosed, GenerationError, QueueFull, RequestCancelled, RequestTimeout
+from ..errors import (
+    BackendError,
+    ConfigError,
+    DeviceError,
+    EngineClosed,
+    GenerationError,
+    QueueFull,
+    RequestCancelled,
+    RequestTimeout,
+    describe_error,
+)
 from ..notebook.figures import StepRecord
 from ..notebook.widgets.live import RequestProgress
+from .cache_memory import new_cache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
-from .step import Stepper, part_of
+from .step import Stepper, part_of, wrap
 from .tickets import Delivery, Ticket, check_process, wake_readers
+
+STALE_DEADLINES = 1024  # of requests that have ended; more are dropped at once
+
+log = logging.getLogger(__name__)
 
 
 class Worker:
     """The thread and its state, behind `Engine`."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, cache: PagedKVCache) -> None:
-        self.model, self.config, self.cache = model, config, cache
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        self.model, self.config, self.cache = model, config, (cache := new_cache(model, config))
         self.pool = PagePool(cache.pages, cache.page_size, config.prefix_sharing)
+        name = model.backend.name
+        tried = config.fallback.index(name) + 1 if name in config.fallback else 0
+        self._fallback = list(config.fallback[tried:])  # backends that have not been tried
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
-        self._scheduler = Scheduler(self.pool, config.max_batch, config.max_batch_tokens, config.priority_wait_s)
+        self._scheduler = Scheduler(self.pool, cache.slots, config.max_batch_tokens, config.priority_wait_s)
         self.process = os.getpid()
-        self._changed = Condition()  # guards the following
+        self._lock = RLock()  # guards the following
         self._arrived: list[Ticket] = []
-        self._in_queue = 0  # requests that have not started
+        self._in_queue = self._rows_in_queue = 0  # requests that have not started, and their rows
         self._alive: dict[int, Ticket] = {}
         self._thread: Thread | None = None
         self._closing: str | None = None  # the reason
         self._draining = False
-        # Used by the thread only, except that others append to the first.
+        # Used by the thread only, except that others put into the first three.
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rings when there is something to do
         self._to_cancel: deque[Ticket] = deque()
+        self._to_resume: deque[Ticket] = deque()
         self._deadlines: list[tuple[float, int]] = []  # (time, number of the request)
         self._deliveries: list[Delivery] = []
-        self._stepper = Stepper(model, cache, self.pool, self._scheduler, self.metrics, self._end, self._deliveries)
+        end, recover = self._end, self._recover
+        self._stepper = Stepper(
+            *(model, cache, self.pool, self._scheduler, self.metrics, end, recover, self._deliveries)
+        )
 
     def submit(self, ticket: Ticket) -> None:
         """Queue it. Raises QueueFull, EngineClosed."""
         check_process(self.process)
-        with self._changed:
+        with self._lock:
             if self._closing is not None:
                 raise EngineClosed(f"{self._closing}; make another one")
-            if self._in_queue >= self.config.max_queue:
+            rows = len(ticket.rows)
+            if self._rows_in_queue + rows > self.config.max_queue:
                 self.metrics.add("requests_refused")
-                running = len(self._alive) - self._in_queue
+                running, texts = len(self._alive) - self._in_queue, f", for {self._rows_in_queue} texts,"
                 raise QueueFull(
-                    f"the engine's queue is full: {self._in_queue} requests wait and {running} run; try again later, "
+                    f"the engine's queue is full: {self._in_queue} requests"
+                    f"{texts if self._rows_in_queue > self._in_queue else ''} wait and {running} run; try again later, "
                     f"or raise max_queue, {self.config.max_queue}"
                 )
-            self._in_queue += 1
-            self._alive[ticket.number] = ticket
-            self._arrived.append(ticket)
-            ticket.submitted = True
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="bitnet_ref engine", daemon=True)
+            if self._thread.ident is None:
                 self._thread.start()
-            self._changed.notify_all()
+            # An interrupt (Ctrl-C) is raised after a call: none is in between.
+            self._in_queue += 1
+            self._rows_in_queue += rows
+            self._alive[ticket.number] = ticket
+            ticket.submitted = True
+            self._arrived += (ticket,)
+        self._bell.put(None)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Takes no lock, because a destructor may call it anywhere. The thread reads the list before each step; while
-        it sleeps there is nothing to cancel."""
+        """End it before the next step. Takes no lock, because a destructor may call it anywhere."""
         self._to_cancel.append(ticket)
+        self._bell.put(None)
+
+    def resume(self, ticket: Ticket) -> None:
+        """Its reader has caught up. Takes no lock."""
+        self._to_resume.append(ticket)
+        self._bell.put(None)
+
+    def check_may_wait(self) -> None:
+        """Raises GenerationError in the engine's own thread, which nobody would drive while it waits."""
+        if current_thread() is self._thread:
+            raise GenerationError(
+                "a function of a request waits for another request of the same engine, in the engine's own thread: "
+                "neither would go on; call model.generate there, or wait in another thread"
+            )
 
     def close(self, drain: bool) -> None:
         """Refuse new requests; finish the present ones, or end them. Returns when the thread has ended."""
         if self.process != os.getpid():
             return  # the thread is in another process
-        with self._changed:
+        with self._lock:
             self._closing, self._draining = self._closing or "the engine was closed", drain
-            self._changed.notify_all()
             thread = self._thread
+        self._bell.put(None)
         if thread is not None and thread is not current_thread():
             thread.join()
 
@@ -93,14 +136,15 @@ class Worker:
     def requests(self) -> list[RequestProgress]:
         """The unfinished requests, in the order of their arrival."""
         now_s = time.perf_counter()
-        with self._changed:
+        with self._lock:
             alive = list(self._alive.values())
         return [ticket.state(now_s) for ticket in alive]
 
     def _gauges(self) -> dict[str, float]:
         return {
-            "num_requests_running": len(self._alive) - self._in_queue,
+            "num_requests_running": len(self._alive) - self._in_queue - len(self._scheduler.held),
             "num_requests_waiting": self._in_queue,
+            "num_requests_paused": len(self._scheduler.held),
             "kv_cache_usage_perc": self.pool.in_use / self.pool.pages,
         }
 
@@ -109,10 +153,10 @@ class Worker:
             while self._admit_arrivals():
                 self._run_step()
         except BaseException as error:
-            self._closing = f"the engine stopped by a fault of its own: {type(error).__name__}: {error}"
+            self._closing = f"the engine stopped by a fault of its own: {describe_error(error)}"
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._closing = self._closing or "the engine was closed"
                 alive = list(self._alive.values())
             for ticket in alive:
@@ -122,14 +166,17 @@ class Worker:
 
     def _admit_arrivals(self) -> bool:
         """Wait for work and pass new requests to the scheduler. False: the thread should end."""
-        with self._changed:
-            if not (self._scheduler.running or self._scheduler.waiting):
-                while not self._alive and self._closing is None:
-                    self._changed.wait()
-                self._wait_for_more()
+        if not (self._scheduler.running or self._scheduler.waiting):
+            self._sleep()
+        with self._lock:
             if self._closing is not None and not (self._draining and self._alive):
                 return False
             arrived, self._arrived = self._arrived, []
+        while self._to_resume:
+            self._release(self._to_resume.popleft())
+        if self._draining:
+            for job in list(self._scheduler.held):
+                self._release(job.ticket)
         for ticket in arrived:
             if ticket.ended:  # cancelled already
                 continue
@@ -138,13 +185,37 @@ class Worker:
                 heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
         return True
 
-    def _wait_for_more(self) -> None:
-        """Dynamic batching: the first request after a pause waits a little for others to start with it."""
+    def _sleep(self) -> None:
+        """Wait until a request arrives, goes on, is cancelled or late, or the engine closes."""
+        while not (self._arrived or self._to_cancel or self._to_resume or self._closing is not None):
+            self._drop_stale_deadlines()
+            left = self._deadlines[0][0] - time.perf_counter() if self._deadlines else None
+            if left is not None and left <= 0:
+                return
+            self._wait(left)
+        # Dynamic batching: the first request after a pause waits a little for others to start with it.
         until = time.perf_counter() + self.config.max_wait_s
-        while self._closing is None and len(self._arrived) < self.config.max_batch:
+        while self._closing is None and 0 < len(self._arrived) < self.config.max_batch and not self._to_resume:
             if (left := until - time.perf_counter()) <= 0:
                 return
-            self._changed.wait(left)
+            self._wait(left)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        with suppress(Empty):
+            self._bell.get(timeout=timeout_s)
+            while True:
+                self._bell.get_nowait()
+
+    def _hold(self, ticket: Ticket) -> None:
+        """Let it compute nothing until its reader catches up."""
+        self._scheduler.hold(ticket.jobs[0])
+        ticket.held = True
+        if ticket.has_caught_up:  # just now, so that the reader may not have seen that it is held
+            self._release(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        ticket.held = False
+        self._scheduler.resume(ticket.jobs[0])
 
     def _run_step(self) -> None:
         while self._to_cancel:
@@ -163,9 +234,18 @@ class Worker:
             raise RuntimeError(f"none of {jobs} sequences can run")
         self._deliver()
 
+    def _drop_stale_deadlines(self) -> None:
+        """Of requests that have ended: those on top, and all of them when they are many."""
+        if len(self._deadlines) > 2 * len(self._alive) + STALE_DEADLINES:
+            self._deadlines = [each for each in self._deadlines if each[1] in self._alive]
+            heapq.heapify(self._deadlines)
+        while self._deadlines and self._deadlines[0][1] not in self._alive:
+            heapq.heappop(self._deadlines)
+
     def _expire(self) -> None:
         now = time.perf_counter()
-        while self._deadlines and (self._deadlines[0][0] < now or self._deadlines[0][1] not in self._alive):
+        self._drop_stale_deadlines()
+        while self._deadlines and self._deadlines[0][0] < now:
             _, number = heapq.heappop(self._deadlines)
             if (ticket := self._alive.get(number)) is not None:
                 error = RequestTimeout(
@@ -179,8 +259,9 @@ class Worker:
             ticket: Ticket = piece.job.ticket
             if ticket.start_s is None:
                 ticket.start_s = now
-                with self._changed:
+                with self._lock:
                     self._in_queue -= 1
+                    self._rows_in_queue -= len(ticket.rows)
                 self.metrics.add("prompt_tokens", ticket.stats.prompt_tokens)
                 self.metrics.observe("request_queue_time_seconds", now - ticket.arrival_s)
                 ticket.stats.cached_tokens = piece.job.cached
@@ -192,23 +273,65 @@ class Worker:
         ticket.ended = True
         for job in ticket.jobs:
             self._scheduler.remove(job)
-        with self._changed:
+        with self._lock:
             del self._alive[ticket.number]
-            self._in_queue -= ticket.start_s is None
+            if ticket.start_s is None:
+                self._in_queue -= 1
+                self._rows_in_queue -= len(ticket.rows)
         self.metrics.end(reason)
         self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
         ticket.outbox.error = error
-        self._deliveries.append((ticket.outbox, None))
+        self._deliveries.append((ticket, None))
+
+    def _recover(self, error: DeviceError) -> bool:
+        """After a failure of the device, go on with a new backend: of the same kind if that has computed a step, else
+        the next of `fallback`. False: there is none.
+
+        All sequences compute their tokens again. On the same kind of backend that gives the same bits; on another one,
+        requests that have tokens already fail.
+        """
+        kinds: list[str | None] = [None] if self._stepper.is_sound else []
+        while kinds or self._fallback:
+            kind = kinds.pop() if kinds else self._fallback.pop(0)
+            try:
+                model = self.model.renew(kind)
+                cache = new_cache(model, self.config)
+            except (BackendError, ConfigError) as problem:
+                log.warning("backend %s cannot be opened: %s", kind or self.model.backend.name, problem)
+                continue
+            break
+        else:
+            return False
+        is_same = model.backend.summary == self.model.backend.summary
+        log.warning("the device failed (%s): backend %s goes on", error, model.backend.name)
+        self.metrics.add("backend_restarts")
+        self.model, self.cache = model, cache
+        self.pool = PagePool(cache.pages, cache.page_size, self.config.prefix_sharing)
+        self._scheduler.start_again(self.pool, cache.slots)
+        stepper = self._stepper
+        stepper.model, stepper.cache, stepper.pool, stepper.is_sound = model, cache, self.pool, False
+        with self._lock:
+            alive = list(self._alive.values())
+        for ticket in alive:
+            ticket.stats.backend = model.backend.name
+            has_room = self.pool.pages_for(ticket.request.capacity) <= self.pool.pages
+            if not has_room or not (is_same or ticket.stats.generated_tokens == 0):
+                why = "has no room for it" if not has_room else "would go on with other rounding"
+                message = f"request {ticket.number} ended when the device failed: backend {model.backend.name} {why}"
+                self._end(ticket, wrap(message, error), "error")
+        return True
 
     def _deliver(self) -> None:
         """Give all readers their chunks at once, because each reader that wakes takes the interpreter's lock."""
         deliveries = self._deliveries.copy()
         self._deliveries.clear()
-        for outbox, chunk in deliveries:
-            outbox.chunks.put(chunk)
+        for ticket, chunk in deliveries:
+            ticket.outbox.chunks.put(chunk)
             if chunk is None:
-                outbox.done.set()
-        wake_readers([outbox for outbox, _ in deliveries])
+                ticket.outbox.done.set()
+            elif ticket.is_behind and not (ticket.ended or self._draining):
+                self._hold(ticket)
+        wake_readers([ticket.outbox for ticket, _ in deliveries])
 
     def _record(self, plan: StepPlan, start: float) -> None:
         seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler

@@ -8,6 +8,7 @@ token, except that special tokens can be shown, where the library always hides t
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -50,6 +51,8 @@ class SentencePieceTokenizer(Tokenizer):
                 if token.special:
                     self._specials.add(number)
         self.vocab_size = max([self._size, *(n + 1 for n in self._added)])
+        self.path = None if path is None else os.fspath(path)
+        self._measure_tokens([*self._model.pieces, *self._added.values()])
         self._cut_out = cut_out
         # The longest first, so that the longer of two tokens at one position matches, as in Hugging Face.
         self._pattern = re.compile("|".join(map(re.escape, sorted(cut_out, key=len, reverse=True))))

@@ -23,6 +23,13 @@ def no_emulation(monkeypatch):
     monkeypatch.delenv("BITNET_REF_CUDA", raising=False)
 
 
+@pytest.fixture
+def one_backend(monkeypatch):
+    """Doctor with the checks of one backend, a fast one where it is built."""
+    name = "numpy" if bitnet_ref.available_backends()["cython"] else "cython"
+    monkeypatch.setattr(self_check, "available_backends", lambda: {name: None})
+
+
 @pytest.mark.usefixtures("no_emulation")
 def test_doctor_json():
     found = invoke_json("doctor")
@@ -45,7 +52,7 @@ def test_doctor_json():
     )
 
 
-@pytest.mark.usefixtures("no_emulation")
+@pytest.mark.usefixtures("no_emulation", "one_backend")
 def test_doctor_shows_an_impossible_thread_count_and_computes_all_the_same():
     result = CliRunner().invoke(cli, ["doctor"], env={"BITNET_REF_NUM_THREADS": "none"})
     assert result.exit_code == 0
@@ -75,7 +82,7 @@ def test_doctor_notices_wrong_accumulators():
     assert 1 <= unequal <= 3  # one accumulator of each token
 
 
-@pytest.mark.usefixtures("no_emulation")
+@pytest.mark.usefixtures("no_emulation", "one_backend")
 def test_doctor_fails_when_a_backend_differs(monkeypatch):
     monkeypatch.setattr(self_check, "LOGITS_FLOOR", -1.0)  # no computation is that good
     result = invoke("doctor")

@@ -1,5 +1,6 @@
 """The shell interface as a whole: help, errors, exit codes, streams."""
 
+import io
 import subprocess
 
 import click
@@ -12,7 +13,7 @@ from helpers import BITNET, DATA, GOLDEN, run_python, tiny_tensors, write_checkp
 import bitnet_ref
 from bitnet_ref import errors
 from bitnet_ref.cli import cli
-from bitnet_ref.cli.shell import Interface
+from bitnet_ref.cli.shell import Interface, console, make_table
 
 
 def test_version_and_help():
@@ -85,7 +86,11 @@ def test_exit_codes(error, code):
         (("generate", "x", "--model", "no/such/model"), 3, "no/such/model: no such file or folder"),
         (("generate", "x", "--model", "storytelling"), 3, "there is: storyteller"),
         (("inspect", "storyteler"), 3, "did you mean storyteller?"),
-        (("generate", "x", "--temperature", "-1"), 2, "--temperature: expected a number of at least 0, got -1.0"),
+        (
+            ("generate", "x", "--temperature", "-1"),
+            2,
+            "--temperature: expected 0 or a number from 1e-100 to 1e+100, got -1.0",
+        ),
         (("generate", "x", "--top-p", "3"), 2, "--top-p: expected a number above 0, at most 1"),
         (("chat", "--min-tokens", "9", "--max-tokens", "3"), 2, "--min-tokens: 9 is more than --max-tokens, 3"),
         (("generate", "x", "--num-beams", "2", "-n", "3"), 2, "-n: expected at most --num-beams, 2"),
@@ -158,3 +163,10 @@ def test_debug_shows_the_traceback(args):
     assert result.exit_code == 3
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: nothing")
+
+
+def test_a_heading_keeps_its_own_bars():
+    """Marks stand before a heading: ">" and "|" within it are part of it."""
+    out = console(io.StringIO())
+    out.print(make_table((">|max |d logit|", "|a > b", "c|"), [("1", "2", "3")]))
+    assert out.file.getvalue().splitlines()[0].split("  ") == ["max |d logit|", "a > b", "c|"]

@@ -21,7 +21,7 @@ def invoke(*args):
 
 @needs_cython
 def test_backends_agree():
-    result = invoke("backends", CASE)
+    result = invoke("backends", CASE, "--only", "numpy", "--only", "cython")
     assert result.exit_code == 0, result.output
     assert "AGREES" in result.stdout
     found = json.loads(invoke("backends", CASE, "--tokens", "1 5,9", "--json").stdout)
@@ -37,10 +37,11 @@ def no_card(monkeypatch):
 
 def test_a_missing_opponent(no_card):
     """Never agreement: 4 when nothing ran, 1 where it is required; beside others that agree, it is said."""
-    found = json.loads(invoke("backends", CASE, "--tokens", "1 5,9", "--json").stdout)
+    some = "--only", "numpy", "--only", "cupy"
+    found = json.loads(invoke("backends", CASE, *some, "--tokens", "1 5,9", "--json").stdout)
     assert found["agrees"] is True
     assert found["missing"]
-    assert "not available: there is no GPU" in invoke("backends", CASE).stdout
+    assert "not available: there is no GPU" in invoke("backends", CASE, *some).stdout
     assert invoke("backends", CASE, "--only", "cupy").exit_code == 4
     result = invoke("backends", CASE, "--only", "cupy", "--require")
     assert result.exit_code == 1

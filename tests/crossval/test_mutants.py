@@ -98,6 +98,7 @@ def run(*arguments: str, tmp_path: Path) -> list[list[str]]:
 
 
 @needs_cython
+@pytest.mark.slow
 def test_a_mistake_in_the_fused_block_is_noticed(tmp_path):
     only = "backends/cpu/backend.py CythonBackend.feed_forward: "
     rows = run("--kernels", "0", "--python", "2", "--only", only, "--no-control", tmp_path=tmp_path)

@@ -58,14 +58,15 @@ def test_bad_values_are_refused_by_name(name, value):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("max_tokens", 0, "a whole number of at least 1, got 0"),
-        ("top_k", 2.0, "a whole number of at least 0, got 2.0"),
-        ("temperature", -1, "a number of at least 0, got -1"),
+        ("max_tokens", 0, "a whole number from 1 to 2147483647, got 0"),
+        ("top_k", 2.0, "a whole number from 0 to 2147483647, got 2.0"),
+        ("temperature", -1, "0 or a number from 1e-100 to 1e+100, got -1"),
+        ("n", 10**400, "a whole number from 1 to 1024, got a whole number of 1329 bits"),
         ("top_p", 1.5, "a number above 0, at most 1, got 1.5"),
         ("min_p", 2, "a number from 0 to 1, got 2"),
-        ("repetition_penalty", 0, "a number above 0, got 0"),
+        ("repetition_penalty", 0, "a number from 1e-06 to 1e+06, got 0"),
         ("presence_penalty", 3, "a number from -2 to 2, got 3"),
-        ("length_penalty", "x", "a number, got 'x'"),
+        ("length_penalty", "x", "a number from -30 to 30, got 'x'"),
         ("stop", [""], "a list of non-empty strings, got ''"),
     ],
 )

@@ -77,8 +77,8 @@ def test_there_are_files():
     assert "ternary.cu" in files()
 
 
-# One architecture where NVRTC is at hand, a second a file; the project's own check has both.
-@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("file", files())
 def test_nvrtc_compiles(file, architecture):
     library = nvrtc()

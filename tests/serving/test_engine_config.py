@@ -50,7 +50,7 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_batch": 0}, "max_batch: expected a whole number of at least 1, got 0"),
+        ({"max_batch": 0}, "max_batch: expected a whole number from 1 to 65536, got 0"),
         ({"max_batch": True}, "max_batch"),
         ({"max_batch": 8, "max_batch_tokens": 8}, "max_batch_tokens: expected more than max_batch, 8"),
         ({"max_wait_s": -1}, "max_wait_s"),

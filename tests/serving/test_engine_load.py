@@ -96,6 +96,7 @@ def check_load(backend, arrivals, batch, more, pool, sharing):
         kept = []
         for beginning, rest, which, max_tokens, priority, what, after, steps in arrivals:
             prompt, params = [5 + beginning] * 4 + rest, {**PARAMS[which], "max_tokens": max_tokens, "ignore_eos": True}
+            params["n"] = min(params.get("n", 1), batch)
             handle = engine.submit(prompt, priority=priority, **params)
             if what != "read" and params.get("n", 1) == 1:
                 for _ in range(min(after, max_tokens)):

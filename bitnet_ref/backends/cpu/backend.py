@@ -28,8 +28,6 @@ from ..backend import Backend
 from ..cache_dtypes import CACHE_DTYPES
 from ..head import HeadNeed, HeadRows
 from ..paged_cache import CacheSpec
-from .buffers import Buffers
-from .cache import KernelKVCache, view_layer
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -40,9 +38,9 @@ from .extension import (
     layouts_for,
     simd_variants,
 )
-from .huge_pages import HugePages
 from .kernels import GATES, CpuKernels, as_floats
-from .replay import MAX_TOKENS, KernelBackend, RopeRows
+from .memory import Buffers, HugePages
+from .replay import MAX_TOKENS, KernelBackend, KernelKVCache, RopeRows, view_layer
 from .weights import (
     MAX_CANDIDATES,
     MIN_SCREENED_BYTES,

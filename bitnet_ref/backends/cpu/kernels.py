@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import NumericsError, OutOfMemory
+from ...errors import NumericsError
 from ...reference.cache import TokenBatch
 from .extension import _cpu
 from .weights import PanelWeight, view_bits
@@ -42,7 +42,7 @@ class KernelView(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CpuKernels:
-    """The kernels of one kernel set. Each raises NumericsError for a token with NaN or Inf."""
+    """The kernels of one kernel set. Each raises NumericsError for a token with NaN or Inf, and MemoryError."""
 
     kernel_set: int  # its number in the extension
     threads: int
@@ -75,10 +75,7 @@ class CpuKernels:
 
     def _bit_linears(self, x: NDArray, ws: Sequence[PanelWeight], ys: tuple[Floats, ...], **fused: Any) -> None:
         views = [w.kernel_view for w in ws]
-        try:
-            row = _cpu.bit_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
-        except MemoryError as error:
-            raise OutOfMemory(f"linears: {error}; compute fewer tokens at a time") from error
+        row = _cpu.bit_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
         if row >= 0:
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,10 @@ from ...reference.config import ModelConfig, RopeConfig
 from ...reference.model import RopeTables, decoder_layers
 from ...reference.weights import ModelWeights
 from ..backend import Backend
-from .buffers import Pool
+from ..paged_cache import CacheSpec, PagedKVCache
 from .extension import _cpu
-from .kernels import CpuKernels
+from .kernels import CpuKernels, KernelView
+from .memory import Pool
 
 MAX_TOKENS = 64  # per recorded step
 MAX_STEPS = 8  # recorded per cache, each for its own number of tokens
@@ -92,13 +93,14 @@ class RecordedSteps:
         step = self._steps.pop(n, None)
         if step is None or step.weights is not w or step.kernels != be.kernels:
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
-        self._steps[n] = step
-        if len(self._steps) > MAX_STEPS:
-            self._steps.pop(next(iter(self._steps)))
         cos, sin = rope_rows.look_up(be, batch.positions, cfg.rope, cfg.head_dim)
         step.fill(batch, be.embed(w.embedding, batch.tokens), cos, sin)
         cache.check_extent(batch)
-        return step.play() if step.is_recorded else step.record(be, cfg, cache)
+        x = step.play() if step.is_recorded else step.record(be, cfg, cache)
+        self._steps[n] = step  # not if it raised: an unfinished tape is dropped
+        if len(self._steps) > MAX_STEPS:
+            self._steps.pop(next(iter(self._steps)))
+        return x
 
 
 class KernelStep:
@@ -136,3 +138,36 @@ class KernelStep:
     def play(self) -> NDArray | None:
         """Replay the recorded calls.   -> (n, D), or None where there are none or one met NaN or Inf"""
         return self._result.copy() if self._result is not None and self._tape.play() else None
+
+
+# -- the cache, which holds the steps that were recorded over it -------------------------------------------------------
+
+
+class KernelKVCache(PagedKVCache):
+    """A paged cache, its layers as objects of the extension, and the decoding steps that were recorded over it."""
+
+    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype) -> None:
+        super().__init__(config, spec, dtype)
+        self.kernel_layers = [_kernel_layer(self, layer) for layer in range(self.layers)]
+        self.steps = RecordedSteps()
+
+
+def view_layer(cache: KVCache, layer: int) -> KernelView:
+    """One layer of any cache as the kernels take it. A contiguous cache has one page per slot."""
+    if isinstance(cache, KernelKVCache):
+        return KernelView(cache.kernel_layers[layer], cache.page_table)
+    if isinstance(cache, PagedKVCache):
+        return KernelView(_kernel_layer(cache, layer), cache.page_table)
+    layer_arrays = _cpu.KVLayer(cache.keys[layer], cache.values[layer])
+    return KernelView(layer_arrays, np.arange(cache.slots, dtype=np.int32)[:, None])
+
+
+def _kernel_layer(cache: PagedKVCache, layer: int) -> Any:
+    if 0 in cache.keys.shape:
+        return None  # a cache without capacity: nothing is appended to it
+    keys, values = cache.keys[layer], cache.values[layer]
+    if cache.dtype == np.float16:  # as the uint16 that Cython takes
+        keys, values = keys.view(np.uint16), values.view(np.uint16)
+    if cache.key_scales is None or cache.value_scales is None:
+        return _cpu.KVLayer(keys, values)
+    return _cpu.KVLayer(keys, values, cache.key_scales[layer], cache.value_scales[layer])

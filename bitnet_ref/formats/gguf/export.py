@@ -26,11 +26,10 @@ from ...reference.weights import DenseWeight, TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes, ticker
 from ..names import gguf_name
-from .blocks import blocks_from_ternary, quantize
+from .blocks import BY_KIND, BY_NAME, TERNARY_BLOCKS, blocks_from_ternary, quantize
 from .config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
 from .evidence import permute_rows, permuted_heads
 from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
-from .ggml_types import BY_KIND, BY_NAME, TERNARY_BLOCKS
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 from .tl import TLKind, pack_tl, tl_nbytes
 from .tl_tiles import KNOWN_TILES, read_kernel_config

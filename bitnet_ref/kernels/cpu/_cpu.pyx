@@ -1,4 +1,5 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, binding=True
+# cython: allow_none_for_extension_args=False
 """The compiled CPU kernels: argument checks, threads, and calls into the C headers beside this file.
 
 Every function takes the index of a kernel set (`kernel_sets`). Results do not depend on the number of rows or on which
@@ -8,10 +9,10 @@ tape; the functions are in the `.pxi` files.
 
 import os
 
-from cython.parallel cimport parallel, prange
+from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
-from libc.stdlib cimport abort, free, malloc, realloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 cdef extern from "stdlib.h" nogil:
@@ -93,6 +94,35 @@ cdef enum:
 
 floats_per_thread = FLOATS_PER_THREAD
 
+cdef enum:
+    MAX_THREADS = 4096  # as in system/threads.py: OpenMP ends the process when the system cannot start all of them
+
+cdef bint runs_here[16]  # whether this processor can run a kernel set
+for _index in range(N_KERNEL_SETS):
+    runs_here[_index] = kernel_set_lacks(_index) == NULL
+
+
+cdef const kernel_set *check_set(Py_ssize_t kernels, int threads=1) except NULL:
+    """The kernel set of that number, for that many threads. ValueError for none, or one that cannot run here."""
+    if not 0 <= kernels < N_KERNEL_SETS or not runs_here[kernels]:
+        raise ValueError(f"kernel set {kernels} of {N_KERNEL_SETS}: there is none, or this processor cannot run it")
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"{threads} threads, expected 1 to {MAX_THREADS}")
+    return &KERNEL_SETS[kernels]
+
+
+cdef const ternary_method *check_method(Py_ssize_t method) except NULL:
+    if not 0 <= method < N_METHODS:
+        raise ValueError(f"method {method} of {N_METHODS}")
+    return &METHODS[method]
+
+
+cdef int check_aligned(size_t addresses, size_t size=4) except -1:
+    """`addresses`: of arrays, combined by or. ValueError unless all are multiples of the element's size."""
+    if addresses % size:
+        raise ValueError(f"an array does not start at a multiple of {size} bytes, the size of its elements")
+    return 0
+
 
 def kernel_sets():
     """[(name, None or what this processor lacks for it)], the best last"""
@@ -114,9 +144,8 @@ def ternary_methods():
 
 cdef const ternary_kernel *kernel_for(Py_ssize_t kernels, Py_ssize_t method, Py_ssize_t K) except NULL:
     """A set's kernel for that method and K columns, or the scalar one for more columns than it can sum."""
-    if not (0 <= kernels < N_KERNEL_SETS and 0 <= method < N_METHODS):
-        raise ValueError(f"kernel set {kernels}, method {method}")
-    cdef const ternary_kernel *kernel = &KERNEL_SETS[kernels].ternary[method]
+    check_method(method)
+    cdef const ternary_kernel *kernel = &check_set(kernels).ternary[method]
     if kernel.run == NULL:
         raise ValueError(f"the kernel set {KERNEL_SETS[kernels].name.decode()} has no {METHODS[method].name.decode()} kernel")
     if kernel.max_k and <size_t> K > kernel.max_k:
@@ -152,25 +181,18 @@ cdef uint64_t sum_chunk(const uint64_t *words, Py_ssize_t n) noexcept nogil:
     return total
 
 
-cdef inline void *try_aligned(size_t size) noexcept nogil:
-    """Memory aligned to a cache line, or NULL"""
+cdef inline void *allocate(size_t count, size_t size) noexcept nogil:
+    """Memory for `count` items, aligned to a cache line, or NULL. All scratch memory of the kernels comes from here,
+    before a parallel region: no thread can fail in its middle."""
     cdef void *memory = NULL
-    return memory if posix_memalign(&memory, 64, size) == 0 else NULL
+    if count > (<size_t> -1) // max(size, <size_t> 1):
+        return NULL
+    return memory if posix_memalign(&memory, 64, max(count * size, <size_t> 64)) == 0 else NULL
 
 
-cdef inline void *aligned_scratch(size_t size) noexcept nogil:
-    cdef void *memory = try_aligned(size)
-    if memory == NULL:
-        abort()  # a few kilobytes
-    return memory
-
-
-cdef inline float *aligned_copy(const float *x, Py_ssize_t n) noexcept nogil:
-    """A copy aligned to a cache line, or NULL: a load of 64 bytes across two cache lines costs twice."""
-    cdef float *copy = <float *> try_aligned(max(n, 1) * sizeof(float))
-    if copy != NULL:
-        memcpy(copy, x, n * sizeof(float))
-    return copy
+cdef inline size_t thread_bytes(size_t size) noexcept nogil:
+    """The bytes of one thread's part of a scratch buffer: no two threads write the same pair of cache lines."""
+    return (size + 127) // 128 * 128
 
 
 # -- kernel calls and the tape that replays them -----------------------------------------------------------------------
@@ -209,6 +231,8 @@ cdef class Tape:
 
     cdef record(self, call_fn run, const void *call, size_t size, addresses, held=None):
         cdef void *calls
+        self.addresses.update(addresses)
+        self.held.append(held)
         if self.count == self.capacity:
             calls = realloc(self.calls, (2 * self.capacity + 64) * sizeof(recorded_call))
             if calls == NULL:
@@ -220,8 +244,6 @@ cdef class Tape:
         memcpy(copy, call, size)
         self.calls[self.count].run, self.calls[self.count].call = run, copy
         self.count += 1
-        self.addresses.update(addresses)
-        self.held.append(held)
 
     def lies_in(self, arrays):
         """Whether the calls read and write activations in these arrays only."""
@@ -244,6 +266,8 @@ def sum_words(const uint64_t[::1] words, int threads):
     """The sum of the words, modulo 2^64: reads every byte once, at the memory's rate. For benchmarks."""
     cdef Py_ssize_t n = words.shape[0], chunk, chunk_words = 65536
     cdef uint64_t total = 0, part
+    check_set(0, threads)
+    check_aligned(<size_t> &words[0], sizeof(uint64_t))
     cdef int team = threads_for(threads, 1, threads)
     for chunk in prange((n + chunk_words - 1) // chunk_words, nogil=True, num_threads=team, schedule="static"):
         part = sum_chunk(&words[chunk * chunk_words], min(chunk_words, n - chunk * chunk_words))
@@ -256,11 +280,12 @@ def peak_multiply_adds(Py_ssize_t kernels, Py_ssize_t rounds, int threads):
     multiply-adds of all threads, or 0 where the set has no such loop. For benchmarks."""
     cdef Py_ssize_t part
     cdef size_t done = 0
-    if KERNEL_SETS[kernels].peak == NULL or kernel_set_lacks(kernels) != NULL or rounds < 1 or threads < 1:
+    cdef const kernel_set *chosen = check_set(kernels, threads)
+    if chosen.peak == NULL or rounds < 1:
         return 0
     cdef int team = threads_for(threads, 1, threads)
     for part in prange(threads, nogil=True, num_threads=team, schedule="static"):
-        done += KERNEL_SETS[kernels].peak(rounds)
+        done += chosen.peak(rounds)
     return done * rounds
 
 

@@ -8,7 +8,7 @@ cdef class KVLayer:
     cdef kv_view view
     cdef Py_ssize_t pages, page_size, G, d
 
-    def __init__(self, keys, values, key_scales=None, value_scales=None):
+    def __cinit__(self, keys, values, key_scales=None, value_scales=None):
         self.arrays = keys, values, key_scales, value_scales
         self.pages, self.page_size, self.G, self.d = keys.shape
         if keys.shape != values.shape or keys.dtype != values.dtype or 0 in keys.shape:
@@ -18,10 +18,10 @@ cdef class KVLayer:
         self.view.page_size, self.view.stride, self.view.scale_stride = self.page_size, self.G * self.d, self.G
 
     cdef kv_pool _pool(self, array, scales) except *:
-        cdef const float[:, :, :, ::1] wide
-        cdef const uint16_t[:, :, :, ::1] half
-        cdef const int8_t[:, :, :, ::1] narrow
-        cdef const float[:, :, ::1] scale
+        cdef float[:, :, :, ::1] wide  # not const: `append` writes them
+        cdef uint16_t[:, :, :, ::1] half
+        cdef int8_t[:, :, :, ::1] narrow
+        cdef float[:, :, ::1] scale
         cdef kv_pool pool
         pool.rows, pool.scales = NULL, NULL
         if array.dtype.itemsize == 2:
@@ -29,12 +29,14 @@ cdef class KVLayer:
             self.view.kind, pool.rows = KV_FLOAT16, &half[0, 0, 0, 0]
         elif array.dtype.itemsize == 1:
             narrow, scale = array, scales
-            if scale.shape[0] != self.pages or scale.shape[1] != self.page_size or scale.shape[2] != self.G:
-                raise ValueError(f"KVLayer: keys {array.shape}, scales {scales.shape}")
+            if scale is None or scale.shape[0] != self.pages or scale.shape[1] != self.page_size or scale.shape[2] != self.G:
+                raise ValueError(f"KVLayer: keys {array.shape}, scales {getattr(scales, 'shape', None)}")
             self.view.kind, pool.rows, pool.scales = KV_INT8, &narrow[0, 0, 0, 0], &scale[0, 0, 0]
         else:
             wide = array
             self.view.kind, pool.rows = KV_FLOAT32, &wide[0, 0, 0, 0]
+        check_aligned(<size_t> pool.rows, array.dtype.itemsize)
+        check_aligned(<size_t> pool.scales)
         return pool
 
 
@@ -52,11 +54,13 @@ cdef struct layer_tokens:
     Py_ssize_t M
 
 
-cdef void set_tokens(layer_tokens *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
-                     const int64_t[::1] positions) noexcept:
+cdef int set_tokens(layer_tokens *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
+                    const int64_t[::1] positions) except -1:
     t.view, t.pages, t.G, t.d = layer.view, layer.pages, layer.G, layer.d
     t.page_table, t.table_slots, t.table_columns = &page_table[0, 0], page_table.shape[0], page_table.shape[1]
     t.slots, t.positions, t.M = &slots[0], &positions[0], slots.shape[0]
+    check_aligned(<size_t> t.page_table)
+    return check_aligned(<size_t> t.slots | <size_t> t.positions, sizeof(int64_t))
 
 
 cdef inline bint has_pages(const layer_tokens *t, Py_ssize_t m, Py_ssize_t first) noexcept nogil:
@@ -81,13 +85,14 @@ cdef struct rotation:  # RoPE: the cos and sin of each token, or NULL for none
 
 cdef void set_rotation(rotation *t, const float[:, ::1] cos, const float[:, ::1] sin, Py_ssize_t M, Py_ssize_t d,
                        Py_ssize_t kernels) except *:
-    t.cos, t.sin, t.chosen = NULL, NULL, &KERNEL_SETS[kernels]
+    t.cos, t.sin, t.chosen = NULL, NULL, check_set(kernels)
     if cos is None or sin is None:
         return
     if cos.shape[0] != M or sin.shape[0] != M or 2 * cos.shape[1] != d or 2 * sin.shape[1] != d:
         raise ValueError(f"rope: {M} heads of {d}, cos {cos.shape[0], cos.shape[1]}, sin {sin.shape[0], sin.shape[1]}")
     if M:
         t.cos, t.sin = &cos[0, 0], &sin[0, 0]
+        check_aligned(<size_t> t.cos | <size_t> t.sin)
 
 
 cdef inline const float *rotate(const rotation *t, const float *x, Py_ssize_t m, Py_ssize_t heads, Py_ssize_t d,
@@ -115,22 +120,24 @@ cdef Py_ssize_t run_append(const void *call) noexcept nogil:
     cdef const append_call *c = <const append_call *> call
     cdef Py_ssize_t m, M = c.to.M, row = c.to.G * c.to.d, bad = OK
     cdef int kind = c.to.view.kind, team = threads_for(2 * M * row, FLOATS_PER_THREAD, c.threads)
-    cdef float *scratch = <float *> aligned_scratch(row * sizeof(float))
+    cdef size_t part = thread_bytes(row * sizeof(float))
+    cdef char *threads_scratch = <char *> allocate(team, part)
+    cdef float *scratch = <float *> threads_scratch
+    if scratch == NULL:
+        return NO_MEMORY
     for m in range(M):
         if not (has_pages(&c.to, m, c.to.positions[m]) and (kind == KV_FLOAT32 or (
                 kv_can_store(kind, rotate(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch), row)
                 and kv_can_store(kind, c.v + m * row, row)))):
             bad = m
             break
-    free(scratch)
-    if bad != OK:
-        return bad
-    with parallel(num_threads=team):
-        scratch = <float *> aligned_scratch(row * sizeof(float))
-        for m in prange(M, schedule="static"):
-            append_token(c, m, rotate(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch))
-        free(scratch)
-    return OK
+    if bad == OK:
+        with parallel(num_threads=team):
+            scratch = <float *> (threads_scratch + threadid() * part)
+            for m in prange(M, schedule="static"):
+                append_token(c, m, rotate(&c.of_k, c.k + m * row, m, c.to.G, c.to.d, scratch))
+    free(threads_scratch)
+    return bad
 
 
 cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k) noexcept nogil:
@@ -161,8 +168,12 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
     set_tokens(&c.to, layer, page_table, slots, positions)
     set_rotation(&c.of_k, cos, sin, M, layer.d, kernels)
     c.k, c.v, c.threads = &k[0, 0, 0], &v[0, 0, 0], threads
+    check_set(kernels, threads)
+    check_aligned(<size_t> c.k | <size_t> c.v)
     with nogil:
         bad = run_append(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for the keys of {M} tokens")
     if tape is not None:
         addresses = [<size_t> c.k, <size_t> c.v, *addresses_of(&c.to, &c.of_k)]
         tape.record(run_append, &c, sizeof(c), addresses, (layer, page_table))
@@ -203,12 +214,18 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
         return OK
     cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_PER_THREAD, c.threads)
-    cdef double *workspace = NULL
-    cdef float *scratch = NULL
     # runs of at most max_run consecutive tokens of a sequence
     max_run = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // max_keys) // max(<Py_ssize_t> 1, R))
-    cdef Py_ssize_t *first = <Py_ssize_t *> malloc((M + 1) * sizeof(Py_ssize_t))  # first token of each run
-    if first == NULL:
+    cdef Py_ssize_t run_rows = R * min(M, max_run)
+    # Each thread's scratch: the workspace of `attend`, followed by the rotated rows of q.
+    cdef size_t workspace_bytes = thread_bytes(chosen.attend_workspace(run_rows, d, max_keys + max_run) * sizeof(double))
+    cdef size_t part = workspace_bytes + thread_bytes(run_rows * d * sizeof(float) if c.of_q.cos != NULL else 0)
+    cdef char *threads_scratch = <char *> allocate(team, part)
+    cdef char *scratch = NULL
+    cdef Py_ssize_t *first = <Py_ssize_t *> allocate(M + 1, sizeof(Py_ssize_t))  # first token of each run
+    if first == NULL or threads_scratch == NULL:
+        free(first)
+        free(threads_scratch)
         return NO_MEMORY
     for m in range(M):
         if (m == 0 or m - first[runs - 1] == max_run or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
@@ -222,9 +239,7 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     part_heads = (R + parts - 1) // parts
     parts = (R + part_heads - 1) // part_heads
     with parallel(num_threads=team):
-        workspace = <double *> aligned_scratch(
-            chosen.attend_workspace(R * min(M, max_run), d, max_keys + max_run) * sizeof(double))
-        scratch = <float *> aligned_scratch(R * min(M, max_run) * d * sizeof(float)) if c.of_q.cos != NULL else NULL
+        scratch = threads_scratch + threadid() * part
         # Dynamic, because a prompt's later tokens have more keys.
         for item in prange(undivided + (runs * G - undivided) * parts, schedule="dynamic"):
             g = item if item < undivided else undivided + (item - undivided) // parts
@@ -237,9 +252,9 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
                 run = g // G
                 g = g % G
             m = first[run]
-            attend_run(c, m, first[run + 1] - m, g, g * R + head, heads, view, scale, workspace, scratch)
-        free(scratch)
-        free(workspace)
+            attend_run(c, m, first[run + 1] - m, g, g * R + head, heads, view, scale, <double *> scratch,
+                       <float *> (scratch + workspace_bytes))
+    free(threads_scratch)
     free(first)
     return OK
 
@@ -260,19 +275,20 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     """
     cdef attention_call c
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad
-    if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or H % layer.G or z.shape[0] != M
-            or z.shape[1] != H or z.shape[2] != d):
+    if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or H == 0 or H % layer.G or window < 0
+            or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, layer.page_size, layer.G, layer.d}")
     for m in range(M):
         if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
             raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
     set_tokens(&c.of, layer, page_table, slots, positions)
     set_rotation(&c.of_q, cos, sin, M, d, kernels)
-    c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, &KERNEL_SETS[kernels], threads
+    c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, check_set(kernels, threads), threads
+    check_aligned(<size_t> c.q | <size_t> c.z)
     with nogil:
         bad = run_attention(&c)
     if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for the runs of {M} tokens")
+        raise MemoryError(f"no memory for the attention of {M} tokens")
     if tape is not None:
         addresses = [<size_t> c.q, <size_t> c.z, *addresses_of(&c.of, &c.of_q)]
         tape.record(run_attention, &c, sizeof(c), addresses, (layer, page_table))

@@ -8,9 +8,11 @@ cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL
     if w.dtype.itemsize == 4:
         wide = w
         N[0], K[0], kind[0] = wide.shape[0], wide.shape[1], 0
+        check_aligned(<size_t> &wide[0, 0])
         return &wide[0, 0]
     half = w
     N[0], K[0], kind[0] = half.shape[0], half.shape[1], 1
+    check_aligned(<size_t> &half[0, 0], sizeof(uint16_t))
     return &half[0, 0]
 
 
@@ -28,9 +30,10 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
     cdef Py_ssize_t block, K = c.K, N = c.N, size = 4 if c.kind == 0 else 2
     cdef int team = threads_for(N * K * size * c.M, DENSE_BYTES_PER_THREAD, c.threads)
-    cdef float *tokens = aligned_copy(c.x, c.M * K)
+    cdef float *tokens = <float *> allocate(c.M * K, sizeof(float))  # a load across two cache lines costs twice
     if tokens == NULL:
         return NO_MEMORY
+    memcpy(tokens, c.x, c.M * K * sizeof(float))
     for block in prange((N + 15) // 16, num_threads=team, schedule="static"):
         c.chosen.dense_rows(c.kind, c.w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
                             c.y + block * 16, N)
@@ -43,12 +46,13 @@ def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssiz
     cdef dense_call c
     cdef Py_ssize_t bad
     c.w = <const char *> _matrix(w, &c.N, &c.K, &c.kind)
-    c.M, c.chosen, c.threads = x.shape[0], &KERNEL_SETS[kernels], threads
+    c.M, c.chosen, c.threads = x.shape[0], check_set(kernels, threads), threads
     if x.shape[1] != c.K or y.shape[0] != c.M or y.shape[1] != c.N:
         raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {c.N, c.K}, y {y.shape[0], y.shape[1]}")
     if c.M == 0:
         return
     c.x, c.y = &x[0, 0], &y[0, 0]
+    check_aligned(<size_t> c.x | <size_t> c.y)
     with nogil:
         bad = run_dense(&c)
     if bad == NO_MEMORY:
@@ -65,12 +69,14 @@ def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_
     cdef Py_ssize_t N, K, n, wide = q.shape[1]
     cdef int kind
     cdef const char *rows = <const char *> _matrix(w, &N, &K, &kind)
+    cdef const kernel_set *chosen = check_set(kernels, threads)
     if q.shape[0] != N or facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or K >= 1 << 22:
         raise ValueError(f"screen_pack: w {N, K}, q {q.shape[0], wide}, facts {facts.shape[0], facts.shape[1]}")
+    check_aligned(<size_t> &facts[0, 0])
     cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
     cdef int team = threads_for(N * size, DENSE_BYTES_PER_THREAD, threads)
     for n in prange(N, nogil=True, num_threads=team, schedule="static"):
-        KERNEL_SETS[kernels].screen_pack(kind, rows + n * size, K, wide, &q[n, 0], &facts[n, 0])
+        chosen.screen_pack(kind, rows + n * size, K, wide, &q[n, 0], &facts[n, 0])
 
 
 def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::1] facts, float[:, ::1] lower,
@@ -84,13 +90,14 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
     if (facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or lower.shape[0] != M
             or lower.shape[1] != N or upper.shape[0] != M or upper.shape[1] != N):
         raise ValueError(f"screen_rows: x {M, K}, q {N, wide}, lower {lower.shape[0], lower.shape[1]}")
+    cdef const kernel_set *chosen = check_set(kernels, threads)
+    check_aligned(<size_t> &x[0, 0] | <size_t> &facts[0, 0] | <size_t> &lower[0, 0] | <size_t> &upper[0, 0])
     if M == 0 or N == 0:
         return -1
-    cdef const kernel_set *chosen = &KERNEL_SETS[kernels]
     cdef bint arranges = chosen.screen_arrange != NULL and M > SCREEN_TILE_TOKENS
-    cdef int16_t *tokens = <int16_t *> try_aligned(M * wide * sizeof(int16_t))
-    cdef int16_t *arranged = <int16_t *> try_aligned((M + 15) // 16 * 16 * wide * sizeof(int16_t)) if arranges else NULL
-    cdef double *token_facts = <double *> malloc(M * 3 * sizeof(double))
+    cdef int16_t *tokens = <int16_t *> allocate(M, wide * sizeof(int16_t))
+    cdef int16_t *arranged = <int16_t *> allocate(M + 15, wide * sizeof(int16_t)) if arranges else NULL
+    cdef double *token_facts = <double *> allocate(M, 3 * sizeof(double))
     if tokens == NULL or token_facts == NULL or arranges and arranged == NULL:
         free(tokens)
         free(arranged)
@@ -119,6 +126,9 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
     cdef Py_ssize_t N, K, i, n = rows.shape[0]
     cdef int kind
     cdef const char *first = <const char *> _matrix(w, &N, &K, &kind)
+    cdef const kernel_set *chosen = check_set(kernels, threads)
+    check_aligned(<size_t> &x[0] | <size_t> &y[0])
+    check_aligned(<size_t> &rows[0], sizeof(int64_t))
     if x.shape[0] != K or y.shape[0] != n:
         raise ValueError(f"dense_rows: x {x.shape[0]}, w {N, K}, {n} rows, y {y.shape[0]}")
     for i in range(n):
@@ -129,4 +139,4 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
     cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
     cdef int team = threads_for(n * size, DENSE_BYTES_PER_THREAD, threads)
     for i in prange(n, nogil=True, num_threads=team, schedule="static"):
-        KERNEL_SETS[kernels].dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1)
+        chosen.dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1)

@@ -30,6 +30,7 @@ cdef Py_ssize_t run_rows(const void *call) noexcept nogil:
 cdef compute_rows(rows_call *c, Tape tape, addresses, held=None):
     """Make the call and record it; returns what it returns."""
     cdef Py_ssize_t bad
+    check_aligned(<size_t> c.x | <size_t> c.y | <size_t> c.sin | <size_t> c.out)
     with nogil:
         bad = run_rows(c)
     if tape is not None:
@@ -46,8 +47,8 @@ def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:
              Py_ssize_t kernels, Tape tape=None):
     """y = x / sqrt(mean(x^2) + eps) * weight. Returns -1, or the first row that holds NaN or Inf."""
     cdef rows_call c
-    c.run_row, c.M, c.D, c.eps = norm_row, x.shape[0], x.shape[1], eps
-    c.chosen, c.threads = &KERNEL_SETS[kernels], threads
+    c.run_row, c.M, c.D, c.eps, c.sin = norm_row, x.shape[0], x.shape[1], eps, NULL
+    c.chosen, c.threads = check_set(kernels, threads), threads
     if weight.shape[0] != c.D or y.shape[0] != c.M or y.shape[1] != c.D:
         raise ValueError(f"rms_norm: x {c.M, c.D}, weight {weight.shape[0]}, y {y.shape[0], y.shape[1]}")
     c.x, c.y, c.out = &x[0, 0], &weight[0], &y[0, 0]
@@ -62,8 +63,8 @@ def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[
           Py_ssize_t kernels, Tape tape=None):
     """y = act(gate) * up"""
     cdef rows_call c
-    c.run_row, c.M, c.D, c.is_silu = gated_row, gate.shape[0], gate.shape[1], is_silu
-    c.chosen, c.threads = &KERNEL_SETS[kernels], threads
+    c.run_row, c.M, c.D, c.is_silu, c.sin = gated_row, gate.shape[0], gate.shape[1], is_silu, NULL
+    c.chosen, c.threads = check_set(kernels, threads), threads
     if up.shape[0] != c.M or up.shape[1] != c.D or y.shape[0] != c.M or y.shape[1] != c.D:
         raise ValueError(f"gated: gate {c.M, c.D}, up {up.shape[0], up.shape[1]}")
     c.x, c.y, c.out = &gate[0, 0], &up[0, 0], &y[0, 0]
@@ -84,6 +85,7 @@ def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threa
     """z = x + y. is_bias: y (1, D) is added to every row; it is a weight, not an activation."""
     cdef rows_call c
     c.run_row, c.M, c.D, c.threads, c.y_stride = add_row, x.shape[0], x.shape[1], threads, 0 if is_bias else x.shape[1]
+    c.chosen, c.sin = check_set(0, threads), NULL
     if y.shape[0] != (1 if is_bias else c.M) or y.shape[1] != c.D or z.shape[0] != c.M or z.shape[1] != c.D:
         raise ValueError(f"add: x {c.M, c.D}, y {y.shape[0], y.shape[1]}, z {z.shape[0], z.shape[1]}")
     c.x, c.y, c.out = &x[0, 0], &y[0, 0], &z[0, 0]
@@ -100,7 +102,7 @@ def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] 
     """x (M, heads, d), cos and sin (M, d/2) -> y, rotated"""
     cdef rows_call c
     cdef Py_ssize_t half = x.shape[2] // 2
-    c.run_row, c.M, c.heads, c.chosen, c.threads = rope_row, x.shape[0], x.shape[1], &KERNEL_SETS[kernels], threads
+    c.run_row, c.M, c.heads, c.chosen, c.threads = rope_row, x.shape[0], x.shape[1], check_set(kernels, threads), threads
     c.D, c.y_stride = c.heads * half, half  # D counts pairs of numbers
     if (cos.shape[0] != c.M or sin.shape[0] != c.M or cos.shape[1] != half or sin.shape[1] != half
             or x.shape[2] != 2 * half or y.shape[0] != c.M or y.shape[1] != c.heads or y.shape[2] != 2 * half):

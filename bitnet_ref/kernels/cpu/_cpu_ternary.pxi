@@ -4,36 +4,41 @@
 def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int threads, Py_ssize_t method):
     """packed (N, ceil(K/4)) -> panels (ceil(N/64), 256 blocks) in the layout of the method (see the headers)"""
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p, count
-    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
+    cdef const ternary_method *form = check_method(method)
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = form.block_k // 4
+    check_set(0, threads)
     if (panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES
             or N == 0 or row_bytes == 0):
         raise ValueError(f"pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
     cdef int team = threads_for(n_panels * panels.shape[1], PANEL_BYTES_PER_THREAD, threads)
     for p in prange(n_panels, nogil=True, num_threads=team, schedule="static"):
         count = min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS)
-        METHODS[method].pack(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
+        form.pack(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
 
 
 def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed, Py_ssize_t method):
     """The inverse of pack_panels."""
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
-    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = METHODS[method].block_k // 4
+    cdef const ternary_method *form = check_method(method)
+    cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = form.block_k // 4
     if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES:
         raise ValueError(f"unpack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
     for p in range(n_panels):
-        METHODS[method].unpack(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
-                               &packed[p * PANEL_ROWS, 0])
+        form.unpack(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
+                    &packed[p * PANEL_ROWS, 0])
 
 
 def quantize(const float[:, ::1] x, int8_t[:, ::1] x_q, float[:, ::1] x_quant_scale, Py_ssize_t kernels):
     """x (M, K) -> x_q (M, K), x_quant_scale (M, 1). Returns -1, or the first row that holds NaN or Inf."""
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], m
     cdef int32_t x_sum
-    if x_q.shape[0] != M or x_quant_scale.shape[0] != M or x_q.shape[1] != K:
+    cdef const kernel_set *chosen = check_set(kernels)
+    if x_q.shape[0] != M or x_quant_scale.shape[0] != M or x_quant_scale.shape[1] != 1 or x_q.shape[1] != K:
         raise ValueError(f"quantize: x {M, K}, x_q {x_q.shape[0], x_q.shape[1]}")
+    check_aligned(<size_t> &x[0, 0] | <size_t> &x_quant_scale[0, 0])
     with nogil:
         for m in range(M):
-            if not KERNEL_SETS[kernels].quantize(&x[m, 0], K, &x_q[m, 0], &x_quant_scale[m, 0], &x_sum):
+            if not chosen.quantize(&x[m, 0], K, &x_q[m, 0], &x_quant_scale[m, 0], &x_sum):
                 with gil:
                     return m
     return -1
@@ -46,28 +51,31 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
     cdef const ternary_kernel *chosen = kernel_for(kernels, method, wide)
     cdef const ternary_method *form = &METHODS[method]
     cdef Py_ssize_t n_blocks = wide // <Py_ssize_t> form.block_k, x_stride = n_blocks * form.x_bytes
+    check_set(kernels, threads)
     if (acc.shape[0] != M or x_sum.shape[0] != M or wide % form.block_k or panels.shape[1] != n_blocks * BLOCK_BYTES
-            or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or threads < 1):
+            or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or wide == 0):
         raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
+    check_aligned(<size_t> &x_sum[0] | <size_t> &acc[0, 0])
     if M == 0:
         return
     cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_PER_THREAD, threads)
-    cdef void *scratch = NULL
-    cdef int8_t *expanded = NULL
+    cdef char *scratch = <char *> allocate(team, thread_bytes(SCRATCH_BYTES))
+    cdef int8_t *expanded = <int8_t *> allocate(M, x_stride) if form.expand != NULL else NULL
     cdef const int8_t *x = &x_q[0, 0]
+    if scratch == NULL or (form.expand != NULL and expanded == NULL):
+        free(scratch)
+        free(expanded)
+        raise MemoryError(f"no memory for {M} tokens of {wide} activations")
     if form.expand != NULL:
-        expanded = <int8_t *> malloc(M * x_stride)
-        if expanded == NULL:
-            raise MemoryError(f"no memory for the tables of {M} tokens")
         for m in range(M):
             form.expand(&x_q[m, 0], n_blocks, <uint8_t *> expanded + m * x_stride)
         x = expanded
     with nogil, parallel(num_threads=team):
-        scratch = aligned_scratch(SCRATCH_BYTES)
         for p in prange(n_panels, schedule="static"):
             chosen.run(&panels[p, 0], n_blocks, x, x_stride, M, &x_sum[0], &acc[0, p * PANEL_ROWS], N,
-                       min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), scratch)
-        free(scratch)
+                       min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS),
+                       scratch + threadid() * thread_bytes(SCRATCH_BYTES))
+    free(scratch)
     free(expanded)
 
 
@@ -79,12 +87,14 @@ cdef class Panels:
     cdef Py_ssize_t n_out, n_in, n_blocks, method
     cdef float w_dequant_scale
 
-    def __init__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias,
-                 Py_ssize_t method):
+    def __cinit__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias,
+                  Py_ssize_t method):
+        cdef Py_ssize_t block_k = check_method(method).block_k
         self.panels, self.n_out, self.n_in, self.w_dequant_scale = panels, n_out, n_in, w_dequant_scale
         self.method = method
-        self.n_blocks = (n_in + METHODS[method].block_k - 1) // <Py_ssize_t> METHODS[method].block_k
-        if panels.shape[0] != (n_out + PANEL_ROWS - 1) // PANEL_ROWS or panels.shape[1] != self.n_blocks * BLOCK_BYTES:
+        self.n_blocks = n_in // block_k + (n_in % block_k != 0)
+        if (n_out < 1 or n_in < 1 or panels.shape[0] != n_out // PANEL_ROWS + (n_out % PANEL_ROWS != 0)
+                or panels.shape[1] != self.n_blocks * BLOCK_BYTES):
             raise ValueError(f"Panels: {panels.shape[0], panels.shape[1]} for {n_out, n_in}")
         self.bias_values = NULL
         if bias is not None:
@@ -92,6 +102,7 @@ cdef class Panels:
             if self.bias.shape[0] != n_out:
                 raise ValueError(f"Panels: bias {self.bias.shape[0]}, expected {n_out}")
             self.bias_values = &self.bias[0]
+            check_aligned(<size_t> self.bias_values)
 
 
 cdef enum:
@@ -108,10 +119,6 @@ cdef enum:  # `gate` of a call: the activation's number in backends/cpu/kernels.
     NO_GATE
     RELU2
     SILU
-
-
-cdef inline Py_ssize_t row_floats(Py_ssize_t K) noexcept nogil:
-    return (K + 15) // 16 * 16  # full cache lines
 
 
 cdef struct linears_call:
@@ -164,20 +171,28 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef Py_ssize_t M = c.M, K = c.K, m, item, n_items, both, bad = OK
     cdef Py_ssize_t n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k, wide = n_blocks * form.block_k
     cdef Py_ssize_t x_stride = n_blocks * form.x_bytes, block_tokens = tokens_in_l2(x_stride)
-    cdef int8_t *x_q = <int8_t *> malloc(M * wide)
-    cdef int32_t *x_sum = <int32_t *> malloc(M * sizeof(int32_t))
-    cdef float *x_quant_scale = <float *> malloc(M * sizeof(float))
-    cdef int8_t *expanded = <int8_t *> malloc(M * x_stride) if form.expand != NULL else NULL
-    cdef void *scratch = NULL
-    cdef const float *row = NULL
-    cdef int32_t *acc = NULL
     cdef int steps = 1 + (c.norm_weight != NULL)
     cdef int team = threads_for(M * K * steps, FLOATS_PER_THREAD, c.threads)
-    if x_q == NULL or x_sum == NULL or x_quant_scale == NULL or (form.expand != NULL and expanded == NULL):
+    cdef int product_team = threads_for(c.n_bytes * M, PANEL_BYTES_PER_THREAD, c.threads)
+    both = 1 if c.gate == NO_GATE else 2
+    n_items = c.n_panels // both
+    # Each thread's scratch: a normed row; then that of a kernel, followed by the sums of a panel.
+    cdef size_t row_bytes = thread_bytes(K * sizeof(float) if c.norm_weight != NULL else 0)
+    cdef size_t kernel_bytes = thread_bytes(SCRATCH_BYTES)
+    cdef size_t panel_bytes = kernel_bytes + thread_bytes(both * min(M, block_tokens) * PANEL_ROWS * sizeof(int32_t))
+    cdef char *threads_scratch = <char *> allocate(1, max(team * row_bytes, product_team * panel_bytes))
+    cdef int8_t *x_q = <int8_t *> allocate(M, wide)
+    cdef int32_t *x_sum = <int32_t *> allocate(M, sizeof(int32_t))
+    cdef float *x_quant_scale = <float *> allocate(M, sizeof(float))
+    cdef int8_t *expanded = <int8_t *> allocate(M, x_stride) if form.expand != NULL else NULL
+    cdef char *scratch = NULL
+    cdef const float *row = NULL
+    if (threads_scratch == NULL or x_q == NULL or x_sum == NULL or x_quant_scale == NULL
+            or (form.expand != NULL and expanded == NULL)):
         bad = NO_MEMORY
     else:
         with parallel(num_threads=team):
-            scratch = aligned_scratch(row_floats(K) * sizeof(float))
+            scratch = threads_scratch + threadid() * row_bytes
             for m in prange(M, schedule="static"):
                 if wide > K:
                     memset(x_q + m * wide + K, 0, wide - K)
@@ -188,24 +203,19 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                     x_quant_scale[m] = 0  # marks a bad row: no scale is 0
                 elif form.expand != NULL:
                     form.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
-            free(scratch)
         for m in range(M):
             if x_quant_scale[m] == 0:
                 bad = m
                 break
     if bad == OK:
-        team = threads_for(c.n_bytes * M, PANEL_BYTES_PER_THREAD, c.threads)
-        both = 1 if c.gate == NO_GATE else 2
-        n_items = c.n_panels // both
-        with parallel(num_threads=team):
-            scratch = aligned_scratch(SCRATCH_BYTES)
-            acc = <int32_t *> aligned_scratch(both * min(M, block_tokens) * PANEL_ROWS * sizeof(int32_t))
+        with parallel(num_threads=product_team):
+            scratch = threads_scratch + threadid() * panel_bytes
             # Tried: dynamic, two panels at a time: no faster on two quiet cores (2B-4T's shape, 12 and 30 layers).
             for item in prange((M + block_tokens - 1) // block_tokens * n_items, schedule="static"):
                 multiply_panel(c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
-                               x_q if expanded == NULL else expanded, x_stride, acc, scratch)
-            free(acc)
-            free(scratch)
+                               x_q if expanded == NULL else expanded, x_stride, <int32_t *> (scratch + kernel_bytes),
+                               scratch)
+    free(threads_scratch)
     free(x_q)
     free(expanded)
     free(x_sum)
@@ -228,21 +238,25 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     cdef linears_call c
     cdef Panels w
     cdef float[:, ::1] y
-    c.M, c.K, c.threads, c.n_panels, c.n_bytes = M, K, threads, 0, 0
+    c.M, c.K, c.threads, c.n_panels, c.n_bytes, c.gate = M, K, threads, 0, 0, gate
+    c.chosen = check_set(kernels, threads)
+    for weight in ws:
+        if not isinstance(weight, Panels):
+            raise TypeError(f"bit_linears: expected Panels, got {type(weight).__name__}")
     c.method = (<Panels> ws[0]).method if count else 0
-    c.gate = gate
     gates = gate != NO_GATE and count == 2 and gate in (RELU2, SILU) and (<Panels> ws[0]).n_out == (<Panels> ws[1]).n_out
-    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or threads < 1 or gates != (gate != NO_GATE):
+    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or gates != (gate != NO_GATE):
         raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
     for i in range(count):
         w, y = ws[i], ys[0 if gates else i]
-        if w.n_in != K or w.method != c.method or y.shape[0] != M or y.shape[1] != w.n_out:
+        if y is None or w.n_in != K or w.method != c.method or y.shape[0] != M or y.shape[1] != w.n_out:
             raise ValueError(f"bit_linears: x {M, K}, weight {w.n_out, w.n_in}, result {y.shape[0], y.shape[1]}")
         c.first[i] = c.n_panels
         c.n_panels += w.panels.shape[0]
         c.n_bytes += w.panels.shape[0] * w.panels.shape[1]
         c.panels[i], c.biases[i], c.scales[i], c.n_out[i] = &w.panels[0, 0], w.bias_values, w.w_dequant_scale, w.n_out
         c.ys[i] = &y[0, 0] if M else NULL
+        check_aligned(<size_t> c.ys[i])
     c.first[count] = c.n_panels
     if norm_weight is not None and norm_weight.shape[0] != K:
         raise ValueError(f"bit_linears: x {M, K}, norm {norm_weight.shape[0]}")
@@ -255,7 +269,8 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         c.norm_weight = &norm_weight[0]
     if residual is not None:
         c.residual = &residual[0, 0]
-    c.chosen, c.ternary = &KERNEL_SETS[kernels], kernel_for(kernels, c.method, K)
+    c.ternary = kernel_for(kernels, c.method, K)
+    check_aligned(<size_t> c.x | <size_t> c.norm_weight | <size_t> c.residual)
     with nogil:
         bad = run_linears(&c)
     if bad == NO_MEMORY:
@@ -271,8 +286,10 @@ def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, 
                Py_ssize_t kernels):
     """y (M, N) = acc * (w_dequant_scale / x_quant_scale)"""
     cdef Py_ssize_t M = acc.shape[0], N = acc.shape[1], m
-    if y.shape[0] != M or y.shape[1] != N or x_quant_scale.shape[0] != M:
+    cdef const kernel_set *chosen = check_set(kernels)
+    if y.shape[0] != M or y.shape[1] != N or x_quant_scale.shape[0] != M or x_quant_scale.shape[1] != 1:
         raise ValueError(f"dequantize: acc {M, N}, y {y.shape[0], y.shape[1]}")
+    check_aligned(<size_t> &acc[0, 0] | <size_t> &y[0, 0] | <size_t> &x_quant_scale[0, 0])
     with nogil:
         for m in range(M):
-            KERNEL_SETS[kernels].dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], NULL, &y[m, 0])
+            chosen.dequantize(&acc[m, 0], N, w_dequant_scale, x_quant_scale[m, 0], NULL, &y[m, 0])

@@ -30,7 +30,7 @@ class RequestProgress:
     """The progress of a request in an engine."""
 
     request_id: int
-    state: str  # "waiting", "running"
+    state: str  # "waiting", "running", "paused"
     prompt_tokens: int
     generated_tokens: int  # of all its n continuations
     age_s: float

@@ -1,0 +1,234 @@
+"""The forward pass of `reference/model.py` for training, and the same text backwards.
+
+`TrainingNetwork.sequence_gradients` takes one sequence: its loss, and the gradient of every master. A master is a
+float32 array under the name that the hub gives it: "model.layers.0.self_attn.q_proj.weight".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
+from ..formats.names import hf_module
+from ..reference import layers
+from ..reference.config import ModelConfig
+from ..reference.weights import linear_name
+from . import ops
+from .ops import LinearInput, StepLinear
+
+Masters = dict[str, NDArray]
+EMBEDDING = f"{hf_module('embedding')}.weight"
+QKV, OUTPUT, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of one input
+
+
+def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hub name -> shape of every master of a model."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = linear_shape(config, "lm_head")
+    shapes = {f"{hf_module(name)}.weight": shape for name, shape in shapes.items()}
+    for name, size in norm_sizes(config).items():
+        shapes[f"{hf_module(name)}.weight"] = (size,)
+    quantized = config.quantization
+    for layer in range(config.num_hidden_layers):
+        for short, (rows, columns) in config.linear_shapes().items():
+            name = linear_name(layer, short)
+            shapes[f"{hf_module(name)}.weight"] = rows, columns
+            if has_bias(config, name):
+                shapes[f"{hf_module(name)}.bias"] = (rows,)
+            if quantized is not None and quantized.use_rms_norm and is_ternary(config, name):
+                shapes[f"{hf_module(name)}.rms_norm.weight"] = (columns,)
+    return shapes
+
+
+@dataclass(frozen=True, eq=False)
+class LinearGroup:
+    """Linears that read one input: their names, and their matrices stacked."""
+
+    modules: tuple[str, ...]  # "model.layers.0.self_attn.q_proj", ...
+    sizes: tuple[int, ...]  # outputs of each
+    weight: StepLinear
+    norm: str | None  # the master of the norm inside a single BitLinear, if there is one
+    norm_eps: float
+    biased: bool
+
+
+Backward = Callable[[NDArray], NDArray]  # gradient of a result -> gradient of its input; stores those of masters
+
+
+def pass_through(dy: NDArray) -> NDArray:
+    """The backward pass of a norm that is not there."""
+    return dy
+
+
+class TrainingNetwork:
+    """The network of one optimiser step: every master quantised once, for all sequences of the step."""
+
+    def __init__(self, config: ModelConfig, masters: Mapping[str, NDArray], mix: float = 1.0) -> None:
+        """mix: how much the linears are quantised, 0 (not at all) to 1."""
+        self.config, self.masters = config, masters
+        self._groups = {
+            (layer, shorts): list(self._group(layer, shorts, mix))
+            for layer in range(config.num_hidden_layers)
+            for shorts in GROUPS
+        }
+        self._head = f"{hf_module('embedding' if config.tie_word_embeddings else 'lm_head')}.weight"
+
+    def _group(self, layer: int, shorts: tuple[str, ...], mix: float) -> Iterator[LinearGroup]:
+        """The linears of one input in one group, or each in its own where not all are quantised, or norms differ."""
+        config = self.config
+        names = [linear_name(layer, short) for short in shorts]
+        quantization = config.quantization
+        norms_inside = quantization is not None and quantization.use_rms_norm
+        apart = norms_inside or len({is_ternary(config, name) for name in names}) > 1
+        for part in [[name] for name in names] if apart else [names]:
+            modules = tuple(hf_module(name) for name in part)
+            masters = [self.masters[f"{module}.weight"] for module in modules]
+            quantized = is_ternary(config, part[0])
+            weight = StepLinear.quantize(masters, mix) if quantized and mix > 0 else StepLinear.dense(masters)
+            norm = f"{modules[0]}.rms_norm.weight" if quantized and norms_inside else None
+            eps = config.norm_eps if quantization is None else quantization.rms_norm_eps
+            yield LinearGroup(modules, tuple(map(len, masters)), weight, norm, eps, has_bias(config, part[0]))
+
+    # -- one sequence --------------------------------------------------------------------------------------------------
+
+    def logits(self, tokens: NDArray) -> NDArray:
+        """tokens (T,) -> logits (T, V): the forward pass alone."""
+        hidden, _ = self._hidden(tokens, {})
+        return hidden @ self.masters[self._head].T
+
+    def sequence_loss(self, tokens: NDArray) -> NDArray[np.float64]:
+        """The loss of each token after the first.   tokens (T,) -> (T-1,)"""
+        return ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
+
+    def sequence_gradients(self, tokens: NDArray, weight: float) -> tuple[NDArray[np.float64], Masters]:
+        """The losses of one sequence, and the gradient of `weight` times their sum.
+
+        tokens (T,) -> losses (T-1,), {hub name: gradient}
+        """
+        gradients: Masters = {}
+        inputs, targets = tokens[:-1], tokens[1:]
+        hidden, backward = self._hidden(inputs, gradients)
+        head = self.masters[self._head]
+        losses, probabilities = ops.cross_entropy(hidden @ head.T, targets)
+        d_logits = ops.cross_entropy_backward(probabilities, targets, weight)
+        dx = backward(d_logits @ head)
+        gradients[EMBEDDING] = ops.embed_backward(dx, inputs, self.config.vocab_size)
+        d_head = d_logits.T @ hidden
+        gradients[self._head] = gradients[self._head] + d_head if self._head == EMBEDDING else d_head
+        return losses, gradients
+
+    def _hidden(self, tokens: NDArray, gradients: Masters) -> tuple[NDArray, Backward]:
+        """The input of the head.   tokens (T,) -> (T, D), its backward pass"""
+        config = self.config
+        x = self.masters[EMBEDDING][tokens]
+        rope = layers.rope_tables(np.arange(len(tokens)), config.rope, config.head_dim, x.dtype.type)
+        passes: list[Backward] = []
+        for layer in range(config.num_hidden_layers):
+            x, backward = self._attention_block(x, layer, rope, gradients)
+            passes.append(backward)
+            x, backward = self._feed_forward(x, layer, gradients)
+            passes.append(backward)
+        x, backward = self._norm(x, "final_norm", gradients)
+        passes.append(backward)
+
+        def all_backward(dx: NDArray) -> NDArray:
+            while passes:  # each block's values are freed when its gradients are known
+                dx = passes.pop()(dx)
+            return dx
+
+        return x, all_backward
+
+    # -- blocks: as in reference/model.py, each with its backward pass -------------------------------------------------
+
+    def _attention_block(
+        self, x: NDArray, layer: int, rope: tuple[NDArray, NDArray], gradients: Masters
+    ) -> tuple[NDArray, Backward]:
+        cfg = self.config
+        h, norm_backward = self._norm(x, f"blocks.{layer}.attn_norm", gradients)
+        (q, k, v), qkv_backward = self._linears(h, layer, QKV, gradients)
+        q = layers.apply_rope(q.reshape(-1, cfg.num_attention_heads, cfg.head_dim), *rope)
+        k = layers.apply_rope(k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim), *rope)
+        v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
+        z, patterns = ops.attention(q, k, v, cfg.sliding_window)
+        z = z.reshape(len(x), -1)
+        sub_backward: Backward = pass_through
+        if cfg.sub_norms:
+            z, sub_backward = self._norm(z, f"blocks.{layer}.attn_sub_norm", gradients)
+        (y,), o_backward = self._linears(z, layer, OUTPUT, gradients)
+
+        def backward(dx: NDArray) -> NDArray:
+            dz = sub_backward(o_backward([dx])).reshape(q.shape)
+            dq, dk, dv = ops.attention_backward(dz, q, k, v, patterns, cfg.sliding_window)
+            dq, dk = ops.rope_backward(dq, *rope), ops.rope_backward(dk, *rope)
+            return dx + norm_backward(qkv_backward([d.reshape(len(dx), -1) for d in (dq, dk, dv)]))
+
+        return x + y, backward
+
+    def _feed_forward(self, x: NDArray, layer: int, gradients: Masters) -> tuple[NDArray, Backward]:
+        cfg = self.config
+        h, norm_backward = self._norm(x, f"blocks.{layer}.ffn_norm", gradients)
+        (gate, up), gate_backward = self._linears(h, layer, GATE_UP, gradients)
+        h = layers.gated(gate, up, cfg.activation)
+        sub_backward: Backward = pass_through
+        if cfg.sub_norms:
+            h, sub_backward = self._norm(h, f"blocks.{layer}.ffn_sub_norm", gradients)
+        (y,), down_backward = self._linears(h, layer, DOWN, gradients)
+
+        def backward(dx: NDArray) -> NDArray:
+            dh = sub_backward(down_backward([dx]))
+            return dx + norm_backward(gate_backward(ops.gated_backward(dh, gate, up, cfg.activation)))
+
+        return x + y, backward
+
+    def _norm(self, x: NDArray, name: str, gradients: Masters) -> tuple[NDArray, Backward]:
+        return self._norm_of(x, f"{hf_module(name)}.weight", self.config.norm_eps, gradients)
+
+    def _norm_of(self, x: NDArray, master: str, eps: float, gradients: Masters) -> tuple[NDArray, Backward]:
+        weight = self.masters[master]
+        y, r = ops.rms_norm(x, weight, eps)
+
+        def backward(dy: NDArray) -> NDArray:
+            dx, gradients[master] = ops.rms_norm_backward(dy, x, weight, r)
+            return dx
+
+        return y, backward
+
+    def _linears(
+        self, x: NDArray, layer: int, shorts: tuple[str, ...], gradients: Masters
+    ) -> tuple[list[NDArray], Callable[[Sequence[NDArray]], NDArray]]:
+        """Linears of one input.   x (T, K) -> [y (T, out), ...], their backward pass: [dy, ...] -> dx"""
+        outputs: list[NDArray] = []
+        passes: list[tuple[LinearGroup, LinearInput, Backward]] = []
+        for group in self._groups[layer, shorts]:
+            h = x
+            norm_backward: Backward = pass_through
+            if group.norm is not None:
+                h, norm_backward = self._norm_of(x, group.norm, group.norm_eps, gradients)
+            y, saved = ops.linear(h, group.weight)
+            parts = np.split(y, np.cumsum(group.sizes)[:-1], axis=1)
+            if group.biased:
+                parts = [y + self.masters[f"{m}.bias"] for m, y in zip(group.modules, parts, strict=True)]
+            outputs += parts
+            passes.append((group, saved, norm_backward))
+
+        def backward(dys: Sequence[NDArray]) -> NDArray:
+            remaining, d_inputs = list(dys), []
+            for group, saved, norm_backward in passes:
+                taken = [remaining.pop(0) for _ in group.modules]
+                dy = taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)
+                dh, d_weight = ops.linear_backward(dy, saved, group.weight)
+                d_inputs.append(norm_backward(dh))
+                rows = np.split(d_weight, np.cumsum(group.sizes)[:-1])
+                for module, d_rows, d_out in zip(group.modules, rows, taken, strict=True):
+                    gradients[f"{module}.weight"] = d_rows
+                    if group.biased:
+                        gradients[f"{module}.bias"] = d_out.sum(axis=0)
+            return sum(d_inputs[1:], start=d_inputs[0])
+
+        return outputs, backward

@@ -1,0 +1,132 @@
+"""AdamW, clipping by the global norm, and learning-rate schedules.
+
+Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101), as torch.optim.AdamW computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+
+_BLOCK = 1 << 15  # values updated at a time: their arrays stay in the processor's cache
+
+
+@dataclass
+class AdamW:
+    """m and v are running means of the gradient and of its square; `step` counts the updates.
+
+        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+        w = w (1 - lr decay) - lr / (1 - b1^step) m / (sqrt(v / (1 - b2^step)) + eps)
+
+    Only matrices decay: not norms, not biases.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    step: int = 0
+    m: dict[str, NDArray] = field(default_factory=dict)
+    v: dict[str, NDArray] = field(default_factory=dict)
+
+    def update(
+        self, masters: Mapping[str, NDArray], gradients: Mapping[str, NDArray], lr: float, weight_decay: float
+    ) -> None:
+        """One step, in place."""
+        self.step += 1
+        b1, b2 = self.betas
+        step_size, v_scale = lr / (1 - b1**self.step), math.sqrt(1 - b2**self.step)
+        for name, w in masters.items():
+            if name not in self.m:
+                self.m[name], self.v[name] = np.zeros_like(w), np.zeros_like(w)
+            keep = 1 - lr * weight_decay if w.ndim > 1 else 1.0
+            flat = (w.reshape(-1), gradients[name].reshape(-1), self.m[name].reshape(-1), self.v[name].reshape(-1))
+            for start in range(0, w.size, _BLOCK):
+                w_b, g_b, m_b, v_b = (array[start : start + _BLOCK] for array in flat)
+                m_b *= b1
+                m_b += (1 - b1) * g_b
+                v_b *= b2
+                v_b += (1 - b2) * np.square(g_b)
+                denominator = np.sqrt(v_b)
+                denominator /= v_scale
+                denominator += self.eps
+                w_b *= keep
+                w_b -= step_size * m_b / denominator
+
+
+def global_norm(gradients: Mapping[str, NDArray]) -> float:
+    """sqrt of the sum of all squares, in float64."""
+    return math.sqrt(math.fsum(float(np.square(g, dtype=np.float64).sum()) for g in gradients.values()))
+
+
+def clip_gradients(gradients: Mapping[str, NDArray], max_norm: float) -> float:
+    """Scale all gradients, in place, so that their global norm is at most `max_norm`.   -> the norm before"""
+    norm = global_norm(gradients)
+    if norm > max_norm:
+        for g in gradients.values():
+            g *= max_norm / norm
+    return norm
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate and weight decay of each step.
+
+    constant: `lr` throughout.
+    cosine: from `lr` down to `min_lr` along half a cosine.
+    two-stage: the recipe published for b1.58. The rate falls linearly from `lr` towards half way, there drops to
+        `second_lr`, and falls linearly to 0; weight decay ends half way. The loss falls once more at the switch.
+        Source: "The Era of 1-bit LLMs: Training Tips, Code and FAQ", 2024.
+    The first `warmup_steps` raise the rate linearly from 0.
+    """
+
+    kind: str = "constant"
+    lr: float = 1e-3
+    total_steps: int = 0  # 0: unknown; only "constant" allows it
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    second_lr: float | None = None  # None: two thirds of lr, as in the published 1.5e-3 -> 1e-3
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCHEDULES:
+            raise ConfigError(f"expected one of {', '.join(SCHEDULES)}, got {self.kind!r}", field="schedule")
+        for name in ("lr", "min_lr", "weight_decay"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=name)
+        if self.kind != "constant" and self.total_steps < 1:
+            message = f"a {self.kind} schedule needs the number of steps, got {self.total_steps}"
+            raise ConfigError(message, field="total_steps")
+
+    def at(self, step: int) -> tuple[float, float]:
+        """(learning rate, weight decay) of step 0, 1, ..."""
+        lr, decay = SCHEDULES[self.kind](self, step)
+        if step < self.warmup_steps:
+            lr *= (step + 1) / self.warmup_steps
+        return lr, decay
+
+
+def _cosine(schedule: Schedule, step: int) -> tuple[float, float]:
+    done = min(1.0, step / schedule.total_steps)
+    lr = schedule.min_lr + (schedule.lr - schedule.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return lr, schedule.weight_decay
+
+
+def _two_stage(schedule: Schedule, step: int) -> tuple[float, float]:
+    remaining = max(0.0, 1 - step / schedule.total_steps)
+    if step < schedule.total_steps / 2:
+        return schedule.lr * remaining, schedule.weight_decay
+    second = schedule.lr * 2 / 3 if schedule.second_lr is None else schedule.second_lr
+    return second * remaining, 0.0
+
+
+SCHEDULES: dict[str, Callable[[Schedule, int], tuple[float, float]]] = {
+    "constant": lambda schedule, step: (schedule.lr, schedule.weight_decay),
+    "cosine": _cosine,
+    "two-stage": _two_stage,
+}

@@ -1,0 +1,191 @@
+"""Every function of the extension, called with what it must not be called with: it raises and does not crash.
+
+One argument of a good call at a time becomes each of many bad values. A child process makes the calls, because what
+this test looks for ends a process.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import run_python
+
+from bitnet_ref.backends.cpu.extension import _cpu, why_unavailable
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
+
+
+def floats(*shape):
+    return np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+
+def good_calls():
+    """name -> a call of every function and class of the extension, by argument names."""
+    M, N, K, G, d, pages, size = 3, 70, 32, 2, 8, 4, 16
+    packed = np.full((N, K // 4), 0b01_10_00_01, dtype=np.uint8)
+    panels = np.zeros((2, 512), dtype=np.uint8)
+    _cpu.pack_panels(packed, panels, 1, 0)
+    weight = {"panels": panels, "n_out": N, "n_in": K, "w_dequant_scale": 0.5, "bias": floats(N), "method": 0}
+    int8, tokens = np.ones((M, K), dtype=np.int8), np.arange(M)
+    keys, scales = np.zeros((pages, size, G, d), dtype=np.int8), np.ones((pages, size, G), dtype=np.float32)
+    arrays = floats(pages, size, G, d), floats(pages, size, G, d)
+    table, screen = np.arange(pages, dtype=np.int32)[None], (np.zeros((N, 64), np.int8), floats(N, 3))
+    place = {"layer": _cpu.KVLayer(*arrays), "page_table": table, "slots": 0 * tokens, "positions": tokens}
+    turns = {"cos": floats(M, d // 2), "sin": floats(M, d // 2)}
+    run = {"threads": 2, "kernels": 0}
+    return {
+        "kernel_sets": {},
+        "ternary_methods": {},
+        "sum_words": {"words": np.arange(99, dtype=np.uint64), "threads": 2},
+        "peak_multiply_adds": {"kernels": 0, "rounds": 1, "threads": 2},
+        "pack_panels": {"packed": packed, "panels": panels, "threads": 2, "method": 0},
+        "unpack_panels": {"panels": panels, "packed": packed.copy(), "method": 0},
+        "quantize": {"x": floats(M, K), "x_q": int8, "x_quant_scale": floats(M, 1), "kernels": 0},
+        "ternary_matmul": {
+            "x_q": int8, "x_sum": int8.sum(1, dtype=np.int32), "panels": panels, "acc": np.zeros((M, N), np.int32),
+            "method": 0, **run,
+        },
+        "Panels": weight,
+        "bit_linears": {
+            "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
+            "norm_weight": floats(K), "eps": 1e-5, "gate": 0, "residual": floats(M, N), **run,
+        },
+        "dequantize": {
+            "acc": np.ones((M, N), np.int32), "w_dequant_scale": 1.0, "x_quant_scale": 2 + floats(M, 1),
+            "y": floats(M, N), "kernels": 0,
+        },
+        "rms_norm": {"x": floats(M, K), "weight": floats(K), "eps": 1e-5, "y": floats(M, K), "tape": None, **run},
+        "gated": {"gate": floats(M, K), "up": floats(M, K), "is_silu": 1, "y": floats(M, K), "tape": None, **run},
+        "add": {"x": floats(M, K), "y": floats(M, K), "z": floats(M, K), "is_bias": 0, "threads": 2, "tape": None},
+        "rope": {"x": floats(M, G, d), "y": floats(M, G, d), "tape": None, **turns, **run},
+        "KVLayer": {"keys": keys, "values": keys.copy(), "key_scales": scales, "value_scales": scales.copy()},
+        "append": {**place, "k": floats(M, G, d), "v": floats(M, G, d), "tape": None, **turns, **run},
+        "attention": {
+            "q": floats(M, 4, d), "window": 2, "z": floats(M, 4, d), "tape": None, **place, **turns, **run
+        },
+        "dense_matmul": {"x": floats(M, K), "w": floats(N, K), "y": floats(M, N), "tape": None, **run},
+        "screen_pack": {"w": floats(N, K), "q": screen[0], "facts": screen[1], **run},
+        "screen_rows": {
+            "x": floats(M, K), "q": screen[0], "facts": screen[1], "lower": floats(M, N), "upper": floats(M, N), **run
+        },
+        "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
+        "Tape": {},
+    }  # fmt: skip
+
+
+def misaligned(array):
+    bytes_ = np.zeros(array.nbytes + 1, dtype=np.uint8)[1:]
+    copy = bytes_.view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def read_only(array):
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def bad_arrays(array):
+    """(what is wrong, the array): what no function may take, then what some may"""
+    yield "a number", 3
+    yield "a list", array.tolist()
+    yield "another dtype", array.astype(np.float64)
+    yield "one more axis", array[None]
+    yield "one axis less", array[0]
+    if array.itemsize > 1:
+        yield "misaligned", misaligned(array)
+        yield "the other byte order", array.astype(array.dtype.newbyteorder())
+    if array.shape[-1] > 1:
+        yield "not contiguous", np.repeat(array, 2, axis=-1)[..., ::2]
+        yield "backwards", array[..., ::-1]
+    yield "absent", None
+    yield "read-only", read_only(array)
+    for axis in range(array.ndim):
+        sizes = [0, array.shape[axis] + 1]
+        shapes = [[size if i == axis else n for i, n in enumerate(array.shape)] for size in sizes]
+        if array.ndim > 1:  # a size without memory behind it
+            shapes.append([2**33 if i == axis else 0 for i in range(array.ndim)])
+        for shape in shapes:
+            yield f"shape {tuple(shape)}", np.ones(shape, dtype=array.dtype)
+    limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else np.finfo(array.dtype)
+    for value in (limits.min, limits.max, *(() if array.dtype.kind in "iu" else (np.nan, np.inf))):
+        yield f"all {value}", np.full_like(array, value)
+
+
+NEVER = ("a number", "a list", "another dtype", "one more axis", "one axis less", "misaligned", "the other byte order",
+         "not contiguous", "backwards")  # fmt: skip
+# Extremes of what an int holds, and what is none. "peak_multiply_adds" takes as long as it is told to.
+NUMBERS = (-1, 0, 1, 2, 3, 255, 4097, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**63), 2**80, None, "x")
+REFUSALS = (TypeError, ValueError, OverflowError, MemoryError, AttributeError, BufferError)
+
+
+def attack():
+    """Calls with one bad argument each. -> (number of calls, [[function, argument, what was wrong]] that passed)"""
+    total, passed = 0, []
+    for name, good in good_calls().items():
+        getattr(_cpu, name)(**good)
+        for argument, value in good.items():
+            bad = bad_arrays(value) if isinstance(value, np.ndarray) else [(repr(n), n) for n in NUMBERS]
+            for problem, replacement in bad:
+                if argument == "rounds" and isinstance(replacement, int) and replacement > 4096:
+                    continue
+                total += 1
+                try:
+                    getattr(_cpu, name)(**{**good_calls()[name], argument: replacement})
+                except REFUSALS:
+                    continue
+                passed.append([name, argument, problem])
+    return total, passed
+
+
+# The sizes that no other argument of the call fixes
+FREE_SIZES = {
+    ("sum_words", "words"), ("pack_panels", "packed"), ("unpack_panels", "packed"), ("ternary_matmul", "acc"),
+    ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
+    ("screen_rows", "x"),
+}  # fmt: skip
+OUTPUTS = {
+    "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
+    "facts", "lower", "upper",
+}  # fmt: skip
+INPUTS_OF_THAT_NAME = {
+    "packed": "pack_panels",
+    "panels": "unpack_panels ternary_matmul Panels",
+    "x_q": "ternary_matmul",
+}
+INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add", "x_quant_scale": "dequantize"}
+INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul"}
+CODE = """
+import faulthandler, json, sys
+faulthandler.enable()
+sys.path[:0] = sys.argv[1:]
+from test_arguments import attack
+print(json.dumps(attack()))
+"""
+
+
+def test_no_bad_argument_passes_or_crashes():
+    here = Path(__file__).parent
+    total, passed = run_python(CODE, here, here.parent)
+    print(f"{total} calls of the extension with a bad argument")
+    assert total > 1800
+    assert not [each for each in passed if each[2] in NEVER]
+    sizes = {(name, argument) for name, argument, problem in passed if problem.startswith("shape")}
+    assert sizes == FREE_SIZES
+    assert {argument for _, argument, problem in passed if problem == "absent"} == {
+        "bias", "norm_weight", "residual", "cos", "sin"
+    }  # fmt: skip
+    for name, argument, problem in passed:
+        if problem == "read-only" and argument in OUTPUTS:
+            assert name in INPUTS_OF_THAT_NAME[argument].split(), (name, argument)
+        if argument in ("kernels", "method"):
+            assert problem in ("0", "1", "2", "3", "4"), (name, argument, problem)
+        if argument == "threads":
+            assert problem in ("1", "2", "3", "255"), (name, argument, problem)
+        assert not (name == "attention" and argument == "window" and problem.startswith("-"))
+
+
+def test_a_call_of_every_function_is_attacked():
+    public = {name for name, value in vars(_cpu).items() if not name.startswith("_") and callable(value)}
+    assert public == set(good_calls())

@@ -1,0 +1,209 @@
+"""The trainer: against torch and transformers (tests/data/training), and against the packed model that it saves."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from helpers import DATA, rng
+from safetensors.numpy import load_file, save_file
+
+import bitnet_ref
+from bitnet_ref.errors import ConfigError, FormatError, NumericsError, ShapeError
+from bitnet_ref.training import Schedule, Trainer
+from bitnet_ref.training.optimizer import clip_gradients, global_norm
+
+CASES = sorted(path.name for path in (DATA / "training").iterdir())
+BITNET = "bitnet-relu2"
+
+
+def folder_of(case, folder, **config):
+    """The case's initial masters as a hub folder; `config`: keys of config.json to change."""
+    folder.mkdir(exist_ok=True)
+    facts = json.loads((DATA / "training" / case / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | config))
+    shutil.copy(DATA / "training" / case / "initial.safetensors", folder / "model.safetensors")
+    return folder
+
+
+def golden_of(case):
+    return load_file(DATA / "training" / case / "golden.safetensors")
+
+
+def distance(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.fixture
+def bitnet(tmp_path):
+    return Trainer.from_folder(folder_of(BITNET, tmp_path / BITNET))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_masters_of_torch(case, tmp_path):
+    golden, trainer = golden_of(case), Trainer.from_folder(folder_of(case, tmp_path / case))
+    quantized = trainer.config.quantization is not None
+    loss, gradients = trainer.loss_and_gradients(golden["tokens"][0])
+    assert abs(loss - golden["losses"][0]) < 1e-4
+    assert set(gradients) == set(trainer.masters)
+    for name, gradient in gradients.items():
+        expected = golden[f"grad.{name}"]
+        assert distance(gradient, expected) < (1e-2 if quantized else 1e-5), name  # one int8 that rounds the other way
+        assert (gradient * expected).sum() > 0.9999 * np.linalg.norm(gradient) * np.linalg.norm(expected)
+    losses = [trainer.step(tokens) for tokens in golden["tokens"]]
+    np.testing.assert_allclose(losses, golden["losses"], atol=5e-3 if quantized else 5e-6)
+    for name, master in trainer.masters.items():
+        assert distance(master, golden[f"final.{name}"]) < (1e-2 if quantized else 1e-5), name
+
+
+@pytest.mark.parametrize("backend", ["numpy", "cython", "cupy"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_packed_model_computes_what_was_trained(case, backend, tmp_path):
+    """The training pass and the model that `save` writes: the same integers, floats by the contract."""
+    if bitnet_ref.available_backends()[backend] is not None:
+        pytest.skip(bitnet_ref.available_backends()[backend])
+    golden, trainer = golden_of(case), Trainer.from_folder(folder_of(case, tmp_path / case))
+    for tokens in golden["tokens"][:3]:
+        trainer.step(tokens)
+    trainer.save(tmp_path / "trained")
+    model = bitnet_ref.load(tmp_path / "trained", backend=backend)
+    tokens = golden["tokens"][3][0]
+    assert np.abs(model.logits(tokens) - trainer.logits(tokens)).max() < 2e-5
+
+
+def test_a_saved_folder_gives_the_same_trainer(bitnet, tmp_path):
+    tokens = golden_of(BITNET)["tokens"]
+    bitnet.step(tokens[0])
+    bitnet.save(tmp_path / "saved")
+    again = Trainer.from_folder(tmp_path / "saved")
+    assert again.config == bitnet.config
+    assert again.loss(tokens[1]) == bitnet.loss(tokens[1])
+
+
+def test_threads_and_company_change_no_bit(bitnet):
+    tokens = golden_of(BITNET)["tokens"][0]
+    loss, gradients = bitnet.loss_and_gradients(tokens)
+    one = Trainer(bitnet.config, bitnet.masters, threads=1)
+    three = Trainer(bitnet.config, bitnet.masters, threads=3)
+    for other in (one, three):
+        other_loss, other_gradients = other.loss_and_gradients(tokens)
+        assert other_loss == loss
+        assert all(np.array_equal(gradients[name], other_gradients[name]) for name in gradients)
+    assert bitnet.loss(tokens[::-1]) == loss
+    assert bitnet.loss(tokens[:1]) == bitnet.loss([tokens[0]])
+
+
+def test_micro_batches_equal_one_batch(bitnet):
+    tokens = golden_of(BITNET)["tokens"][0]
+    _, whole = bitnet.loss_and_gradients(tokens)
+    parts = [bitnet.loss_and_gradients(tokens[i : i + 2])[1] for i in (0, 2)]
+    for name, gradient in whole.items():
+        assert distance((parts[0][name] + parts[1][name]) / 2, gradient) < 1e-6
+
+
+def test_norms_inside_bitlinears_and_biases(tmp_path):
+    """Gradients of parts that the golden cases lack, by central differences of a dense model in float64."""
+    keys = {"attention_bias": True, "mlp_bias": True, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 11}
+    keys |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    folder = folder_of("llama-dense", tmp_path / "m", **keys)
+    save_random(folder)
+    trainer = Trainer.from_folder(folder)
+    wide = Trainer(trainer.config, {name: w.astype(np.float64) for name, w in trainer.masters.items()})
+    tokens = rng(9).integers(0, 11, (2, 6))
+    _, gradients = wide.loss_and_gradients(tokens)
+    for name, master in wide.masters.items():
+        index = tuple(size // 2 for size in master.shape)
+        before = master[index]
+        losses = []
+        for step in (1e-5, -1e-5):
+            master[index] = before + step
+            losses.append(wide.loss(tokens))
+        master[index] = before
+        expected = (losses[0] - losses[1]) / 2e-5
+        assert gradients[name][index] == pytest.approx(expected, rel=1e-5, abs=1e-9), name
+
+
+def save_random(folder):
+    """Random masters for the folder's config."""
+    from bitnet_ref.formats.hf.config import read_hf_config
+    from bitnet_ref.training.network import master_shapes
+
+    shapes = master_shapes(read_hf_config(folder / "config.json"))
+    random = {n: (rng(i).standard_normal(s) * 0.5).astype(np.float32) for i, (n, s) in enumerate(shapes.items())}
+    save_file(random, folder / "model.safetensors")
+
+
+def test_norms_inside_each_bitlinear(tmp_path):
+    """The seven norms per layer have gradients, and the packed model computes what was trained."""
+    quantization = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    folder = folder_of("llama-dense", tmp_path / "m", quantization_config=quantization | {"use_rms_norm": True})
+    save_random(folder)
+    trainer = Trainer.from_folder(folder)
+    tokens = rng(5).integers(0, 96, (2, 16))
+    _, gradients = trainer.loss_and_gradients(tokens)
+    norms = [name for name in gradients if name.endswith("rms_norm.weight")]
+    assert len(norms) == 14
+    assert all(np.abs(gradients[name]).max() > 0 for name in norms)
+    trainer.step(tokens)
+    trainer.save(tmp_path / "trained")
+    model = bitnet_ref.load(tmp_path / "trained", backend="numpy")
+    assert (
+        np.abs(model.logits(tokens[0]) - trainer.logits(tokens[0])).max()
+        < 1e-3 * np.abs(trainer.logits(tokens[0])).max()
+    )
+
+
+def test_training_learns(bitnet):
+    """A text that repeats: the loss falls to a fraction."""
+    bitnet.schedule = Schedule(lr=5e-3)
+    tokens = np.tile(np.arange(8), (4, 4))
+    losses = [bitnet.step(tokens) for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_clipping():
+    gradients = {"a": np.full(4, 3.0, np.float32), "b": np.full((2, 2), 4.0, np.float32)}
+    assert clip_gradients(gradients, 1.0) == pytest.approx(10.0)
+    assert global_norm(gradients) == pytest.approx(1.0)
+    assert clip_gradients(gradients, 2.0) == pytest.approx(1.0)
+    assert global_norm(gradients) == pytest.approx(1.0)
+
+
+def test_schedules():
+    two = Schedule("two-stage", lr=1.5e-3, second_lr=1e-3, total_steps=100, warmup_steps=10)
+    assert two.at(0) == (pytest.approx(1.5e-4), 0.1)
+    assert two.at(49) == (pytest.approx(1.5e-3 * 0.51), 0.1)
+    assert two.at(50) == (pytest.approx(1e-3 * 0.5), 0.0)
+    cosine = Schedule("cosine", lr=1.0, min_lr=0.1, total_steps=10)
+    assert [cosine.at(step)[0] for step in (0, 5, 10, 20)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    for wrong in ({"kind": "linear"}, {"lr": -1.0}, {"lr": float("nan")}, {"kind": "cosine"}):
+        with pytest.raises(ConfigError):
+            Schedule(**wrong)
+
+
+def test_wrong_input(bitnet, tmp_path):
+    for tokens in (
+        np.zeros((0, 4), int),
+        np.zeros((2, 1), int),
+        np.zeros((1, 4)),
+        [[0, 96]],
+        [[-1, 0]],
+        np.zeros(4, int),
+    ):
+        with pytest.raises(ShapeError, match="training tokens"):
+            bitnet.loss_and_gradients(tokens)
+    with pytest.raises(ConfigError, match=r"norm\.weight is missing"):
+        Trainer(bitnet.config, {n: w for n, w in bitnet.masters.items() if n != "model.norm.weight"})
+    with pytest.raises(ConfigError, match="has shape"):
+        Trainer(bitnet.config, bitnet.masters | {"model.norm.weight": np.ones(3, np.float32)})
+    quantization = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+    with pytest.raises(ConfigError, match="packed"):
+        Trainer.from_folder(folder_of(BITNET, tmp_path / "packed", quantization_config=quantization))
+    with pytest.raises(FormatError):
+        Trainer.from_folder(folder_of(BITNET, tmp_path / "other", num_hidden_layers=1))
+
+
+def test_nan_names_the_master(bitnet):
+    bitnet.masters["model.layers.1.mlp.gate_proj.weight"][0, 0] = np.nan
+    with pytest.raises(NumericsError, match="NaN"):
+        bitnet.step(golden_of(BITNET)["tokens"][0])
