@@ -47,7 +47,10 @@ def describe(value: Any) -> str:
     """
     if isinstance(value, int) and value.bit_length() > 2 * _SHOWN:
         return f"a whole number of {value.bit_length()} bits"
-    text = _short.repr(value)
+    try:
+        text = _short.repr(value)
+    except Exception:  # a number among others that is too long for `repr`, or a class that has none
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 2 * _SHOWN else text[: 2 * _SHOWN - 3] + "..."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import sys
@@ -86,7 +87,7 @@ def copy_notebooks(source: Path, target: Path, force: bool = False) -> Copied:
             if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md"):
                 continue
             copy = target / file.name
-            if copy.exists() and copy.read_bytes() == file.read_bytes():
+            if copy.exists() and filecmp.cmp(copy, file, shallow=False):
                 done.unchanged.append(file.name)
             elif copy.exists() and not force:
                 done.kept.append(file.name)

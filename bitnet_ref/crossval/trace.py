@@ -35,6 +35,7 @@ from ..reference.config import ModelConfig
 from ..reference.quantization import pack_ternary
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
 from ..system.atomic import atomic_path
+from ..system.json_file import open_regular
 from .names import INT8, op_order
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
@@ -273,7 +274,7 @@ def weight_hash(w: ModelWeights) -> str:
 
 def file_hash(path: str | os.PathLike[str]) -> str:
     """The hash of a file's bytes."""
-    with open(path, "rb") as file:
+    with open_regular(path, FormatError) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

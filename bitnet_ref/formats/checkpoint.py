@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import FormatError, TokenizerError
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, linear_name
-from ..system.json_file import read_bounded
+from ..system.json_file import is_present, read_bounded
 from .binary_file import Closeable
 from .names import hf_module
 from .packing import first_invalid_code
@@ -152,8 +152,8 @@ def element_bytes(checkpoint: Checkpoint) -> Callable[[str], int | None]:
 
 def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
     """The tokenizer's files in a folder: file name -> bytes. Raises TokenizerError."""
-    paths = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
-    return {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES) for path in paths}
+    paths = [path for name in TOKENIZER_FILES if is_present(path := folder / name)]
+    return {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES, folder) for path in paths}
 
 
 # -- the parts of a model ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ NumPy, and does not say where an error is. Its writer needs all tensors at once;
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -59,8 +60,8 @@ class TensorInfo:
 class SafetensorsFile(BinaryFile):
     """An open .safetensors file. `tensors` describes it; `read(name)` returns one array in its own memory."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
+        super().__init__(path, folder)
         try:
             self.metadata: dict[str, str] = {}
             self.tensors = self._read_header()
@@ -73,8 +74,8 @@ class SafetensorsFile(BinaryFile):
         info = self.tensors[name]
         return self.read_array(DTYPES[info.dtype], info.shape, info.offset, name)
 
-    def mapped(self) -> dict[str, NDArray]:
-        """All tensors, memory-mapped and read-only. They outlive `close`.
+    def mapped(self) -> NDArray[np.uint8]:
+        """The file's bytes, memory-mapped and read-only. They outlive `close`.
 
         Only for files that are never shortened: reading past a shortened file's end kills the process. Replacing the
         file is harmless.
@@ -86,10 +87,12 @@ class SafetensorsFile(BinaryFile):
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages, or without them for files
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        return {
-            name: np.frombuffer(memory, DTYPES[info.dtype], math.prod(info.shape), info.offset).reshape(info.shape)
-            for name, info in self.tensors.items()
-        }
+        return np.frombuffer(memory, np.uint8)
+
+    def view(self, memory: NDArray[np.uint8], name: str) -> NDArray:
+        """The tensor in `memory`, which holds the file's bytes."""
+        info = self.tensors[name]
+        return np.frombuffer(memory, DTYPES[info.dtype], math.prod(info.shape), info.offset).reshape(info.shape)
 
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:
         """The tensor's bytes in order, at most `size` at a time. Each block overwrites the one before."""
@@ -159,6 +162,18 @@ class SafetensorsFile(BinaryFile):
         if data_start + end > self.size:
             raise fail("data_offsets", f"an end within the file's {self.size - data_start} bytes of data", offsets)
         return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def content_hash(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """The hash of a file's content. tensors: name -> (dtype, shape, SHA-256 of its bytes in hexadecimal).
+
+    It does not depend on the order of the tensors, so a writer can compute it one tensor at a time.
+    """
+    facts = {
+        "metadata": {key: value for key, value in metadata.items() if key != "content_hash"},
+        "tensors": {name: [dtype, list(shape), digest] for name, (dtype, shape, digest) in tensors.items()},
+    }
+    return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _is_count(value: Any) -> bool:

@@ -16,7 +16,7 @@ from ..formats.safetensors import SafetensorsFile
 from ..reference import quantization
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
-from ..system.json_file import read_json_object
+from ..system.json_file import is_present, read_json_object
 from ..tokenizers import Tokenizer, load_tokenizer
 from .facts import Inspection, StoredTensor
 from .inspector import Inspector, blocks_of, stored_tensor
@@ -68,7 +68,7 @@ class HfInspector(Inspector):
     def read_config(self) -> None:
         path = self.folder / "config.json"
         try:
-            raw = read_json_object(path, ConfigError, MAX_CONFIG_BYTES)
+            raw = read_json_object(path, ConfigError, MAX_CONFIG_BYTES, self.folder)
         except ConfigError as error:
             self.out.report_error("config", error)
             return
@@ -115,7 +115,7 @@ class HfInspector(Inspector):
         stored: list[StoredTensor] = []
         for path in [self.path] if self.path.is_file() else sorted(self.folder.glob("*.safetensors")):
             try:
-                with SafetensorsFile(path) as file:
+                with SafetensorsFile(path, self.folder if self.path.is_dir() else None) as file:
                     stored += [stored_tensor(name, info, path) for name, info in file.tensors.items()]
             except FormatError as other:
                 if (other.path, other.message) != (error.path, error.message):
@@ -132,7 +132,7 @@ class HfInspector(Inspector):
 
     def load_tokenizer(self) -> Tokenizer | None:
         names = ("tokenizer.json", "tokenizer.model")
-        return load_tokenizer(self.folder) if any((self.folder / name).exists() for name in names) else None
+        return load_tokenizer(self.folder) if any(is_present(self.folder / name) for name in names) else None
 
     def table_name(self, name: str) -> str:
         return "model.embed_tokens.weight" if name == "embedding" else "lm_head.weight"

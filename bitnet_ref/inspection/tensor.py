@@ -121,14 +121,15 @@ def _stored_tensors(path: Path) -> dict[str, ReadTensor]:
         onnx = OnnxFile(path)
         return {name: partial(_read_onnx, onnx, name) for name in onnx.tensors}
     readers: dict[str, ReadTensor] = {}
-    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-        with SafetensorsFile(file) as safetensors:
-            readers |= {name: partial(_read_safetensors, file, name) for name in safetensors.tensors}
+    folder = path if path.is_dir() else None
+    for file in [path] if folder is None else sorted(folder.glob("*.safetensors")):
+        with SafetensorsFile(file, folder) as safetensors:
+            readers |= {name: partial(_read_safetensors, file, folder, name) for name in safetensors.tensors}
     return readers
 
 
-def _read_safetensors(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    with SafetensorsFile(path) as file:
+def _read_safetensors(path: Path, folder: Path | None, name: str) -> tuple[str, NDArray[Any]]:
+    with SafetensorsFile(path, folder) as file:
         return file.tensors[name].dtype, file.read(name)
 
 

@@ -194,7 +194,8 @@ def remove_leftovers(path: Path) -> bool:
     is_written = False
     for leftover in path.parent.glob(f".????????.tmp.{escape(_shortened(path.name))}") if CAN_LOCK else ():
         with suppress(OSError):  # another writer may be removing it too
-            lock = os.open(leftover, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            flags = os.O_RDONLY | os.O_NONBLOCK  # it may be a pipe
+            lock = os.open(leftover, flags | os.O_NOFOLLOW)
             try:
                 lock_file(lock, block=False)
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from ..system.json_file import parse_json_object, read_bounded
+from ..system.json_file import is_present, parse_json_object, read_bounded
 
 MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
 MAX_CONFIG_BYTES = 4 << 20  # tokenizer_config.json lists every added token: 1.2 MB in the largest published ones
@@ -42,12 +42,12 @@ class TokenizerFiles:
         return self.root / name
 
     def __contains__(self, name: str) -> bool:
-        return self.path(name).exists() if self._contents is None else name in self._contents
+        return is_present(self.path(name)) if self._contents is None else name in self._contents
 
     def read(self, name: str, limit: int) -> bytes:
         """The bytes of a file of at most `limit` bytes. Raises TokenizerError for anything else."""
         if self._contents is None:
-            return read_bounded(self.path(name), TokenizerError, limit)
+            return read_bounded(self.path(name), TokenizerError, limit, self.root)
         data = self._contents[name]
         with errors_at(self.path(name)):
             if not isinstance(data, bytes):

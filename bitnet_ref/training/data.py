@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
 from ..system.atomic import atomic_path
+from ..system.json_file import open_regular
 from ..tokenizers import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int], None]
@@ -31,6 +32,7 @@ class TokenFile:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         """Raises FormatError for another file, and for one that has ids outside the vocabulary or fewer than two."""
+        open_regular(path, FormatError).close()  # which a map of it cannot say: opening a pipe waits for ever
         try:
             self.ids: NDArray = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as problem:
@@ -118,10 +120,10 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
 
 def read_text(file: Path) -> str:
     """A UTF-8 text file, as it is or compressed as .xz. Raises FormatError."""
-    _stat(file)
     try:
-        data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
-        return data.decode("utf-8")
+        with open_regular(file, FormatError) as opened:
+            data = opened.read()
+        return (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
     except (OSError, lzma.LZMAError, EOFError) as problem:
         raise FormatError(f"cannot be read: {problem}", path=file) from problem
     except UnicodeDecodeError as problem:

@@ -27,8 +27,9 @@ from hub_server import Hub, serving
 
 import bitnet_ref
 from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
-from bitnet_ref.crossval.opponents import Crossing, write_html
+from bitnet_ref.crossval.opponents import Crossing
 from bitnet_ref.crossval.receipt import seal, write_receipt
+from bitnet_ref.crossval.report import write_html
 from bitnet_ref.crossval.trace import record_to_file, write_trace
 from bitnet_ref.errors import BitNetRefError, RegistryError
 from bitnet_ref.formats.checkpoint import ReadOptions

@@ -25,7 +25,17 @@ def test_version_and_help():
             assert "--debug" in result.stdout
             assert "--json" in result.stdout
     models = ["pull", "list", "rm", "convert", "crossval"]
-    assert list(cli.commands) == ["generate", "chat", "inspect", *models, "bench", "doctor", "lab"]
+    assert list(cli.commands) == [
+        "generate",
+        "chat",
+        "inspect",
+        *models,
+        "bench",
+        "train",
+        "train-tokenizer",
+        "doctor",
+        "lab",
+    ]
 
 
 @pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])

@@ -123,10 +123,10 @@ class CythonBackend(KernelBackend):
         head = w.lm_head
         if isinstance(head, ScreenedHead):
             n, k = head.shape
-            expected = [(n, 3), (n, -(-k // 64) * 64)]
-            got = [() if array is None else array.shape for array in (head.facts, head.rows_q)]
+            expected = [("float32", (n, 3)), ("int8", (n, -(-k // 64) * 64))]
+            got = [None if array is None else (array.dtype.name, array.shape) for array in (head.facts, head.rows_q)]
             if got != expected:
-                raise ShapeError("check_prepared", expected=f"facts and rows_q of shapes {expected}", got=str(got))
+                raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 def read_hf_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
     """Read and check config.json. ConfigError names the file, the key, and what was expected."""
-    return parse_hf_config(read_json_object(path, ConfigError, MAX_CONFIG_BYTES), path, allow_unquantized)
+    return parse_hf_config(read_json_object(path, ConfigError, MAX_CONFIG_BYTES, path.parent), path, allow_unquantized)
 
 
 def parse_hf_config(raw: dict[str, Any], path: Path, allow_unquantized: bool = False) -> ModelConfig:

@@ -17,7 +17,7 @@ from ...errors import FormatError, TokenizerError
 from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
-from ...system.json_file import parse_json_object, read_json_object
+from ...system.json_file import is_present, parse_json_object, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size, read_tokenizer_folder
 from ..names import hf_module, hf_modules
@@ -86,18 +86,19 @@ class CheckpointTensors(Closeable):
 
     def _open(self, path: Path) -> None:
         shard_of: dict[str, str] | None = None
-        if path.is_file():
+        folder = path if path.is_dir() else None
+        if folder is None:
             self.main = path
-        elif (path / INDEX_FILE).is_file() and not (path / SINGLE_FILE).is_file():
+        elif is_present(path / INDEX_FILE) and not is_present(path / SINGLE_FILE):
             self.main = path / INDEX_FILE
             shard_of = _read_index(self.main)
         else:
             self.main = path / SINGLE_FILE
-            if not self.main.is_file():
+            if not is_present(self.main):
                 raise FormatError(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}", path=path)
         shards = [self.main] if shard_of is None else [path / name for name in dict.fromkeys(shard_of.values())]
         for shard in shards:
-            file = self._stack.enter_context(SafetensorsFile(shard))
+            file = self._stack.enter_context(SafetensorsFile(shard, folder))
             self.metadata = file.metadata if len(shards) == 1 else {}
             for name in file.tensors:
                 if shard_of is not None and shard_of.get(name) != shard.name:
@@ -111,25 +112,17 @@ class CheckpointTensors(Closeable):
 
 def _read_index(path: Path) -> dict[str, str]:
     """weight_map of a sharded checkpoint's index: tensor name -> file name, each a plain file of the same folder."""
-    weight_map = read_json_object(path, FormatError, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_json_object(path, FormatError, MAX_INDEX_BYTES, path.parent).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError("expected a non-empty object of file names", path=path, field="weight_map")
     for shard in dict.fromkeys(str(value) for value in weight_map.values()):
         if "\0" in shard or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise FormatError(f"expected the name of a .safetensors file, got {shard!r}", path=path, field="weight_map")
-        if not (path.parent / shard).is_file():
+        if not is_present(path.parent / shard):
             raise FormatError(f"the shard {shard} is missing", path=path, field="weight_map")
         if not stays_inside(path.parent, path.parent / shard):
             raise FormatError(f"the shard {shard} is a link out of the folder", path=path, field="weight_map")
     return {name: str(value) for name, value in weight_map.items()}
-
-
-def stays_inside(folder: Path, file: Path) -> bool:
-    """Whether a link leads to a file of the folder itself, or to the hub cache's blobs beside its snapshots."""
-    real, home = file.resolve(), folder.resolve()
-    if real.parent == home:
-        return True
-    return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
 
 
 class HfCheckpoint(Checkpoint):

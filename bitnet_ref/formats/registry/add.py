@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,8 @@ from typing import Any
 
 from ...errors import FormatError, HubError, RegistryError
 from ...system.atomic import DISK_FULL, check_space
-from ..hf.folder import SINGLE_FILE, stays_inside
+from ...system.json_file import open_regular, stays_inside
+from ..hf.folder import SINGLE_FILE
 from ..native.model import NativeCheckpoint
 from ..open import open_checkpoint
 from .store import Entry, Notice, Reference, Store, choose_files, parse_reference
@@ -147,10 +147,10 @@ def file_facts(folder: Path, names: Sequence[str]) -> Files:
     facts = {}
     for name in sorted(names):
         path = folder / name
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        if path.is_symlink():
             raise FormatError("is not a regular file", path=path)
         digest, size = hashlib.sha256(), 0
-        with open(path, "rb") as file:
+        with open_regular(path, FormatError) as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
                 size += len(block)
