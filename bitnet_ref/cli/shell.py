@@ -26,6 +26,7 @@ from ..errors import (
     NumericsError,
     StorageError,
     TokenizerError,
+    printable,
 )
 from ..system.atomic import check_target, storage_error
 
@@ -142,12 +143,12 @@ def error_message(error: BitNetRefError) -> str:
 def say(text: str) -> None:
     """A remark on stderr. If that is a file on a full disk, the work goes on without it."""
     with contextlib.suppress(OSError):
-        click.echo(paint(text, sys.stderr, dim=True), err=True)
+        click.echo(paint(printable(text), sys.stderr, dim=True), err=True)
 
 
 def say_error(message: str) -> None:
     with contextlib.suppress(OSError):
-        click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {message}", err=True)
+        click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -174,9 +175,11 @@ def paint(text: str, stream: TextIO, **style: Any) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One line. Characters that stdout cannot encode are written as JSON escapes, so nothing is lost."""
+    """One line. Characters that stdout cannot encode, or that are not shown, are JSON escapes: nothing is lost."""
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf8sig")
     text = json.dumps(value, ensure_ascii=not is_utf8, allow_nan=False)
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text.replace("\x7f", "\\u007f"))
     sys.stdout.write(text.encode(errors="replace").decode() + "\n")
     sys.stdout.flush()
 
@@ -188,11 +191,17 @@ def write_text(text: str) -> None:
 
 
 def console(stream: TextIO) -> Console:
-    """A rich console. Without a terminal the width is 100, or COLUMNS."""
+    """A rich console that shows `printable` text only. Without a terminal the width is 100, or COLUMNS."""
     from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+            for text, style, control in super().render(*args, **kwargs):
+                yield Segment(text if control else printable(text), style, control)
 
     width = None if stream.isatty() or "COLUMNS" in os.environ else 100
-    return Console(file=stream, width=width, highlight=False, emoji=False, markup=False)
+    return PrintableConsole(file=stream, width=width, highlight=False, emoji=False, markup=False)
 
 
 def show(draw: Callable[[Console], None]) -> None:
@@ -234,7 +243,7 @@ def make_table(
         side: Literal["left", "right"] = "right" if ">" in marks else "left"
         table.add_column(name, header_style="dim", style=first, justify=side, overflow="fold", no_wrap="|" in marks)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(printable(cell, keep="") if isinstance(cell, str) else cell for cell in row))
     return table
 
 

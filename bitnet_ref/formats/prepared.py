@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from ..backends.backend import Backend
 from ..errors import ConfigError, FormatError
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
+from ..reference.weights import DenseWeight, GroupTernaryWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
@@ -47,11 +47,11 @@ from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype
 log = logging.getLogger(__name__)
 
 FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
-VERSION = 2
+VERSION = 3
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, InputNorm)
+_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm)
 
 
 class PreparedFile:

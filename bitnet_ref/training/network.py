@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigError
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
 from ..formats.names import hf_module
 from ..reference import layers
@@ -28,7 +29,9 @@ GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hub name -> shape of every master of a model."""
+    """Hub name -> shape of every master of a model. ConfigError for a model with what training has no gradient of."""
+    if unknown := [name for name in config.extras if name != "o_proj_bias"]:
+        raise ConfigError(f"models of type {config.model_type} cannot be trained", field=unknown[0])
     shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
     if not config.tie_word_embeddings:
         shapes["lm_head"] = linear_shape(config, "lm_head")

@@ -96,7 +96,7 @@ class Trainer:
         with HfCheckpoint(path, config=config) as checkpoint:
             masters = {name: checkpoint.tensors.take(name, shape) for name, shape in master_shapes(config).items()}
             if config.tie_word_embeddings:
-                checkpoint.tied_head(DenseWeight(masters[EMBEDDING]))
+                checkpoint.check_tied_head(DenseWeight(masters[EMBEDDING]))
             checkpoint.finish()
             files = checkpoint.tokenizer_files()
         trainer = cls(config, masters, **settings)

@@ -115,6 +115,7 @@ class _ModelTensors:
         self._check()
 
     def _check(self) -> None:
+        self.checkpoint.refuse_extras("GGUF")
         quantized = self.config.quantization
         if quantized is None and self.kind not in DENSE_KINDS:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
