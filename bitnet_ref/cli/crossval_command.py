@@ -112,11 +112,18 @@ def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **
 def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
     """Compare the trace FILE of some engine with MODEL on the reference.
 
-    The format of a trace is in crossval/README.md.
+    The format of a trace is in crossval/README.md. A trace of a training step (tensors named grad.*, master.*) is
+    compared with the step that `bitnet-ref train` takes from MODEL, a folder of float masters.
     """
     from ..crossval import cross_trace
+    from ..crossval.gradients import cross_gradients, is_training_trace
     from ..crossval.trace import Trace
+    from ..formats.open import find_model
 
+    if is_training_trace(file):
+        verdict = cross_gradients(find_model(model), file)
+        report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
+        return
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_reference(model)
