@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.training import Schedule, Trainer
+from bitnet_ref.training.distil import Distillation
 from bitnet_ref.training.optimizer import clip_gradients, global_norm
 
 CASES = sorted(path.name for path in (DATA / "training").iterdir())
@@ -121,6 +122,34 @@ def test_norms_inside_bitlinears_and_biases(tmp_path):
         master[index] = before
         expected = (losses[0] - losses[1]) / 2e-5
         assert gradients[name][index] == pytest.approx(expected, rel=1e-5, abs=1e-9), name
+
+
+def test_a_teacher(tmp_path):
+    """Gradients of the whole loss with a teacher, by central differences of a dense student in float64."""
+    teacher = bitnet_ref.load(folder_of(BITNET, tmp_path / "teacher"), backend="numpy", dtype="float64")
+    student = Trainer.from_folder(folder_of("llama-dense", tmp_path / "student"))
+    masters = {name: w.astype(np.float64) for name, w in student.masters.items()}
+    lesson = Distillation(teacher, 0.7, 3.0, relations_weight=2.0, relation_heads=2, layer=0)
+    wide = Trainer(student.config, masters, distillation=lesson)
+    tokens = golden_of(BITNET)["tokens"][0][:2, :8]
+    plain, _ = Trainer(student.config, masters).loss_and_gradients(tokens)
+    loss, gradients = wide.loss_and_gradients(tokens)
+    assert loss > plain
+    for name in (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.norm.weight",
+    ):
+        master, losses = wide.masters[name], []
+        index = tuple(size // 3 for size in master.shape)
+        before = master[index]
+        for step in (1e-5, -1e-5):
+            master[index] = before + step
+            losses.append(wide.loss_and_gradients(tokens)[0])
+        master[index] = before
+        assert gradients[name][index] == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-4, abs=1e-10), name
+    with pytest.raises(ConfigError, match="vocabulary"):
+        Trainer(student.config, masters, distillation=Distillation(bitnet_ref.load(backend="numpy")))
 
 
 def save_random(folder):
