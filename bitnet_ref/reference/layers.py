@@ -148,11 +148,9 @@ def rope_tables(positions: NDArray, rope: RopeConfig, head_dim: int, dtype: type
 
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
     """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x"""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]  # the rest is not turned: Qwen3.5
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
-    if rest.size:
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 

@@ -43,7 +43,12 @@ def attention_block(
     v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
     if w.q_norm is not None and w.k_norm is not None:  # over each head: Qwen3, Gemma3
         q, k = norm_heads(be, q, w.q_norm, cfg), norm_heads(be, k, w.k_norm, cfg)
-    q, k = be.rope(q, k, *rope)
+    if cfg.rotary_dim is None:
+        q, k = be.rope(q, k, *rope)
+    else:  # only the first numbers of each head are turned: Qwen3.5
+        turned_q, turned_k = be.rope(q[..., : cfg.rotary_dim], k[..., : cfg.rotary_dim], *rope)
+        q = np.concatenate([turned_q, q[..., cfg.rotary_dim :]], axis=-1)
+        k = np.concatenate([turned_k, k[..., cfg.rotary_dim :]], axis=-1)
     if cfg.query_scale != 1:  # scores are q k / sqrt(query_pre_attn_scalar), not q k / sqrt(d): Gemma3
         q = be.scale(q, cfg.query_scale)
     be.append(cache, layer, batch, k, v)

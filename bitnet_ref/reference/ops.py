@@ -36,11 +36,9 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
 
 
 def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
-    """A head may be wider than the numbers that RoPE turns."""
-    ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and len(q) == len(cos)
-    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2) or less"
-    ok = ok and q.shape[2] >= 2 * cos.shape[-1] and cos.shape == sin.shape
-    require("rope", ok, expected, q=q, k=k, cos=cos, sin=sin)
+    ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
+    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
+    require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
 
 
 def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
@@ -77,7 +75,7 @@ class Ops:
         return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated. Numbers beyond those of cos stay."""
+        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated."""
         check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 

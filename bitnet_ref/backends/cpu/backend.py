@@ -211,8 +211,6 @@ class CythonBackend(KernelBackend):
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         check_rope(q, k, cos, sin)
-        if 2 * cos.shape[-1] < q.shape[-1]:
-            return super().rope(q, k, cos, sin)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:

@@ -315,7 +315,6 @@ class CupyBackend(Backend):
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         check_rope(q, k, cos, sin)
-        require("rope", 2 * cos.shape[-1] == q.shape[-1], "cos (N, d/2)", q=q, cos=cos)
         (n, heads, head_dim), kv_heads = q.shape, k.shape[1]
         rotated = self.ws.empty(q.shape, np.float32), self.ws.empty(k.shape, np.float32)
         grid = (-(-(heads + kv_heads) * (head_dim // 2) // 128), n)
