@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -74,7 +75,7 @@ class PreparedFile:
 
         With `verify`, raises FormatError for a native file whose content is not what its hash says.
         """
-        if not self.enabled or not self.path.exists():
+        if not self.enabled or not os.path.exists(self.path):
             return None
         try:
             with SafetensorsFile(self._plain_path()) as file:
@@ -133,8 +134,10 @@ class PreparedFile:
             metadata[key] = content_hash(metadata, {name: (*layout[name], digest(flat[name].data)) for name in layout})
         try:
             self.path.parent.mkdir(exist_ok=True)
+            if not self._plain_path().is_file():
+                self.path.unlink(missing_ok=True)  # a pipe
             with (
-                atomic_path(self._plain_path()) as temporary,
+                atomic_path(self.path) as temporary,
                 SafetensorsWriter(temporary, layout, metadata, alignment=_ALIGNMENT) as writer,
             ):
                 for name, array in arrays.items():

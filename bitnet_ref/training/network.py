@@ -31,8 +31,8 @@ GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hub name -> shape of every master of a model. ConfigError for a model with what training has no gradient of."""
-    if unknown := [name for name in config.extras if name != "o_proj_bias"]:
-        raise ConfigError(f"models of type {config.model_type} cannot be trained", field=unknown[0])
+    if unknown := [name for name in config.extras if name not in ("o_proj_bias", "qk_norms")]:
+        raise ConfigError("training has no gradient of it", field=unknown[0])
     shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
     if not config.tie_word_embeddings:
         shapes["lm_head"] = linear_shape(config, "lm_head")
@@ -189,8 +189,12 @@ class TrainingNetwork:
         k = k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
         v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
         d_relations = self._relations(layer, (q, k, v), state)
+        head_norms: list[Backward] = [pass_through, pass_through]
+        if cfg.qk_norms:
+            q, head_norms[0] = self._norm(q, f"blocks.{layer}.q_norm", state)
+            k, head_norms[1] = self._norm(k, f"blocks.{layer}.k_norm", state)
         q, k = layers.apply_rope(q, *rope), layers.apply_rope(k, *rope)
-        z, patterns = self.ops.attention(q, k, v, cfg.sliding_window)
+        z, patterns = self.ops.attention(q, k, v, cfg.window_of(layer))
         z = z.reshape(len(x), -1)
         sub_backward: Backward = pass_through
         if cfg.sub_norms:
@@ -199,8 +203,9 @@ class TrainingNetwork:
 
         def backward(dx: NDArray) -> NDArray:
             dz = sub_backward(o_backward([dx])).reshape(q.shape)
-            dq, dk, dv = self.ops.attention_backward(dz, q, k, v, patterns, cfg.sliding_window)
-            d_qkv = [self.ops.rope_backward(dq, *rope), self.ops.rope_backward(dk, *rope), dv]
+            dq, dk, dv = self.ops.attention_backward(dz, q, k, v, patterns, cfg.window_of(layer))
+            dq, dk = self.ops.rope_backward(dq, *rope), self.ops.rope_backward(dk, *rope)
+            d_qkv = [head_norms[0](dq), head_norms[1](dk), dv]
             if d_relations:
                 d_qkv = [d + of_relation for d, of_relation in zip(d_qkv, d_relations, strict=True)]
             return dx + norm_backward(qkv_backward([d.reshape(len(dx), -1) for d in d_qkv]))
@@ -238,14 +243,15 @@ class TrainingNetwork:
         return self._norm_of(x, f"{hf_module(name)}.weight", self.config.norm_eps, state)
 
     def _norm_of(self, x: NDArray, master: str, eps: float, state: SequencePass) -> tuple[NDArray, Backward]:
-        weight = self.masters[master]
-        y, r = self.ops.rms_norm(x, weight, eps)
+        """RMSNorm over the last axis of x, (T, D) or (T, H, d)."""
+        weight, rows = self.masters[master], x.reshape(-1, x.shape[-1])
+        y, r = self.ops.rms_norm(rows, weight, eps)
 
         def backward(dy: NDArray) -> NDArray:
-            dx, state.gradients[master] = self.ops.rms_norm_backward(dy, x, weight, r)
-            return dx
+            dx, state.gradients[master] = self.ops.rms_norm_backward(dy.reshape(rows.shape), rows, weight, r)
+            return dx.reshape(x.shape)
 
-        return y, backward
+        return y.reshape(x.shape), backward
 
     def _linears(
         self, x: NDArray, layer: int, shorts: tuple[str, ...], state: SequencePass
