@@ -92,7 +92,7 @@ def threads_under_tsan(folder, source):
         pytest.skip("no clang with libarcher.so; on Debian: apt install clang libomp-dev")
     extension = build(folder, "clang", "-fsanitize=thread", "-fopenmp=libomp", source)
     settings = {"LD_PRELOAD": library("gcc", "libtsan.so"), "OMP_TOOL_LIBRARIES": str(archer)}
-    settings |= {"ARCHER_OPTIONS": "verbose=1", "TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
+    settings |= {"ARCHER_OPTIONS": "verbose=1", "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1"}
     done = run(extension, "threads", **settings)
     assert "Archer detected OpenMP application with TSan" in done.stdout, done.stdout[-3000:]
     return done.stdout
