@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .backends.loaded import LoadedModel
 from .backends.placement import Placement, assign_layers, open_backends
@@ -19,9 +20,10 @@ from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weigh
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .generation import ChatSession, TokenStream, generate, stream
+from .generation.embed import embed
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
-from .system.sharing import file_identity, share_by_key
+from .system.sharing import file_identity, model_files, share_by_key
 
 if TYPE_CHECKING:
     from .notebook.profiling import Profile
@@ -52,9 +54,11 @@ class LoadOptions:
     """How files are read.
 
     allow_unquantized: load a bitnet checkpoint without quantization_config as a dense model.
-    verify: also compare a native file's content with its hash; the file is then read twice.
-    prepared: keep the weights in the backend's layout (cython) in `.bitnet_ref` beside the model and map them at the
-        next start, which then takes no time. It costs disk space as large as the model; see `formats/prepared.py`.
+    verify: also compare all bytes of a native file, and of prepared weights, with their hashes; each is then read
+        twice.
+    prepared: keep the weights in the backend's layout (cython) in `.bitnet_ref` beside the model and read them at the
+        next start, which then takes little time. It costs disk space as large as the model. "mapped": map them, so that
+        processes share the memory, in a folder that nobody else writes to; see `formats/prepared.py`.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     share: return the model that an earlier call with `share` loaded from the same files for the same backend, while it
@@ -64,7 +68,7 @@ class LoadOptions:
 
     allow_unquantized: bool = False
     verify: bool = False
-    prepared: bool = False
+    prepared: bool | str = False
     i2_s_layout: str | None = None
     tl_tiles: str | os.PathLike[str] | None = None
     share: bool = False
@@ -121,9 +125,9 @@ def load(
         return load(path, **same, head=head, device=device, options=alone)
 
     def read() -> Model:
-        prepared = PreparedFile(path, chosen, reading) if options.prepared else None
-        if prepared is not None and (mapped := prepared.read()) is not None:
-            return Model(*mapped, chosen, path, cache_dtype=cache_dtype, load_again=again)
+        prepared = PreparedFile(path, chosen, reading, options.prepared) if options.prepared else None
+        if prepared is not None and (stored := prepared.read()) is not None:
+            return Model(*stored, chosen, path, cache_dtype=cache_dtype, load_again=again)
         with open_checkpoint(path, reading) as checkpoint:
             be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
@@ -135,7 +139,7 @@ def load(
         return read()
     plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
     computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
-    key = str(path), file_identity(path), computing, reading, cache_dtype, options.prepared
+    key = str(path), tuple(map(file_identity, model_files(path))), computing, reading, cache_dtype, options.prepared
     return share_by_key(key, read, is_usable=lambda model: not model.is_closed)
 
 
@@ -215,6 +219,13 @@ class Model(LoadedModel):
     def chat(self, system: str | None = None, **params: Unpack[SamplingOptions]) -> ChatSession:
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
         return ChatSession(self, system, **params)
+
+    def embed(self, texts: Prompts, *, prompt: str = "") -> NDArray[np.float32]:
+        """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
+
+        prompt: put before each text, as an instruction.
+        """
+        return embed(self, texts, prompt)
 
     def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.

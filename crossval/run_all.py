@@ -21,8 +21,8 @@ del sys.path[0]  # this folder: some of its files have the names of packages
 from bitnet_ref.api import load  # noqa: E402
 from bitnet_ref.crossval import cross_backends, default_tokens, make_receipt  # noqa: E402
 from bitnet_ref.crossval.engines.outside import ENGINES, cross_engine_on  # noqa: E402
-from bitnet_ref.crossval.opponents import Crossing, summarize  # noqa: E402
 from bitnet_ref.crossval.receipt import figures, write_receipt  # noqa: E402
+from bitnet_ref.crossval.report import Crossing, summarize  # noqa: E402
 from bitnet_ref.formats.safetensors import SafetensorsFile  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "data" / "golden"

@@ -1,4 +1,4 @@
-"""bitnet_ref.benchmark.cache: what float16 and int8 caches cost on a text, and `bitnet-ref bench cache`."""
+"""measure_cache: what float16 and int8 caches cost on a text, and `bitnet-ref bench cache`."""
 
 import numpy as np
 import pytest

@@ -8,11 +8,11 @@ of memory, and reported as the best, the median, and a ratio to what the read re
     validate.py    the comparison with the reference                kernels.py    a ternary linear, on every kernel set
     synthetic.py   random models of known shapes                    models.py     a whole model: prompt and decoding
     serve.py       the engine under load                            peers.py      the same shape on other engines
-    tokenizer.py   encoding, decoding, streaming                    cache.py      the errors of a narrow KV cache
-    gpu.py         all that is asked of a GPU, in one run           cuda_kernels.py  the ternary kernels of a GPU
+    tokenizer.py   encoding, decoding, streaming                    cuda_kernels.py  the ternary kernels of a GPU
+    gpu.py         all that is asked of a GPU, in one run
 """
 
-from .cache import measure_cache
+from ..crossval.precision import measure_cache
 from .ceiling import MemoryReader, measure_ceiling
 from .cuda_kernels import measure_cuda_kernels
 from .gpu import GpuPlan, measure_gpu

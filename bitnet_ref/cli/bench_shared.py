@@ -12,13 +12,14 @@ import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options
-from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, report
+from .shell import DIFFERS, AnyFunction, LoadingBar, OutputFile, make_table, report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api import Model
     from ..benchmark.timing import Record
+    from ..crossval.precision import CacheBench
 
 MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
@@ -61,7 +62,7 @@ def plot_option(help: str) -> Callable[[AnyFunction], AnyFunction]:
             raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
         return plot
 
-    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=check, help=help)
+    return click.option("--plot", type=OutputFile(), callback=check, help=help)
 
 
 # -- the model to measure ----------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def report_bench(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
+def report_bench(result: Record | CacheBench, draw: Callable[[Console], None], **facts: Any) -> None:
     """Write JSON (with the facts) or draw, and exit with 1 if something differs from the reference."""
     report({**facts, **result.to_dict()}, draw, 0 if getattr(result, "equal", True) else DIFFERS)
 
@@ -158,7 +159,7 @@ def draw_table(
 ) -> None:
     """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
     titles = columns if header else [""] * len(columns)
-    out.print(make_table([title if i < left else f">{title}|" for i, title in enumerate(titles)], rows))
+    out.print(make_table([title if i < left else f">|{title}" for i, title in enumerate(titles)], rows))
 
 
 def in_threads(threads: int) -> str:

@@ -12,7 +12,17 @@ import click
 
 from .doctor_command import path_rows
 from .generation_options import apply_options, content_of, dtype_option, load_model
-from .shell import DIFFERS, UNAVAILABLE, AnyFunction, LoadingBar, common_options, make_table, report, style_text
+from .shell import (
+    DIFFERS,
+    UNAVAILABLE,
+    AnyFunction,
+    LoadingBar,
+    OutputFile,
+    common_options,
+    make_table,
+    report,
+    style_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +32,8 @@ if TYPE_CHECKING:
     from ..crossval.compare import Comparison
 
 _MODEL = click.argument("model", default="storyteller")
-_FILE = click.Path(path_type=Path)
+_FILE = click.Path(path_type=Path)  # to read
+_OUTPUT = OutputFile()
 _ENGINES = {
     "transformers": "Hugging Face transformers, float32 and bfloat16, eager attention.",
     "llama_cpp": "llama.cpp on GGUF files that are written for it: TQ1_0 and TQ2_0, or F32.",
@@ -59,8 +70,8 @@ sentence_options = text_options("The text to run.  [default: a sentence]")
 def outputs(function: AnyFunction) -> AnyFunction:
     """The keyword arguments of `finish`: what a comparison writes, and how strict it is."""
     options = [
-        click.option("--html", "html_path", type=_FILE, help="Write a report with plots to this file."),
-        click.option("--receipt", type=_FILE, help="Write a receipt that can be verified to this file."),
+        click.option("--html", "html_path", type=_OUTPUT, help="Write a report with plots to this file."),
+        click.option("--receipt", type=_OUTPUT, help="Write a receipt that can be verified to this file."),
         click.option("--require", is_flag=True, help="Fail when an opponent cannot run here."),
     ]
     return apply_options(function, options)
@@ -101,11 +112,18 @@ def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **
 def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
     """Compare the trace FILE of some engine with MODEL on the reference.
 
-    The format of a trace is in crossval/README.md.
+    The format of a trace is in crossval/README.md. A trace of a training step (tensors named grad.*, master.*) is
+    compared with the step that `bitnet-ref train` takes from MODEL, a folder of float masters.
     """
     from ..crossval import cross_trace
+    from ..crossval.gradients import cross_gradients, is_training_trace
     from ..crossval.trace import Trace
+    from ..formats.open import find_model
 
+    if is_training_trace(file):
+        verdict = cross_gradients(find_model(model), file)
+        report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
+        return
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_reference(model)
@@ -115,7 +133,7 @@ def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
 
 @crossval.command(short_help="Record a run as a trace file.")
 @_MODEL
-@click.argument("file", type=_FILE)
+@click.argument("file", type=_OUTPUT)
 @sentence_options
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")
@@ -153,8 +171,8 @@ def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | lis
         text = content_of(text)
     loaded = load_reference(model)
     with LoadingBar("measuring"):
-        found = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    report({"model": model, **found.to_dict()}, lambda out: _draw_precision(found, out))
+        bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
+    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
 
 
 @crossval.command(short_help="Check a receipt by running its comparisons again.")
@@ -168,9 +186,9 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
     """Check the seal of RECEIPT, run its comparisons again, and compare the figures."""
     from ..crossval import verify_receipt
 
-    found = verify_receipt(receipt, model, trace, python)
-    code = DIFFERS if not found.holds or (require and found.unchecked) else 0
-    report(found.to_dict(), lambda out: _draw_verification(found, out), code)
+    verification = verify_receipt(receipt, model, trace, python)
+    code = DIFFERS if not verification.holds or (require and verification.unchecked) else 0
+    report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
 
 
 def _register(name: str, summary: str) -> None:
@@ -298,26 +316,26 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
         figures = (f"{op.n_differ:,}", f"{op.max_abs:.2e}", f"{op.relative_l2:.1e}")
         rows.append((op.name, status, *figures, f"{op.cosine:.5f}", f"{op.scale_ratio:.5f}"))
     out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
-    columns = ("tensor", "status", ">differ|", ">max abs|", ">rel. L2|", ">cosine|", ">scale|")
+    columns = ("tensor", "status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
     shown = len(columns) if out.width >= 100 else 5  # else the names of tensors take three lines each
     out.print(make_table(columns[:shown], [row[:shown] for row in rows]))
 
 
-def _draw_precision(found: PrecisionBench, out: Console) -> None:
-    backend = found.backend if found.device is None else f"{found.backend} ({found.device})"
-    out.print(f"{backend}, {found.tokens} tokens, logits up to {found.largest_logit:.1f}; against float32 on numpy")
+def _draw_precision(bench: PrecisionBench, out: Console) -> None:
+    backend = bench.backend if bench.device is None else f"{bench.backend} ({bench.device})"
+    out.print(f"{backend}, {bench.tokens} tokens, logits up to {bench.largest_logit:.1f}; against float32 on numpy")
     logits = "{dtype}|{way}|{max_logit_error:.1e}|{mean_logit_error:.1e}"
     cells = logits + "|{kl_mean:.1e}|{kl_max:.1e}|{greedy_agreement:.2%}|{same} of {continued}"
     rows = [
-        cells.format(**vars(error), same=found.same_tokens[error.dtype], continued=found.continued).split("|")
-        for error in found.errors
+        cells.format(**vars(error), same=bench.same_tokens[error.dtype], continued=bench.continued).split("|")
+        for error in bench.errors
     ]
     errors = (">max |d logit|", ">mean", ">mean KL", ">max KL", ">same greedy choice", ">continued alike")
-    out.print(make_table(("dtype|", ">text as", *errors), rows))
+    out.print(make_table(("|dtype", ">text as", *errors), rows))
 
 
-def _draw_verification(found: Verification, out: Console) -> None:
-    out.print(style_text(found.verdict, "green" if found.holds else "red"))
-    for title, lines in (("refuted", found.refuted), ("not checked", found.unchecked)):
+def _draw_verification(verification: Verification, out: Console) -> None:
+    out.print(style_text(verification.verdict, "green" if verification.holds else "red"))
+    for title, lines in (("refuted", verification.refuted), ("not checked", verification.unchecked)):
         for line in lines:
             out.print(f"  {title}: {line}")

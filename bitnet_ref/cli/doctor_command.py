@@ -25,42 +25,44 @@ def doctor() -> None:
     """
     from ..crossval.doctor import examine
 
-    found = examine()
-    report(found.to_dict(), lambda out: draw(found, out), 0 if found.healthy else DIFFERS)
+    health = examine()
+    report(health.to_dict(), lambda out: draw(health, out), 0 if health.healthy else DIFFERS)
 
 
-def draw(found: DoctorReport, out: Console) -> None:
-    versions = {name: version for name, version in found.versions.items() if name != "bitnet_ref"}
+def draw(health: DoctorReport, out: Console) -> None:
+    versions = {name: version for name, version in health.versions.items() if name != "bitnet_ref"}
     present = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     absent = ", ".join(name for name, version in versions.items() if version is None)
-    features = style_text(" ".join(name for name, is_there in found.cpu_features.items() if is_there))
-    lacks = ", ".join(name for name, is_there in found.cpu_features.items() if not is_there)
+    features = style_text(" ".join(name for name, is_there in health.cpu_features.items() if is_there))
+    lacks = ", ".join(name for name, is_there in health.cpu_features.items() if not is_there)
     features.append(f" (not: {lacks})" if lacks else "", style="dim")
-    threads = f"{found.threads} of {found.cores}, from: {found.threads_from}" if found.threads else found.threads_from
-    extension = "built, with OpenMP" if found.extension["openmp"] else "built, without OpenMP: one thread"
-    if not found.extension["built"]:
-        extension = f"not built: {found.extension['why']}"
-    sizes = [size_in_words(found.memory_total)] if found.memory_total else []
-    sizes += [f"{size_in_words(found.memory_available)} available"] if found.memory_available else []
+    threads = (
+        f"{health.threads} of {health.cores}, from: {health.threads_from}" if health.threads else health.threads_from
+    )
+    extension = "built, with OpenMP" if health.extension["openmp"] else "built, without OpenMP: one thread"
+    if not health.extension["built"]:
+        extension = f"not built: {health.extension['why']}"
+    sizes = [size_in_words(health.memory_total)] if health.memory_total else []
+    sizes += [f"{size_in_words(health.memory_available)} available"] if health.memory_available else []
     facts: list[tuple[str, str | Text]] = [
-        ("bitnet_ref", f"{found.versions['bitnet_ref']}, Python {found.python}"),
+        ("bitnet_ref", f"{health.versions['bitnet_ref']}, Python {health.python}"),
         ("packages", present),
         *([("not installed", absent)] if absent else []),
-        ("BLAS", f"{found.blas}, in NumPy"),
+        ("BLAS", f"{health.blas}, in NumPy"),
         ("extension", extension),
-        ("system", found.os),
-        ("CPU", found.cpu),
+        ("system", health.os),
+        ("CPU", health.cpu),
         ("", features),
-        ("threads", style_text(threads, "" if found.threads else "red")),
+        ("threads", style_text(threads, "" if health.threads else "red")),
         ("memory", ", ".join(sizes) or "unknown"),
-        ("models", ", ".join(found.models)),
+        ("models", ", ".join(health.models)),
     ]
     out.print(make_table(("|", ""), facts, style="cyan"))
     for title, rows in (
-        ("Backends", [backend_row(backend) for backend in found.backends]),
-        ("Methods of the ternary product (cython)", [method_row(method) for method in found.methods]),
-        ("Self-check: the shipped model, computed on each backend", [check_row(check) for check in found.checks]),
-        *((f"{check.backend}: execution paths and known answers", path_rows(check.paths)) for check in found.checks),
+        ("Backends", [backend_row(backend) for backend in health.backends]),
+        ("Methods of the ternary product (cython)", [method_row(method) for method in health.methods]),
+        ("Self-check: the shipped model, computed on each backend", [check_row(check) for check in health.checks]),
+        *((f"{check.backend}: execution paths and known answers", path_rows(check.paths)) for check in health.checks),
     ):
         if rows:
             out.print(style_text(f"\n{title}", "bold"))

@@ -11,6 +11,8 @@ import click
 
 from ..backends import HEADS, NAMES
 from ..backends.cache_dtypes import CACHE_DTYPES
+from ..errors import FormatError
+from ..system.json_file import read_bounded
 from .shell import AnyFunction, LoadingBar, SectionOption
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ LOAD_OPTIONS = (
     *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
     *("devices", "gpu_layers", "memory_limit"),
 )
+MAX_TEXT_BYTES = 64 << 20  # of @FILE
 INI_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), default="float32", help=DTYPE_HELP)
@@ -53,7 +56,7 @@ def model_options(function: AnyFunction) -> AnyFunction:
         dtype_option(cls=SectionOption, section="Model"),
         option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
         option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
-        option("--prepared", is_flag=True, help="Store the weights as computed beside the model; map them next time."),
+        option("--prepared", is_flag=True, help="Store the weights as computed beside the model; read them next time."),
         option("--devices", metavar="N,N", callback=_read_numbers, help="GPUs that share the layers.  [default: 0]"),
         option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
         option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
@@ -168,9 +171,9 @@ def content_of(value: str | None) -> str | None:
     if value is None or not value.startswith("@"):
         return value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, ValueError) as problem:
-        raise click.BadParameter(f"{value[1:]}: {problem}") from problem
+        return read_bounded(value[1:], FormatError, MAX_TEXT_BYTES).decode("utf-8")
+    except (FormatError, UnicodeDecodeError) as problem:
+        raise click.BadParameter(f"{value[1:]}: {getattr(problem, 'message', problem)}") from problem
 
 
 def _read_early(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | str | None:

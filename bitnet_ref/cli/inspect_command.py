@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import printable
 from .generation_options import layout_options
 from .shell import BAD_FILE, LoadingBar, common_options, make_table, report, size_in_words, style_text
 
@@ -42,60 +43,60 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
         )
         return
     with LoadingBar("reading layers") as bar:
-        found = inspect_model(path, progress=bar, options=options)
-    report(found.to_dict(), lambda out: draw(found, out), BAD_FILE if found.errors else 0)
+        inspection = inspect_model(path, progress=bar, options=options)
+    report(inspection.to_dict(), lambda out: draw(inspection, out), BAD_FILE if inspection.errors else 0)
 
 
-def draw(found: Inspection, out: Console) -> None:
-    out.print(style_text(found.path, "bold"), soft_wrap=True)
-    if found.header_only:
-        out.print(f"A .safetensors file without a config.json beside it: {len(found.tensors)} tensors.\n")
-        for name, value in found.metadata.items():
-            out.print(f"{name}: {value}", overflow="ellipsis", no_wrap=True)
-        if found.metadata:
+def draw(inspection: Inspection, out: Console) -> None:
+    out.print(style_text(inspection.path, "bold"), soft_wrap=True)
+    if inspection.header_only:
+        out.print(f"A .safetensors file without a config.json beside it: {len(inspection.tensors)} tensors.\n")
+        for name, value in inspection.metadata.items():
+            out.print(printable(f"{name}: {value}", keep=""), overflow="ellipsis", no_wrap=True)
+        if inspection.metadata:
             out.print()
-        draw_tensors(found, out)
-        draw_sizes(found, out)
+        draw_tensors(inspection, out)
+        draw_sizes(inspection, out)
         return
-    sizes = [f"{number_in_words(found.parameters)} parameters"] if found.parameters else []
-    sizes += [size_in_words(found.nbytes)] if found.nbytes else []
-    family = found.family or "A model that cannot be told from its configuration"
+    sizes = [f"{number_in_words(inspection.parameters)} parameters"] if inspection.parameters else []
+    sizes += [size_in_words(inspection.nbytes)] if inspection.nbytes else []
+    family = inspection.family or "A model that cannot be told from its configuration"
     out.print(f"{family}\n{', '.join(sizes)}".rstrip() + "\n")
-    draw_facts(found, out)
-    draw_sizes(found, out)
-    draw_ternary(found, out)
-    if found.config is None and found.tensors:
-        draw_tensors(found, out)
-    draw_findings(found, out)
+    draw_facts(inspection, out)
+    draw_sizes(inspection, out)
+    draw_ternary(inspection, out)
+    if inspection.config is None and inspection.tensors:
+        draw_tensors(inspection, out)
+    draw_findings(inspection, out)
 
 
-def draw_facts(found: Inspection, out: Console) -> None:
+def draw_facts(inspection: Inspection, out: Console) -> None:
     rows: list[tuple[str, str]] = []
-    if found.format is not None:
-        named = f", architecture {found.architecture}" if found.is_gguf and found.architecture else ""
-        rows.append(("format", found.format + named))
-    rows += [("evidence" if number == 0 else "", words) for number, words in enumerate(found.evidence)]
-    if found.config is not None:
-        rows += config_rows(found, found.config)
-    if found.tokenizer is not None:
-        rows += tokenizer_rows(found.tokenizer, found.config)
+    if inspection.format is not None:
+        named = f", architecture {inspection.architecture}" if inspection.is_gguf and inspection.architecture else ""
+        rows.append(("format", inspection.format + named))
+    rows += [("evidence" if number == 0 else "", words) for number, words in enumerate(inspection.evidence)]
+    if inspection.config is not None:
+        rows += config_rows(inspection, inspection.config)
+    if inspection.tokenizer is not None:
+        rows += tokenizer_rows(inspection.tokenizer, inspection.config)
     if rows:
         out.print(make_table(("|", ""), rows, style="cyan"))
         out.print()
 
 
-def config_rows(found: Inspection, cfg: ModelConfig) -> list[tuple[str, str]]:
+def config_rows(inspection: Inspection, cfg: ModelConfig) -> list[tuple[str, str]]:
     from ..inspection import shape_in_words
 
     rope, window = cfg.rope, cfg.sliding_window
     stretch = "" if rope.rope_type == "default" else f" {rope.rope_type}, factor {rope.factor:g},"
-    stops = ", ".join(map(str, found.stop_token_ids)) or "none"
+    stops = ", ".join(map(str, inspection.stop_token_ids)) or "none"
     return [
         ("model type", cfg.model_type),
         ("shape", shape_in_words(cfg)),
-        ("quantisation", found.quantization),
-        ("scales", found.scale_convention),
-        ("activation", found.activation),
+        ("quantisation", inspection.quantization),
+        ("scales", inspection.scale_convention),
+        ("activation", inspection.activation),
         ("norms", f"RMSNorm, eps {cfg.norm_eps:g}" + (", and sub-norms before o_proj and down_proj" * cfg.sub_norms)),
         ("position", f"RoPE{stretch} theta {rope.theta:g}"),
         ("context", f"{cfg.context_length} tokens" + (f", each sees the last {window}" if window else "")),
@@ -118,31 +119,31 @@ def tokenizer_rows(facts: TokenizerFacts, cfg: ModelConfig | None) -> list[tuple
     ]
 
 
-def draw_sizes(found: Inspection, out: Console) -> None:
-    if not found.sizes:
+def draw_sizes(inspection: Inspection, out: Console) -> None:
+    if not inspection.sizes:
         return
     ink, width = "█" if is_unicode(out) else "#", bar_width(out)
     rows = [
         (size.kind, str(size.tensors), size_in_words(size.nbytes), f"{size.share:.1%}", ink * round(width * size.share))
-        for size in found.sizes
+        for size in inspection.sizes
     ]
     out.print(make_table(("", ">tensors", ">size", ">share", ""), rows, title="Where the bytes are"))
     out.print()
 
 
-def draw_ternary(found: Inspection, out: Console) -> None:
+def draw_ternary(inspection: Inspection, out: Console) -> None:
     """The shares of -1, 0 and +1 by kind of linear, and by layer."""
-    if not found.ternary:
+    if not inspection.ternary:
         return
     for by, columns in (("kind", ("kind", "shape")), ("layer", (">layer",))):
         rows: list[list[Any]] = []
-        for key, shares in found.ternary_shares(by).items():
-            group = [matrix for matrix in found.ternary if getattr(matrix, by) == key]
+        for key, shares in inspection.ternary_shares(by).items():
+            group = [matrix for matrix in inspection.ternary if getattr(matrix, by) == key]
             (rows_count, width), *others = sorted({matrix.shape for matrix in group})
             shape = [f"{rows_count} x {width}{' ...' if others else ''}"] if by == "kind" else []
             bar = share_bar(shares, bar_width(out), is_unicode(out))
             rows.append([str(key), *shape, *(f"{share:.1%}" for share in shares), bar, scale_range(group)])
-        columns = (*columns, ">-1", ">0", ">+1", "", "scale|")
+        columns = (*columns, ">-1", ">0", ">+1", "", "|scale")
         out.print(make_table(columns, rows, title=f"Ternary weights by {by}"))
         out.print()
 
@@ -165,26 +166,26 @@ def scale_range(group: list[TernaryMatrix]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def draw_tensors(found: Inspection, out: Console) -> None:
+def draw_tensors(inspection: Inspection, out: Console) -> None:
     rows = [
         (tensor.name, tensor.dtype, " x ".join(map(str, tensor.shape)) or "scalar", size_in_words(tensor.nbytes))
-        for tensor in found.tensors
+        for tensor in inspection.tensors
     ]
     out.print(make_table(("name", "dtype", "shape", ">size"), rows, title="Tensors"))
     out.print()
 
 
-def draw_findings(found: Inspection, out: Console) -> None:
+def draw_findings(inspection: Inspection, out: Console) -> None:
     """Errors, warnings and notes: one line for each fault, however many tensors share it."""
-    if not found.findings:
+    if not inspection.findings:
         out.print(style_text("Nothing odd about it.", "green"))
         return
     rows = []
-    for first, *others in found.finding_groups():
+    for first, *others in inspection.finding_groups():
         severity = style_text(f"{first.severity}:", SEVERITY_STYLES[first.severity])
         place = [Path(first.path).name] if first.path else []
         place += [f"byte {first.offset}"] if first.offset is not None else []
-        place += [first.field] if first.field else []
+        place += [printable(first.field, keep="")] if first.field else []
         if others:
             is_same = all(other.message == first.message for other in others)
             message = style_text(f"{len(others) + 1} tensors", "bold")

@@ -88,7 +88,7 @@ def draw(entries: list[Entry], shipped: list[str], out: Console) -> None:
         shape = f"{about.get('model_type')}, {about.get('layers')} layers of {about.get('hidden_size')}"
         size, digest = size_in_words(entry.nbytes), entry.digest[:12]
         rows.append((entry.name, revision, entry.kind, shape, size, entry.time[:10], digest))
-    columns = ("name", "revision", "kind", "shape", ">size|", "stored|", "content|")
+    columns = ("name", "revision", "kind", "shape", ">|size", "|stored", "|content")
     shown = len(columns) if out.width >= 100 else 6
     out.print(make_table(columns[:shown], [row[:shown] for row in rows], title="Models"))
 

@@ -5,9 +5,10 @@ May import everything below it: `api` and the rooms that it uses. Engines are in
 
 from .engines.bitnet_cpp import cross_bitnet_cpp
 from .engines.outside import cross_engine, cross_engine_on
-from .opponents import Crossing, cross_backends, cross_trace, default_tokens, write_html
+from .opponents import cross_backends, cross_trace, default_tokens
 from .precision import PrecisionBench, measure_precision
 from .receipt import Verification, make_receipt, verify_receipt
+from .report import Crossing, write_html
 
 __all__ = [
     "Crossing",

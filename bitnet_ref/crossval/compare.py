@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
 from .flips import Flip, implied_int8, judge_flips
-from .metrics import Distance, Figures, LogitsDistance, measure, measure_logits, rows_of, shape_of
+from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
 from .names import INT8, SYNONYMS, layer_of, linear_input, op_kind, op_order
 from .token_ids import token_parity
 from .tolerances import FLIP_CEILING, NARROW_FLOATS, tolerance_of
@@ -147,6 +147,7 @@ def compare(
         inputs give equal bits. None: as a Trace says; True for a dict.
     engine_dtype: "float32", "bfloat16" or "float16": what the candidate computes in. None: as a Trace says; float32.
     """
+    candidate = View(candidate)
     tokens = getattr(reference, "token_ids", None) if tokens is None else tokens
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
     own_engine = getattr(candidate, "own_engine", True) if own_engine is None else own_engine
@@ -158,7 +159,7 @@ def compare(
         return comparison
     walk = Walk(reference, candidate, config, ids, comparison, own_engine, engine_dtype)
     order = op_order(config)
-    comparison.unknown = sorted(name for name in candidate if SYNONYMS.get(name, name) not in set(order))
+    comparison.unknown = sorted(set(candidate) - set(order))
     with np.errstate(all="ignore"):  # values that are not finite are named below
         for name in order:
             walk.step(name)
@@ -197,31 +198,26 @@ class Walk:
     def __post_init__(self) -> None:
         self._is_ternary = self.is_ternary or self._recorded_as_ternary
         self._any_int8 = any(name.endswith(INT8) for name in self.reference)
-        self.names = {SYNONYMS.get(name, name): name for name in self.candidate}
         self.reached = np.zeros(self.comparison.tokens, dtype=bool)
-        self.depth: int | None = None  # layers computed before a tensor that `pair` judges
 
     def step(self, name: str) -> None:
         if name.endswith("hook_attn_scores"):
             self._spread()
         if name not in self.reference:
             return
-        if name in self.names:
-            self.comparison.ops.append(self._judge(name, self.candidate, self.names[name]))
+        mine, depth = tensor_of(self.reference, name), self._depth(name)
+        if name in self.candidate:
+            self.comparison.ops.append(self.judge(name, mine, tensor_of(self.candidate, name), depth))
             return
         self.comparison.missing.append(name)
         if name.endswith(INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
             source = linear_input(linear, self.config)
-            if source in self.names and shape_of(self.candidate, self.names[source])[:1] == (self.comparison.tokens,):
-                x = np.asarray(self.candidate[self.names[source]], dtype=np.float32).reshape(self.comparison.tokens, -1)
-                result = self._judge(name, {name: implied_int8(x)}, name, "implied by the linear's input")
+            tokens = self.comparison.tokens
+            if source in self.candidate and tensor_of(self.candidate, source).shape[:1] == (tokens,):
+                x = np.asarray(self.candidate[source], dtype=np.float32).reshape(tokens, -1)
+                result = self.judge(name, mine, implied_int8(x), depth, "implied by the linear's input")
                 if result.status != OK:  # it is not the candidate's own tensor: only the flips it shows matter
                     self.comparison.ops.append(result)
-
-    def pair(self, name: str, mine: NDArray, theirs: NDArray, depth: int | None = None, note: str = "") -> OpResult:
-        """Judge one tensor outside the walk. depth: see `Tolerance.relative`."""
-        self.reference, self.depth = {name: mine}, depth
-        return self._judge(name, {name: theirs}, name, note)
 
     def refuse(self, name: str, shape: tuple[int, ...], note: str) -> OpResult:
         """The result for a tensor that cannot be compared."""
@@ -229,29 +225,25 @@ class Walk:
         kind, reason = op_kind(name, self._is_ternary), "what cannot be compared does not agree"
         return OpResult(*figures, name, kind, shape, DIFFERS, None, math.inf, 0.0, reason, note)
 
-    def _judge(self, name: str, candidate: Tensors, candidate_name: str, note: str = "") -> OpResult:
+    def judge(self, name: str, mine: Rows, theirs: Rows, depth: int | None = None, note: str = "") -> OpResult:
+        """The candidate's tensor `theirs` against the reference's. depth: see `Tolerance.relative`."""
         kind = op_kind(name, self._is_ternary)
         by_head = kind in ("attention scores", "attention pattern")
-        reference, reached, first_row = self.reference, self.reached, 0
-        shape, given = shape_of(reference, name), shape_of(candidate, candidate_name)
+        whole, reached, first_row = mine, self.reached, 0
+        shape, given = mine.shape, theirs.shape
         if kind == "logits" and given in ((shape[1],), (1, shape[1])) and shape[0] > 1:
             first_row, reached = shape[0] - 1, self.reached[-1:]
-            reference = {name: rows_of(reference, name, slice(first_row, shape[0]))}
-            shape, note = (1, shape[1]), "of the last token only"
+            mine, shape, note = whole[first_row:], (1, shape[1]), "of the last token only"
         if not fits(shape, given):
             return self.refuse(name, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
         if shape != given:
-            candidate = {candidate_name: np.asarray(candidate[candidate_name]).reshape(shape)}
+            theirs = theirs[:].reshape(shape)
         tolerance = tolerance_of(kind, self.own_engine)
-        relative = tolerance.relative(self._depth(name))
-        d = measure(reference, candidate, name, candidate_name, shape, relative, by_head, floor=float(by_head))
-        if kind == "logits":
+        relative = tolerance.relative(depth)
+        d = measure(mine, theirs, relative, by_head, floor=float(by_head))
+        if kind == "logits" and d.finite:
             ids = None if self.ids is None or self.ids.max(initial=0) >= shape[1] else self.ids
-            if d.finite:
-                full = (self.comparison.tokens, shape[1]) if first_row else shape
-                self.comparison.logits = measure_logits(
-                    self.reference, candidate, name, candidate_name, full, ids, first_row
-                )
+            self.comparison.logits = measure_logits(whole, theirs, ids, first_row)
         status, token, why, reason = OK, None, "", tolerance.reason
         if self.engine_dtype in NARROW_FLOATS:
             engine = NARROW_FLOATS[self.engine_dtype]
@@ -260,7 +252,7 @@ class Walk:
                 status, token = DIFFERS, _first(d.row_l2 > engine.relative_l2)
             excess = d.relative_l2 / engine.relative_l2
         else:
-            status, token, why = self._status(name, kind, d, reached, reference, candidate, candidate_name)
+            status, token, why = self._status(name, kind, d, reached, mine, theirs, depth)
             excess = float(d.row_excess[~reached].max(initial=0.0))
         if not d.finite and status != DIFFERS and not np.isfinite(d.max_abs):
             status, why = DIFFERS, "not finite"
@@ -268,14 +260,7 @@ class Walk:
         return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(
-        self,
-        name: str,
-        kind: str,
-        d: Distance,
-        reached: NDArray[np.bool_],
-        reference: Tensors,
-        candidate: Tensors,
-        candidate_name: str,
+        self, name: str, kind: str, d: Distance, reached: NDArray[np.bool_], mine: Rows, theirs: Rows, depth: int | None
     ) -> tuple[str, int | None, str]:
         """(status, first token that is beyond its tolerance, why)"""
         if not d.finite:
@@ -283,11 +268,9 @@ class Walk:
         beyond = ~(d.row_excess <= 1)
         fresh = beyond & ~reached
         if kind == "activation int8" and fresh.any() and self.comparison.mode == "free-running":
-            mine, theirs = np.asarray(reference[name]), np.asarray(candidate[candidate_name])
-            linear, depth = name.rpartition(".")[0], self._depth(name) or 0
-            named = View(self.candidate)
+            runs, linear = (self.reference, self.candidate), name.rpartition(".")[0]
             judged = judge_flips(
-                self.reference, named, linear, self.config, depth, fresh, mine, theirs, self.own_engine
+                *runs, linear, self.config, depth or 0, fresh, mine[:], theirs[:], own_engine=self.own_engine
             )
             if judged.unexplained is not None:
                 return DIFFERS, judged.unexplained[0], f"{list(judged.unexplained)}: {judged.why}"
@@ -308,7 +291,7 @@ class Walk:
 
     def _spread(self) -> None:
         """Mark every token that sees a marked one in attention."""
-        window = self.config.sliding_window or len(self.reached)
+        window = self.config.widest_window or len(self.reached)
         for source in np.flatnonzero(self.reached):
             self.reached[source : source + window] = True
 
@@ -321,7 +304,7 @@ class Walk:
     def _depth(self, name: str) -> int | None:
         """Layers computed before this op; None for an op that was fed the reference's inputs."""
         if self.comparison.mode != "free-running":
-            return self.depth
+            return None
         layer = layer_of(name)
         return layer if layer is not None else 0 if name == "hook_embed" else self.config.num_hidden_layers
 
@@ -337,8 +320,14 @@ class View(Mapping[str, NDArray]):
             if hasattr(candidate, attribute):
                 setattr(self, attribute, getattr(candidate, attribute))
 
+    def tensor(self, name: str) -> Rows:
+        return tensor_of(self.candidate, self.names[name])
+
     def __getitem__(self, name: str) -> NDArray:
         return self.candidate[self.names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -365,7 +354,7 @@ def _first(rows: NDArray[np.bool_]) -> int | None:
 def _token_count(tensors: Tensors) -> int:
     """The length of a run: of the first axis of a tensor that has no head axis before it."""
     by_head = ("hook_attn_scores", "hook_pattern")
-    return next((shape_of(tensors, name)[0] for name in tensors if not name.endswith(by_head)), 0)
+    return next((tensor_of(tensors, name).shape[0] for name in tensors if not name.endswith(by_head)), 0)
 
 
 def _to_json(value: Any) -> Any:

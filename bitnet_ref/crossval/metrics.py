@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,16 +45,19 @@ class Distance(Figures):
     row_l2: NDArray[np.float64]  # (N,) relative
 
 
-def rows_of(source: Mapping[str, NDArray], name: str, rows: slice) -> NDArray:
-    """Some rows of a tensor; a trace reads only those from its file."""
-    read_rows = getattr(source, "read_rows", None)
-    return read_rows(name, rows.start, rows.stop) if read_rows is not None else np.asarray(source[name])[rows]
+class Rows(Protocol):
+    """A tensor: an array, or one in a trace file, which reads only the rows that are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, rows: slice, /) -> NDArray: ...
 
 
-def shape_of(source: Mapping[str, NDArray], name: str) -> tuple[int, ...]:
-    """A tensor's shape, without reading it."""
-    shape = getattr(source, "shape", None)
-    return shape(name) if shape is not None else np.asarray(source[name]).shape
+def tensor_of(run: Mapping[str, NDArray], name: str) -> Rows:
+    """A tensor of a run. One of a trace is not read yet."""
+    tensor = getattr(run, "tensor", None)
+    return tensor(name) if tensor is not None else np.asarray(run[name])
 
 
 def blocks_of(shape: tuple[int, ...]) -> Iterator[slice]:
@@ -63,31 +67,21 @@ def blocks_of(shape: tuple[int, ...]) -> Iterator[slice]:
         yield slice(start, min(start + rows, shape[0]))
 
 
-def measure(
-    reference: Mapping[str, NDArray],
-    candidate: Mapping[str, NDArray],
-    name: str,
-    candidate_name: str,
-    shape: tuple[int, ...],
-    relative: float,
-    by_head: bool,
-    floor: float,
-) -> Distance:
-    """Compare one tensor.
+def measure(reference: Rows, candidate: Rows, relative: float, by_head: bool, floor: float) -> Distance:
+    """Compare one tensor. The candidate's has as many values for each step of the first axis.
 
-    shape: the reference's; the candidate's has as many values for each step of the first axis.
     relative: the error allowed as a share of the largest |reference| of the same row, which counts as at least `floor`.
     by_head: the first axis is heads and the second tokens (scores, patterns); otherwise the first is tokens.
     """
-    tokens = shape[1] if by_head else shape[0]
+    tokens = reference.shape[1 if by_head else 0]
     row_excess, row_errors, row_squares = np.zeros(tokens), np.zeros(tokens), np.zeros(tokens)
     n_values = n_differ = 0
     worst: tuple[int, ...] | None = None
     max_abs, finite = 0.0, True
     dot = rr = cc = dd = 0.0
-    for rows in blocks_of(shape):
-        r = rows_of(reference, name, rows)
-        c = rows_of(candidate, candidate_name, rows).reshape(r.shape)
+    for rows in blocks_of(reference.shape):
+        r = reference[rows]
+        c = candidate[rows].reshape(r.shape)
         n_values += r.size
         if np.array_equal(r, c):  # quick, and the usual case between our backends; NaN is not equal to itself
             square = _square(r, by_head)
@@ -164,31 +158,23 @@ class LogitsDistance:
     kl_max: float
     top1_agreement: float  # share of tokens whose most likely next token is the same
     smallest_margin: float  # best minus second best logit of the reference, minimum over the tokens
-    widest_lost_margin: (
-        float | None
-    )  # maximum over the tokens where the candidate's top-1 differs; None: there are none
+    widest_lost_margin: float | None  # maximum over the tokens whose most likely next token differs
     perplexity_reference: float | None  # on the tokens themselves; None for a single token
     perplexity_candidate: float | None
 
 
 def measure_logits(
-    reference: Mapping[str, NDArray],
-    candidate: Mapping[str, NDArray],
-    name: str,
-    candidate_name: str,
-    shape: tuple[int, ...],
-    tokens: NDArray[np.int64] | None,
-    first_row: int = 0,
+    reference: Rows, candidate: Rows, tokens: NDArray[np.int64] | None = None, first_row: int = 0
 ) -> LogitsDistance:
     """Compare logits (N, V) as distributions. first_row: the reference's row that the candidate's first belongs to."""
     kl: list[float] = []
     same: list[bool] = []
     margins: list[float] = []
     nll: list[tuple[float, float]] = []
-    for rows in blocks_of((shape[0] - first_row, *shape[1:])):
+    for rows in blocks_of((reference.shape[0] - first_row, *reference.shape[1:])):
         absolute = slice(rows.start + first_row, rows.stop + first_row)
-        r = rows_of(reference, name, absolute).astype(np.float64)
-        c = rows_of(candidate, candidate_name, rows).reshape(r.shape).astype(np.float64)
+        r = reference[absolute].astype(np.float64)
+        c = candidate[rows].reshape(r.shape).astype(np.float64)
         log_p, log_q = _log_softmax(r), _log_softmax(c)
         with np.errstate(all="ignore"):
             kl += np.where(np.exp(log_p) > 0, np.exp(log_p) * (log_p - log_q), 0.0).sum(axis=-1).tolist()

@@ -7,137 +7,27 @@ the reason and never counts as agreement.
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from .. import __version__
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import BackendError, NumericsError, TokenizerError
-from ..system.atomic import atomic_path
-from .compare import Comparison, compare
+from .compare import compare
 from .explain.diagnose import Diagnosis, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
-from .paths import PathCheck, check_paths
-from .report import Evidence, Section, evidence, html_report
+from .paths import check_paths
+from .report import Crossing, evidence
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
-from .token_ids import Greedy, token_parity
+from .token_ids import token_parity
 from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # for a model without a tokenizer
-
-
-@dataclass
-class Crossing:
-    """The comparisons of one opponent with the reference."""
-
-    opponent: str
-    comparisons: list[Comparison] = field(default_factory=list)
-    unavailable: str | None = None  # why it could not run here
-    failed: str | None = None  # the error that ended its run
-    evidence: Evidence | None = None  # for the plots of the report
-    causes: list[Diagnosis] = field(default_factory=list)  # tested causes of a difference, the confirmed ones first
-    # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
-    rule: str | None = None
-    contract: Comparison | None = None  # then: with the unchanged reference
-    greedy: Greedy | None = None  # of an engine that prints tokens only
-    paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
-
-    @property
-    def agrees(self) -> bool | None:
-        """None when it could not run: neither agreement nor difference."""
-        if self.unavailable is not None:
-            return None
-        if self.greedy is not None and not self.greedy.agrees:
-            return False
-        compared = bool(self.comparisons) or self.greedy is not None
-        agree = all(comparison.agrees for comparison in self.comparisons) and all(check.passed for check in self.paths)
-        return self.failed is None and (compared or bool(self.paths)) and agree
-
-    @property
-    def verdict(self) -> str:
-        """One line; of the first comparison that differs, if one does."""
-        if self.unavailable is not None:
-            return f"not available: {self.unavailable}"
-        if self.failed is not None:
-            return f"FAILED: {self.failed}"
-        if self.greedy is not None:
-            return self.greedy.verdict
-        wrong = next((check for check in self.paths if not check.passed), None)
-        if wrong is not None and all(comparison.agrees for comparison in self.comparisons):
-            return f"DIFFERS on the execution path {wrong.path!r}: {wrong.detail}"
-        if not self.comparisons:
-            return f"AGREES: {len(self.paths)} execution paths" if self.paths else "nothing was compared"
-        shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
-        confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
-        verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
-        if self.rule is None:
-            return verdict
-        verdict += f". Compared by its own rule: {self.rule}"
-        if self.contract is None or self.contract.logits is None:
-            return verdict
-        logits = self.contract.logits
-        return (
-            f"{verdict}; against the contract max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
-        )
-
-    def diagnosis(self) -> list[str]:
-        """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
-        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
-        return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
-
-    def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
-        """As plain JSON values; `describe` gives those of a comparison."""
-        return {
-            "opponent": self.opponent,
-            "agrees": self.agrees,
-            "verdict": self.verdict,
-            "unavailable": self.unavailable,
-            "failed": self.failed,
-            "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
-            "comparisons": [describe(comparison) for comparison in self.comparisons],
-            "paths": [check.to_dict() for check in self.paths],
-            "rule": self.rule,
-            "contract": None if self.contract is None else describe(self.contract),
-            "greedy": None if self.greedy is None else self.greedy.to_dict(),
-        }
-
-
-def summarize(crossing: Crossing) -> str:
-    """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
-
-    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes state.
-    """
-    if crossing.failed is not None:
-        return "FAILED"
-    bad = next((each for each in crossing.comparisons if not each.agrees), None)
-    if bad is not None:
-        first = bad.first_divergence
-        return f"**DIFFERS**: {bad.problem if first is None else first.name}"
-    if not crossing.agrees:
-        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
-    if not crossing.comparisons:
-        return "agrees"
-    free = crossing.comparisons[-1]
-    if all(op.equal for op in free.ops):
-        return "equal"
-    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
-    flips = f", {free.n_flips} flips" if free.n_flips else ""
-    if crossing.rule is None:
-        return f"agrees{flips}{kl}"
-    if crossing.contract is None or crossing.contract.logits is None:
-        return f"inexact*{kl}"
-    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
 def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
@@ -272,11 +162,3 @@ def _as_message(model: Model, text: str) -> list[int] | None:
         return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
     except TokenizerError:
         return None
-
-
-def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
-    """Write one HTML report of all crossings."""
-    sections = [Section(c.opponent, c.verdict, c.agrees, c.comparisons, c.evidence, c.diagnosis()) for c in crossings]
-    about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
-    with atomic_path(path) as temporary:
-        temporary.write_text(html_report(title, sections, about), encoding="utf-8")

@@ -211,14 +211,14 @@ def _divide(make: MakeBackend, reference: Model) -> Model:
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-def _equal(found: NDArray, expected: NDArray) -> Outcome:
-    if found.shape != expected.shape:
-        return 0, f"expected logits {expected.shape}, got {found.shape}", ""
-    if np.array_equal(found, expected):
-        return found.size, None, "equal to the bit"
-    token, column = (int(i) for i in np.argwhere(found != expected)[0])
-    distance = float(np.abs(found - expected).max())
-    return found.size, f"differs from ops by {distance:.1e}, first at token {token}, logit {column}", ""
+def _equal(logits: NDArray, expected: NDArray) -> Outcome:
+    if logits.shape != expected.shape:
+        return 0, f"expected logits {expected.shape}, got {logits.shape}", ""
+    if np.array_equal(logits, expected):
+        return logits.size, None, "equal to the bit"
+    token, column = (int(i) for i in np.argwhere(logits != expected)[0])
+    distance = float(np.abs(logits - expected).max())
+    return logits.size, f"differs from ops by {distance:.1e}, first at token {token}, logit {column}", ""
 
 
 def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outcome:
@@ -239,8 +239,8 @@ def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outco
 
 def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
     """A whole prompt, and one token at a time: kernels for many tokens and for few."""
-    found = [_whole(model, tokens, None), _decoding(model, tokens, None)]
-    return _equal(np.concatenate(found), np.concatenate([plain, plain]))
+    both = [_whole(model, tokens, None), _decoding(model, tokens, None)]
+    return _equal(np.concatenate(both), np.concatenate([plain, plain]))
 
 
 def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
@@ -339,9 +339,9 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
         return "the log probabilities of the new tokens are not those of the logits"
     likeliest = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
     for at, ids in enumerate(likeliest.tolist() if top else []):
-        found, expected = out.top_logprobs[at], {token: float(logprobs[at, token]) for token in ids}
-        if found.keys() != expected.keys() or any(abs(found[each] - expected[each]) > LOGITS_FLOOR for each in ids):
-            return f"the {top} most likely tokens at new token {at} are {expected}, got {found}"
+        given, expected = out.top_logprobs[at], {token: float(logprobs[at, token]) for token in ids}
+        if given.keys() != expected.keys() or any(abs(given[each] - expected[each]) > LOGITS_FLOOR for each in ids):
+            return f"the {top} most likely tokens at new token {at} are {expected}, got {given}"
     return None if top or out.top_logprobs is None else "top_logprobs were not asked for"
 
 

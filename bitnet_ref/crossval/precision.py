@@ -1,8 +1,10 @@
-"""The error of 16-bit dtypes: the logits of a text in float16 or bfloat16 against those of the float32 reference.
+"""The error of narrow numbers: the logits of a text in float16 or bfloat16, or with a narrow KV cache.
 
-These dtypes are not part of the contract, so there is a measurement and no verdict. float32 on the same backend is
-listed beside them: it shows the effect of another order of sums. Each token follows the true text (teacher forcing);
-only the greedy continuation follows its own choices.
+Each token follows the true text (teacher forcing), so errors do not accumulate as they do when each run continues with
+its own choices; only the greedy continuation of `measure_precision` does that.
+
+16-bit dtypes are not part of the contract, so there is a measurement and no verdict. float32 on the same backend is
+listed beside them: it shows the effect of another order of sums.
 
 Measured on the emulated device, which has NumPy's float32 product where a card has cuBLAS, as one prompt:
 
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend, choose_backend
+from ..backends.cache_dtypes import CACHE_DTYPES
 from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch
@@ -42,6 +45,7 @@ from .token_ids import common_prefix
 DTYPES = ("float32", "float16", "bfloat16")
 CONTINUED = 48  # tokens of the greedy continuation, and of its prompt
 WAYS = ("prompt", "steps")
+CHUNK = 64  # tokens per pass over a cache, so that a large vocabulary's logits are never held for the whole text
 
 TEXT = """
     Once upon a time there lived in a small house beside the forest an old woman and her grandson. Every morning
@@ -93,11 +97,9 @@ def measure_precision(
     text: None takes a short story. Raises BackendUnavailable, ConfigError for a dtype that the backend does not have,
     GenerationError for a text of fewer than two tokens, TokenizerError for a text if the model has no tokenizer.
     """
-    text = " ".join(TEXT.split()) if text is None else text
-    ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
-    if len(ids) < 2:
-        raise GenerationError(f"measure_precision: expected a text of two tokens or more, got {len(ids)}")
-    tokens = model.check_tokens(ids[: model.config.context_length])
+    tokens = _tokens_of(model, text)
+    if len(tokens) < 2:
+        raise GenerationError(f"measure_precision: expected a text of two tokens or more, got {len(tokens)}")
     reference = model.on(Backend("float32", model.backend.threads))
     exact = reference.logits(tokens)
     start = [int(token) for token in tokens[: min(CONTINUED, len(tokens) // 2)]]
@@ -108,18 +110,24 @@ def measure_precision(
         device = getattr(getattr(subject.backend, "ws", None), "device", None) or device
         for way in WAYS:
             logits = _logits(subject, tokens, way)
-            distance = measure_logits({"a": exact}, {"a": logits}, "a", "a", exact.shape, None)
+            distance = measure_logits(exact, logits)
             difference = np.abs(exact - logits)
-            errors.append(
-                PrecisionError(
-                    *(dtype, way, float(difference.max()), float(difference.mean(dtype=np.float64))),
-                    *(max(0.0, distance.kl_mean), max(0.0, distance.kl_max), distance.top1_agreement),
-                )
-            )
+            kl = max(0.0, distance.kl_mean), max(0.0, distance.kl_max)  # rounding may leave -1e-18
+            sizes = float(difference.max()), float(difference.mean(dtype=np.float64))
+            errors.append(PrecisionError(dtype, way, *sizes, *kl, distance.top1_agreement))
         same[dtype] = common_prefix(_continuation(subject, start), right)
         subject.close()
     largest, name = float(np.abs(exact).max()), None if device is None else device.name
     return PrecisionBench(backend, name, len(tokens), largest, tuple(errors), len(right), same)
+
+
+def _tokens_of(model: Model, text: str | Sequence[int] | None) -> NDArray[np.int64]:
+    """The ids of a text (None: the short story), cut to the model's context."""
+    text = " ".join(TEXT.split()) if text is None else text
+    ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    if not ids:
+        raise GenerationError("the text has no tokens")
+    return model.check_tokens(ids[: model.config.context_length])
 
 
 def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> NDArray:
@@ -135,3 +143,62 @@ def _continuation(model: Model, start: list[int]) -> list[int]:
     out = model.generate(start, max_tokens=count, temperature=0.0, ignore_eos=True)
     assert isinstance(out, Generation)
     return list(out.token_ids)
+
+
+# -- KV caches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheError:
+    """The error of one cache dtype. KL(float32 || dtype) in nats."""
+
+    dtype: str
+    bytes_per_token: int
+    max_logit_error: float  # over all tokens and the whole vocabulary
+    kl_mean: float
+    kl_max: float
+    greedy_agreement: float  # share of tokens with the same most likely next token
+
+
+@dataclass(frozen=True)
+class CacheBench:
+    """One `CacheError` per cache dtype; all are measured against float32."""
+
+    backend: str
+    tokens: int
+    errors: tuple[CacheError, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        return asdict(self)
+
+
+def measure_cache(
+    model: Model, text: str | Sequence[int] | None = None, dtypes: Sequence[str] = CACHE_DTYPES
+) -> CacheBench:
+    """The error of each cache dtype on a text (or token ids), cut to the model's context. Only the cache differs.
+
+        for error in measure_cache(bitnet_ref.load()).errors:
+            print(error.dtype, error.bytes_per_token, error.kl_mean)
+
+    text: None means a short story. Raises ShapeError for a dtype that the backend does not support, GenerationError
+    for a text without tokens, TokenizerError for a text when the model has no tokenizer.
+    """
+    tokens = _tokens_of(model, text)
+    caches = {dtype: model.new_cache(1, len(tokens), dtype=dtype) for dtype in dict.fromkeys(("float32", *dtypes))}
+    chunks: dict[str, list[tuple[int, float, float, float, float]]] = {dtype: [] for dtype in caches}
+    for start in range(0, len(tokens), CHUNK):
+        batch = TokenBatch.of([(0, start, tokens[start : start + CHUNK])])
+        exact = model.run(batch, caches["float32"]).all()
+        for dtype, cache in caches.items():
+            logits = exact if dtype == "float32" else model.run(batch, cache).all()
+            distance = measure_logits(exact, logits)
+            max_error = float(np.abs(exact - logits).max())
+            chunks[dtype].append((len(batch), max_error, distance.kl_mean, distance.kl_max, distance.top1_agreement))
+    errors = []
+    for dtype in dtypes:
+        counts, max_errors, kl_means, kl_maxima, agreements = zip(*chunks[dtype], strict=True)
+        kl_mean, agreement = (float(np.average(values, weights=counts)) for values in (kl_means, agreements))
+        kl = max(0.0, kl_mean), max(0.0, *kl_maxima)
+        errors.append(CacheError(dtype, caches[dtype].bytes_per_token, max(max_errors), *kl, agreement))
+    return CacheBench(model.backend.name, len(tokens), tuple(errors))

@@ -1,24 +1,32 @@
-"""Comparisons as one HTML file: no script, no network, plots as inline SVG.
+"""The comparisons of an opponent with the reference: their verdict, and all of them as one HTML file.
 
-`evidence` selects the values that the plots show: some logits of both sides, and a patch of the first tensor that
-differs with the right one. `html_report` draws any number of comparisons under one title.
+The file has no script, takes nothing from the network, and its plots are inline SVG. `evidence` selects the values that
+they show: some logits of both sides, and a patch of the first tensor that differs with the right one.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import __version__
+from ..errors import printable
+from ..system.atomic import atomic_path
 from . import svg
-from .compare import DIFFERS, FLIP, Comparison, OpResult
-from .metrics import rows_of, shape_of
-from .names import LOGITS, SYNONYMS
+from .compare import DIFFERS, FLIP, Comparison, OpResult, View
+from .explain.diagnose import Diagnosis
+from .metrics import tensor_of
+from .names import LOGITS
+from .paths import PathCheck
+from .token_ids import Greedy
 
 _LOGIT_POINTS = 1500
 _PATCH = (32, 48)  # rows and columns of a heat map
@@ -36,36 +44,125 @@ class Evidence:
 
 
 @dataclass
-class Section:
-    """One opponent in the report."""
+class Crossing:
+    """The comparisons of one opponent with the reference."""
 
-    title: str
-    verdict: str
-    agrees: bool | None  # None: not available, so neither
+    opponent: str
     comparisons: list[Comparison] = field(default_factory=list)
-    evidence: Evidence | None = None
-    causes: list[str] = field(default_factory=list)  # the diagnosis, one sentence per cause
+    unavailable: str | None = None  # why it could not run here
+    failed: str | None = None  # the error that ended its run
+    evidence: Evidence | None = None  # for the plots of the report
+    causes: list[Diagnosis] = field(default_factory=list)  # tested causes of a difference, the confirmed ones first
+    # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
+    rule: str | None = None
+    contract: Comparison | None = None  # then: with the unchanged reference
+    greedy: Greedy | None = None  # of an engine that prints tokens only
+    paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
+
+    @property
+    def agrees(self) -> bool | None:
+        """None when it could not run: neither agreement nor difference."""
+        if self.unavailable is not None:
+            return None
+        if self.greedy is not None and not self.greedy.agrees:
+            return False
+        compared = bool(self.comparisons) or self.greedy is not None
+        agree = all(comparison.agrees for comparison in self.comparisons) and all(check.passed for check in self.paths)
+        return self.failed is None and (compared or bool(self.paths)) and agree
+
+    @property
+    def verdict(self) -> str:
+        """One line; of the first comparison that differs, if one does."""
+        if self.unavailable is not None:
+            return f"not available: {self.unavailable}"
+        if self.failed is not None:
+            return f"FAILED: {self.failed}"
+        if self.greedy is not None:
+            return self.greedy.verdict
+        wrong = next((check for check in self.paths if not check.passed), None)
+        if wrong is not None and all(comparison.agrees for comparison in self.comparisons):
+            return f"DIFFERS on the execution path {wrong.path!r}: {wrong.detail}"
+        if not self.comparisons:
+            return f"AGREES: {len(self.paths)} execution paths" if self.paths else "nothing was compared"
+        shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
+        confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
+        verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
+        if self.rule is None:
+            return verdict
+        verdict += f". Compared by its own rule: {self.rule}"
+        if self.contract is None or self.contract.logits is None:
+            return verdict
+        logits = self.contract.logits
+        return (
+            f"{verdict}; against the contract max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
+        )
+
+    def diagnosis(self) -> list[str]:
+        """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
+        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
+        return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
+
+    def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
+        """As plain JSON values; `describe` gives those of a comparison."""
+        return {
+            "opponent": self.opponent,
+            "agrees": self.agrees,
+            "verdict": self.verdict,
+            "unavailable": self.unavailable,
+            "failed": self.failed,
+            "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
+            "comparisons": [describe(comparison) for comparison in self.comparisons],
+            "paths": [check.to_dict() for check in self.paths],
+            "rule": self.rule,
+            "contract": None if self.contract is None else describe(self.contract),
+            "greedy": None if self.greedy is None else self.greedy.to_dict(),
+        }
+
+
+def summarize(crossing: Crossing) -> str:
+    """A verdict in a word or two, with the largest KL of the softmax to the reference's, in nats.
+
+    "equal": bit for bit.   "agrees": within float rounding.   A star: by a rule of its own, which the notes state.
+    """
+    if crossing.failed is not None:
+        return "FAILED"
+    bad = next((each for each in crossing.comparisons if not each.agrees), None)
+    if bad is not None:
+        first = bad.first_divergence
+        return f"**DIFFERS**: {bad.problem if first is None else first.name}"
+    if not crossing.agrees:
+        return "**DIFFERS**: " + next(check.path for check in crossing.paths if not check.passed)
+    if not crossing.comparisons:
+        return "agrees"
+    free = crossing.comparisons[-1]
+    if all(op.equal for op in free.ops):
+        return "equal"
+    kl = "" if free.logits is None else f", KL {max(free.logits.kl_max, 0.0):.0e}"
+    flips = f", {free.n_flips} flips" if free.n_flips else ""
+    if crossing.rule is None:
+        return f"agrees{flips}{kl}"
+    if crossing.contract is None or crossing.contract.logits is None:
+        return f"inexact*{kl}"
+    return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
 def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], comparison: Comparison) -> Evidence:
     """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
-    out = Evidence()
-    actual = {SYNONYMS.get(name, name): name for name in candidate}
+    out, candidate = Evidence(), View(candidate)
     op = next((op for op in comparison.ops if op.name == LOGITS), None)
-    if op is not None and shape_of(candidate, actual[LOGITS]) == shape_of(reference, LOGITS):
-        rows = slice(max(0, op.shape[0] - 8), op.shape[0])  # the last tokens see the longest context
-        pair = [rows_of(reference, LOGITS, rows), rows_of(candidate, actual[LOGITS], rows)]
-        step = max(1, pair[0].size // _LOGIT_POINTS)
-        out.logits = np.stack([side.astype(np.float32).reshape(-1)[::step] for side in pair], axis=-1)
+    both = [tensor_of(run, LOGITS) for run in (reference, candidate)] if op is not None else []
+    if both and both[0].shape == both[1].shape:
+        last = [logits[-8:].astype(np.float32).reshape(-1) for logits in both]  # tokens with the longest context
+        out.logits = np.stack(last, axis=-1)[:: max(1, last[0].size // _LOGIT_POINTS)]
     bad = comparison.first_divergence
-    if bad is None or bad.worst is None or bad.name not in reference or bad.name not in actual:
+    if bad is None or bad.worst is None or bad.name not in reference or bad.name not in candidate:
         return out
-    shape = shape_of(reference, bad.name)
+    shape = tensor_of(reference, bad.name).shape
     if bad.shape != shape or not bad.n_values:
         return out
     with np.errstate(all="ignore"):
         mine: NDArray = np.asarray(reference[bad.name], dtype=np.float32)
-        theirs: NDArray = np.asarray(candidate[actual[bad.name]], dtype=np.float32).reshape(shape)
+        theirs: NDArray = np.asarray(candidate[bad.name], dtype=np.float32).reshape(shape)
     if len(shape) == 3 and bad.kind.startswith("attention") and bad.kind != "attention values":
         mine, theirs, at = mine[bad.worst[0]], theirs[bad.worst[0]], bad.worst[1:]  # the head with the largest error
     else:
@@ -77,19 +174,22 @@ def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray],
     return out
 
 
-def html_report(title: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
-    """The whole page. facts: the table under the title (model, tokens, versions, machine)."""
-    rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in facts.items())
+def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
+    """Write all crossings as one page. facts: rows of the table under its title, besides versions and machine."""
+    about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
+    rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in about.items())
     overview = "".join(
-        f'<tr><td><a href="#s{i}">{_e(s.title)}</a></td><td class="{_class(s.agrees)}">{_e(s.verdict)}</td></tr>'
-        for i, s in enumerate(sections)
+        f'<tr><td><a href="#s{i}">{_e(c.opponent)}</a></td><td class="{_class(c.agrees)}">{_e(c.verdict)}</td></tr>'
+        for i, c in enumerate(crossings)
     )
-    body = "".join(_section(f"s{i}", section) for i, section in enumerate(sections))
-    return (
+    body = "".join(_section(f"s{i}", crossing) for i, crossing in enumerate(crossings))
+    page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{_e(title)}</h1><table>{rows}</table>"
         f"<h2>Verdicts</h2><table>{overview}</table>{body}</body></html>\n"
     )
+    with atomic_path(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
 
 
 _STYLE = """
@@ -109,11 +209,11 @@ _BY_DEPTH = (
 _BY_KIND = "By kind of op: smallest, median and largest relative L2 of the tensors that are not equal."
 
 
-def _section(anchor: str, s: Section) -> str:
-    parts = [f'<h2 id="{anchor}">{_e(s.title)}</h2><p class="{_class(s.agrees)}">{_e(s.verdict)}</p>']
-    if s.causes:
-        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_e(cause)}</li>' for cause in s.causes)}</ul>")
-    for comparison in s.comparisons:
+def _section(anchor: str, c: Crossing) -> str:
+    parts = [f'<h2 id="{anchor}">{_e(c.opponent)}</h2><p class="{_class(c.agrees)}">{_e(c.verdict)}</p>']
+    if causes := c.diagnosis():
+        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_e(cause)}</li>' for cause in causes)}</ul>")
+    for comparison in c.comparisons:
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_e(comparison.verdict)}</p>")
         if not comparison.ops:
             continue
@@ -123,7 +223,7 @@ def _section(anchor: str, s: Section) -> str:
         parts.append(_figure(svg.by_depth(points, starts), _BY_DEPTH))
         parts.append(_figure(svg.error_bars(_by_kind(ops)), _BY_KIND))
         parts += [_flips(comparison), _table(ops)]
-    shown = s.evidence or Evidence()
+    shown = c.evidence or Evidence()
     if shown.logits is not None:
         caption = "Logits of the last tokens: reference on the x axis, candidate on the y axis."
         parts.append(_figure(svg.scatter(shown.logits), caption))
@@ -185,4 +285,4 @@ def _class(agrees: bool | None) -> str:
 
 
 def _e(text: Any) -> str:
-    return html.escape(str(text))
+    return html.escape(printable(str(text)))

@@ -175,7 +175,7 @@ def _sampled(model: Model, answers: dict[str, Any]) -> Outcome:
 
 
 def _prepared(model: Model, answers: dict[str, Any]) -> Outcome:
-    """Weights that are kept on disk in the backend's layout, and mapped at the next start."""
+    """Weights that are kept on disk in the backend's layout, and read at the next start."""
     with TemporaryDirectory(prefix="bitnet-ref-doctor-") as folder:
         path = copytree(ASSETS / MODEL, Path(folder) / MODEL)
         for _ in range(2):  # the first load writes them

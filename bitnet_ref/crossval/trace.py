@@ -12,11 +12,14 @@ A run is written while it is computed and read one tensor, or a few rows, at a t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +28,21 @@ from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
 from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
-from ..errors import FormatError
+from ..errors import FormatError, printable
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
+from ..reference.config import ModelConfig
+from ..reference.quantization import pack_ternary
+from ..reference.weights import (
+    DenseWeight,
+    GroupTernaryWeight,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+)
 from ..system.atomic import atomic_path
-from .hashes import config_hash, weight_hash
+from ..system.json_file import open_regular
 from .names import INT8, op_order
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
@@ -37,6 +50,7 @@ ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ENTRY_BYTES = 300  # reserved in the header for each tensor, besides its name
 _COPY_BYTES = 1 << 20
+_weight_hashes: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()  # of models in memory
 
 
 class TraceWriter:
@@ -150,17 +164,31 @@ def write_trace(
             writer.close()
 
 
-class Trace(Mapping[str, NDArray]):
+@dataclass(frozen=True)
+class TraceTensor:
+    """A tensor in a trace file. A slice of its first axis reads those rows."""
+
+    file: SafetensorsFile
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.tensors[self.name].shape
+
+    def __getitem__(self, rows: slice) -> NDArray:
+        start, stop, _ = rows.indices(self.shape[0])
+        return self.file.read_rows(self.name, start, stop)
+
+
+class Trace(SafetensorsFile, Mapping[str, NDArray]):
     """An open trace file: name -> array. Each access reads the tensor from the file.
 
     Raises FormatError for a file that is no trace or is truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = SafetensorsFile(path)
+        super().__init__(path)
         try:
-            self.path = self._file.path
-            self.metadata = self._file.metadata
             self._check()
         except BaseException:
             self.close()
@@ -181,11 +209,11 @@ class Trace(Mapping[str, NDArray]):
         self.engine_dtype = self.metadata.get("engine_dtype", "float32")
         if self.engine_dtype not in ENGINE_DTYPES:
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
-        self.engine = self.metadata.get("engine", "unknown engine")
+        self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")
         self.prompt = self.metadata.get("prompt")
 
     def _bad(self, field: str, message: str) -> FormatError:
-        return FormatError(message, path=self._file.path, offset=8, field=f"__metadata__.{field}")
+        return self.error(message, 8, f"__metadata__.{field}")
 
     @property
     def own_engine(self) -> bool:
@@ -197,30 +225,71 @@ class Trace(Mapping[str, NDArray]):
         """Whether it has int8 inputs of linears, so that each product can be judged on its own input."""
         return any(name.endswith(INT8) for name in self)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[name].shape
-
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray:
-        """Rows of the tensor's first axis."""
-        return self._file.read_rows(name, start, stop)
+    def tensor(self, name: str) -> TraceTensor:
+        return TraceTensor(self, name)
 
     def __getitem__(self, name: str) -> NDArray:
-        return self._file.read(name)
+        return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file.tensors
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file.tensors)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._file.tensors)
+        return len(self.tensors)
 
-    def __enter__(self) -> Trace:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+# -- hashes: they tie a trace or a receipt to what was computed --------------------------------------------------------
 
-    def close(self) -> None:
-        self._file.close()
+
+def config_hash(config: ModelConfig) -> str:
+    """The hash of every field of the config, as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def weight_hash(w: ModelWeights) -> str:
+    """The hash of a model's weights. It does not depend on the backend's layout or on the file they came from.
+
+    Ternary matrices enter as the packed codes of `quantization` and their scale, dense ones as they are stored.
+    """
+    if w not in _weight_hashes:
+        digest = hashlib.sha256()
+        _add(digest, "embedding", w.embedding)
+        for name, weight in w.linears():
+            if not (name == "lm_head" and w.tied):
+                _add(digest, name, weight)
+        for index, layer in enumerate(w.layers):
+            for name, norm in layer.norms():
+                _add_array(digest, f"blocks.{index}.{name}", norm)
+        _add_array(digest, "final_norm", w.final_norm)
+        _weight_hashes[w] = digest.hexdigest()
+    return _weight_hashes[w]
+
+
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """The hash of a file's bytes."""
+    with open_regular(path, FormatError) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
+    if isinstance(w, DenseWeight):
+        _add_array(digest, name, w.array)
+    elif isinstance(w, GroupTernaryWeight):
+        _add_array(digest, name, w.packed)
+        _add_array(digest, f"{name}.scales {w.group}", w.scales)
+    elif isinstance(w, TernaryLinear):
+        _add_array(digest, name, w.packed if isinstance(w, TernaryWeight) else pack_ternary(w.ternary()))
+        _add_array(digest, f"{name}.scale", np.asarray(w.w_dequant_scale, dtype=np.float32).reshape(1))
+        if w.input_norm is not None:
+            _add_array(digest, f"{name}.rms_norm {w.input_norm.eps}", w.input_norm.weight)
+    _add_array(digest, f"{name}.bias", w.bias)
+
+
+def _add_array(digest: hashlib._Hash, name: str, array: NDArray | None) -> None:
+    if array is None:
+        return
+    digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

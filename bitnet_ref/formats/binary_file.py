@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import FormatError, OutOfMemory
+from ..system.json_file import open_regular
 
 _BLOCK = 1 << 18  # values checked at a time
 _EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}  # all set: NaN or Inf
@@ -33,16 +34,10 @@ class Closeable:
 class BinaryFile(Closeable):
     """A regular file, open for reading. `size` is its size at opening."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
+        """folder: the model folder that the file belongs to; see `open_regular`."""
         self.path = Path(path)
-        try:
-            if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for ever
-                kind = "a directory" if self.path.is_dir() else "not a regular file"
-                raise FormatError(f"is {kind}", path=self.path)
-            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        except (OSError, ValueError) as problem:
-            reason = getattr(problem, "strerror", None) or problem
-            raise FormatError(f"cannot be opened: {reason}", path=self.path) from problem
+        self._file = open_regular(self.path, FormatError, folder)
         self.size = os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import FormatError
+from ..system.json_file import stays_inside
 from .checkpoint import Checkpoint, ReadOptions
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 def choose_format(path: Path) -> tuple[str, Path]:
     """("hf", "native", "gguf" or "onnx", the folder or file to open), by the suffix. Raises FormatError."""
     if path.is_dir() and (path / "model.onnx").is_file() and not any(path.glob("model.safetensors*")):
+        if not stays_inside(path, path / "model.onnx"):
+            raise FormatError("is a link out of the folder; copy the file into it", path=path / "model.onnx")
         path = path / "model.onnx"
     if path.is_dir():
         return "hf", path

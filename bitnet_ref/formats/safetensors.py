@@ -7,6 +7,7 @@ NumPy, and does not say where an error is. Its writer needs all tensors at once;
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -15,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory, ShapeError
+from ..system.atomic import check_space
 from ..system.json_file import parse_json_object
 from .binary_file import BinaryFile, Closeable
 
@@ -57,8 +60,8 @@ class TensorInfo:
 class SafetensorsFile(BinaryFile):
     """An open .safetensors file. `tensors` describes it; `read(name)` returns one array in its own memory."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
+        super().__init__(path, folder)
         try:
             self.metadata: dict[str, str] = {}
             self.tensors = self._read_header()
@@ -71,8 +74,8 @@ class SafetensorsFile(BinaryFile):
         info = self.tensors[name]
         return self.read_array(DTYPES[info.dtype], info.shape, info.offset, name)
 
-    def mapped(self) -> dict[str, NDArray]:
-        """All tensors, memory-mapped and read-only. They outlive `close`.
+    def mapped(self) -> NDArray[np.uint8]:
+        """The file's bytes, memory-mapped and read-only. They outlive `close`.
 
         Only for files that are never shortened: reading past a shortened file's end kills the process. Replacing the
         file is harmless.
@@ -84,10 +87,12 @@ class SafetensorsFile(BinaryFile):
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages, or without them for files
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        return {
-            name: np.frombuffer(memory, DTYPES[info.dtype], math.prod(info.shape), info.offset).reshape(info.shape)
-            for name, info in self.tensors.items()
-        }
+        return np.frombuffer(memory, np.uint8)
+
+    def view(self, memory: NDArray[np.uint8], name: str) -> NDArray:
+        """The tensor in `memory`, which holds the file's bytes."""
+        info = self.tensors[name]
+        return np.frombuffer(memory, DTYPES[info.dtype], math.prod(info.shape), info.offset).reshape(info.shape)
 
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:
         """The tensor's bytes in order, at most `size` at a time. Each block overwrites the one before."""
@@ -159,6 +164,18 @@ class SafetensorsFile(BinaryFile):
         return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
 
 
+def content_hash(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """The hash of a file's content. tensors: name -> (dtype, shape, SHA-256 of its bytes in hexadecimal).
+
+    It does not depend on the order of the tensors, so a writer can compute it one tensor at a time.
+    """
+    facts = {
+        "metadata": {key: value for key, value in metadata.items() if key != "content_hash"},
+        "tensors": {name: [dtype, list(shape), digest] for name, (dtype, shape, digest) in tensors.items()},
+    }
+    return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
@@ -189,9 +206,14 @@ class SafetensorsWriter(Closeable):
         text = self._header_text()
         self._start = 8 + len(text)
         self._unwritten = set(layout)
+        check_space(Path(path), self._start + end)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._write_all(struct.pack("<Q", len(text)) + text)
-        self._file.truncate(self._start + end)
+        try:
+            self._write_all(struct.pack("<Q", len(text)) + text)
+            self._file.truncate(self._start + end)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -86,7 +86,7 @@ def is_single(prompt: Any) -> bool:
     """Whether it is one prompt (a text or token ids), not a list of prompts."""
     if isinstance(prompt, str):
         return True
-    if not isinstance(prompt, list | tuple | np.ndarray):
+    if not isinstance(prompt, list | tuple | np.ndarray) or (isinstance(prompt, np.ndarray) and prompt.ndim == 0):
         raise GenerationError(f"expected a text, a list of token ids or a list of those, got {type(prompt).__name__}")
     return len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 

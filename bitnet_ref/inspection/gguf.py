@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions
-from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
+from ..formats.gguf.blocks import DEQUANTIZABLE, TERNARY_TYPES, dequantize
 from ..formats.gguf.config import ARCHITECTURES, read_gguf_config
 from ..formats.gguf.evidence import block_linears, check_dialect
 from ..formats.gguf.file import GgufFile, GgufTensor, Typed
-from ..formats.gguf.ggml_types import TERNARY_TYPES
 from ..formats.gguf.model import GgufCheckpoint
 from ..formats.names import gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig

@@ -14,15 +14,14 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendUnavailable, BitNetRefError, ConfigError
+from ..errors import BackendUnavailable, BitNetRefError, ConfigError, printable
 from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
 from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
 from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
@@ -30,14 +29,12 @@ from ..formats.names import gguf_name, hf_module, hf_modules
 from ..formats.onnx.file import OnnxFile
 from ..formats.open import choose_format, find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsFile
+from ..notebook.figures import FLOAT, MINUS, PLUS, Figure, new_figure
 from ..reference.quantization import unpack_ternary
 from ..reference.weights import DenseWeight, TernaryWeight, linear_name
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Bands = list[tuple[int, int, tuple[float, float, float]]]  # (first, last + 1, shares of -1, 0, +1)
-_MINUS, _ZERO, _PLUS = "#3b6fb6", "#e3e3e3", "#dd8a2b"
+_ZERO = "#e3e3e3"  # the colour of a weight of 0
 _CORNER = (8, 64)  # rows and columns shown weight by weight
 _LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
 ReadTensor = Callable[[], tuple[str, NDArray[Any]]]  # -> (dtype, values)
@@ -124,14 +121,15 @@ def _stored_tensors(path: Path) -> dict[str, ReadTensor]:
         onnx = OnnxFile(path)
         return {name: partial(_read_onnx, onnx, name) for name in onnx.tensors}
     readers: dict[str, ReadTensor] = {}
-    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-        with SafetensorsFile(file) as safetensors:
-            readers |= {name: partial(_read_safetensors, file, name) for name in safetensors.tensors}
+    folder = path if path.is_dir() else None
+    for file in [path] if folder is None else sorted(folder.glob("*.safetensors")):
+        with SafetensorsFile(file, folder) as safetensors:
+            readers |= {name: partial(_read_safetensors, file, folder, name) for name in safetensors.tensors}
     return readers
 
 
-def _read_safetensors(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    with SafetensorsFile(path) as file:
+def _read_safetensors(path: Path, folder: Path | None, name: str) -> tuple[str, NDArray[Any]]:
+    with SafetensorsFile(path, folder) as file:
         return file.tensors[name].dtype, file.read(name)
 
 
@@ -231,7 +229,9 @@ class TensorView:
         """For a shell: lines of at most `width` characters, or 40 if the width is smaller."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
         lines = self._ternary_lines(max(40, width), unicode) if self.is_ternary else self._dense_lines(width, unicode)
-        return "\n".join(line.rstrip() for line in [f"{self.name}: {shape}, {self.stored_as}", *lines])
+        return "\n".join(
+            line.rstrip() for line in [f"{printable(self.name, keep='')}: {shape}, {self.stored_as}", *lines]
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -278,49 +278,43 @@ class TensorView:
 
     def figure(self) -> Figure:
         """A matplotlib figure. Raises BackendUnavailable, with the command that installs it, when it is missing."""
-        try:
-            from matplotlib.colors import ListedColormap
-            from matplotlib.figure import Figure
-        except ImportError as problem:
-            message = "figures need matplotlib: pip install 'bitnet-ref[notebooks]'; text() does not"
-            raise BackendUnavailable(message) from problem
-        fig = Figure(figsize=(9, 3), dpi=80, layout="constrained")
+        ratios = [1.2, 1.2, 1] if self.is_ternary else [1]
+        figure, ((left, *others),) = new_figure(1, len(ratios), size=(9, 3), width_ratios=ratios)
         if not self.is_ternary:
-            axes = fig.subplots()
             counts, edges = self.histogram(bins=64)
-            axes.stairs(counts, edges, fill=True, color="#4a4a4a")
-            axes.set(title=self.name, xlabel="value", ylabel="count")
-            return fig
-        left, middle, right = fig.subplots(1, 3, width_ratios=[1.2, 1.2, 1])
-        three = ListedColormap([_MINUS, _ZERO, _PLUS])
-        left.imshow(self.values[:48, :64], cmap=three, vmin=-1, vmax=1, interpolation="nearest")
+            left.stairs(counts, edges, fill=True, color=FLOAT)
+            left.set(title=self.name, xlabel="value", ylabel="count")
+            return figure
+        from matplotlib.colors import ListedColormap
+
+        middle, right = others
+        colours = ListedColormap([MINUS, _ZERO, PLUS])
+        left.imshow(self.values[:48, :64], cmap=colours, vmin=-1, vmax=1, interpolation="nearest")
         left.set(title="the first 48 x 64", xlabel="input", ylabel="output")
         grid = self.nonzero_map(max(1, min(96, self.shape[0] // 8)), max(1, min(96, self.shape[1] // 8)))
         extent = (0, self.shape[1], self.shape[0], 0)
         shown = middle.imshow(grid, cmap="magma", aspect="auto", interpolation="nearest", extent=extent)
         middle.set(title="share of non-zeros", xlabel="input")
-        fig.colorbar(shown, ax=middle)
+        figure.colorbar(shown, ax=middle)
         bands = self.bands(0)
         start = np.zeros(len(bands))
         places = [(first + end) / 2 for first, end, _ in bands]
-        for value, colour in enumerate((_MINUS, _ZERO, _PLUS)):
+        for value, colour in enumerate((MINUS, _ZERO, PLUS)):
             part = np.array([shares[value] for _, _, shares in bands])
             height = [0.9 * (end - first) for first, end, _ in bands]
             right.barh(places, part, left=start, height=height, color=colour)
             start = start + part
         right.set(title="-1, 0 and +1 by row", xlabel="share", xlim=(0, 1), ylim=(self.shape[0], 0))
-        return fig
+        return figure
 
     def _repr_html_(self) -> str:
         """For notebooks: two lines of facts and the figure; the text without matplotlib."""
         try:
-            figure = self.figure()
+            figure: Any = self.figure()
         except BackendUnavailable:
             return f"<pre>{html.escape(self.text())}</pre>"
-        png = BytesIO()
-        figure.savefig(png, format="png")
-        facts = html.escape("\n".join(self.text().splitlines()[:2]))
-        return f'<pre>{facts}</pre><img src="data:image/png;base64,{b64encode(png.getvalue()).decode()}">'
+        facts, png = html.escape("\n".join(self.text().splitlines()[:2])), b64encode(figure._repr_png_()).decode()
+        return f'<pre>{facts}</pre><img src="data:image/png;base64,{png}">'
 
 
 def _shares(w_t: NDArray[np.int8]) -> tuple[float, float, float]:

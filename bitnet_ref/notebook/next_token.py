@@ -18,8 +18,8 @@ from ..generation.params import SamplingParams
 from ..generation.sampling import distribution, likeliest
 from ..generation.sequence import Request
 from ..reference.cache import TokenBatch, TokenIds
+from .explorer import Explorer, Slider
 from .figures import Figure, token_bars
-from .widgets import Explorer, Slider
 
 # In the order in which they apply, each with the value that limits nothing
 LIMITS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}

@@ -24,7 +24,7 @@ from ..generation.generate import Generations, Prompt, Prompts, check_streamable
 from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
 from ..notebook.figures import StepRecord
-from ..notebook.widgets.live import LiveView, RequestProgress
+from ..notebook.live import LiveView, RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .tickets import RequestHandle, Ticket, check_process
@@ -177,7 +177,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         return self._worker.closed
 
     def live(self, interval_s: float = 0.5) -> LiveView:
-        """A view of all this that updates itself, in JupyterLab or by rich; see `widgets.LiveView`. It keeps neither
+        """A view of all this that updates itself, in JupyterLab or by rich; see `LiveView`. It keeps neither
         the engine nor the model alive."""
         engine, last = weakref.ref(self), dict[str, Any]()
 

@@ -6,7 +6,6 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from ..backends import DTYPES, NAMES
@@ -14,8 +13,10 @@ from ..backends.cache_dtypes import CACHE_DTYPES
 from ..backends.placement import Placement
 from ..errors import BackendUnavailable, ConfigError, GenerationError, describe
 from ..generation.params import ALIASES, LONGEST_S, Number, SamplingParams, suggest
+from ..system.json_file import read_bounded
 
 PREFIX = "BITNET_REF_ENGINE_"
+MAX_TOML_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ class EngineConfig:
             raise GenerationError(
                 f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
             )
-        most = min(self.max_batch, self.max_queue)
-        if params.n > most:
-            raise GenerationError(f"n: expected at most {most}, as max_batch and max_queue say, got {params.n}")
+        limit = min(self.max_batch, self.max_queue)
+        if params.n > limit:
+            raise GenerationError(f"n: expected at most {limit}, as max_batch and max_queue say, got {params.n}")
         return params
 
     @classmethod
@@ -176,9 +177,9 @@ class EngineConfig:
 
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"cannot be read: {problem}", path=path) from problem
+        data = tomllib.loads(read_bounded(path, ConfigError, MAX_TOML_BYTES).decode("utf-8"))
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"is not valid TOML: {problem}", path=path) from problem
     settings, table = data, data.pop("engine", {})

@@ -18,7 +18,7 @@ from ..errors import EngineClosed, GenerationError
 from ..generation.params import LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
-from ..notebook.widgets.live import RequestProgress
+from ..notebook.live import RequestProgress
 from .scheduler import Job
 
 NEWEST_CHUNKS = 16

@@ -17,8 +17,6 @@ from threading import RLock, Thread, current_thread
 
 from ..backends.loaded import LoadedModel
 from ..errors import (
-    BackendError,
-    ConfigError,
     DeviceError,
     EngineClosed,
     GenerationError,
@@ -28,7 +26,7 @@ from ..errors import (
     describe_error,
 )
 from ..notebook.figures import StepRecord
-from ..notebook.widgets.live import RequestProgress
+from ..notebook.live import RequestProgress
 from .cache_memory import new_cache
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
@@ -111,7 +109,7 @@ class Worker:
         self._bell.put(None)
 
     def check_may_wait(self) -> None:
-        """Raises GenerationError in the engine's own thread, which nobody would drive while it waits."""
+        """Raises GenerationError in the engine's own thread, which computes nothing while it waits."""
         if current_thread() is self._thread:
             raise GenerationError(
                 "a function of a request waits for another request of the same engine, in the engine's own thread: "
@@ -296,7 +294,7 @@ class Worker:
             try:
                 model = self.model.renew(kind)
                 cache = new_cache(model, self.config)
-            except (BackendError, ConfigError) as problem:
+            except Exception as problem:  # the files may be gone too
                 log.warning("backend %s cannot be opened: %s", kind or self.model.backend.name, problem)
                 continue
             break

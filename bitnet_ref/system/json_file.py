@@ -1,14 +1,17 @@
-"""Reading a JSON file that is not trusted: limited sizes, no duplicate keys, clear errors."""
+"""Opening files that are not trusted (`open_regular`: all readers do so here), reading JSON (limited sizes, no
+duplicate keys, clear errors), and writing it."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import ConfigError, FormatError, TokenizerError
+from .atomic import atomic_path
 
 AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 
@@ -16,28 +19,88 @@ _BLOCK_BYTES = 1 << 16
 MAX_VALUES = 1 << 22  # a tokenizer.json of 260,000 tokens and 510,000 merges has 2 million
 
 
-def read_bounded(path: Path, error: type[AnyFileError], max_bytes: int) -> bytes:
-    """The bytes of a regular file of at most `max_bytes`. Anything else raises `error`."""
+# Opening a pipe would wait for a writer, and a terminal could become the process's own
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+
+
+def open_regular(
+    path: str | os.PathLike[str], error: type[AnyFileError], folder: str | os.PathLike[str] | None = None
+) -> FileIO:
+    """A regular file, open for reading, unbuffered. Anything else raises `error`: a pipe, a device, a folder, no file.
+
+    folder: the model folder that the file belongs to. Then a link that leads out of it is refused too: a stranger's
+    folder could show any file of this machine as a part of the model.
+    """
+    path = Path(path)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-            raise error("is not a regular file", path=path)
-        with open(path, "rb") as file:
+        target, no_link = path, 0
+        if folder is not None and path.is_symlink():
+            if not stays_inside(Path(folder), path):
+                raise error("is a link out of the folder; copy the file into it", path=path)
+            target, no_link = Path(os.path.realpath(path)), getattr(os, "O_NOFOLLOW", 0)
+        _check_regular(os.stat(target).st_mode, error, path)  # a device acts when it is opened
+        file = os.open(target, _FLAGS | no_link)
+        try:
+            _check_regular(os.fstat(file).st_mode, error, path)  # it may have been replaced
+            return FileIO(file, "rb")
+        except BaseException:
+            os.close(file)
+            raise
+    except FileNotFoundError as problem:
+        raise error("there is no such file", path=path) from problem
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        raise error(f"cannot be opened: {getattr(problem, 'strerror', None) or problem}", path=path) from problem
+
+
+def _check_regular(mode: int, error: type[AnyFileError], path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise error(f"is not a regular file{', but a directory' if stat.S_ISDIR(mode) else ''}", path=path)
+
+
+def stays_inside(folder: Path, file: Path) -> bool:
+    """Whether a link leads to a file of the folder itself, or to the hub cache's blobs beside its snapshots."""
+    real, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))  # not resolve(): links may be in a loop
+    if real.parent == home:
+        return True
+    return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+
+
+def is_present(path: Path) -> bool:
+    """Whether there is something of this name, be it a link to nothing or a pipe: opening it says what is wrong."""
+    return os.path.lexists(path)
+
+
+def read_bounded(
+    path: str | os.PathLike[str],
+    error: type[AnyFileError],
+    max_bytes: int,
+    folder: str | os.PathLike[str] | None = None,
+) -> bytes:
+    """The bytes of a file of at most `max_bytes`, opened by `open_regular`. Anything else raises `error`."""
+    with open_regular(path, error, folder) as file:
+        try:
             # First the size in the directory, because read() allocates it at once; then what was appended since
             data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
             while len(data) <= max_bytes and (block := file.read(_BLOCK_BYTES)):
                 data += block
-    except FileNotFoundError as problem:
-        raise error("there is no such file", path=path) from problem
-    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
-        raise error(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", path=path) from problem
+        except OSError as problem:
+            raise error(f"cannot be read: {problem.strerror or problem}", path=path) from problem
     if len(data) > max_bytes:
         raise error(f"has more than {max_bytes} bytes, and at most that many are accepted", path=path)
     return data
 
 
-def read_json_object(path: Path, error: type[AnyFileError], max_bytes: int) -> dict[str, Any]:
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file, which is complete or not there at all. StorageError if it cannot be written."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json_object(
+    path: Path, error: type[AnyFileError], max_bytes: int, folder: Path | None = None
+) -> dict[str, Any]:
     """The object in the file. Anything else raises `error`: missing, too large, not UTF-8, not JSON, not an object."""
-    return parse_json_object(read_bounded(path, error, max_bytes), error, path)
+    return parse_json_object(read_bounded(path, error, max_bytes, folder), error, path)
 
 
 def parse_json_object(

@@ -28,11 +28,17 @@ def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[
         return value
 
 
-def file_identity(path: Path) -> Hashable:
-    """Changes when the file, or a file directly in the folder, is changed or replaced: paths, sizes and times."""
-    facts: list[tuple[str, int, int, int]] = []
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.is_file():
-            s = os.stat(file)
-            facts.append((str(file.resolve()), s.st_ino, s.st_size, s.st_mtime_ns))
-    return tuple(facts)
+def model_files(path: Path) -> list[Path]:
+    """The regular files that a model may be read from: the file itself if it holds all; else all beside it."""
+    if path.is_file() and path.name.endswith((".gguf", ".bitnet.safetensors")):
+        return [path]
+    return sorted(file for file in (path if path.is_dir() else path.parent).iterdir() if file.is_file())
+
+
+def file_identity(path: Path) -> tuple[str, int, int, int, int]:
+    """Changes when the file is changed or replaced: name, inode, size, and two times.
+
+    The second time, ctime, is the system's own: no program sets it, and no archive brings it along.
+    """
+    s = os.stat(path)
+    return path.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns

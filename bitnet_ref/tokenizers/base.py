@@ -19,6 +19,8 @@ from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
 from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, copy_messages
 
+MAX_TOKEN_CHARACTERS = 1 << 14  # the longest published ones have about 500
+MAX_DECODED_BYTES = 1 << 29
 END_OF_TURN = "<|eot_id|>"  # of Llama 3 and BitNet 2B-4T: ends a turn in a chat, where eos_token does not
 
 
@@ -108,6 +110,7 @@ class Tokenizer(ABC):
         no integer or not in the vocabulary, naming it and its index.
         """
         detokenizer, kept = self._detokenizer(), self._check_ids(ids)
+        self._check_decoded(kept)
         if skip_special_tokens:
             kept = [token for token in kept if not self._is_special(token)]
         return "".join([detokenizer.push(token) for token in kept]) + detokenizer.flush()
@@ -203,6 +206,24 @@ class Tokenizer(ABC):
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
             raise TokenizerError(f"ids: expected a list of integers, got {type(ids).__name__}")
         return [self._check_id(token, index) for index, token in enumerate(ids)]
+
+    def _measure_tokens(self, tokens: Iterable[str], growth: int = 1) -> None:
+        """Refuse tokens that are too long. growth: the maximum bytes that decoding makes of one."""
+        lengths = list(map(len, tokens))
+        self._longest, self._growth = max(lengths), 4 * growth
+        if sum(lengths) * self._growth > MAX_DECODED_BYTES:
+            raise TokenizerError(f"the tokens' texts may have more than {MAX_DECODED_BYTES} bytes", path=self.path)
+        if self._longest > MAX_TOKEN_CHARACTERS:
+            message = f"a token has {self._longest} characters, and at most {MAX_TOKEN_CHARACTERS} are accepted"
+            raise TokenizerError(message, path=self.path)
+
+    def _check_decoded(self, ids: list[int]) -> None:
+        """Refuse ids whose text may be too long, which the libraries would make until memory ends."""
+        if len(ids) * (self._longest + 1) * self._growth > MAX_DECODED_BYTES:
+            size = self._growth * sum(1 + len(self._token(token) or "") for token in ids)
+            if size > MAX_DECODED_BYTES:
+                message = f"the text of these {len(ids)} tokens may have {size} bytes, more than {MAX_DECODED_BYTES}"
+                raise TokenizerError(f"{message}: decode them in parts", path=self.path)
 
     def _find_named(self, key: str, token: str | None) -> int | None:
         """The id of a special token that the settings name. Raises TokenizerError if it is not in the vocabulary."""

@@ -18,27 +18,22 @@ from ..system.json_file import parse_json_object
 from .base import Tokenizer
 from .gguf_keys import PREFIX, GgufVocabulary
 from .hf_tokenizer import HfTokenizer
+from .regex_cost import GPT2, LLAMA3, QWEN2
 from .sentencepiece_model import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 log = logging.getLogger(__name__)
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-_DIGITS = (r"\p{N}", _GPT2)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS = (r"\p{N}", GPT2)
 
 # pre -> (patterns, applied in order; ignore_merges: a whole piece that is a token is not merged; BOS by default).
 # Of names with the same meaning, the first is written.
 _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
-    "llama-bpe": ((_LLAMA3,), True, True),
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon_e", "falcon-h1"), ((_LLAMA3,), True, True)),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), ((_LLAMA3,), False, False)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((_QWEN2,), False, False)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((_GPT2,), False, False)),
+    "llama-bpe": ((LLAMA3,), True, True),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon_e", "falcon-h1"), ((LLAMA3,), True, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), ((LLAMA3,), False, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((QWEN2,), False, False)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
     "default": (_DEFAULT, False, False),
 }
@@ -113,7 +108,7 @@ def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
 
 
 def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[str, Any]:
-    if patterns == (_GPT2,):
+    if patterns == (GPT2,):
         return _byte_level(add_prefix_space, True)
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -188,7 +183,7 @@ def _pre_of(pre_tokenizer: Any, ignore_merges: bool, path: Any) -> tuple[str, bo
         plain = step.get("behavior") == "Isolated" and not step.get("invert")
         patterns.append(pattern if plain else None)
     if last.get("use_regex", True):
-        patterns.append(_GPT2)
+        patterns.append(GPT2)
     if last.get("type") == "ByteLevel":
         for name, (known, ignores, _) in _PRE.items():
             if list(known) == patterns and ignores == ignore_merges:

@@ -8,17 +8,18 @@ name the field; `hf_tokenizer` adds the path. Source of the decoders: huggingfac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TokenizerError
 from .files import check_token_id, check_type
+from .hf_limits import read_steps
 from .streaming import ByteDetokenizer, ByteRunDetokenizer, Detokenizer, PairDetokenizer, WholeDetokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIRST_MATTERS = {"Metaspace", "WordPiece", "Replace", "Strip"}  # each token alone; only the first may differ
-MAX_GROWTH = 1024  # characters that the normalizer may make of one; real files stay under 10
+MAX_AFFIXES = 64  # tokens that a post-processor may put before or after a text; published ones put 1 or 2
 
 
 def check_tokenizer_json(table: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
                 raise TokenizerError("expected [token, score]", field=f"model.vocab[{n}]")
     else:
         raise TokenizerError("expected an object or a list", field="model.vocab")
-    decoder_kinds = [step.get("type") for step in _steps(table.get("decoder"), "decoders")]
+    decoder_kinds = [step["type"] for _, step in read_steps(table.get("decoder"), "decoder")]
     if model.get("byte_fallback") or "ByteFallback" in decoder_kinds:
         for token in vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary):
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and not BYTE_TOKEN.fullmatch(token):
@@ -60,26 +61,6 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if table.get(part) is not None:
             check_type(table[part], dict, part)
-    growth = 1.0
-    for step in _steps(table.get("normalizer"), "normalizers"):
-        if step.get("type") == "Replace" and isinstance(step.get("content"), str):
-            pattern = step.get("pattern")
-            old = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max(1.0, len(step["content"]) / (len(old) if old and isinstance(old, str) else 1))
-    if growth > MAX_GROWTH:  # forty steps of "a" to "aa" make 10^12 characters of one
-        raise TokenizerError(f"its Replace steps make a text {growth:.0f} times longer", field="normalizer")
-
-
-def _steps(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or decoder, also inside Sequences. Wrong types are left for the library to refuse."""
-    if not isinstance(part, dict):
-        return
-    if part.get("type") == "Sequence":
-        inner = part.get(key)
-        for step in inner if isinstance(inner, list) else []:
-            yield from _steps(step, key)
-    else:
-        yield part
 
 
 def post_processor_affixes(processor: Any) -> tuple[list[int], list[int]]:
@@ -102,7 +83,7 @@ def _affixes(processor: Any) -> tuple[list[int], list[int]]:
         after: list[int] = []
         for inner in processor["processors"]:
             left, right = _affixes(inner)
-            before, after = left + before, after + right
+            before, after = _check_affixes(left + before), _check_affixes(after + right)
         return before, after
     if kind in ("BertProcessing", "RobertaProcessing"):  # [token, id]
         cls_id, sep_id = (check_token_id(processor[key][1], "post_processor") for key in ("cls", "sep"))
@@ -115,11 +96,17 @@ def _affixes(processor: Any) -> tuple[list[int], list[int]]:
                 texts += 1
             else:
                 ids = processor["special_tokens"][step["SpecialToken"]["id"]]["ids"]
-                sides[texts > 0].extend(check_token_id(number, "post_processor") for number in ids)
+                _check_affixes(sides[texts > 0]).extend(check_token_id(number, "post_processor") for number in ids)
         if texts == 1:
-            return sides
+            return _check_affixes(sides[0]), _check_affixes(sides[1])
         raise TokenizerError("the text must stand in it exactly once", field="post_processor.single")
     raise TokenizerError(f"{kind!r} is not supported", field="post_processor.type")
+
+
+def _check_affixes(ids: list[int]) -> list[int]:
+    if len(ids) > MAX_AFFIXES:
+        raise TokenizerError(f"puts more than {MAX_AFFIXES} tokens around a text", field="post_processor")
+    return ids
 
 
 @dataclass(frozen=True)
@@ -132,8 +119,8 @@ class Decoding:
 
 def read_decoder(decoder: dict[str, Any] | None) -> Decoding:
     """The decoding for the `decoder` object of a file that the library has accepted (None: tokens joined by spaces)."""
-    steps = list(_steps(decoder, "decoders"))
-    kinds = [str(step.get("type")) for step in steps]
+    steps = [step for _, step in read_steps(decoder, "decoder")]
+    kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return Decoding(byte_level_bytes, lambda token, _: ByteDetokenizer(lambda n: byte_level_bytes(token(n))))
     if (llama := _llama(steps)) is not None:

@@ -17,6 +17,7 @@ from ..system.json_file import parse_json_object
 from .base import Tokenizer
 from .files import MAX_TOKEN_ID, AnyPath, errors_at
 from .hf_json import Decoding, check_tokenizer_json, post_processor_affixes, read_decoder
+from .hf_limits import TextLimits
 from .settings import TokenizerSettings
 from .streaming import Detokenizer
 
@@ -33,6 +34,10 @@ class HfTokenizer(Tokenizer):
         table = parse_json_object(json_bytes, TokenizerError, path or "tokenizer.json")
         with errors_at(path):
             check_tokenizer_json(table)
+            self._limits = TextLimits(table)
+            # The library normalizes added tokens, with each that is added.
+            for tokens in (table.get("added_tokens") or [], [{"content": t.content} for t in settings.added_tokens]):
+                self._check_length(" ".join(token["content"] for token in tokens), "added_tokens")
             self._tokenizer = self._load(json_bytes)
             for n, entry in enumerate(table.get("added_tokens") or []):
                 self._check_declared_id(entry["content"], entry["id"], f"added_tokens[{n}]")
@@ -45,6 +50,7 @@ class HfTokenizer(Tokenizer):
                 if self._token(token) is None:
                     raise TokenizerError(f"token {token} is not in the vocabulary", field="post_processor")
         self._decoding: Decoding = read_decoder(table.get("decoder"))
+        self._measure_tokens(self._tokens.values(), self._limits.growth["decoder"])
         super().__init__(settings, path)
 
     def _load(self, json_bytes: bytes) -> Any:
@@ -70,14 +76,22 @@ class HfTokenizer(Tokenizer):
         from tokenizers import AddedToken as LibraryToken
 
         present = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
-        # In the order of their ids: the library numbers a new token after the last one.
-        for token in sorted(settings.added_tokens, key=lambda token: -1 if token.id is None else token.id):
+        fresh = []
+        for token in settings.added_tokens:
             if self._tokenizer.token_to_id(token.content) is None and token.id is None:
                 continue  # named, but not in the vocabulary
             if token.content not in present or (token.special and not present[token.content].special):
-                flags = {key: value for key, value in asdict(token).items() if key not in ("content", "id")}
-                add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
-                self._guard("add a token", partial(add, [LibraryToken(token.content, **flags)]))
+                fresh.append(token)
+        # In the order of their ids: the library numbers a new token after the last one. First all of them, then the
+        # special ones, as such: a call for each token would make the library read all that it has each time.
+        fresh.sort(key=lambda token: -1 if token.id is None else token.id)
+        for add, tokens in (
+            (self._tokenizer.add_tokens, [token for token in fresh if token.content not in present]),
+            (self._tokenizer.add_special_tokens, [token for token in fresh if token.special]),
+        ):
+            flags = [{key: value for key, value in asdict(token).items() if key != "id"} for token in tokens]
+            self._guard("add tokens", partial(add, [LibraryToken(**each) for each in flags]))
+        for token in settings.added_tokens:
             if token.id is not None:
                 self._check_declared_id(token.content, token.id, "added_tokens")
 
@@ -108,12 +122,19 @@ class HfTokenizer(Tokenizer):
         return self._affixes
 
     def _encode_plain(self, text: str) -> list[int]:
+        self._check_length(text)
         return self._guard("encode this text", lambda: self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
+        for text in texts:
+            self._check_length(text)
         # The "fast" batch keeps no offsets, which nothing here reads.
         encode = partial(self._tokenizer.encode_batch_fast, texts, add_special_tokens=False)
         return [encoding.ids for encoding in self._guard("encode these texts", encode)]
+
+    def _check_length(self, text: str, field: str | None = None) -> None:
+        with errors_at(self.path):
+            self._guard("normalize this text", lambda: self._limits.check_text(text, field))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         checked = self._check_ids(ids)
@@ -122,6 +143,7 @@ class HfTokenizer(Tokenizer):
         return self._library_decode(checked)
 
     def _library_decode(self, ids: list[int]) -> str:
+        self._check_decoded(ids)
         return self._guard("decode these ids", lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _token_bytes(self, token: int) -> bytes:
@@ -140,7 +162,7 @@ class HfTokenizer(Tokenizer):
         """Call the library, which raises plain Exceptions, and its own BaseException when its Rust code panics."""
         try:
             return action()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
             raise
         except BaseException as error:
             raise TokenizerError(f"tokenizers cannot {doing}: {error}", path=self.path) from error

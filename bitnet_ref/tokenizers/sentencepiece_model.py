@@ -19,6 +19,7 @@ from .files import AnyPath, errors_at
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 MAX_PIECES = 1_000_000
+MAX_CHARSMAP_BYTES = 64  # Unicode's compatibility forms make at most 33 bytes of a character
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 # NormalizerSpec: field number -> attribute of SentencePieceModel
 _NORMALIZER_FLAGS = {3: "add_dummy_prefix", 4: "remove_extra_whitespaces", 5: "escape_whitespaces"}
@@ -72,6 +73,9 @@ def read_model(data: bytes, path: AnyPath) -> SentencePieceModel:
                     raise TokenizerError("treat_whitespace_as_suffix is not supported", offset=where)
                 elif number == 5 and inner == 2 and value:  # its precompiled_charsmap
                     raise TokenizerError("a denormalizer is not supported", offset=where)
+        if (growth := charsmap_growth(model.charsmap)) > MAX_CHARSMAP_BYTES:
+            message = f"makes {growth} bytes of one character, and at most {MAX_CHARSMAP_BYTES} are accepted"
+            raise TokenizerError(message, field="normalizer_spec.precompiled_charsmap")
         if not model.pieces:
             raise TokenizerError("not a SentencePiece model: it has no pieces")
         if len(set(model.pieces)) != len(model.pieces):
@@ -79,6 +83,12 @@ def read_model(data: bytes, path: AnyPath) -> SentencePieceModel:
             n = next(n for n, text in enumerate(model.pieces) if seen.setdefault(text, n) != n)
             raise TokenizerError(f"{model.pieces[n][:40]!r} stands twice", field=f"pieces[{n}]")
         return model
+
+
+def charsmap_growth(charsmap: bytes) -> int:
+    """The maximum bytes that a charsmap makes of a character: its longest text, of those after its trie."""
+    start = 4 + int.from_bytes(charsmap[:4], "little")
+    return max(1, *map(len, charsmap[start:].split(b"\0")))
 
 
 def _read_piece(model: SentencePieceModel, data: bytes, start: int, end: int) -> None:

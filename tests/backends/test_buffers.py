@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from bitnet_ref.backends.cpu import buffers
-from bitnet_ref.backends.cpu.buffers import Buffers
+from bitnet_ref.backends.cpu import memory
+from bitnet_ref.backends.cpu.memory import Buffers
 
 BIG = 512, 1024  # 2 MB
 
@@ -63,7 +63,7 @@ def test_each_thread_has_its_own():
 
 
 def test_no_more_is_kept_than_the_limit(monkeypatch):
-    monkeypatch.setattr(buffers, "MAX_FREE_BYTES", 5 << 20)
+    monkeypatch.setattr(memory, "MAX_FREE_BYTES", 5 << 20)
     results = Buffers()
     held = [results.empty(BIG) for _ in range(9)]
     assert len(results._pool.buffers) == 9  # in use: none of them can go

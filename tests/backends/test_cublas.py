@@ -9,7 +9,7 @@ from helpers import GOLDEN, call, model, rng
 
 import bitnet_ref
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.cuda import cublas
+from bitnet_ref.backends.cuda import cupy_device
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.dense import KINDS, MAX_IN_ORDER
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
@@ -23,8 +23,8 @@ SIXTEEN = ("float16", "bfloat16")
 
 def gemm_ex(transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _):
     """`cublasGemmEx` as its documentation says it, of matrices in the host's memory: C = alpha op(A) op(B) + beta C."""
-    assert (c_type, compute) == (cublas.R_32F, cublas.COMPUTE_32F)
-    dtypes = {cublas.R_16[kind]: KINDS[kind] for kind in SIXTEEN}
+    assert (c_type, compute) == (cupy_device.R_32F, cupy_device.COMPUTE_32F)
+    dtypes = {cupy_device.R_16[kind]: KINDS[kind] for kind in SIXTEEN}
     scalars = [np.frombuffer((ctypes.c_char * 4).from_address(at), dtype=np.float32)[0] for at in (alpha, beta)]
 
     def matrix(at, dtype, rows, columns, ld):  # column-major: element (i, j) is at i + j ld
@@ -33,9 +33,9 @@ def gemm_ex(transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta
         flat = np.frombuffer((ctypes.c_char * (size * ld * columns)).from_address(at), dtype=dtype)
         return flat.reshape(columns, ld)[:, :rows].T
 
-    op_a = matrix(a, dtypes[a_type], *((m, k) if transa == cublas.OP_N else (k, m)), lda).astype(np.float32)
-    op_b = matrix(b, dtypes[b_type], *((k, n) if transb == cublas.OP_N else (n, k)), ldb).astype(np.float32)
-    op_a, op_b = op_a if transa == cublas.OP_N else op_a.T, op_b if transb == cublas.OP_N else op_b.T
+    op_a = matrix(a, dtypes[a_type], *((m, k) if transa == cupy_device.OP_N else (k, m)), lda).astype(np.float32)
+    op_b = matrix(b, dtypes[b_type], *((k, n) if transb == cupy_device.OP_N else (n, k)), ldb).astype(np.float32)
+    op_a, op_b = op_a if transa == cupy_device.OP_N else op_a.T, op_b if transb == cupy_device.OP_N else op_b.T
     to = matrix(c, np.float32, m, n, ldc)
     to[...] = scalars[0] * (op_a @ op_b) + (scalars[1] * to if scalars[1] else 0)
 
@@ -51,7 +51,7 @@ def operands(n, out, k, kind):
 def test_the_arguments_mean_the_product(shape, kind):
     x, w, expected = operands(*shape, kind)
     y = np.full(shape[:2], np.nan, dtype=np.float32)
-    gemm_ex(*cublas.gemm_arguments(shape, x.ctypes.data, w.ctypes.data, y.ctypes.data, kind))
+    gemm_ex(*cupy_device.gemm_arguments(shape, x.ctypes.data, w.ctypes.data, y.ctypes.data, kind))
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * shape[2])
 
 
@@ -65,10 +65,10 @@ def test_the_numbers_are_cupys():
     assert callable(names.gemmEx)
     assert callable(cupy.cuda.device.get_cublas_handle)
     assert issubclass(names.CUBLASError, Exception)
-    assert (names.CUBLAS_OP_N, names.CUBLAS_OP_T) == (cublas.OP_N, cublas.OP_T)
-    assert {"float16": runtime.CUDA_R_16F, "bfloat16": runtime.CUDA_R_16BF} == cublas.R_16
-    assert (runtime.CUDA_R_32F, names.CUBLAS_COMPUTE_32F) == (cublas.R_32F, cublas.COMPUTE_32F)
-    assert names.CUBLAS_GEMM_DEFAULT == cublas.GEMM_DEFAULT
+    assert (names.CUBLAS_OP_N, names.CUBLAS_OP_T) == (cupy_device.OP_N, cupy_device.OP_T)
+    assert {"float16": runtime.CUDA_R_16F, "bfloat16": runtime.CUDA_R_16BF} == cupy_device.R_16
+    assert (runtime.CUDA_R_32F, names.CUBLAS_COMPUTE_32F) == (cupy_device.R_32F, cupy_device.COMPUTE_32F)
+    assert names.CUBLAS_GEMM_DEFAULT == cupy_device.GEMM_DEFAULT
 
 
 @needs_device

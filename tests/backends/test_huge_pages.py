@@ -10,7 +10,8 @@ import pytest
 
 from bitnet_ref import errors
 from bitnet_ref.backends.cpu.backend import CythonBackend
-from bitnet_ref.backends.cpu.huge_pages import ALIGNMENT, HUGE_PAGE, MAP_BYTES, MIN_BYTES, HugePages
+from bitnet_ref.backends.cpu.memory import ALIGNMENT, HUGE_PAGE, MAP_BYTES, HugePages
+from bitnet_ref.backends.cpu.memory import MIN_MAPPED_BYTES as MIN_BYTES
 from bitnet_ref.reference.weights import TernaryWeight
 
 linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no MADV_HUGEPAGE")
@@ -35,7 +36,15 @@ def maps():
 
 def test_arrays_do_not_overlap_and_keep_their_bytes():
     pages = HugePages()
-    shapes = [(3,), (1, MIN_BYTES), (7, 9999), (1000, 256), (11, MIN_BYTES + 1), (2, MAP_BYTES // 2 + 5), (64, 4096)]
+    shapes = [
+        (3,),
+        (1, MIN_BYTES),
+        (7, 9999),
+        (1000, 256),
+        (11, MIN_BYTES + 1),
+        (2, MAP_BYTES // 2 + 5),
+        (64, 4096),
+    ]
     arrays = [pages.empty(shape) for shape in shapes]
     for value, array in enumerate(arrays):
         array.fill(value)
@@ -47,7 +56,11 @@ def test_arrays_do_not_overlap_and_keep_their_bytes():
 @linux
 def test_large_arrays_are_aligned_and_lie_where_huge_pages_were_asked_for():
     pages = HugePages()
-    arrays = [pages.empty((3, MIN_BYTES)), pages.empty((1, 2 * MIN_BYTES + 1)), pages.empty((2, MAP_BYTES))]
+    arrays = [
+        pages.empty((3, MIN_BYTES)),
+        pages.empty((1, 2 * MIN_BYTES + 1)),
+        pages.empty((2, MAP_BYTES)),
+    ]
     for array in arrays:
         assert array.ctypes.data % ALIGNMENT == 0
         flags = flags_of(array.ctypes.data)
@@ -71,7 +84,7 @@ def test_a_map_is_given_back_with_its_last_array():
 
 @linux
 def test_without_address_space_an_ordinary_array_is_given(monkeypatch):
-    monkeypatch.setattr("bitnet_ref.backends.cpu.huge_pages.HUGE_PAGE", 1 << 62)  # no map is that large
+    monkeypatch.setattr("bitnet_ref.backends.cpu.memory.HUGE_PAGE", 1 << 62)  # no map is that large
     array = HugePages().empty((4, MIN_BYTES))
     assert array.shape == (4, MIN_BYTES)
 

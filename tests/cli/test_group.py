@@ -1,5 +1,6 @@
 """The shell interface as a whole: help, errors, exit codes, streams."""
 
+import io
 import subprocess
 
 import click
@@ -12,7 +13,7 @@ from helpers import BITNET, DATA, GOLDEN, run_python, tiny_tensors, write_checkp
 import bitnet_ref
 from bitnet_ref import errors
 from bitnet_ref.cli import cli
-from bitnet_ref.cli.shell import Interface
+from bitnet_ref.cli.shell import Interface, console, make_table
 
 
 def test_version_and_help():
@@ -24,7 +25,17 @@ def test_version_and_help():
             assert "--debug" in result.stdout
             assert "--json" in result.stdout
     models = ["pull", "list", "rm", "convert", "crossval"]
-    assert list(cli.commands) == ["generate", "chat", "inspect", *models, "bench", "doctor", "lab"]
+    assert list(cli.commands) == [
+        "generate",
+        "chat",
+        "inspect",
+        *models,
+        "bench",
+        "train",
+        "train-tokenizer",
+        "doctor",
+        "lab",
+    ]
 
 
 @pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])
@@ -162,3 +173,10 @@ def test_debug_shows_the_traceback(args):
     assert result.exit_code == 3
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: nothing")
+
+
+def test_a_heading_keeps_its_own_bars():
+    """Marks stand before a heading: ">" and "|" within it are part of it."""
+    out = console(io.StringIO())
+    out.print(make_table((">|max |d logit|", "|a > b", "c|"), [("1", "2", "3")]))
+    assert out.file.getvalue().splitlines()[0].split("  ") == ["max |d logit|", "a > b", "c|"]

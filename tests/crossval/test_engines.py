@@ -19,8 +19,8 @@ from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, 
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
-from bitnet_ref.crossval.opponents import summarize
 from bitnet_ref.crossval.receipt import write_receipt
+from bitnet_ref.crossval.report import summarize
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError
 

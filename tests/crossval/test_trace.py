@@ -21,8 +21,15 @@ from safetensors import safe_open
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.hashes import config_hash, weight_hash
-from bitnet_ref.crossval.trace import Trace, TraceWriter, record_to_file, trace_metadata, write_trace
+from bitnet_ref.crossval.trace import (
+    Trace,
+    TraceWriter,
+    config_hash,
+    record_to_file,
+    trace_metadata,
+    weight_hash,
+    write_trace,
+)
 from bitnet_ref.errors import FormatError, GenerationError, NumericsError
 
 TOKENS = [1, 17, 5, 23, 9]
@@ -40,11 +47,11 @@ def test_a_recorded_file_is_the_run(tmp_path, backend_name):
         assert len(trace) == len(seen)
         for name, array in seen.items():
             assert trace[name].dtype == array.dtype
-            assert trace.shape(name) == array.shape
+            assert trace.tensor(name).shape == array.shape
             np.testing.assert_array_equal(trace[name], array)
         name = "blocks.1.mlp.hook_post"
-        np.testing.assert_array_equal(trace.read_rows(name, 2, 4), seen[name][2:4])
-        assert trace.read_rows(name, 2, 2).shape == (0, *seen[name].shape[1:])
+        np.testing.assert_array_equal(trace.tensor(name)[2:4], seen[name][2:4])
+        assert trace.tensor(name)[2:2].shape == (0, *seen[name].shape[1:])
         assert trace.token_ids == TOKENS
         assert (trace.prompt, trace.engine, trace.engine_dtype) == ("a prompt", f"bitnet_ref {backend_name}", "float32")
         assert trace.own_engine
@@ -173,7 +180,7 @@ def test_damaged_traces_are_refused_or_read(whole, tmp_path, data):
     path.write_bytes(damaged)
     with contextlib.suppress(FormatError), Trace(path) as trace:
         for name in trace:
-            assert trace[name].shape == trace.shape(name)
+            assert trace[name].shape == trace.tensor(name).shape
         compare(trace, trace, model(CASE).config)
 
 
@@ -194,7 +201,7 @@ def test_a_file_that_shrinks_while_open(tmp_path, whole):
         with pytest.raises(FormatError, match="the file ends"):
             _ = trace["lm_head.hook_out"]
         with pytest.raises(FormatError, match="the file ends"):
-            trace.read_rows("lm_head.hook_out", 1, 2)
+            trace.tensor("lm_head.hook_out")[1:2]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
+from bitnet_ref.formats.gguf.blocks import TYPES
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, GgufFile, Typed
-from bitnet_ref.formats.gguf.ggml_types import TYPES
 
 NO_TYPE_OF_ITS_OWN = {36, 37, 38, 39}  # the ids that the dialects use differently
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, NumericsError, ShapeError
 from bitnet_ref.formats.gguf.blocks import (
+    BY_NAME,
     DEQUANTIZABLE,
     blocks_from_ternary,
     dequantize,
@@ -17,7 +18,6 @@ from bitnet_ref.formats.gguf.blocks import (
     scale_in_blocks,
     ternary_from_blocks,
 )
-from bitnet_ref.formats.gguf.ggml_types import BY_NAME
 
 SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
 

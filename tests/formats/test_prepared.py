@@ -1,18 +1,21 @@
-"""load(prepared=True): the next start maps what was kept and computes the same; what is stale is not used."""
+"""load(prepared=True): the next start takes what was kept and computes the same; not what is stale or damaged."""
 
 import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import BITNET, DATA, GOLDEN, GOLDEN_CASES, golden, rng, write_checkpoint
+from helpers import BITNET, DATA, GOLDEN, GOLDEN_CASES, golden, raw_safetensors, rng, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref import errors
 from bitnet_ref.formats import prepared
+from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.formats.safetensors import SafetensorsFile, content_hash
 
 NO_CYTHON = bitnet_ref.available_backends()["cython"]
 pytestmark = pytest.mark.skipif(NO_CYTHON is not None, reason=str(NO_CYTHON))
@@ -26,8 +29,8 @@ def kept(path):
     return sorted((path / prepared.FOLDER).iterdir())
 
 
-def is_mapped(model):
-    """Whether the weights are the file's pages, which cannot be written to."""
+def is_kept(model):
+    """Whether the weights come from the file: such arrays cannot be written to."""
     writeable = {
         weight.array.flags.writeable if hasattr(weight, "array") else weight.panels.flags.writeable
         for _, weight in model.weights.linears()
@@ -41,12 +44,12 @@ def copied(case, to):
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
-def test_every_kind_of_model_computes_the_same_from_its_map(case, tmp_path):
+def test_every_kind_of_model_computes_the_same_from_its_file(case, tmp_path):
     folder = copied(case, tmp_path)
     tokens = golden(case)["tokens"].ravel()[:12]
     first, second = load(folder), load(folder)
-    assert not is_mapped(first)
-    assert is_mapped(second)
+    assert not is_kept(first)
+    assert is_kept(second)
     assert second.config == first.config
     assert second.weights.tied == first.weights.tied
     assert second.weights.nbytes == first.weights.nbytes
@@ -60,7 +63,7 @@ def test_a_model_in_one_file(name, tmp_path):
     path.parent.mkdir()
     shutil.copy(DATA / name, path)
     first, second = load(path), load(path)
-    assert is_mapped(second)
+    assert is_kept(second)
     assert kept(path.parent)[0].name.startswith(path.name)
     assert np.array_equal(first.logits([1, 2, 3]), second.logits([1, 2, 3]))
 
@@ -68,7 +71,7 @@ def test_a_model_in_one_file(name, tmp_path):
 def test_the_shipped_model_tells_the_same_story(tmp_path):
     folder = shutil.copytree(ASSETS / "storyteller", tmp_path / "storyteller")
     first, second = load(folder, head="screened"), load(folder, head="screened")
-    assert is_mapped(second)
+    assert is_kept(second)
     assert second.head == "screened"
     assert first.generate("Once upon a time", max_tokens=12).token_ids == (
         second.generate("Once upon a time", max_tokens=12).token_ids
@@ -78,10 +81,10 @@ def test_the_shipped_model_tells_the_same_story(tmp_path):
 def test_layouts_and_heads_have_files_of_their_own(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     load(folder)
-    assert not is_mapped(load(folder, head="screened"))
-    assert is_mapped(load(folder, head="screened"))
+    assert not is_kept(load(folder, head="screened"))
+    assert is_kept(load(folder, head="screened"))
     monkeypatch.setenv("BITNET_REF_WEIGHTS", "table")
-    assert not is_mapped(load(folder))
+    assert not is_kept(load(folder))
     assert len(kept(folder)) == 3
 
 
@@ -91,23 +94,23 @@ def test_a_changed_model_is_read_anew(name, tmp_path, caplog):
     load(folder)
     os.utime(folder / name, (1, 1))
     with caplog.at_level(logging.INFO, "bitnet_ref"):
-        assert not is_mapped(load(folder))
+        assert not is_kept(load(folder))
     assert "made from other files" in caplog.text
-    assert is_mapped(load(folder))
+    assert is_kept(load(folder))
 
 
 def test_another_option_is_another_model(tmp_path):
     folder = copied("llama-dense", tmp_path)
     load(folder)
-    assert not is_mapped(load(folder, allow_unquantized=True))
+    assert not is_kept(load(folder, allow_unquantized=True))
 
 
 def test_without_asking_nothing_is_kept_nor_used(tmp_path):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
-    assert not is_mapped(load(folder, prepared=False))
+    assert not is_kept(load(folder, prepared=False))
     assert not (folder / prepared.FOLDER).exists()
     load(folder)
-    assert not is_mapped(load(folder, prepared=False))
+    assert not is_kept(load(folder, prepared=False))
 
 
 def test_backends_that_compute_from_the_files_own_layout_keep_nothing(tmp_path):
@@ -125,11 +128,14 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 def damaged(data, how, dice):
-    """A file's bytes with something wrong in the header, or the end missing."""
+    """A file's bytes with something wrong anywhere, in the header, or the end missing."""
     header = 8 + int.from_bytes(data[:8], "little")
     if how == "cut":
         return data[: int(dice.integers(0, len(data)))]
     out = bytearray(data)
+    if how == "bit":
+        out[int(dice.integers(0, len(data)))] ^= 1 << int(dice.integers(0, 8))
+        return bytes(out)
     if how == "bytes":
         for at in dice.integers(0, header, 3):
             out[at] = dice.integers(0, 256)
@@ -142,7 +148,7 @@ def damaged(data, how, dice):
     return bytes(out)
 
 
-@pytest.mark.parametrize("how", ["cut", "bytes", "letters"])
+@pytest.mark.parametrize("how", ["cut", "bit", "bytes", "letters"])
 def test_a_damaged_file_is_made_again(how, tmp_path):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     expected = load(folder, head="screened").logits([1, 2, 3])
@@ -151,15 +157,155 @@ def test_a_damaged_file_is_made_again(how, tmp_path):
     dice = rng(7)
     again = 0
     for _ in range(25):
-        file.write_bytes(damaged(data, how, dice))
-        model = load(folder, head="screened")
-        if is_mapped(model):  # the damage was in a scale, or in no field at all: nothing that can be seen
-            assert model.logits([1, 2, 3]).shape == expected.shape
+        if (damage := damaged(data, how, dice)) == data:
             continue
         again += 1
+        file.write_bytes(damage)
+        model = load(folder, head="screened")
+        assert not is_kept(model)
         assert np.array_equal(model.logits([1, 2, 3]), expected)
         assert file.read_bytes() == data
     assert again > 10
+
+
+def swap_words(file):
+    """Exchange two different words of a page of data: the sums stay the same."""
+    with SafetensorsFile(file) as opened:
+        at = opened.tensors["weights.embedding.array"].offset
+    data = bytearray(file.read_bytes())
+    assert data[at : at + 8] != data[at + 8 : at + 16]
+    data[at : at + 16] = data[at + 8 : at + 16] + data[at : at + 8]
+    file.write_bytes(data)
+
+
+def test_verify_compares_every_byte(tmp_path):
+    """Two words that change places in one page leave its sum as it was: only `verify` sees it."""
+    folder = write_checkpoint(tmp_path / "hf", {**BITNET, "vocab_size": 400})
+    expected = load(folder).logits([1, 2, 3])
+    assert is_kept(load(folder, verify=True))
+    [file] = kept(folder)
+    swap_words(file)
+    assert is_kept(load(folder))  # which is why there is `verify`
+    model = load(folder, verify=True)
+    assert not is_kept(model)
+    assert np.array_equal(model.logits([1, 2, 3]), expected)
+    assert is_kept(load(folder, verify=True))
+
+
+def test_verify_compares_the_model_too(tmp_path):
+    path = tmp_path / "tiny.bitnet.safetensors"
+    shutil.copy(DATA / "native" / "tiny-v1.bitnet.safetensors", path)
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    load(path)
+    assert is_kept(load(path))
+    with pytest.raises(errors.FormatError, match="was changed or damaged"):
+        load(path, verify=True)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_another_model_of_the_same_size_and_time(in_place, tmp_path):
+    folder, other = (write_checkpoint(tmp_path / f"{n}", BITNET, tiny_tensors(BITNET, seed=n)) for n in (0, 1))
+    load(folder)
+    file, new = folder / "model.safetensors", (other / "model.safetensors").read_bytes()
+    before = file.stat()
+    assert before.st_size == len(new)
+    if not in_place:
+        file.unlink()
+    file.write_bytes(new)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    model = load(folder)
+    assert not is_kept(model)
+    assert np.array_equal(model.logits([1, 2]), load(other).logits([1, 2]))
+    shared = [load(folder, share=True, prepared=False)]
+    file.write_bytes((other / "model.safetensors").read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert load(folder, share=True, prepared=False) is not shared[0]
+
+
+def test_data_beside_an_onnx_file_belongs_to_the_model(tmp_path):
+    pytest.importorskip("onnx")
+    convert(DATA / "native" / "tiny-v1.bitnet.safetensors", tmp_path / "m", "onnx")
+    path = tmp_path / "m" / "model.onnx"
+    load(path)
+    assert is_kept(load(path))
+    (tmp_path / "m" / "of any name").write_text("x")
+    assert not is_kept(load(path))
+
+
+def test_a_folder_that_was_copied_with_its_prepared_weights(tmp_path):
+    """They may have come from a stranger."""
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert not is_kept(load(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("change", ["cut", "overwritten"])
+def test_what_happens_to_the_file_later_changes_nothing(change, tmp_path):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    expected = load(folder).logits([1, 2, 3])
+    model = load(folder)
+    assert is_kept(model)
+    [file] = kept(folder)
+    with open(file, "r+b") as opened:
+        opened.truncate(100 if change == "cut" else None)
+        opened.write(b"\xff" * (50 if change == "cut" else file.stat().st_size))
+    assert np.array_equal(model.logits([1, 2, 3]), expected)
+
+
+def test_mapped(tmp_path):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    expected = load(folder, prepared="mapped").logits([1, 2, 3])
+    model = load(folder, prepared="mapped")
+    assert is_kept(model)
+    assert np.array_equal(model.logits([1, 2, 3]), expected)
+    [file] = kept(folder)
+    assert str(file) in Path("/proc/self/maps").read_text()
+    with pytest.raises(errors.ConfigError, match="prepared"):
+        load(folder, prepared="wrapped")
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_links_are_neither_read_nor_written(what, tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder)
+    [file] = kept(folder)
+    link = file if what == "file" else file.parent
+    link.rename(tmp_path / "outside")
+    link.symlink_to(tmp_path / "outside")
+    before = [(path, path.stat().st_mtime_ns) for path in (tmp_path / "outside").rglob("*")]
+    assert not is_kept(load(folder))
+    assert "is a link" in caplog.text
+    assert "are not kept" in caplog.text
+    assert link.is_symlink()
+    assert before == [(path, path.stat().st_mtime_ns) for path in (tmp_path / "outside").rglob("*")]
+
+
+def test_a_pipe_among_the_prepared_weights(tmp_path):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder)
+    [file] = kept(folder)
+    file.unlink()
+    os.mkfifo(file)
+    assert not is_kept(load(folder))
+    assert is_kept(load(folder))
+
+
+def sealed(header, data):
+    """A file of this header and data whose hashes are right: what a forger makes, not an accident."""
+    metadata = header["__metadata__"]
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for key in ("content_hash", "full_hash"):
+        metadata.pop(key, None)
+    for key, digest in (("full_hash", prepared.sha256), ("content_hash", prepared.sum_pages)):
+        arrays = {name: data[slice(*entry["data_offsets"])] for name, entry in tensors.items()}
+        facts = {name: (entry["dtype"], tuple(entry["shape"]), digest(arrays[name])) for name, entry in tensors.items()}
+        metadata[key] = content_hash(metadata, facts)
+    return raw_safetensors(header, data)
 
 
 def test_shapes_of_another_model_are_damage(tmp_path, caplog):
@@ -171,11 +317,10 @@ def test_shapes_of_another_model_are_damage(tmp_path, caplog):
     data = theirs.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    with bitnet_ref.formats.safetensors.SafetensorsFile(mine) as file:
+    with SafetensorsFile(mine) as file:
         header["__metadata__"] |= {key: file.metadata[key] for key in ("made_from", "config")}
-    text = json.dumps(header).encode()
-    mine.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    assert not is_mapped(load(folder))
+    mine.write_bytes(sealed(header, data[8 + length :]))
+    assert not is_kept(load(folder))
     assert "is damaged (" in caplog.text
 
 

@@ -247,7 +247,7 @@ def test_offsets_in_errors_are_absolute(tmp_path):
 
 
 def test_a_missing_file_and_a_folder(tmp_path):
-    with pytest.raises(FormatError, match="No such file"):
+    with pytest.raises(FormatError, match="no such file"):
         SafetensorsFile(tmp_path / "none.safetensors")
     with pytest.raises(FormatError, match="directory"):
         SafetensorsFile(tmp_path)

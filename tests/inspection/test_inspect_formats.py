@@ -11,10 +11,9 @@ import bitnet_ref
 from bitnet_ref.errors import BitNetRefError
 from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.gguf.blocks import quantize
+from bitnet_ref.formats.gguf.blocks import BY_NAME, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
-from bitnet_ref.formats.gguf.ggml_types import BY_NAME
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.inspection.judge import template_style

@@ -10,6 +10,7 @@ from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.inspection import show_tensor
 from bitnet_ref.inspection.tensor import TensorView
+from bitnet_ref.notebook import figures
 
 GGUF = DATA / "gguf"
 PACKED = GOLDEN / "bitnet-packed-offline"
@@ -146,6 +147,7 @@ def test_pictures():
 
 
 def test_without_matplotlib(monkeypatch):
+    figures.figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     found = view([[1, 0], [-1, 1]])
     with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):

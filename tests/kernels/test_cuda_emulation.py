@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import run_sanitized
 
-from bitnet_ref.backends.cuda import build_cache
+from bitnet_ref.backends.cuda import sources
 from bitnet_ref.backends.cuda.emulation import build as emulated_build
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.errors import BackendUnavailable, DeviceError, ShapeError
@@ -400,7 +400,7 @@ def test_a_file_that_does_not_compile(tmp_path):
 def test_old_builds_of_a_file_are_removed(tmp_path, monkeypatch):
     """But for those used last, of each file; and not from under who has loaded one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build_cache, "KEPT", 1)
+    monkeypatch.setattr(sources, "MAX_BUILDS", 1)
     folder = tmp_path / "bitnet_ref" / "cuda"
     folder.mkdir(parents=True)
     (folder / "other.cu-0123.so").touch()

@@ -54,7 +54,7 @@ def test_what_cannot_be_drawn_is_said(after):
     before = explorer.png
     explorer.set(temperature=-1)
     assert explorer.png == before
-    assert "temperature: expected a number of at least 0" in explorer.problem
+    assert "temperature: expected 0 or a number" in explorer.problem
     explorer.set(temperature=0.5)
     assert explorer.problem == ""
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.widgets.live import MAX_ROWS, History, RequestProgress, requests_html
+from bitnet_ref.notebook.live import MAX_ROWS, History, RequestProgress, requests_html
 
 NAME = "bitnet_ref live view"
 SLOW = {"max_tokens": 200, "ignore_eos": True}

@@ -16,19 +16,20 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
-from ...reference.model import RopeTables, decoder_layers
+from ...reference.model import RopeTables, decoder_layers, embeddings, head_input
 from ...reference.weights import ModelWeights
 from ..backend import Backend
-from .buffers import Pool
+from ..paged_cache import CacheSpec, PagedKVCache
 from .extension import _cpu
-from .kernels import CpuKernels
+from .kernels import CpuKernels, KernelView
+from .memory import Pool
 
 MAX_TOKENS = 64  # per recorded step
 MAX_STEPS = 8  # recorded per cache, each for its own number of tokens
@@ -92,8 +93,9 @@ class RecordedSteps:
         step = self._steps.pop(n, None)
         if step is None or step.weights is not w or step.kernels != be.kernels:
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
-        cos, sin = rope_rows.look_up(be, batch.positions, cfg.rope, cfg.head_dim)
-        step.fill(batch, be.embed(w.embedding, batch.tokens), cos, sin)
+        ropes = (cfg.rope, cfg.rope_of_sliding)
+        tables = [rope_rows.look_up(be, batch.positions, rope, cfg.head_dim) for rope in dict.fromkeys(ropes)]
+        step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
         cache.check_extent(batch)
         x = step.play() if step.is_recorded else step.record(be, cfg, cache)
         self._steps[n] = step  # not if it raised: an unfinished tape is dropped
@@ -110,24 +112,25 @@ class KernelStep:
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
         self._batch = TokenBatch(tokens, positions, slots)
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
-        self._cos, self._sin = (np.empty((n, cfg.head_dim // 2), dtype=np.float32) for _ in range(2))
+        self._rope = np.empty((1 if cfg.local_rope is None else 2, 2, n, cfg.head_dim // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()
         self._result: NDArray | None = None  # in the pool; None: not recorded, or it cannot be replayed
         self.is_recorded = False
 
-    def fill(self, batch: TokenBatch, x: NDArray, cos: NDArray, sin: NDArray) -> None:
+    def fill(self, batch: TokenBatch, x: NDArray, tables: list[RopeTables]) -> None:
         """Set everything that changes from step to step. x (n, D): the embeddings."""
         self._batch.tokens[:] = batch.tokens
         self._batch.positions[:], self._batch.slots[:] = batch.positions, batch.slots
-        self._x[:], self._cos[:], self._sin[:] = x, cos, sin
+        self._x[:], self._rope[:] = x, tables
 
     def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
         be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
-        x = decoder_layers(be, self._x, w.layers, cfg, (self._cos, self._sin), self._batch, cache)
-        result = be.rms_norm(x, w.final_norm, cfg.norm_eps)
-        inputs = self._x, self._cos, self._sin, self._batch.slots, self._batch.positions
+        (cos, sin), (local_cos, local_sin) = self._rope[0], self._rope[-1]
+        x = decoder_layers(be, self._x, w.layers, cfg, ((cos, sin), (local_cos, local_sin)), self._batch, cache)
+        result = head_input(be, w, cfg, x)
+        inputs = self._x, self._rope, self._batch.slots, self._batch.positions
         is_from_kernels = any(result.base is buffer for buffer in self._pool.buffers)
         if not (is_from_kernels and self._tape.lies_in([*self._pool.buffers, *inputs])):
             return None
@@ -137,3 +140,36 @@ class KernelStep:
     def play(self) -> NDArray | None:
         """Replay the recorded calls.   -> (n, D), or None where there are none or one met NaN or Inf"""
         return self._result.copy() if self._result is not None and self._tape.play() else None
+
+
+# -- the cache, which holds the steps that were recorded over it -------------------------------------------------------
+
+
+class KernelKVCache(PagedKVCache):
+    """A paged cache, its layers as objects of the extension, and the decoding steps that were recorded over it."""
+
+    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype) -> None:
+        super().__init__(config, spec, dtype)
+        self.kernel_layers = [_kernel_layer(self, layer) for layer in range(self.layers)]
+        self.steps = RecordedSteps()
+
+
+def view_layer(cache: KVCache, layer: int) -> KernelView:
+    """One layer of any cache as the kernels take it. A contiguous cache has one page per slot."""
+    if isinstance(cache, KernelKVCache):
+        return KernelView(cache.kernel_layers[layer], cache.page_table)
+    if isinstance(cache, PagedKVCache):
+        return KernelView(_kernel_layer(cache, layer), cache.page_table)
+    layer_arrays = _cpu.KVLayer(cache.keys[layer], cache.values[layer])
+    return KernelView(layer_arrays, np.arange(cache.slots, dtype=np.int32)[:, None])
+
+
+def _kernel_layer(cache: PagedKVCache, layer: int) -> Any:
+    if 0 in cache.keys.shape:
+        return None  # a cache without capacity: nothing is appended to it
+    keys, values = cache.keys[layer], cache.values[layer]
+    if cache.dtype == np.float16:  # as the uint16 that Cython takes
+        keys, values = keys.view(np.uint16), values.view(np.uint16)
+    if cache.key_scales is None or cache.value_scales is None:
+        return _cpu.KVLayer(keys, values)
+    return _cpu.KVLayer(keys, values, cache.key_scales[layer], cache.value_scales[layer])

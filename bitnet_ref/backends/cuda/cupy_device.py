@@ -14,25 +14,16 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory
-from . import cublas
-from .build_cache import build_once
-from .device import (
-    INSTALL,
-    Device,
-    DeviceArray,
-    DeviceGraph,
-    Event,
-    MemoryInfo,
-    Size,
-    check_copy,
-    check_launch,
-    plain_argument,
-    three,
-)
-from .sources import NVRTC_OPTIONS, find, flattened
+from .device import INSTALL, Device, DeviceArray, DeviceGraph, Event, MemoryInfo, Size, check_copy, plain_launch
+from .sources import NVRTC_OPTIONS, build_once, find, flattened
 
 MIN_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: also of memory outside the pool
+OP_N, OP_T = 0, 1  # cublasOperation_t
+R_32F, R_16 = 0, {"float16": 2, "bfloat16": 14}  # cudaDataType
+COMPUTE_32F = 68  # cublasComputeType_t
+GEMM_DEFAULT = -1  # cublasGemmAlgo_t
+_ONE, _ZERO = np.array(1, dtype=np.float32), np.array(0, dtype=np.float32)
 
 # (device number, pool) of closed devices. CuPy leaks the blocks of a pool that is dropped while it has some, so each
 # pool is kept until all of its blocks are free.
@@ -73,6 +64,29 @@ def _cublas() -> Any:
     except ImportError:
         return None
     return module
+
+
+def gemm_arguments(shape: tuple[int, int, int], x: int, w: int, y: int, kind: str) -> tuple[Any, ...]:
+    """What `cupy.cuda.cublas.gemmEx` takes after its handle for y (n, out) = x (n, k) w (out, k)^T.
+
+    shape: (n, out, k).   x, w, y: addresses on the device; x and w of `kind`, y of float32.
+
+    cuBLAS takes matrices column by column. An array of rows read so is its transpose: y (n, out) is written as
+    y^T (out, n) = w x^T, where w (out, k), read as (k, out), is transposed back and x, read as (k, n), is as wanted.
+    CuPy has no bfloat16 arrays in all of its versions, but `gemmEx` is told by number what lies behind a pointer.
+
+    Source: cuBLAS documentation, "cublasGemmEx()": of A and B in CUDA_R_16F or CUDA_R_16BF with C in CUDA_R_32F the
+    compute type is CUBLAS_COMPUTE_32F, and alpha and beta are float32 in the host's memory.
+    """
+    n, out, k = shape
+    return (
+        *(OP_T, OP_N, out, n, k, _ONE.ctypes.data),
+        *(w, R_16[kind], k),
+        *(x, R_16[kind], k),
+        _ZERO.ctypes.data,
+        *(y, R_32F, out),
+        *(COMPUTE_32F, GEMM_DEFAULT),
+    )
 
 
 @contextmanager
@@ -120,11 +134,9 @@ class CupyKernel:
         function.preferred_shared_memory_carveout = 100
 
     def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
-        sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem, self._max_shared)
-        plain = tuple(plain_argument(value) for value in args)
+        launch = plain_launch(self.name, grid, block, args, shared_mem, self._max_shared)
         with device_errors(), self._device.gpu:
-            self._function(*sizes, plain, shared_mem=shared_mem, stream=self._device.stream)
+            self._function(*launch, shared_mem=shared_mem, stream=self._device.stream)
 
 
 def _empty_retired_pools() -> None:
@@ -257,7 +269,7 @@ class CupyDevice(Device):
         module = _cublas()
         shape = len(x), *w.shape
         with self.use():  # gemmEx gives the current stream to cuBLAS
-            arguments = cublas.gemm_arguments(shape, x.data.ptr, w.data.ptr, y.data.ptr, kind)
+            arguments = gemm_arguments(shape, x.data.ptr, w.data.ptr, y.data.ptr, kind)
             try:
                 module.gemmEx(self.xp.cuda.device.get_cublas_handle(), *arguments)
             except module.CUBLASError as error:

@@ -198,8 +198,14 @@ def three(size: Size) -> tuple[int, int, int]:
     return x, y, z
 
 
-def check_launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int, max_shared: int) -> None:
-    """Raises ShapeError beyond the limits of every GPU from sm_80 on, or of this one's shared memory."""
+def plain_launch(
+    name: str, grid: Size, block: Size, args: Sequence[Any], shared_mem: int, max_shared: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[Any, ...]]:
+    """A launch's grid, block and arguments, as `three` and `plain_argument` give them.
+
+    Raises ShapeError beyond the limits of every GPU from sm_80 on, or of this one's shared memory.
+    """
+    grid, block = three(grid), three(block)
     threads = block[0] * block[1] * block[2]
     ok = min(*grid, *block) >= 1 and threads <= 1024 and block[2] <= 64
     ok = ok and grid[0] < 2**31 and max(grid[1:]) < 2**16 and 0 <= shared_mem <= max_shared
@@ -209,3 +215,4 @@ def check_launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], share
             f"at most {max_shared} bytes of shared memory"
         )
         raise ShapeError(f"launch of {name}", expected=expected, got=f"grid {grid}, block {block}, {shared_mem} bytes")
+    return grid, block, tuple(plain_argument(value) for value in args)

@@ -216,8 +216,8 @@ def parse_bytes(limit: int | str | None) -> int | None:
     """
     if limit is None:
         return limit
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(limit), re.IGNORECASE)
-    unit = 0 if found is None else (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
-    if found is None or (size := int(float(found[1]) * unit)) < 1:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(limit), re.IGNORECASE)
+    unit = 0 if match is None else (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    if match is None or (size := int(float(match[1]) * unit)) < 1:
         raise BackendUnavailable(f"memory_limit: expected bytes, or a text like '8GiB', got {limit!r}")
     return size

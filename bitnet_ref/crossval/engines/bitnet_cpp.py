@@ -17,7 +17,8 @@ from ...api import load
 from ...errors import BitNetRefError
 from ...formats.convert import convert
 from ...formats.open import find_model
-from ..opponents import PROMPT, Crossing
+from ..opponents import PROMPT
+from ..report import Crossing
 from ..token_ids import compare_ids, compare_text
 
 NAME = "bitnet.cpp"

@@ -18,7 +18,8 @@ from typing import Any
 from ...api import Model
 from ...backends import Backend
 from ..explain.replay import judge_trace
-from ..opponents import Crossing, compare_free, record_reference
+from ..opponents import compare_free, record_reference
+from ..report import Crossing
 from ..trace import Trace
 
 _RECORDERS = Path(__file__).parent / "recorders"

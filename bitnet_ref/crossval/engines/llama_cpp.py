@@ -35,8 +35,7 @@ from ..explain.hypotheses import HYPOTHESES
 from ..explain.replay import judge_trace
 from ..explain.variants import Setting
 from ..names import ACC, INT8, SCALE, linear_input
-from ..opponents import Crossing
-from ..report import evidence
+from ..report import Crossing, evidence
 from ..trace import Trace
 from .engine import Attempt, ExternalEngine, Prepared
 

@@ -12,7 +12,8 @@ from typing import Any
 from ...api import Model, load
 from ...errors import BitNetRefError, ConfigError
 from ...formats.open import find_model
-from ..opponents import Crossing, default_tokens
+from ..opponents import default_tokens
+from ..report import Crossing
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
 from .engine import Attempt, ExternalEngine

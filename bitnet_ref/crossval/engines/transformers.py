@@ -11,7 +11,7 @@ from ...formats.checkpoint import Checkpoint, is_ternary, linear_names
 from ...formats.hf.writer import write_hf
 from ...formats.open import open_checkpoint
 from ...system.json_file import read_json_object
-from ..opponents import Crossing
+from ..report import Crossing
 from ..tolerances import NARROW_FLOATS
 from ..trace import Trace
 from .engine import Attempt, ExternalEngine, Prepared, judge_by_contract

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, View, compare
-from ..names import LOGITS, SYNONYMS
+from ..names import LOGITS
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, generation_hypotheses, greedy, prompt_hypotheses, tokenizer_of
 from .variants import Hypothesis, Setting
@@ -85,7 +85,8 @@ def diagnose(
         ids = getattr(candidate, "token_ids", None)
         return [] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None))
     forced = comparison.mode == "teacher-forced"
-    search = _Search(Setting.of(model, tokens), candidate, _first_name(comparison), thorough, forced)
+    view = View(candidate)
+    search = _Search(Setting.of(model, tokens), view, _first_name(comparison), thorough, forced)
     diagnoses = tested = search.run()
     assumed: list[Diagnosis] = []  # mistakes that are made while the next one is looked for
     while len(assumed) < depth - 1 and not any(d.confirmed for d in tested):
@@ -94,7 +95,7 @@ def diagnose(
         assumed.append(parts[0])
         changed = search.hypotheses[parts[0].cause].change(search.setting)
         assert changed is not None
-        search = _Search(changed, candidate, parts[0].first_difference, thorough, forced, search.error_before)
+        search = _Search(changed, view, parts[0].first_difference, thorough, forced, search.error_before)
         tested = search.run()
         diagnoses = diagnoses + [_combine([*assumed, last]) for last in tested if last.confirmed]
     return _rank(diagnoses)
@@ -155,7 +156,7 @@ class _Search:
     """Tests the hypotheses that apply to one setting."""
 
     setting: Setting
-    candidate: Mapping[str, NDArray]
+    candidate: View
     first: str | None  # the first op that differs
     thorough: bool
     forced: bool  # teacher-forced: ops after the first difference were computed from the reference's inputs
@@ -165,7 +166,6 @@ class _Search:
     def run(self) -> list[Diagnosis]:
         self.reference = self.setting.run()
         self.order = {name: i for i, name in enumerate(self.reference)}
-        self.recorded = {SYNONYMS.get(name, name) for name in self.candidate}
         if self.error_before is None:
             self.error_before = self._logit_error(self.reference)
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
@@ -190,7 +190,7 @@ class _Search:
         self.hypotheses[hypothesis.cause] = hypothesis
         comparison, error = self._compare_beginning(changed), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
-            tensors = changed.run(lambda name: name in self.recorded)
+            tensors = changed.run(self.candidate.__contains__)
             comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
             error = self._logit_error(tensors)
         first, end = _first_name(comparison), len(self.order)
@@ -215,7 +215,7 @@ class _Search:
         if self.first not in self.order or self.order[self.first] + 1 == len(self.order):
             return None
         names = set(list(self.order)[: self.order[self.first] + 1])
-        tensors = changed.run(lambda name: name in names and name in self.recorded, until=self.first)
+        tensors = changed.run(lambda name: name in names and name in self.candidate, until=self.first)
         return compare(tensors, View(self.candidate, names), changed.config, changed.tokens)
 
     def _span(self) -> list[str]:
@@ -229,7 +229,7 @@ class _Search:
 
     def _logit_error(self, tensors: Mapping[str, NDArray]) -> float | None:
         """Relative L2 of the candidate's logits; of the last token's where it has only those."""
-        logits = next((self.candidate[name] for name in self.candidate if SYNONYMS.get(name, name) == LOGITS), None)
+        logits = self.candidate.get(LOGITS)
         if logits is None or LOGITS not in tensors or logits.size % tensors[LOGITS].shape[-1]:
             return None
         logits = np.asarray(logits, dtype=np.float64).reshape(-1, tensors[LOGITS].shape[-1])

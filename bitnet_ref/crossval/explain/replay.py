@@ -22,9 +22,9 @@ from ...errors import NumericsError
 from ...reference import layers
 from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
 from .. import names
-from ..compare import DIFFERS, FLIP, Comparison, OpResult, Walk, fits, same_tokens
+from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
 from ..flips import judge_flips
-from ..metrics import shape_of
+from ..metrics import tensor_of
 from ..tolerances import TABLE
 
 
@@ -53,7 +53,7 @@ def judge_trace(
         for name in names.op_order(cfg):
             if name in replay.misfits:
                 comparison.ops.append(walk.refuse(name, names.op_shape(name, cfg, len(ids)), replay.misfits[name]))
-            elif name in replay.actual:
+            elif name in replay.recorded:
                 result = replay.judge(name, walk, own)
                 if result is None:
                     comparison.missing.append(name)
@@ -70,17 +70,13 @@ class _Replay:
     def __init__(
         self, model: LoadedModel, trace: Mapping[str, NDArray], ids: NDArray[np.int64], backend: Backend | None
     ) -> None:
-        self.trace, self.ids, self.cfg = trace, ids, model.config
-        self.actual: dict[str, str] = {}
+        self.trace, self.ids, self.cfg = View(trace), ids, model.config
+        self.recorded: set[str] = set()  # names of the tensors that have the right shape
         self.misfits: dict[str, str] = {}  # name -> what is wrong with its shape
-        order = set(names.op_order(self.cfg))
-        for actual in trace:
-            name, given = names.SYNONYMS.get(actual, actual), shape_of(trace, actual)
-            if name not in order:
-                continue
-            shape = names.op_shape(name, self.cfg, len(ids))
+        for name in set(names.op_order(self.cfg)).intersection(self.trace):
+            shape, given = names.op_shape(name, self.cfg, len(ids)), tensor_of(self.trace, name).shape
             if fits(shape, given):
-                self.actual[name] = actual
+                self.recorded.add(name)
             elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
                 self.misfits[name] = f"shape {list(given)} instead of {list(shape)}"
         self.w = plain_weights(model.weights)
@@ -100,24 +96,24 @@ class _Replay:
             return None
         except NumericsError as error:
             return walk.refuse(name, names.op_shape(name, self.cfg, len(self.ids)), f"cannot be computed: {error}")
-        theirs = np.asarray(self.trace[self.actual[name]]).reshape(mine.shape)
+        theirs = np.asarray(self.trace[name]).reshape(mine.shape)
         rounded = any(TABLE[names.op_kind(op, self.is_ternary)].alone for op in self.recomputed)
-        result = walk.pair(name, mine, theirs, depth=0 if rounded else None)
+        result = walk.judge(name, mine, theirs, depth=0 if rounded else None)
         if result.status == DIFFERS and result.kind == "activation int8" and np.isfinite(result.max_abs):
             return self.rounding(name, mine, theirs, result, own)
         return result
 
     def value(self, name: str, dtype: type = np.float32) -> NDArray:
         """A tensor of the run: as recorded, or computed from recorded ones."""
-        if name in self.actual:
-            array = np.asarray(self.trace[self.actual[name]]).reshape(names.op_shape(name, self.cfg, len(self.ids)))
+        if name in self.recorded:
+            array = np.asarray(self.trace[name]).reshape(names.op_shape(name, self.cfg, len(self.ids)))
             cast: NDArray = array.astype(dtype)
             if np.dtype(dtype).kind == "i" and not np.array_equal(cast, array):
                 raise NumericsError(f"{name} has values that {np.dtype(dtype)} cannot hold", tensor=name)
             return cast
         if name.endswith(names.INT8):
             source = names.linear_input(name.rpartition(".")[0], self.cfg)
-            if source not in self.actual:  # how the engine rounded it is not known
+            if source not in self.recorded:  # how the engine rounded it is not known
                 raise _MissingInput(name)
         array = self.compute(name)
         self.recomputed.append(name)
@@ -171,7 +167,7 @@ class _Replay:
         return y if w.bias is None else y + w.bias
 
     def _attention(self, attn: str, hook: str) -> NDArray:
-        n, window = len(self.ids), self.cfg.sliding_window
+        n, window = len(self.ids), self.cfg.window_of(int(attn.split(".")[1]))
         if hook == "hook_attn_scores":
             q, k = self.heads(f"{attn}.hook_rot_q"), self.heads(f"{attn}.hook_rot_k")
             out = np.full((self.cfg.num_attention_heads, n, n), -np.inf, dtype=np.float32)
@@ -216,10 +212,10 @@ class _Replay:
         linear = name.rpartition(".")[0]
         source = names.linear_input(linear, self.cfg)
         here = {source: self.rows(source)}
-        if (scale := f"{linear}.{names.SCALE}") in self.actual:
+        if (scale := f"{linear}.{names.SCALE}") in self.recorded:
             here[scale] = self.value(scale)
         rows = np.ones(len(self.ids), dtype=bool)
-        recorded = here if source in self.actual else {}  # the engine's own input may differ from a recomputed one
+        recorded = here if source in self.recorded else {}  # the engine's own input may differ from a recomputed one
         judged = judge_flips(here, recorded, linear, self.cfg, 0, rows, mine, theirs.astype(np.int64), own)
         if judged.unexplained is not None:
             note = f"{list(judged.unexplained)}: {judged.why}"

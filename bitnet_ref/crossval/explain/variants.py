@@ -111,12 +111,12 @@ class Setting:
 class Hypothesis:
     """A mistake that an engine may have made.
 
-    name: short, stable.   shows: globs, separated by blanks, of the ops that would differ first.
+    shows: globs, separated by blanks, of the ops that would differ first.   name: short, stable.
     change: the setting with this mistake made; None where the model has no place for it.
     """
 
-    name: str
     shows: str
+    name: str
     cause: str
     remedy: str
     change: Callable[[Setting], Setting | None]

@@ -14,10 +14,9 @@ from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import linear_name
 from ..checkpoint import linear_shape, norms_of_layer
 from ..names import GGUF_LINEARS, gguf_name, hf_module, linear_of_gguf
-from .blocks import DEQUANTIZABLE, dequantize, ternary_from_blocks
+from .blocks import DEQUANTIZABLE, TERNARY_BLOCKS, TERNARY_TYPES, dequantize, ternary_from_blocks
 from .config import ARCHITECTURES
 from .file import GgufFile, GgufTensor
-from .ggml_types import TERNARY_BLOCKS, TERNARY_TYPES
 from .i2_s import LAYOUTS, LayoutEvidence
 
 _SAMPLE_VALUES = 1 << 16  # read from each matrix to decide whether it is ternary

@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference.weights import DenseWeight, TernaryLinear, linear_name
-from ...system.atomic import atomic_path
+from ...system.atomic import atomic_path, check_space
 from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes, ticker
 from ..names import gguf_name
-from .blocks import blocks_from_ternary, quantize
+from .blocks import BY_KIND, BY_NAME, TERNARY_BLOCKS, blocks_from_ternary, quantize
 from .config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
 from .evidence import permute_rows, permuted_heads
 from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
-from .ggml_types import BY_KIND, BY_NAME, TERNARY_BLOCKS
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 from .tl import TLKind, pack_tl, tl_nbytes
 from .tl_tiles import KNOWN_TILES, read_kernel_config
@@ -116,6 +115,7 @@ class _ModelTensors:
         self._check()
 
     def _check(self) -> None:
+        self.checkpoint.refuse_extras("GGUF")
         quantized = self.config.quantization
         if quantized is None and self.kind not in DENSE_KINDS:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
@@ -250,6 +250,7 @@ def write_gguf(
     header += bytes(-len(header) % alignment)
     tick = ticker(progress, len(tensors))
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        check_space(temporary, len(header) + offset)
         file.write(header)
         for tensor, size in zip(tensors, sizes, strict=True):
             data = tensor.produce()

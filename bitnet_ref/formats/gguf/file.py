@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...errors import FormatError, ShapeError
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
-from .ggml_types import TYPES, GgmlType
+from .blocks import TYPES, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

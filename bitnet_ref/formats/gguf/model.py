@@ -16,18 +16,10 @@ from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..binary_file import first_not_finite
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size
 from ..names import gguf_name
-from .blocks import DEQUANTIZABLE, dequantize, quantize, ternary_from_blocks
+from .blocks import DEQUANTIZABLE, TERNARY_BLOCKS, dequantize, quantize, ternary_from_blocks
 from .config import ROPE_FREQS, read_gguf_config, tensor_shape
-from .evidence import (
-    block_linears,
-    check_dialect,
-    find_i2_s_layout,
-    find_ternary,
-    permuted_heads,
-    unpermute_rows,
-)
+from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
-from .ggml_types import TERNARY_BLOCKS
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")

@@ -50,7 +50,7 @@ from ..checkpoint import (
 )
 from ..hf.folder import CheckpointTensors
 from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
-from ..safetensors import DTYPES, SafetensorsWriter, TensorInfo, dtype_name
+from ..safetensors import DTYPES, SafetensorsWriter, TensorInfo, content_hash, dtype_name
 from .base3 import TRITS_PER_BYTE, first_invalid_byte, pack_base3, unpack_base3
 
 SUFFIX = ".bitnet.safetensors"
@@ -231,18 +231,6 @@ class NativeCheckpoint(Checkpoint):
             message = f"the file says {stored!r}, its content gives {computed}: it was changed or damaged"
             raise self._bad("content_hash", message)
         return computed
-
-
-def content_hash(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
-    """The hash of a file's content. tensors: name -> (dtype, shape, SHA-256 of its bytes in hexadecimal).
-
-    It does not depend on the order of the tensors, so a writer can compute it one tensor at a time.
-    """
-    facts = {
-        "metadata": {key: value for key, value in metadata.items() if key != "content_hash"},
-        "tensors": {name: [dtype, list(shape), digest] for name, (dtype, shape, digest) in tensors.items()},
-    }
-    return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_native(

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ...errors import BackendUnavailable, FormatError, OutOfMemory
 from ...system.json_file import read_bounded
 from ..binary_file import BinaryFile, first_not_finite
-from ..hf.folder import stays_inside
 
 FORMAT_KEY, CONFIG_KEY = "bitnet_ref.format", "bitnet_ref.config"  # metadata_props of our exports
 FORMAT_VERSION = "1"
@@ -157,9 +156,11 @@ class OnnxFile:
         offset, length = numbers
         if length != nbytes:
             raise self.fail(name, f"external data: expected {nbytes} bytes for its shape and type, got {length}")
-        if not path.is_file() or not stays_inside(self.path.parent, path):
-            raise self.fail(name, f"external data: {location} is no file of the model's folder")
-        with BinaryFile(path) as file:
+        try:
+            file = BinaryFile(path, self.path.parent)
+        except FormatError as problem:
+            raise self.fail(name, f"external data: {location} is no file of the model's folder") from problem
+        with file:
             if offset + length > file.size:
                 message = f"{length} bytes are said to lie here, the file has {file.size}"
                 raise FormatError(message, path=path, offset=offset, field=name)

@@ -15,7 +15,7 @@ from ...errors import ConfigError, FormatError
 from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
-from ...system.json_file import parse_json_object
+from ...system.json_file import is_present, parse_json_object
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
 from ..names import hf_module, hf_modules
@@ -76,13 +76,12 @@ class OnnxCheckpoint(Checkpoint):
         packed, scale = self._ternary(name, matrix.astype(np.float32))
         return TernaryWeight(packed, shape[1], scale, bias, self._input_norm(name, shape[1]))
 
-    def tied_head(self, embedding: DenseWeight) -> DenseWeight:
+    def check_tied_head(self, embedding: DenseWeight) -> None:
         node = None if self.names is None else self.names.linears.get("lm_head")
         if node is not None:
             head = self._matrix("lm_head", self.constants.matrix(node), embedding.shape)
             if not np.array_equal(head.astype(np.float32), embedding.array.astype(np.float32)):
                 raise self.file.fail("lm_head", "differs from the embedding, but the configuration says they are tied")
-        return embedding
 
     def finish(self) -> None:
         if self.names is None:
@@ -110,7 +109,7 @@ class OnnxCheckpoint(Checkpoint):
             except ConfigError as error:
                 raise ConfigError(error.message, path=self.path, field=error.field) from None
         path = self.path.parent / "config.json"
-        if not path.is_file():
+        if not is_present(path):
             message = "has no configuration of bitnet_ref's in its metadata, and there is no config.json beside it"
             raise FormatError(f"{message}; put the Hugging Face model's config.json into the folder", path=self.path)
         self.evidence.append("the configuration is that of config.json beside the file; the graph itself is not read")

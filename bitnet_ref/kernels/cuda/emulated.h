@@ -75,7 +75,8 @@ static dim3 blockDim, gridDim;
 // some ten times slower. (BITNET_REF_UCONTEXT chooses that too.)
 #if defined(__linux__) && defined(__x86_64__) && !defined(BITNET_REF_UCONTEXT)
 #define BITNET_REF_OWN_SWITCH
-extern "C" void emulated_switch(void **save, void *load);
+using EmulatedContext = void *;
+extern "C" void emulated_switch(EmulatedContext *save, EmulatedContext load);
 asm(R"(
     .text
     .local emulated_switch
@@ -101,14 +102,16 @@ emulated_switch:
 )");
 #else
 #include <ucontext.h>
+using EmulatedContext = ucontext_t;
+static void emulated_switch(EmulatedContext *save, EmulatedContext &load) { swapcontext(save, &load); }
 #endif
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
-#endif
-
-#ifndef __SANITIZE_ADDRESS__
+#else
+static void __sanitizer_start_switch_fiber(void **, const void *, size_t) {}
+static void __sanitizer_finish_switch_fiber(void *, const void **, size_t *) {}
 extern "C" char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
 #endif
@@ -139,12 +142,8 @@ struct Fiber {
     unsigned mask;
     void *payload;    // its part of that collective
     char *stack;
-#ifdef BITNET_REF_OWN_SWITCH
-    void *context;
-#else
-    ucontext_t context;
-#endif
-    void *fake_stack;
+    EmulatedContext context;
+    void *fake_stack;  // the sanitizer's
 };
 
 struct Progress { unsigned waiting, exited; };  // of a warp, a bit for each lane
@@ -168,11 +167,7 @@ struct Machine {
     int barrier_count = 0;  // threads that gave the last barrier a true value
     bool failed = false;
     char error[1024] = "";
-#ifdef BITNET_REF_OWN_SWITCH
-    void *context = nullptr;
-#else
-    ucontext_t context;
-#endif
+    EmulatedContext context;
     void *fake_stack = nullptr;
     const void *host_stack = nullptr;
     size_t host_stack_bytes = 0;
@@ -181,35 +176,18 @@ static Machine machine;
 
 static void to_scheduler(bool for_ever = false) {
     Fiber *self = machine.current;
-#ifdef __SANITIZE_ADDRESS__
-    void **kept = for_ever ? nullptr : &self->fake_stack;
-    __sanitizer_start_switch_fiber(kept, machine.host_stack, machine.host_stack_bytes);
-#endif
-    (void)for_ever;
-#ifdef BITNET_REF_OWN_SWITCH
+    void **fake_stack = for_ever ? nullptr : &self->fake_stack;
+    __sanitizer_start_switch_fiber(fake_stack, machine.host_stack, machine.host_stack_bytes);
     emulated_switch(&self->context, machine.context);
-#else
-    swapcontext(&self->context, &machine.context);
-#endif
-#ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(self->fake_stack, nullptr, nullptr);
-#endif
 }
 
 static void to_fiber(Fiber &fiber) {
     machine.current = &fiber;
     threadIdx = fiber.index;
-#ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&machine.fake_stack, fiber.stack, STACK_BYTES);
-#endif
-#ifdef BITNET_REF_OWN_SWITCH
     emulated_switch(&machine.context, fiber.context);
-#else
-    swapcontext(&machine.context, &fiber.context);
-#endif
-#ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(machine.fake_stack, nullptr, nullptr);
-#endif
 }
 
 /* Ends the launch with this error message; no thread goes on. */
@@ -218,10 +196,10 @@ __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...) 
         machine.failed = true;
         const uint3 b = blockIdx;
         int used = snprintf(machine.error, sizeof machine.error, "block (%u, %u, %u): ", b.x, b.y, b.z);
-        va_list more;
-        va_start(more, format);
-        vsnprintf(machine.error + used, sizeof machine.error - used, format, more);
-        va_end(more);
+        va_list values;
+        va_start(values, format);
+        vsnprintf(machine.error + used, sizeof machine.error - used, format, values);
+        va_end(values);
     }
 }
 
@@ -236,12 +214,10 @@ struct Launch {
 }
 
 static void fiber_main() {
-#ifdef __SANITIZE_ADDRESS__
-    const void *bottom;
-    size_t size;
+    const void *bottom = nullptr;
+    size_t size = 0;
     __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
     if (machine.host_stack == nullptr) machine.host_stack = bottom, machine.host_stack_bytes = size;
-#endif
     machine.body(machine.arguments);
     Fiber &self = *machine.current;
     self.state = State::exited;
@@ -403,14 +379,14 @@ static void run_block() {
 
 // -- launching --------------------------------------------------------------------------------------------------------
 
-static const char *launch(const Launch &how, void (*body)(void **), void **arguments) {
-    const unsigned threads = how.block[0] * how.block[1] * how.block[2];
-    const unsigned blocks = how.grid[0] * how.grid[1] * how.grid[2];
+static const char *launch(const Launch &sizes, void (*body)(void **), void **arguments) {
+    const unsigned threads = sizes.block[0] * sizes.block[1] * sizes.block[2];
+    const unsigned blocks = sizes.grid[0] * sizes.grid[1] * sizes.grid[2];
     machine.failed = false;
     machine.body = body, machine.arguments = arguments;
     machine.host_stack = nullptr;
-    blockDim = dim3(how.block[0], how.block[1], how.block[2]);
-    gridDim = dim3(how.grid[0], how.grid[1], how.grid[2]);
+    blockDim = dim3(sizes.block[0], sizes.block[1], sizes.block[2]);
+    gridDim = dim3(sizes.grid[0], sizes.grid[1], sizes.grid[2]);
     for (unsigned i = machine.fibers.size(); i > threads; i--) free(machine.fibers[i - 1].stack);
     const unsigned had = std::min<unsigned>(machine.fibers.size(), threads);
     machine.fibers.resize(threads);
@@ -420,18 +396,18 @@ static const char *launch(const Launch &how, void (*body)(void **), void **argum
     for (unsigned i = 0; i < threads; i++) {
         machine.fibers[i].number = i;
         machine.fibers[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
-        machine.order[i] = how.order == 1 ? threads - 1 - i : i;
+        machine.order[i] = sizes.order == 1 ? threads - 1 - i : i;
     }
-    std::mt19937 dice(how.order);
-    machine.dynamic_bytes = how.dynamic_bytes;
+    std::mt19937 dice(sizes.order);
+    machine.dynamic_bytes = sizes.dynamic_bytes;
 #ifdef __SANITIZE_ADDRESS__  // nothing behind it: the sanitizer's own zone begins there (malloc aligns to 16 bytes)
-    machine.dynamic = how.dynamic_bytes ? static_cast<char *>(malloc(how.dynamic_bytes)) : nullptr;
+    machine.dynamic = sizes.dynamic_bytes ? static_cast<char *>(malloc(sizes.dynamic_bytes)) : nullptr;
 #else
-    machine.dynamic = static_cast<char *>(aligned_alloc(1024, (how.dynamic_bytes + GUARD_BYTES + 1023) / 1024 * 1024));
+    machine.dynamic = static_cast<char *>(aligned_alloc(1024, (sizes.dynamic_bytes + GUARD_BYTES + 1023) / 1024 * 1024));
 #endif
     for (unsigned i = 0; i < blocks && !machine.failed; i++) {
-        if (how.order > 1) std::shuffle(machine.order.begin(), machine.order.end(), dice);
-        const unsigned block = how.order == 1 ? blocks - 1 - i : i;
+        if (sizes.order > 1) std::shuffle(machine.order.begin(), machine.order.end(), dice);
+        const unsigned block = sizes.order == 1 ? blocks - 1 - i : i;
         blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / (gridDim.x * gridDim.y)};
         run_block();
     }
@@ -465,8 +441,8 @@ template <typename... Arguments, void (*kernel)(Arguments...)> struct Kernel<ker
 #define EMULATED_EXPORT extern "C" __attribute__((visibility("default"))) const char *
 #define EMULATED_KERNEL(name)                                                                                         \
     EMULATED_EXPORT emulated_kinds_##name() { return emulated::Kernel<&name>::kinds(); }                              \
-    EMULATED_EXPORT emulated_launch_##name(const emulated::Launch *how, void **arguments) {                           \
-        return emulated::launch(*how, &emulated::Kernel<&name>::body, arguments);                                     \
+    EMULATED_EXPORT emulated_launch_##name(const emulated::Launch *sizes, void **arguments) {                         \
+        return emulated::launch(*sizes, &emulated::Kernel<&name>::body, arguments);                                   \
     }
 
 #define __syncthreads() ((void)emulated::barrier(__FILE__, __LINE__, 0))

@@ -172,6 +172,6 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the first KEPT_CALLS calls as a Chrome trace, which Perfetto and speedscope open."""
-        kept = sum(len(step.spans) for step in self.steps)
-        about = {"backend": self.backend, "path": self.path, "calls": self.calls, "calls_kept": kept}
+        calls = sum(len(step.spans) for step in self.steps)
+        about = {"backend": self.backend, "path": self.path, "calls": self.calls, "calls_kept": calls}
         return write_trace(self.steps, about, Path(path))

@@ -35,6 +35,11 @@ PLAIN_FILTERS = """
     abs capitalize count d default dictsort first float int items last length list lower map max min reject rejectattr
     reverse safe select selectattr sort string title trim unique upper
 """
+# Python searches backwards, and strips, in the product of both lengths; forwards in their sum.
+_PRODUCT_METHODS = {"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim"}
+_BY_ATTRIBUTE = {"map", "max", "min", "rejectattr", "selectattr", "sort", "unique"}
+_MAX_ATTRIBUTE = 256
+_MAX_TITLE = 1 << 16  # characters; it cuts the text into words in one call, which holds the interpreter
 _GLANCES = {"count", "d", "default", "first", "last", "length"}  # do not walk their argument
 
 # A width, as in %9999999d, pads to any length.
@@ -67,6 +72,21 @@ def _pay_items(value: Any) -> list[Any]:
     return items
 
 
+def pay_search(name: str, text: Any, *args: Any) -> None:
+    """Pay for a search of `text` for the first of `args`."""
+    needle = args[0] if args else None
+    if name in _PRODUCT_METHODS and isinstance(text, str) and isinstance(needle, str):
+        current.get().step(len(text) * len(needle) // 64)
+
+
+def _pay_attribute(value: Any, *paths: Any) -> None:
+    """Pay for looking up "a.b,c" in each item of a value; `paths` are a filter's arguments."""
+    parts = sum(1 + path.count(".") + path.count(",") for path in paths if isinstance(path, str))
+    if any(isinstance(path, str) and len(path) > _MAX_ATTRIBUTE for path in paths):
+        raise LimitError(f"an attribute has more than {_MAX_ATTRIBUTE} characters")
+    current.get().step((2 + parts) * len(value) if isinstance(value, (str, list, tuple, dict, range)) else 0)
+
+
 def _refuse_objects(name: str, value: Any) -> None:
     """Most filters convert their argument to text, and Jinja's own objects can print for ever: see `text_of`."""
     if isinstance(value, (Namespace, Macro)) and name not in ("d", "default"):
@@ -85,6 +105,11 @@ def _make_paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_objects(name, item)
             if name not in _GLANCES:
                 budget.read(item)
+        if name in _BY_ATTRIBUTE:
+            _pay_attribute(value, *(args if name != "map" else ()), kwargs.get("attribute"))
+        elif name == "title" and isinstance(value, str) and len(value) > _MAX_TITLE:
+            raise LimitError(f"title takes at most {_MAX_TITLE} characters")
+        pay_search(name, value, *args, *kwargs.values())
         passed = {_PassArg.eval_context: context.eval_ctx, _PassArg.environment: context.environment}
         extra = () if wants is None else (passed.get(wants, context),)
         result = function(*extra, value, *args, **kwargs)
@@ -109,6 +134,7 @@ def _replace(context: Context, value: Any, old: Any, new: Any, count: int | None
 def _join(context: Context, value: Any, d: str = "", attribute: str | int | None = None) -> str:
     items = _pay_items(value)
     if attribute is not None:
+        _pay_attribute(items, attribute)
         items = [context.environment.getitem(item, attribute) for item in items]
     budget = current.get()
     budget.made(items)

@@ -2,11 +2,14 @@
 
 Jinja's sandbox keeps a template away from Python, but lets it work for ever: two nested loops, `x ~ x` forty times, or
 a list that contains itself twice, twenty times over. So each loop turn and each operation pays `steps`, each result
-pays `size`, and no single value may be larger than a conversation of this length could need.
+pays `size`, and no single value may be larger than a conversation of this length could need. A deadline stands behind
+the budgets, in processor time, so that neighbours that use the processor do not fail a rendering. It is read where
+steps are paid: what a single call may take is paid before it, and a payment that cannot end in time is refused.
 """
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +19,9 @@ from jinja2.runtime import Undefined
 MAX_INTEGER = 1 << 63
 MAX_NESTING = 40
 MAX_MACRO_DEPTH = 32
+MAX_SECONDS = 2.0
+_SECONDS_PER_STEP = 5e-7
+_STEPS_PER_LOOK = 512
 
 
 class LimitError(SecurityError):
@@ -72,20 +78,29 @@ class Budget:
         given = sum(measure(value, 1 << 40)[0] for value in variables.values())
         self.value_limit = (1 << 20) + 16 * given
         self._size = 64 * self.value_limit
-        self._steps = 2_000_000 + 32 * given
+        self._steps = self._next_look = 2_000_000 + 32 * given
+        self._deadline = time.thread_time() + MAX_SECONDS
         self.macro_depth = 0
         self.printed = 0
 
     def step(self, count: int) -> None:
         """Pay for `count` pieces of work (each about one evaluated node of the template)."""
         self._steps -= count
-        if self._steps < 0:
-            raise LimitError("the template does more work than a conversation of this length needs: does a loop end?")
+        if self._steps < self._next_look:
+            self._next_look = self._steps - _STEPS_PER_LOOK
+            if self._steps < 0:
+                raise LimitError(
+                    "the template does more work than a conversation of this length needs: does a loop end?"
+                )
+            if time.thread_time() + count * _SECONDS_PER_STEP > self._deadline:
+                raise LimitError(f"the template works for more than {MAX_SECONDS:g} s")
 
     def read(self, value: Any) -> Any:
         """Pay for one walk over a value (a comparison, a search), and return it."""
         if type(value) is str:
             self.step(1 + len(value) // 64)
+        elif isinstance(value, range):
+            self.step(1 + len(value))
         elif isinstance(value, (str, list, tuple, dict)):
             self.step(1 + measure(value, self.value_limit)[0] // 8)  # measuring itself takes a step per item
         return value

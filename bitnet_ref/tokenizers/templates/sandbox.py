@@ -21,11 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from .filters import FILTERS_ALLOWED, GLOBALS, METHODS, TESTS, size_after_join, size_after_replace, text_of
+from .filters import FILTERS_ALLOWED, GLOBALS, METHODS, TESTS, pay_search, size_after_join, size_after_replace, text_of
 from .limits import MAX_INTEGER, MAX_MACRO_DEPTH, Budget, LimitError, current
 
 MAX_SOURCE = 1 << 18  # characters; the longest published template has about 60,000
 MAX_NODES = 20_000
+MAX_SCOPES = 1_000_000  # assignments times blocks: Jinja copies the names of all of them for each block
 MAX_TREE_DEPTH = 150  # Jinja and Python compile by recursion
 _FILE_NAME = "<chat_template>"
 _METHOD_TYPES = (types.BuiltinMethodType, types.MethodType)
@@ -121,6 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function of GLOBALS, an allowed method, loop.cycle or loop.changed."""
         budget = current.get()
+        budget.step(len(args) + len(kwargs))  # f(*range(100000))
         # Compiled code also passes the loop's variables, for functions that take the context; none of ours does.
         given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
         for value in (*args, *given.values()):
@@ -138,6 +140,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return budget.made(__obj(*args, **kwargs))
         if isinstance(__obj, _METHOD_TYPES) and __self.is_safe_attribute(owner, name, __obj):
             budget.read(owner)
+            pay_search(name, owner, *args, *kwargs.values())
             if name == "replace":
                 budget.will_make(size_after_replace(owner, *args, **kwargs))
             elif name == "join" and len(args) == 1:
@@ -243,10 +246,14 @@ def _weight(body: list[Any]) -> int:
 
 def _check_shape(tree: nodes.Node) -> None:
     """Refuse a tree that is too large or too deep for the recursive walks that follow."""
-    count, todo = 0, [(tree, 0)]
+    count, assignments, blocks, todo = 0, 0, 0, [(tree, 0)]
     while todo:
         node, depth = todo.pop()
         count += 1
+        assignments += isinstance(node, nodes.Macro) or (isinstance(node, nodes.Name) and node.ctx != "load")
+        blocks += "body" in node.fields
+        if assignments * blocks > MAX_SCOPES:
+            raise TemplateSyntaxError("a template of very many assignments and blocks is refused", node.lineno)
         if depth > MAX_TREE_DEPTH or count > MAX_NODES:
             limit = f"deeper than {MAX_TREE_DEPTH}" if depth > MAX_TREE_DEPTH else f"of more than {MAX_NODES} parts"
             raise TemplateSyntaxError(f"a template {limit} is refused", node.lineno)

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ....errors import BackendUnavailable, DeviceError
-from ..build_cache import build_once
-from ..sources import FOLDER, find, flattened
+from ..sources import FOLDER, build_once, find, flattened
 
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-fvisibility=hidden", "-shared"]
 FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-attributes"]
@@ -23,7 +22,7 @@ LISTING = 'EMULATED_EXPORT emulated_names() {{ return "{}"; }}'
 def compiler() -> str | None:
     """The C++ compiler: $CXX, or the first of g++, clang++ and c++ that is installed."""
     names = (os.environ["CXX"].split()[0],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def why_unavailable() -> str | None:

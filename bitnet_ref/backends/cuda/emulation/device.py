@@ -30,18 +30,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ....errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
-from ..device import (
-    Device,
-    DeviceArray,
-    DeviceGraph,
-    Event,
-    MemoryInfo,
-    Size,
-    check_copy,
-    check_launch,
-    plain_argument,
-    three,
-)
+from ..device import Device, DeviceArray, DeviceGraph, Event, MemoryInfo, Size, check_copy, plain_launch
 from .build import compiled, kernel_names, why_unavailable
 
 UNWRITTEN = 0xFF  # the bytes of new memory: NaN as a float, -1 as an integer
@@ -79,14 +68,12 @@ class EmulatedKernel:
         self._launch.restype = ctypes.c_char_p
 
     def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
-        sizes = three(grid), three(block)
-        check_launch(self.name, *sizes, shared_mem, self._device.shared_bytes)
-        plain = [plain_argument(value) for value in args]
+        *sizes, plain = plain_launch(self.name, grid, block, args, shared_mem, self._device.shared_bytes)
         self._device._check_own(self.name, *plain, host_too=False)
-        found = "".join(map(_kind, plain))
+        kinds = "".join(map(_kind, plain))
         for place, (kind, value) in enumerate(zip(self.kinds, plain, strict=False)):
-            if found[place] != kind and not (kind == "p" and isinstance(value, np.uint64)):
-                got = f"argument {place + 1} of {len(plain)}: {getattr(value, 'dtype', value)}; kinds {found}"
+            if kinds[place] != kind and not (kind == "p" and isinstance(value, np.uint64)):
+                got = f"argument {place + 1} of {len(plain)}: {getattr(value, 'dtype', value)}; kinds {kinds}"
                 raise ShapeError(f"launch of {self.name}", expected=f"arguments of kinds {self.kinds}", got=got)
         if len(plain) != len(self.kinds):
             raise ShapeError(f"launch of {self.name}", expected=f"{len(self.kinds)} arguments", got=str(len(plain)))
@@ -162,11 +149,7 @@ class EmulatedDevice(Device):
     xp = np
 
     def __init__(
-        self,
-        memory_limit: int | None = None,
-        order: int = 0,
-        sanitize: bool | None = None,
-        late: bool = False,
+        self, memory_limit: int | None = None, order: int = 0, sanitize: bool | None = None, late: bool = False
     ) -> None:
         if (reason := why_unavailable()) is not None:
             raise BackendUnavailable(reason)
@@ -227,8 +210,8 @@ class EmulatedDevice(Device):
     def _allocation(self, array: DeviceArray) -> int | None:
         """The number of the allocation that holds the array; None for a host array."""
         address = array.ctypes.data
-        found = (number for number, (start, end) in self._alive.copy().items() if start <= address < end)
-        return next(found, None)
+        allocations = self._alive.copy().items()
+        return next((number for number, (start, end) in allocations if start <= address < end), None)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -286,8 +269,8 @@ class EmulatedDevice(Device):
             self._not_in_a_capture("an array was copied from the host")
             source = source.copy()
         to, origin, size = target.ctypes.data, source.ctypes.data, target.nbytes
-        kept = source if from_host else None
-        self._do(lambda: (ctypes.memmove(to, origin, size), kept), target, source)
+        held = source if from_host else None  # until the copy is made
+        self._do(lambda: (ctypes.memmove(to, origin, size), held), target, source)
 
     def to_host(self, array: DeviceArray) -> NDArray:
         self._not_in_a_capture("an array was read")

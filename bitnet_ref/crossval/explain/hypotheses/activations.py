@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from ..variants import Hypothesis, Op, Setting
 from .linears import ACC, OUT, has_ternary
 
 INT8 = "*_proj.hook_x_int8 *_proj.hook_x_scale"
+int8_mistake = partial(Hypothesis, INT8)
+product_mistake = partial(Hypothesis, f"{INT8} {ACC} {OUT}")
 
 
 def _quantize(
@@ -74,72 +77,62 @@ def _without_quantization(s: Setting) -> Setting | None:
 
 
 HYPOTHESES = (
-    Hypothesis(
+    int8_mistake(
         "round_half_away",
-        INT8,
         "activations at a tie are rounded away from zero",
         "Round half to even: rint, nearbyint, torch.round. C's round() and lround() round away from zero.",
         lambda s: _quantize(s, _absmax, lambda v: np.copysign(np.floor(np.abs(v) + np.float32(0.5)), v)),
     ),
-    Hypothesis(
+    int8_mistake(
         "round_half_up",
-        INT8,
         "activations are rounded by floor(x + 0.5)",
         "Round half to even.",
         lambda s: _quantize(s, _absmax, lambda v: np.floor(v + np.float32(0.5))),
     ),
-    Hypothesis(
+    int8_mistake(
         "truncated",
-        INT8,
         "activations are truncated, not rounded, to int8",
         "Round before the cast to int8.",
         lambda s: _quantize(s, _absmax, np.trunc),
     ),
-    Hypothesis(
+    int8_mistake(
         "activation_scale_per_tensor",
-        INT8,
         "one activation scale for all tokens of the call",
         "absmax runs over each token's own features.",
         scale_per_tensor,
     ),
-    Hypothesis(
+    int8_mistake(
         "activation_floor_missing",
-        INT8,
         "the activation scale has no floor: 127 / max|x| for a token of (almost) zeros",
         "x_scale = 127 / max(max|x|, 1e-5).",
         lambda s: _quantize(s, lambda largest: np.float32(127) / largest),
     ),
-    Hypothesis(
+    int8_mistake(
         "activation_floor_added",
-        INT8,
         "1e-5 is added to max|x|",
         "It is a floor: max(max|x|, 1e-5).",
         lambda s: _quantize(s, lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR))),
     ),
-    Hypothesis(
+    int8_mistake(
         "activation_scale_128",
-        INT8,
         "activations are scaled by 128 / max|x|",
         "The factor is 127.",
         lambda s: _quantize(s, lambda largest: _absmax(largest) * np.float32(128 / 127)),
     ),
-    Hypothesis(
+    product_mistake(
         "activation_blocks_of_256",
-        f"{INT8} {ACC} {OUT}",
         "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
         "The model was trained with one scale per token; expect small differences everywhere.",
         lambda s: _blockwise(s, 256),
     ),
-    Hypothesis(
+    product_mistake(
         "activation_blocks_of_32",
-        f"{INT8} {ACC} {OUT}",
         "activations are quantised in blocks of 32 (Q8_0)",
         "One scale per token.",
         lambda s: _blockwise(s, 32),
     ),
-    Hypothesis(
+    product_mistake(
         "activations_not_quantised",
-        f"{INT8} {ACC} {OUT}",
         "activations are not quantised: dense products with the dequantised weights",
         "Quantise the input of every BitLinear to int8.",
         _without_quantization,

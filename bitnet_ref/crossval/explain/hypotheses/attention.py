@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..variants import Hypothesis, Op, Sees, Setting, causal
-from .layouts import SHOWS_Q, permute_qk
+from .layouts import permute_qk, query_mistake
 
-ROTATED = "*.attn.hook_rot_q *.attn.hook_rot_k"
-SCORES = "*.attn.hook_attn_scores"
+rope_mistake = partial(Hypothesis, "*.attn.hook_rot_q *.attn.hook_rot_k")
+scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")
 WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
@@ -27,9 +28,8 @@ def _rope_interleaved(op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray
 
 
 def _theta(value: float) -> Hypothesis:
-    return Hypothesis(
+    return rope_mistake(
         f"rope_theta_{value:.0f}",
-        ROTATED,
         f"RoPE's theta is {value:.0f}, not the model's own",
         "Read rope_theta (or rope_parameters.rope_theta) from the config; 10000 is only a class default.",
         lambda s: s.with_rope(theta=value) if s.config.rope.theta != value else None,
@@ -47,7 +47,7 @@ def _sees(name: str, cause: str, remedy: str, sees: Sees) -> Hypothesis:
 
         return None if visible(sees) == visible(causal) else s.with_attention(sees=sees)
 
-    return Hypothesis(name, SCORES, cause, remedy, change)
+    return scores_mistake(name, cause, remedy, change)
 
 
 def _kv_heads(s: Setting, kv_head_of: Callable[[int], int]) -> Setting:
@@ -65,45 +65,39 @@ def _scaled_by_width(s: Setting) -> Setting | None:
 
 
 HYPOTHESES = (
-    Hypothesis(
+    rope_mistake(
         "rope_interleaved",
-        ROTATED,
         "RoPE rotates the pairs (2j, 2j+1) instead of (j, j + d/2)",
         "Use the half-split (NeoX) form, or permute q and k to match the interleaved one.",
         lambda s: s.with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None,
     ),
-    Hypothesis(
+    query_mistake(
         "qk_permuted_with_interleaved_rope",
-        SHOWS_Q,
         "q and k are stored permuted and RoPE is interleaved, as in llama.cpp: an equal computation in another order",
         "Nothing is wrong: compare from the attention scores on.",
         lambda s: permute_qk(s).with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None,
     ),
     *(_theta(value) for value in (10000.0, 500000.0, 1000000.0)),
-    Hypothesis(
+    rope_mistake(
         "rope_scaling_ignored",
-        ROTATED,
         "RoPE's scaling is ignored",
         "Apply rope_scaling (linear, dynamic, llama3, yarn) as the config says.",
         lambda s: s.with_rope(rope_type="default") if s.config.rope.rope_type != "default" else None,
     ),
-    Hypothesis(
+    rope_mistake(
         "rope_missing",
-        ROTATED,
         "q and k are not rotated at all",
         "Apply RoPE to q and k.",
         lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: (q, k)),
     ),
-    Hypothesis(
+    rope_mistake(
         "rope_backwards",
-        ROTATED,
         "RoPE rotates in the other direction",
         "x' = x cos - y sin, y' = y cos + x sin.",
         lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: op(q, k, cos, -sin)),
     ),
-    Hypothesis(
+    rope_mistake(
         "positions_from_one",
-        ROTATED,
         "positions are one too high: the first token's is 1",
         "The first token is at position 0; count the tokens already cached, not those plus one.",
         lambda s: s.with_ops(rope_tables=lambda op, positions, *rest: op(positions + 1, *rest)),
@@ -150,30 +144,26 @@ HYPOTHESES = (
         "Read sliding_window from the config.",
         lambda position, window: causal(position, None),
     ),
-    Hypothesis(
+    scores_mistake(
         "gqa_heads_interleaved",
-        SCORES,
         "query heads are grouped wrongly: head h reads kv head h mod G",
         "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.",
         _heads_interleaved,
     ),
-    Hypothesis(
+    scores_mistake(
         "gqa_first_kv_head_for_all",
-        SCORES,
         "all query heads read the first kv head",
         "Head h reads kv head h // (H/G).",
         lambda s: _kv_heads(s, lambda h: 0) if s.config.num_key_value_heads > 1 else None,
     ),
-    Hypothesis(
+    scores_mistake(
         "scores_not_scaled",
-        SCORES,
         "scores are not divided by sqrt(d)",
         "q k / sqrt(head_dim).",
         lambda s: s.with_attention(factor=s.config.head_dim**0.5),
     ),
-    Hypothesis(
+    scores_mistake(
         "scores_scaled_by_width",
-        SCORES,
         "scores are divided by sqrt(D / H) where head_dim is something else",
         "Read head_dim from the config; it need not be hidden_size / num_attention_heads.",
         _scaled_by_width,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,11 +16,13 @@ from ....reference.quantization import quantize_activations
 from ....reference.weights import DenseWeight
 from ..variants import Hypothesis, Op, Setting, map_norms
 
-GATE = "*.mlp.hook_post"
-ATTN_SUB = "*.attn.sub_norm.* *.attn.o_proj.*"
-FFN_SUB = "*.mlp.sub_norm.* *.mlp.down_proj.*"
-NORMALIZED = "*.hook_scale *.hook_normalized"
-HEAD = "lm_head.hook_out"
+gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
+attn_sub_norm_mistake = partial(Hypothesis, "*.attn.sub_norm.* *.attn.o_proj.*")
+ffn_sub_norm_mistake = partial(Hypothesis, "*.mlp.sub_norm.* *.mlp.down_proj.*")
+norm_mistake = partial(Hypothesis, "*.hook_scale *.hook_normalized")
+embedding_mistake = partial(Hypothesis, "hook_embed")
+head_mistake = partial(Hypothesis, "lm_head.hook_out")
+table_mistake = partial(Hypothesis, "hook_embed lm_head.hook_out")
 Change = Callable[[NDArray], NDArray]
 
 # -- the gate and the norms --------------------------------------------------------------------------------------------
@@ -54,9 +57,8 @@ def _sub_norm_per_head(s: Setting) -> Setting | None:
 
 
 def _eps(value: float) -> Hypothesis:
-    return Hypothesis(
+    return norm_mistake(
         f"norm_eps_{value:g}",
-        NORMALIZED,
         f"the norms' eps is {value:g}, not the model's own",
         "Read rms_norm_eps from the config; class defaults differ.",
         lambda s: s.with_config(norm_eps=value) if s.config.norm_eps != value else None,
@@ -124,9 +126,8 @@ def _int8_head(s: Setting) -> Setting | None:
 
 
 def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
-    return Hypothesis(
+    return head_mistake(
         f"logits_of_the_{neighbour}_position",
-        HEAD,
         f"row i of the logits is that of the {neighbour} token",
         "After a batched prefill, the row to read is (first row of the sequence) + length - 1.",
         lambda s: _on_head_input(s, lambda x: np.roll(x, shift, axis=0)) if len(s.tokens) > 1 else None,
@@ -134,152 +135,131 @@ def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
 
 
 HYPOTHESES = (
-    Hypothesis(
+    gate_mistake(
         "silu_for_relu2",
-        GATE,
         "silu where the model has relu squared",
         "Read hidden_act: relu2 is relu(gate)^2.",
         lambda s: s.with_config(activation="silu") if s.config.activation == "relu2" else None,
     ),
-    Hypothesis(
+    gate_mistake(
         "relu2_for_silu",
-        GATE,
         "relu squared where the model has silu",
         "Read hidden_act: silu is x * sigmoid(x).",
         lambda s: s.with_config(activation="relu2") if s.config.activation == "silu" else None,
     ),
-    Hypothesis(
+    gate_mistake(
         "activation_on_the_product",
-        GATE,
         "the activation is applied to gate * up, not to the gate alone",
         "Compute act(gate) * up: the activation sees the gate only.",
         lambda s: _gate(s, lambda act, gate, up: act(gate * up)),
     ),
-    Hypothesis(
+    gate_mistake(
         "relu_not_squared",
-        GATE,
         "relu without the square",
         "relu2 is relu(gate)^2.",
         lambda s: _gate(s, lambda act, gate, up: np.maximum(gate, 0) * up) if s.config.activation == "relu2" else None,
     ),
-    Hypothesis(
+    gate_mistake(
         "activation_on_up",
-        GATE,
         "gate and up exchanged: the activation is on up",
         "Activate the gate projection.",
         lambda s: _gate(s, lambda act, gate, up: gate * act(up)),
     ),
-    Hypothesis(
+    attn_sub_norm_mistake(
         "attn_sub_norm_missing",
-        ATTN_SUB,
         "attn_sub_norm is left out",
         "Normalise attention's output before o_proj.",
         lambda s: _without_sub_norms(s, "attn_sub_norm"),
     ),
-    Hypothesis(
+    ffn_sub_norm_mistake(
         "ffn_sub_norm_missing",
-        FFN_SUB,
         "ffn_sub_norm is left out",
         "Normalise act(gate) * up before down_proj.",
         lambda s: _without_sub_norms(s, "ffn_sub_norm"),
     ),
-    Hypothesis(
+    attn_sub_norm_mistake(
         "sub_norms_missing",
-        ATTN_SUB,
         "both sub-norms are left out, as in LLaMA",
         "BitNet blocks have two more norms: before o_proj and before down_proj.",
         _without_both_sub_norms,
     ),
-    Hypothesis(
+    attn_sub_norm_mistake(
         "attn_sub_norm_per_head",
-        ATTN_SUB,
         "attn_sub_norm divides each head by its own length",
         "The sub-norm's mean of squares runs over the full width H*d, not over one head.",
         _sub_norm_per_head,
     ),
     *(_eps(value) for value in (1e-5, 1e-6, 1e-8)),
-    Hypothesis(
+    norm_mistake(
         "norm_eps_outside_the_root",
-        NORMALIZED,
         "eps is added to the root, not to the mean of squares under it",
         "x / sqrt(mean(x^2) + eps).",
         lambda s: s.with_ops(rms_norm=_eps_outside),
     ),
-    Hypothesis(
+    norm_mistake(
         "norm_weight_plus_one",
-        NORMALIZED,
         "norms multiply by 1 + weight, as in Gemma",
         "Multiply by the weight.",
         lambda s: map_norms(s, lambda w: w + np.float32(1)),
     ),
-    Hypothesis(
+    norm_mistake(
         "norm_weight_ignored",
-        NORMALIZED,
         "norms do not multiply by their weight",
         "Multiply by the weight.",
         lambda s: map_norms(s, np.ones_like),
     ),
-    Hypothesis(
+    norm_mistake(
         "layer_norm_for_rms_norm",
-        NORMALIZED,
         "the mean is subtracted, as in LayerNorm",
         "RMSNorm does not subtract the mean.",
         lambda s: s.with_ops(rms_norm=_layer_norm),
     ),
-    Hypothesis(
+    embedding_mistake(
         "embedding_scaled",
-        "hook_embed",
         "the embedding is multiplied by sqrt(D), as in Gemma",
         "Use it unscaled.",
         lambda s: s.with_ops(embed=lambda op, w, tokens: op(w, tokens) * np.float32(s.config.hidden_size**0.5)),
     ),
-    Hypothesis(
+    head_mistake(
         "head_int8_rows",
-        HEAD,
         "lm_head is quantised to int8, with one scale per row",
         "lm_head is not quantised.",
         lambda s: _head(s, int8_rows),
     ),
-    Hypothesis(
+    head_mistake(
         "head_q8_0",
-        HEAD,
         "lm_head is stored as Q8_0 (int8 blocks of 32)",
         "Keep lm_head in bf16 or f32.",
         lambda s: _head(s, int8_blocks) if s.config.hidden_size % 32 == 0 else None,
     ),
-    Hypothesis(
+    embedding_mistake(
         "head_and_embedding_q8_0",
-        "hook_embed",
         "the embedding, tied to the head, is stored as Q8_0",
         "Keep token_embd in bf16 or f16.",
         lambda s: _embedding_and_head(s, int8_blocks) if s.weights.tied and s.config.hidden_size % 32 == 0 else None,
     ),
-    Hypothesis(
+    head_mistake(
         "head_activations_int8",
-        HEAD,
         "lm_head runs with int8 weights and int8 activations",
         "lm_head is a plain float product: no activation quantisation there.",
         _int8_head,
     ),
-    Hypothesis(
+    table_mistake(
         "head_f16",
-        "hook_embed lm_head.hook_out",
         "embedding and head are rounded to float16",
         "bf16 has a wider range.",
         lambda s: _embedding_and_head(s, lambda w: w.astype(np.float16)),
     ),
-    Hypothesis(
+    table_mistake(
         "head_bf16",
-        "hook_embed lm_head.hook_out",
         "embedding and head are rounded to bfloat16",
         "Keep the file's dtype.",
         lambda s: _embedding_and_head(s, lambda w: w.astype(ml_dtypes.bfloat16)),
     ),
     _shifted_logits(1, "previous"),
     _shifted_logits(-1, "next"),
-    Hypothesis(
+    head_mistake(
         "logits_of_one_position_for_all",
-        HEAD,
         "every row of the logits is the last token's",
         "Index the hidden states by token before the head.",
         lambda s: _on_head_input(s, lambda x: np.repeat(x[-1:], len(x), axis=0)) if len(s.tokens) > 1 else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 from ....reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..variants import Hypothesis, Setting, with_matrix
 
-SHOWS = "*_proj.hook_acc_int32 *_proj.hook_out"
-SHOWS_Q = "*.q_proj.hook_acc_int32 *.q_proj.hook_out"
+layout_mistake = partial(Hypothesis, "*_proj.hook_acc_int32 *_proj.hook_out")
+query_mistake = partial(Hypothesis, "*.q_proj.hook_acc_int32 *.q_proj.hook_out")
 
 
 def _matrices(s: Setting, change: Callable[[NDArray], NDArray | None]) -> Setting | None:
@@ -65,65 +66,56 @@ def permute_qk(s: Setting, *, back: bool = False) -> Setting:
 
 
 HYPOTHESES = (
-    Hypothesis(
+    layout_mistake(
         "hf_rows_adjacent",
-        SHOWS,
         "a packed byte's four rows are taken as neighbours",
         "Hugging Face packs strided: byte row r holds rows r, r+R, r+2R, r+3R with R = out/4.",
         lambda s: _matrices(s, lambda w: _row_groups(w, (4, -1))),  # row r + iR goes to row 4r + i
     ),
-    Hypothesis(
+    layout_mistake(
         "own_rows_strided",
-        SHOWS,
         "rows packed as neighbours are read as Hugging Face's strided ones",
         "Read the file with the layout that wrote it.",
         lambda s: _matrices(s, lambda w: _row_groups(w, (-1, 4))),
     ),
-    Hypothesis(
+    layout_mistake(
         "i2s_bits_reversed",
-        SHOWS,
         "I2_S bytes are read from the low bits up",
         "In I2_S the first 32 weights of a block of 128 are in bits 6-7, the last in bits 0-1.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, (3 - _QUARTER) * 32 + _BYTE)),
     ),
-    Hypothesis(
+    layout_mistake(
         "i2s_x86_read_as_arm",
-        SHOWS,
         "I2_S written in x86 blocks (128 weights in 32 bytes) is read in ARM blocks (64 in 16)",
         "The file does not say which: take the order of the machine that wrote it.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.argsort(_ARM_PLACE))),
     ),
-    Hypothesis(
+    layout_mistake(
         "i2s_arm_read_as_x86",
-        SHOWS,
         "I2_S written in ARM blocks (64 weights in 16 bytes) is read in x86 blocks (128 in 32)",
         "The file does not say which: take the order of the machine that wrote it.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE)),
     ),
-    Hypothesis(
+    layout_mistake(
         "four_in_a_byte_reversed",
-        SHOWS,
         "the four codes of a byte are read in reverse",
         "Where a byte holds four neighbours, the first is in the lowest bits.",
         lambda s: _matrices(s, lambda w: None if w.shape[1] % 4 else _in_blocks(w, 4, np.array([3, 2, 1, 0]))),
     ),
-    Hypothesis(
+    layout_mistake(
         "signs_flipped",
-        SHOWS,
         "+1 and -1 are exchanged",
         "Codes 0, 1, 2 stand for -1, 0, +1.",
         lambda s: _matrices(s, np.negative),
     ),
-    Hypothesis(
+    query_mistake(
         "qk_permuted",
-        SHOWS_Q,
         "the rows of q and k are in llama.cpp's order for interleaved RoPE, but RoPE is half-split",
         "Un-permute q and k of `llama` architecture GGUF files; bitnet architectures are not permuted.",
         lambda s: permute_qk(s) if s.config.head_dim > 2 else None,
     ),
-    Hypothesis(
+    query_mistake(
         "qk_unpermuted_twice",
-        SHOWS_Q,
         "the rows of q and k were un-permuted though they were not permuted",
         "Only `llama` architecture GGUF files are permuted; bitnet ones and Hugging Face's are not.",
         lambda s: permute_qk(s, back=True) if s.config.head_dim > 4 else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,8 @@ from ..variants import Hypothesis, Op, Setting
 
 OUT = "*_proj.hook_out"
 ACC = "*_proj.hook_acc_int32"
+scale_mistake = partial(Hypothesis, OUT)
+sum_mistake = partial(Hypothesis, f"{ACC} {OUT}")
 WIDEN = "Widen to int32 before 256 products of +-127 have been added."
 
 
@@ -67,79 +70,68 @@ def _accumulators(s: Setting, change: Callable[[NDArray], NDArray]) -> Setting |
 
 
 HYPOTHESES = (
-    Hypothesis(
+    scale_mistake(
         "scale_inverted",
-        OUT,
         "the weight scale is inverted: divided by where it multiplies, or the reverse",
         "quantization_config.linear_class decides: autobitlinear multiplies by weight_scale, bitlinear divides by it.",
         lambda s: _scales(s, lambda w: np.float32(1) / w.w_dequant_scale),
     ),
-    Hypothesis(
+    scale_mistake(
         "scale_missing",
-        OUT,
         "the weight scale is not applied",
         "y = acc * (w_scale / x_scale).",
         lambda s: _scales(s, lambda w: 1),
     ),
-    Hypothesis(
+    scale_mistake(
         "scale_from_ternary_weights",
-        OUT,
         "absmean was taken of matrices that were ternary already: the scale is too small by the share of non-zeros",
         "A matrix that holds only -s, 0 and +s has the scale s; absmean is for master weights.",
         lambda s: _scales(s, lambda w: w.w_dequant_scale * np.float32(np.abs(w.ternary()).mean(dtype=np.float64))),
     ),
-    Hypothesis(
+    scale_mistake(
         "scale_f16",
-        OUT,
         "the weight scale is rounded to float16",
         "Keep it in float32.",
         lambda s: _scales(s, lambda w: np.float16(w.w_dequant_scale)),
     ),
-    Hypothesis(
+    scale_mistake(
         "scale_bf16",
-        OUT,
         "the weight scale is rounded to bfloat16",
         "Keep it in float32.",
         lambda s: _scales(s, lambda w: ml_dtypes.bfloat16(w.w_dequant_scale)),
     ),
-    Hypothesis(
+    scale_mistake(
         "qkv_scales_by_thirds",
-        OUT,
         "the three scales of a fused qkv matrix are given to equal thirds of its rows",
         "Under GQA q has more rows than k and v: cut at H*d and (H+G)*d.",
         _scales_by_thirds,
     ),
-    Hypothesis(
+    scale_mistake(
         "qkv_share_one_scale",
-        OUT,
         "q's weight scale is used for k and v too",
         "q, k and v were quantised separately: keep three scales.",
         lambda s: _row_scales(s, lambda ws: [np.full(len(w.packed), ws[0].w_dequant_scale) for w in ws]),
     ),
-    Hypothesis(
+    sum_mistake(
         "int16_accumulators_wrap",
-        f"{ACC} {OUT}",
         "sums are kept in int16 and wrap at 32,768",
         WIDEN,
         lambda s: _accumulators(s, lambda acc: (acc + 0x8000) % 0x10000 - 0x8000),
     ),
-    Hypothesis(
+    sum_mistake(
         "int16_accumulators_saturate",
-        f"{ACC} {OUT}",
         "sums are kept in int16 and stop at 32,767",
         WIDEN,
         lambda s: _accumulators(s, lambda acc: np.clip(acc, -0x8000, 0x7FFF)),
     ),
-    Hypothesis(
+    sum_mistake(
         "bf16_accumulators",
-        f"{ACC} {OUT}",
         "the integer sums are rounded to bfloat16, which has 8 bits",
         "Keep the sums in int32 (or float32, exact below 2^24) until the scale is applied.",
         lambda s: _accumulators(s, lambda acc: acc.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)),
     ),
-    Hypothesis(
+    sum_mistake(
         "f16_accumulators",
-        f"{ACC} {OUT}",
         "the integer sums are rounded to float16",
         "Keep them in int32.",
         lambda s: _accumulators(s, lambda acc: np.clip(acc, -65504, 65504).astype(np.float16).astype(np.float32)),
@@ -164,7 +156,7 @@ def _zeros(subject: str, names: frozenset[str]) -> Hypothesis:
 
     cause = f"{subject} return zeros"
     remedy = "A kernel must refuse a shape that it cannot compute; look for a size that it needs a multiple of."
-    return Hypothesis("unsupported_shape_gives_zeros", f"{ACC} {OUT}", cause, remedy, change)
+    return sum_mistake("unsupported_shape_gives_zeros", cause, remedy, change)
 
 
 def zero_hypotheses(s: Setting, candidate: Mapping[str, NDArray]) -> Iterator[Hypothesis]:

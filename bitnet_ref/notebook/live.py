@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BackendUnavailable
+from ..errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -248,4 +248,4 @@ class LiveView(AbstractContextManager["LiveView", None]):
         return "\n".join(f"{name}: {value}" for name, value in self.frame.lines())
 
     def __repr__(self) -> str:
-        return f"<bitnet_ref.notebook.widgets.LiveView {self.frame.running} running, {self.frame.waiting} waiting>"
+        return f"<bitnet_ref.notebook.LiveView {self.frame.running} running, {self.frame.waiting} waiting>"

@@ -1,4 +1,4 @@
-"""A figure with sliders: when one is moved, the figure is drawn again."""
+"""A figure with sliders (ipywidgets, `pip install 'bitnet-ref[notebooks]'`): moving one draws the figure again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..figures import Figure
+from .figures import Figure
 
 
 class Slider(NamedTuple):
@@ -78,4 +78,4 @@ class Explorer:
         return bundle
 
     def __repr__(self) -> str:
-        return f"<bitnet_ref.notebook.widgets.Explorer {', '.join(f'{name} {v:g}' for name, v in self.values.items())}>"
+        return f"<bitnet_ref.notebook.Explorer {', '.join(f'{name} {v:g}' for name, v in self.values.items())}>"

@@ -1,0 +1,187 @@
+"""Training data: one long row of token ids in a memory-mapped file, and the batch of each step.
+
+A batch depends on the seed and the number of the step alone, so a run that was interrupted goes on with the same data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import lzma
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, FormatError, TokenizerError
+from ..system.atomic import atomic_path
+from ..system.json_file import open_regular
+from ..tokenizers import Tokenizer, load_tokenizer
+
+Progress = Callable[[int, int], None]
+DOCUMENT_END = "\n\n\n"  # between two documents of a text file
+_BLOCK_CHARACTERS = 1 << 16  # encoded at a time, up to the end of a paragraph
+
+
+class TokenFile:
+    """Token ids in a .npy file, one row of uint16, uint32 or int32, mapped and never read as a whole."""
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        """Raises FormatError for another file, and for one that has ids outside the vocabulary or fewer than two."""
+        open_regular(path, FormatError).close()  # which a map of it cannot say: opening a pipe waits for ever
+        try:
+            self.ids: NDArray = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as problem:
+            raise FormatError(f"expected token ids as numpy.save writes them: {problem}", path=path) from problem
+        if self.ids.ndim != 1 or self.ids.dtype.kind not in "iu" or len(self.ids) < 2:
+            got = f"{self.ids.dtype} of shape {self.ids.shape}"
+            raise FormatError(f"expected one row of at least two integer ids, got {got}", path=path)
+        for start in range(0, len(self.ids), 1 << 22):
+            block = self.ids[start : start + (1 << 22)]
+            if block.min() < 0 or block.max() >= vocab_size:
+                at = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+                raise FormatError(
+                    f"id {self.ids[at]} is outside the vocabulary of {vocab_size}; is it of another tokenizer?",
+                    path=path,
+                    field=f"token {at}",
+                )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def windows(self, context: int) -> int:
+        """How many sequences of `context` tokens there are, each with the token that follows it."""
+        return max(1, (len(self.ids) - 1) // context)
+
+    def window(self, index: int, context: int) -> NDArray[np.int64]:
+        """(context + 1,) tokens; fewer when the file is shorter."""
+        return self.ids[index * context : (index + 1) * context + 1].astype(np.int64)
+
+    def batch(self, step: int, size: int, context: int, seed: int) -> list[NDArray[np.int64]]:
+        """The sequences of a step: windows in an order that is drawn anew for each pass over the file."""
+        count, rows = self.windows(context), []
+        for number in range(step * size, (step + 1) * size):
+            epoch, at = divmod(number, count)
+            rows.append(self.window(int(self._order(count, seed, epoch)[at]), context))
+        return rows
+
+    def _order(self, count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        if getattr(self, "_drawn", None) != (count, seed, epoch):
+            self._drawn = count, seed, epoch
+            self._permutation = np.random.default_rng([seed, epoch]).permutation(count)
+        return self._permutation
+
+
+def open_tokens(
+    files: Sequence[Path], tokenizer: Tokenizer | None, vocab_size: int, folder: Path, progress: Progress | None = None
+) -> TokenFile:
+    """The tokens of a .npy file, or of text files (.txt, .txt.xz), which are encoded once into `folder`.
+
+    Raises FormatError, ConfigError.
+    """
+    if len(files) == 1 and files[0].suffix == ".npy":
+        return TokenFile(files[0], vocab_size)
+    if any(file.suffix == ".npy" for file in files):
+        raise ConfigError("expected text files, or one .npy file of token ids", field="data")
+    if tokenizer is None:
+        raise ConfigError("text files need a tokenizer: its folder, or the folder that training starts from")
+    facts = [f"{file.resolve()} {_stat(file).st_size} {_stat(file).st_mtime_ns}" for file in files]
+    facts.append(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest())
+    path = folder / f"tokens-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}.npy"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        blocks = [np.asarray(ids, dtype=np.uint32) for ids in encode_files(files, tokenizer, progress)]
+        if not blocks:
+            raise FormatError("there is no text", path=files[0])
+        with atomic_path(path) as target, open(target, "wb") as file:
+            np.save(file, np.concatenate(blocks))
+    return TokenFile(path, vocab_size)
+
+
+def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None = None) -> Iterator[list[int]]:
+    """The ids of every document, with BOS before it and EOS after it where the tokenizer has them."""
+    total, done = sum(_stat(file).st_size for file in files), 0
+    for file in files:
+        for document in filter(None, (text.strip("\n") for text in read_text(file).split(DOCUMENT_END))):
+            if tokenizer.bos_id is not None:
+                yield [tokenizer.bos_id]
+            for block in _paragraph_blocks(document):
+                yield tokenizer.encode(block, add_special_tokens=False)
+            if tokenizer.eos_ids:
+                yield [tokenizer.eos_ids[0]]
+        done += _stat(file).st_size
+        if progress is not None:
+            progress(done, total)
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 text file, as it is or compressed as .xz. Raises FormatError."""
+    try:
+        with open_regular(file, FormatError) as opened:
+            data = opened.read()
+        return (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
+    except (OSError, lzma.LZMAError, EOFError) as problem:
+        raise FormatError(f"cannot be read: {problem}", path=file) from problem
+    except UnicodeDecodeError as problem:
+        raise FormatError("expected text in UTF-8", path=file, offset=problem.start) from problem
+
+
+def _stat(file: Path) -> os.stat_result:
+    if not file.is_file():
+        raise FormatError("there is no such file", path=file)
+    return file.stat()
+
+
+def _paragraph_blocks(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.find("\n\n", start + _BLOCK_CHARACTERS)
+        end = len(text) if end < 0 else end + 2
+        yield text[start:end]
+        start = end
+
+
+def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, progress: Progress | None = None) -> int:
+    """A byte-pair tokenizer of the texts, in `folder`: BOS 1, EOS 2, a newline as a token of its own, bytes for all
+    characters that are rare.   -> the size of its vocabulary
+
+    Raises FormatError, and TokenizerError for texts too short for that many tokens.
+    """
+    import sentencepiece
+
+    paragraphs: list[str] = []
+    for number, file in enumerate(files):
+        paragraphs += filter(None, read_text(file).split("\n"))
+        if progress is not None:
+            progress(number + 1, len(files))
+    settings: dict[str, Any] = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "character_coverage": 0.9995,
+        "minloglevel": 2,
+    }
+    settings |= {
+        "user_defined_symbols": ["\n"],
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    }
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(paragraphs), model_writer=model, vocab_size=vocab_size, **settings
+        )
+    except (RuntimeError, OSError) as problem:
+        raise TokenizerError(f"SentencePiece cannot make {vocab_size} tokens of these texts: {problem}") from problem
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    config |= {"add_eos_token": False, "legacy": False}
+    files_out = {"tokenizer.model": model.getvalue(), "tokenizer_config.json": json.dumps(config, indent=1).encode()}
+    files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, "eos_token_id": 2}, indent=1).encode()
+    for name, data in files_out.items():
+        with atomic_path(folder / name) as target:
+            target.write_bytes(data)
+    return load_tokenizer(folder).vocab_size

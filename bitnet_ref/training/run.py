@@ -1,0 +1,383 @@
+"""`TrainingRun`: a training run from a TOML file, with checkpoints that it goes on from to the bit.
+
+In the run's folder: `metrics.csv` (a row per step), `checkpoint.safetensors` (masters, both moments, the step),
+`samples.txt`, the encoded texts, and `model`, a Hugging Face folder that `bitnet_ref.load` takes.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import math
+import os
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ..api import load
+from ..errors import ConfigError, FormatError, NumericsError
+from ..formats.checkpoint import read_tokenizer_folder
+from ..formats.hf.config import parse_hf_config
+from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
+from ..reference.config import ModelConfig
+from ..system.atomic import atomic_path
+from ..system.json_file import open_regular, read_bounded
+from ..tokenizers import Tokenizer, load_tokenizer_files
+from .data import Progress, TokenFile, open_tokens
+from .distil import Distillation
+from .network import Masters, master_shapes
+from .optimizer import Schedule
+from .trainer import Trainer
+
+CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
+COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
+SAMPLE_TOKENS = 60
+MAX_TOML_BYTES = 1 << 20
+_SPIKE_STEPS = 32  # steps whose median a spike is measured by
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The tables [data] and [training] of a run's TOML file.
+
+    train, validation: text files (.txt, .txt.xz), or one .npy of token ids. tokenizer: a folder.
+    teacher: a model to learn from, with the weights of `Distillation`.
+    init: a folder to start from; its config is the model's, unless the file has a table [model].
+    steps, batch, context: optimiser steps, sequences per step, tokens per sequence.
+    mix_steps: over how many steps quantisation fades in ("lambda warm-up"), for a float model that becomes ternary.
+    validate_every, save_every, sample_every: steps between; 0: only at the end. spike: the run stops when a step's loss
+    is so many times the median of the last 32.
+    """
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    init: str | None = None
+    teacher: str | None = None
+    logits_weight: float = 1.0
+    temperature: float = 5.0
+    relations_weight: float = 0.0
+    relation_heads: int = 1
+    steps: int = 1000
+    batch: int = 8
+    context: int = 256
+    seed: int = 0
+    schedule: str = "two-stage"
+    lr: float = 1.5e-3
+    second_lr: float | None = None
+    min_lr: float = 0.0
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_norm: float = 1.0
+    mix_steps: int = 0
+    validate_every: int = 500
+    validation_sequences: int = 64
+    save_every: int = 200
+    sample_every: int = 0
+    sample_prompt: str = "Once upon a time"
+    spike: float = 3.0
+
+    def __post_init__(self) -> None:
+        lowest = dict.fromkeys(("steps", "batch", "context", "validation_sequences", "relation_heads"), 1)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (type(value) is not int or not lowest.get(field.name, 0) <= value < 1 << 40):
+                message = f"expected a whole number from {lowest.get(field.name, 0)} to 2^40, got {value!r}"
+                raise ConfigError(message, field=field.name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if field.type == "float" and not (number and 0 <= value < math.inf):
+                raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=field.name)
+        if not self.train:
+            raise ConfigError("expected at least one text file or a .npy file of token ids", field="train")
+        if self.spike <= 1:
+            raise ConfigError(f"expected a number above 1, got {self.spike}", field="spike")
+
+
+def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] | None]:
+    """A run's TOML file -> its settings, and its [model] table (the keys of a config.json) if it has one.
+
+    Paths in the file are relative to its folder. Raises FormatError, ConfigError naming an unknown key and the nearest.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(read_bounded(path, FormatError, MAX_TOML_BYTES).decode("utf-8"))
+    except ValueError as problem:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise FormatError(f"expected a TOML file: {problem}", path=path) from problem
+    known, values = [field.name for field in fields(RunSettings)], {}
+    for table in tables.keys() - {"data", "training", "model"}:
+        raise ConfigError("expected the tables [model], [data] and [training]", path=path, field=str(table)[:100])
+    for table in ("data", "training"):
+        for key, value in dict(tables.get(table, {})).items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"is no setting of a run{hint}", path=path, field=f"{table}.{key}"[:100])
+            values[key] = value
+    for key in ("train", "validation", "tokenizer", "init", "teacher"):
+        if key in values:
+            values[key] = _paths(values[key], path.parent, key)
+            if key in ("tokenizer", "init", "teacher"):
+                (values[key],) = values[key]
+    if "train" not in values:
+        raise ConfigError("expected the files to train on: train = [...]", path=path, field="data.train")
+    try:
+        return RunSettings(**values), tables.get("model")
+    except ConfigError as error:
+        raise ConfigError(error.message, path=path, field=error.field) from None
+
+
+def _paths(value: Any, folder: Path, field: str) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"expected a path or a list of paths, got {value!r}", field=field)
+    return tuple(str(folder / name) for name in names)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One row of metrics.csv. Losses in nats per token; gradient_norm is the one before clipping."""
+
+    step: int
+    tokens: int
+    loss: float
+    validation_loss: float | None
+    lr: float
+    weight_decay: float
+    gradient_norm: float
+    tokens_per_s: float
+
+
+class TrainingRun:
+    """A run in a folder: `TrainingRun(settings, folder, model).run()`; `resume=True` goes on from its checkpoint.
+
+    Killed at any moment and resumed, it gives the same losses, to the bit, as if it had not been interrupted.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        folder: str | os.PathLike[str],
+        model: dict[str, Any] | None = None,
+        *,
+        resume: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """model: the keys of a config.json; None with `settings.init`. progress: of encoding the texts.
+
+        Raises FormatError, ConfigError, TokenizerError; FormatError too when the folder has a run and `resume` is not
+        asked, and when its checkpoint is of another model or other settings.
+        """
+        self.settings, self.folder = settings, Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        checkpoint = self.folder / CHECKPOINT
+        if checkpoint.exists() and not resume:
+            raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
+        rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
+        schedule = Schedule(settings.schedule, *rates, settings.weight_decay)
+        distillation = None
+        if settings.teacher is not None:
+            weights = (settings.logits_weight, settings.temperature, settings.relations_weight, settings.relation_heads)
+            distillation = Distillation(load(settings.teacher), *weights)
+        options: dict[str, Any] = {
+            "distillation": distillation,
+            "betas": (settings.beta1, settings.beta2),
+            "eps": settings.eps,
+        }
+        options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
+        if model is None:
+            if settings.init is None:
+                raise ConfigError("expected a table [model], or init = a folder to start from", field="model")
+            self.trainer = Trainer.from_folder(settings.init, **options)
+        else:
+            config = parse_hf_config(model, Path("[model]"))
+            self.trainer = Trainer(config, self._first_masters(config), **options)
+        if settings.tokenizer is not None:
+            self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.tokenizer))
+        files = self.trainer.tokenizer_files
+        self.tokenizer: Tokenizer | None = load_tokenizer_files(files) if files else None
+        self._check_sizes()
+        self.train = self._open(settings.train, progress)
+        self.validation = self._open(settings.validation, progress) if settings.validation else None
+        self._recent: deque[float] = deque(maxlen=_SPIKE_STEPS)
+        if checkpoint.exists():
+            self._read_checkpoint(checkpoint)
+        self._cut_metrics()
+
+    def _first_masters(self, config: ModelConfig) -> Masters:
+        """Of `init` where it has them, else drawn: norms 1, biases 0, matrices N(0, 0.02^2)."""
+        init, masters = self.settings.init, Masters()
+        initial = Masters() if init is None else Trainer.from_folder(init).masters
+        rng = np.random.default_rng([self.settings.seed, 1])
+        for name, shape in master_shapes(config).items():
+            if name in initial and initial[name].shape == shape:
+                masters[name] = initial[name]
+            elif name in initial or (initial and len(shape) > 1):
+                raise ConfigError(f"{init} has no {name} of shape {shape}", field="init")
+            elif len(shape) > 1:
+                masters[name] = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+            else:
+                masters[name] = np.full(shape, 0 if name.endswith(".bias") else 1, dtype=np.float32)
+        return masters
+
+    def _check_sizes(self) -> None:
+        config, settings = self.trainer.config, self.settings
+        if settings.context > config.context_length:
+            message = f"expected at most the model's context of {config.context_length} tokens, got {settings.context}"
+            raise ConfigError(message, field="context")
+        if self.tokenizer is not None and self.tokenizer.vocab_size > config.vocab_size:
+            message = (
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
+            )
+            raise ConfigError(message, field="vocab_size")
+
+    def _open(self, files: tuple[str, ...], progress: Progress | None) -> TokenFile:
+        paths = [Path(file) for file in files]
+        return open_tokens(paths, self.tokenizer, self.trainer.config.vocab_size, self.folder, progress)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.trainer.optimizer.step
+
+    def run(self, report: Callable[[StepMetrics], None] | None = None, writer: Any = None) -> StepMetrics:
+        """Train to the last step.   report: called after each. writer: a TensorBoard SummaryWriter.
+
+        Raises NumericsError, naming the tensor, for NaN and for a loss that leaps; the last checkpoint stays as it is.
+        """
+        settings, row = self.settings, None
+        with open(self.folder / METRICS, "a", newline="", encoding="utf-8") as file:
+            out = csv.writer(file)
+            if file.tell() == 0:
+                out.writerow(COLUMNS)
+            while self.step < settings.steps:
+                row = self._one_step()
+                out.writerow(["" if value is None else value for value in asdict(row).values()])
+                file.flush()
+                last = self.step == settings.steps
+                if last or (settings.save_every and self.step % settings.save_every == 0):
+                    os.fsync(file.fileno())
+                    self.save()
+                if self.tokenizer is not None and settings.sample_every and self.step % settings.sample_every == 0:
+                    self._sample()
+                if writer is not None:
+                    for name, value in asdict(row).items():
+                        if value is not None and name != "step":
+                            writer.add_scalar(name, value, row.step)
+                if report is not None:
+                    report(row)
+        if row is None:
+            raise ConfigError(f"the run is finished: {self.step} of {settings.steps} steps are done", field="steps")
+        return row
+
+    def _one_step(self) -> StepMetrics:
+        settings, trainer, started = self.settings, self.trainer, time.perf_counter()
+        trainer.mix = min(1.0, (self.step + 1) / settings.mix_steps) if settings.mix_steps else 1.0
+        batch = self.train.batch(self.step, settings.batch, settings.context, settings.seed)
+        lr, weight_decay = trainer.schedule.at(self.step)
+        loss, gradients = trainer.loss_and_gradients(batch)
+        if len(self._recent) == _SPIKE_STEPS and loss > settings.spike * median(self._recent):
+            largest = max(gradients, key=lambda name: float(np.abs(gradients[name]).max()))
+            raise NumericsError(
+                f"the loss leapt to {loss:.3f} in step {self.step + 1} (median of the last {_SPIKE_STEPS}: "
+                f"{median(self._recent):.3f}); the largest gradient is that of {largest}. Resume from the checkpoint "
+                "with a lower lr or max_norm"
+            )
+        norm = trainer.apply(gradients)
+        self._recent.append(loss)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(row) - 1 for row in batch)
+        last = self.step == settings.steps
+        every = settings.validate_every
+        validate = self.validation is not None and (last or (every and self.step % every == 0))
+        validation = self.validation_loss() if validate else None
+        done = self.step * settings.batch * settings.context
+        return StepMetrics(self.step, done, loss, validation, lr, weight_decay, norm, tokens / seconds)
+
+    def validation_loss(self) -> float:
+        """The mean loss over the first sequences of the validation text."""
+        assert self.validation is not None
+        context = self.settings.context
+        count = min(self.settings.validation_sequences, self.validation.windows(context))
+        return self.trainer.loss([self.validation.window(index, context) for index in range(count)])
+
+    def _sample(self) -> None:
+        self.trainer.save(self.folder / MODEL)
+        prompt, model = self.settings.sample_prompt, load(self.folder / MODEL)
+        room = model.config.context_length - len(model.tokenizer.encode(prompt))
+        text: Any = model.generate(prompt, max_tokens=max(1, min(SAMPLE_TOKENS, room)))
+        with open(self.folder / SAMPLES, "a", encoding="utf-8") as file:
+            file.write(f"step {self.step}: {prompt}{text.text}\n\n")
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Replace the checkpoint, then the model's folder. An interrupt leaves the old file or the new one."""
+        optimizer, masters = self.trainer.optimizer, self.trainer.masters
+        arrays = {
+            f"{kind}.{name}": array
+            for kind, part in (("master", masters), ("m", optimizer.m), ("v", optimizer.v))
+            for name, array in part.items()
+        }
+        facts = {"step": optimizer.step, "recent": list(self._recent), "identity": self._identity()}
+        layout = {name: ("F32", array.shape) for name, array in arrays.items()}
+        with (
+            atomic_path(self.folder / CHECKPOINT) as target,
+            SafetensorsWriter(target, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer,
+        ):
+            for name, array in arrays.items():
+                writer.write(name, array)
+        self.trainer.save(self.folder / MODEL)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not differ between a checkpoint and the run that goes on from it."""
+        settings = self.settings
+        data = {"batch": settings.batch, "context": settings.context, "seed": settings.seed, "tokens": len(self.train)}
+        return {"config": self.trainer.config.to_dict(), **data}
+
+    def _read_checkpoint(self, path: Path) -> None:
+        trainer, optimizer = self.trainer, self.trainer.optimizer
+        with SafetensorsFile(path) as file:
+            try:
+                facts = json.loads(file.metadata["bitnet_ref.training"])
+                step, recent, identity = int(facts["step"]), [float(x) for x in facts["recent"]], facts["identity"]
+            except (KeyError, ValueError, TypeError) as problem:
+                raise FormatError("this is no checkpoint of a training run", path=path) from problem
+            for key, value in json.loads(json.dumps(self._identity())).items():
+                if identity.get(key) != value:
+                    raise FormatError(
+                        f"the checkpoint is of a run with {key} {identity.get(key)}", path=path, field=key
+                    )
+            for kind, part in (("master", trainer.masters), ("m", optimizer.m), ("v", optimizer.v)):
+                for name, master in trainer.masters.items():
+                    tensor = f"{kind}.{name}"
+                    if tensor not in file.tensors or file.tensors[tensor].shape != master.shape:
+                        raise FormatError("the tensor is missing, or of another shape", path=path, field=tensor)
+                    part[name] = file.read(tensor).copy()
+        optimizer.step = step
+        self._recent.extend(recent)
+
+    def _cut_metrics(self) -> None:
+        """Drop the rows after the checkpoint: their steps are done again."""
+        path = self.folder / METRICS
+        if not path.is_file():
+            return
+        with open_regular(path, FormatError) as file:
+            lines = file.read().decode("utf-8").splitlines()
+        rows = [row for row in csv.reader(lines) if len(row) == len(COLUMNS)]
+        rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
+        with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)

@@ -1,0 +1,262 @@
+"""What is no regular file, or is a link out of the model's folder, is refused: each file, by each reader."""
+
+import ast
+import os
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import click
+import pytest
+from helpers import DATA, TINY, tiny_tensors, write_shards
+
+import bitnet_ref
+from bitnet_ref.cli.generation_options import content_of
+from bitnet_ref.crossval.receipt import read_receipt
+from bitnet_ref.crossval.trace import Trace, file_hash
+from bitnet_ref.errors import BitNetRefError
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf.tl_tiles import read_kernel_config
+from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.formats.registry.add import add
+from bitnet_ref.formats.registry.store import Store
+from bitnet_ref.inspection import inspect_model, show_tensor
+from bitnet_ref.serving import EngineConfig
+from bitnet_ref.system.atomic import remove_leftovers
+from bitnet_ref.tokenizers import load_tokenizer
+
+PACKAGE = Path(bitnet_ref.__file__).parent
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+OF_TOKENIZER = ("tokenizer.json", "tokenizer.model", *SMALL, "chat_template.jinja")
+OF_FOLDER = ("config.json", INDEX, *SHARDS, "model.safetensors", *OF_TOKENIZER)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting():
+    """Opening a pipe waits for ever; the signal turns that into a failure."""
+
+    def fail(*_):
+        raise AssertionError("waits for a file")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def sharded_folder(path, with_single_file=False):
+    tensors = tiny_tensors({**TINY, "vocab_size": 4096})
+    write_shards(
+        path, {**TINY, "vocab_size": 4096}, {name: dict(list(tensors.items())[n::2]) for n, name in enumerate(SHARDS)}
+    )
+    shutil.copy(ASSETS / "storyteller" / "tokenizer.model", path)
+    for name in SMALL:
+        (path / name).write_text("{}")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    if with_single_file:
+        for name in (INDEX, *SHARDS):
+            (path / name).unlink()
+    return path
+
+
+def make_pipe(path, outside):
+    os.mkfifo(path)
+
+
+def make_socket(path, outside):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def make_folder(path, outside):
+    path.mkdir()
+
+
+def link_to_device(path, outside):
+    path.symlink_to("/dev/zero")
+
+
+def link_to_pipe(path, outside):
+    os.mkfifo(outside)
+    path.symlink_to(outside)
+
+
+def link_out(path, outside):
+    outside.write_text("{}\nroot:x:0:0")
+    path.symlink_to(outside)
+
+
+def link_to_itself(path, outside):
+    path.symlink_to(path.name)
+
+
+def link_to_nothing(path, outside):
+    path.symlink_to("nothing")
+
+
+KINDS = [make_pipe, make_socket, make_folder, link_to_device, link_to_pipe, link_out, link_to_itself, link_to_nothing]
+NO_FILES = [kind for kind in KINDS if kind is not link_out]
+
+
+def put(kind, path, outside):
+    if path.exists():
+        path.unlink()
+    kind(path, outside)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_file_of_a_folder(kind, tmp_path):
+    """Refused by what reads it, in each use; and nothing of a file outside is in what is written."""
+    for name in OF_FOLDER:
+        folder = sharded_folder(tmp_path / name, with_single_file=name == "model.safetensors")
+        put(kind, folder / name, tmp_path / f"outside {name}")
+        uses = {
+            "load": lambda folder: bitnet_ref.load(folder, backend="numpy").tokenizer,
+            "convert": lambda folder: convert(folder, folder.with_suffix(".bitnet.safetensors"), "native"),
+        }
+        if name in OF_TOKENIZER:
+            uses["tokenizer"] = load_tokenizer
+        for use, call in uses.items():
+            with pytest.raises(BitNetRefError) as caught:
+                call(folder)
+            assert str(folder) in str(caught.value), (name, use)
+            assert name in str(caught.value) or name in ("model.safetensors", *SHARDS), (name, use)
+        assert inspect_model(folder).errors, name
+        if name in SHARDS:
+            with pytest.raises(BitNetRefError):
+                show_tensor(folder, "lm_head.weight")
+        assert not folder.with_suffix(".bitnet.safetensors").exists()
+        if kind is link_out:
+            with pytest.raises(BitNetRefError, match="link out"):
+                add(folder, "x", store=Store(tmp_path / "store"))
+
+
+def test_links_within_the_folder_are_files_of_it(tmp_path):
+    folder = sharded_folder(tmp_path / "model")
+    for name in ("config.json", INDEX, *SHARDS, "tokenizer.model", *SMALL, "chat_template.jinja"):
+        (folder / name).rename(folder / f"real {name}")
+        (folder / name).symlink_to(f"real {name}")
+    model = bitnet_ref.load(folder, backend="numpy")
+    assert model.tokenizer.chat_template == "{{ messages }}"
+    assert convert(folder, tmp_path / "out.bitnet.safetensors", "native").holds
+
+
+@pytest.mark.parametrize("kind", NO_FILES, ids=lambda kind: kind.__name__)
+def test_a_file_that_is_named(kind, tmp_path):
+    """Each reader of a single file, given what is none."""
+    outside = tmp_path / "outside"
+    readers = {
+        "m.gguf": open_checkpoint,
+        "m.bitnet.safetensors": open_checkpoint,
+        "m.safetensors": open_checkpoint,
+        "m.onnx": open_checkpoint,
+        "trace.safetensors": Trace,
+        "hashed": file_hash,
+        "receipt.json": read_receipt,
+        "kernel_config.ini": read_kernel_config,
+        "engine.toml": EngineConfig.load,
+        "i.gguf": lambda path: show_tensor(path, "x"),
+        "i.safetensors": lambda path: show_tensor(path, "x"),
+    }
+    (tmp_path / "config.json").write_text((sharded_folder(tmp_path / "good") / "config.json").read_text())
+    for name, read in readers.items():
+        outside.unlink(missing_ok=True)
+        put(kind, tmp_path / name, outside)
+        with pytest.raises(BitNetRefError) as caught:
+            read(tmp_path / name)
+        assert name in str(caught.value)
+    outside.unlink(missing_ok=True)
+    put(kind, tmp_path / "prompt", outside)
+    with pytest.raises(click.BadParameter, match="prompt"):
+        content_of(f"@{tmp_path / 'prompt'}")
+
+
+def test_a_folders_onnx_file(tmp_path):
+    pytest.importorskip("onnx")
+    convert(DATA / "native" / "tiny-v1.bitnet.safetensors", tmp_path / "m", "onnx")
+    (tmp_path / "m" / "model.onnx").rename(tmp_path / "outside.onnx")
+    (tmp_path / "m" / "model.onnx").symlink_to(tmp_path / "outside.onnx")
+    for use in (bitnet_ref.load, inspect_model):
+        with pytest.raises(BitNetRefError, match="link out of the folder"):
+            use(tmp_path / "m")
+    bitnet_ref.load(tmp_path / "m" / "model.onnx")  # which the user names
+
+
+def test_an_onnx_files_data_beside_it(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    convert(DATA / "native" / "tiny-v1.bitnet.safetensors", tmp_path / "m", "onnx")
+    path = tmp_path / "m" / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    for kind in KINDS:
+        for tensor in model.graph.initializer:
+            tensor.data_location = 1
+            del tensor.external_data[:]
+            tensor.external_data.add(key="location", value=kind.__name__)
+        path.write_bytes(model.SerializeToString())  # `save` would write the data there
+        kind(path.parent / kind.__name__, tmp_path / kind.__name__)
+        with pytest.raises(BitNetRefError, match=kind.__name__):
+            bitnet_ref.load(path, backend="numpy")
+
+
+def test_a_pipe_among_the_leftovers_of_writers(tmp_path):
+    os.mkfifo(tmp_path / ".01234567.tmp.model")
+    remove_leftovers(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+# -- one opener --------------------------------------------------------------------------------------------------------
+
+# Files of the package itself and of /proc and /sys, which nobody else writes
+OWN_FILES = {
+    "backends/cuda/emulation/build.py",
+    "backends/cuda/sources.py",
+    "benchmark/ceiling.py",
+    "crossval/self_check.py",
+    "system/machine.py",
+    "system/memory.py",
+    "system/threads.py",
+    "training/data.py",  # np.load maps token ids, after open_regular
+}
+OPENER = "system/json_file.py"
+# os.open of locks, of folders to sync, of what this process has just made, and of /dev/null
+DESCRIPTORS = {"system/atomic.py", "formats/registry/store.py", "cli/shell.py", OPENER}
+READERS = {"read_text", "read_bytes", "fromfile", "memmap", "genfromtxt", "loadtxt", "fdopen", "FileIO", "open_code"}
+
+
+def raw_reads(path):
+    """(line, what) of each call that opens a file to read it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        owner = getattr(getattr(node.func, "value", None), "id", "")
+        modes = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]
+        if name == "open" and isinstance(node.func, ast.Name) and not {"wb", "w", "x", "xb", "a"} & set(modes):
+            yield node.lineno, "open"
+        elif name in ("open", "open_code", "load", "loadtxt", "fromfile", "memmap") and owner in ("os", "io", "np"):
+            yield node.lineno, f"{owner}.{name}"
+        elif name == "open" and isinstance(node.func, ast.Attribute) and {"r", "rb"} & set(modes):
+            yield node.lineno, "Path.open"
+        elif name in READERS:
+            yield node.lineno, name
+
+
+def test_files_are_opened_in_one_place():
+    seen = {}
+    for path in PACKAGE.rglob("*.py"):
+        relative = str(path.relative_to(PACKAGE))
+        for line, what in raw_reads(path):
+            seen.setdefault(relative, set()).add(what)
+            allowed = relative in OWN_FILES or (what in ("os.open", "FileIO") and relative in DESCRIPTORS)
+            assert allowed, f"{relative}:{line} reads with {what}; read with open_regular or read_bounded"
+    assert seen[OPENER] == {"os.open", "FileIO"}
+    assert set(seen) == OWN_FILES | DESCRIPTORS  # that the walk sees them, and no name here is stale
