@@ -10,6 +10,7 @@ import os
 import reprlib
 from functools import partial
 from typing import Any
+from unicodedata import category
 
 __all__ = [
     "BackendError",
@@ -28,6 +29,7 @@ __all__ = [
     "RequestCancelled",
     "RequestTimeout",
     "ShapeError",
+    "StorageError",
     "TokenizerError",
 ]
 
@@ -62,8 +64,26 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:2000]}"
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with every character that is not shown, but acts on a terminal or a reader, as an escape.
+
+    These are control characters, marks of writing direction and other format characters, and lone surrogates.
+
+    >>> printable("a\x1b[2Jb\u202e")
+    'a\\\\x1b[2Jb\\\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep or category(c) == "Zs" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 class BitNetRefError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """Base of all errors raised on purpose by this package. Its text is `printable`: much of it may be a file's."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class _FileError(BitNetRefError):
@@ -77,7 +97,7 @@ class _FileError(BitNetRefError):
         offset: int | None = None,
         field: str | None = None,
     ) -> None:
-        self.message = message
+        self.message = message = printable(message, keep="")
         self.path = None if path is None else os.fspath(path)
         self.offset = offset
         self.field = field
@@ -86,7 +106,7 @@ class _FileError(BitNetRefError):
             where.append(f"byte {offset}")
         if field is not None:
             where.append(field)
-        super().__init__(f"{', '.join(where)}: {message}" if where else message)
+        super().__init__(f"{printable(', '.join(where), keep='')}: {message}" if where else message)
 
 
 class FormatError(_FileError):
@@ -99,6 +119,13 @@ class ConfigError(_FileError):
 
 class TokenizerError(_FileError):
     """A tokenizer file that cannot be used, or text / ids / messages that the tokenizer cannot process."""
+
+
+class StorageError(_FileError, OSError):
+    """The system refused to write, read or remove a file: a full disk, no permission, no such folder, an I/O error.
+
+    `errno` is the system's number of the error, or None.
+    """
 
 
 class ShapeError(BitNetRefError):

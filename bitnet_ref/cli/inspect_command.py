@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import printable
 from .generation_options import layout_options
 from .shell import BAD_FILE, LoadingBar, common_options, make_table, report, size_in_words, style_text
 
@@ -51,7 +52,7 @@ def draw(inspection: Inspection, out: Console) -> None:
     if inspection.header_only:
         out.print(f"A .safetensors file without a config.json beside it: {len(inspection.tensors)} tensors.\n")
         for name, value in inspection.metadata.items():
-            out.print(f"{name}: {value}", overflow="ellipsis", no_wrap=True)
+            out.print(printable(f"{name}: {value}", keep=""), overflow="ellipsis", no_wrap=True)
         if inspection.metadata:
             out.print()
         draw_tensors(inspection, out)
@@ -184,7 +185,7 @@ def draw_findings(inspection: Inspection, out: Console) -> None:
         severity = style_text(f"{first.severity}:", SEVERITY_STYLES[first.severity])
         place = [Path(first.path).name] if first.path else []
         place += [f"byte {first.offset}"] if first.offset is not None else []
-        place += [first.field] if first.field else []
+        place += [printable(first.field, keep="")] if first.field else []
         if others:
             is_same = all(other.message == first.message for other in others)
             message = style_text(f"{len(others) + 1} tensors", "bold")

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import __version__
+from ..errors import printable
 from ..system.atomic import atomic_path
 from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View
@@ -284,4 +285,4 @@ def _class(agrees: bool | None) -> str:
 
 
 def _e(text: Any) -> str:
-    return html.escape(str(text))
+    return html.escape(printable(str(text)))

@@ -28,12 +28,19 @@ from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
 from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
-from ..errors import FormatError
+from ..errors import FormatError, printable
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.quantization import pack_ternary
-from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..reference.weights import (
+    DenseWeight,
+    GroupTernaryWeight,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+)
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular
 from .names import INT8, op_order
@@ -173,17 +180,15 @@ class TraceTensor:
         return self.file.read_rows(self.name, start, stop)
 
 
-class Trace(Mapping[str, NDArray]):
+class Trace(SafetensorsFile, Mapping[str, NDArray]):
     """An open trace file: name -> array. Each access reads the tensor from the file.
 
     Raises FormatError for a file that is no trace or is truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = SafetensorsFile(path)
+        super().__init__(path)
         try:
-            self.path = self._file.path
-            self.metadata = self._file.metadata
             self._check()
         except BaseException:
             self.close()
@@ -204,11 +209,11 @@ class Trace(Mapping[str, NDArray]):
         self.engine_dtype = self.metadata.get("engine_dtype", "float32")
         if self.engine_dtype not in ENGINE_DTYPES:
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
-        self.engine = self.metadata.get("engine", "unknown engine")
+        self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")
         self.prompt = self.metadata.get("prompt")
 
     def _bad(self, field: str, message: str) -> FormatError:
-        return FormatError(message, path=self._file.path, offset=8, field=f"__metadata__.{field}")
+        return self.error(message, 8, f"__metadata__.{field}")
 
     @property
     def own_engine(self) -> bool:
@@ -221,28 +226,19 @@ class Trace(Mapping[str, NDArray]):
         return any(name.endswith(INT8) for name in self)
 
     def tensor(self, name: str) -> TraceTensor:
-        return TraceTensor(self._file, name)
+        return TraceTensor(self, name)
 
     def __getitem__(self, name: str) -> NDArray:
-        return self._file.read(name)
+        return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file.tensors
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file.tensors)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._file.tensors)
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
+        return len(self.tensors)
 
 
 # -- hashes: they tie a trace or a receipt to what was computed --------------------------------------------------------
@@ -265,8 +261,8 @@ def weight_hash(w: ModelWeights) -> str:
             if not (name == "lm_head" and w.tied):
                 _add(digest, name, weight)
         for index, layer in enumerate(w.layers):
-            for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
-                _add_array(digest, f"blocks.{index}.{name}", getattr(layer, name))
+            for name, norm in layer.norms():
+                _add_array(digest, f"blocks.{index}.{name}", norm)
         _add_array(digest, "final_norm", w.final_norm)
         _weight_hashes[w] = digest.hexdigest()
     return _weight_hashes[w]
@@ -281,6 +277,9 @@ def file_hash(path: str | os.PathLike[str]) -> str:
 def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
     if isinstance(w, DenseWeight):
         _add_array(digest, name, w.array)
+    elif isinstance(w, GroupTernaryWeight):
+        _add_array(digest, name, w.packed)
+        _add_array(digest, f"{name}.scales {w.group}", w.scales)
     elif isinstance(w, TernaryLinear):
         _add_array(digest, name, w.packed if isinstance(w, TernaryWeight) else pack_ternary(w.ternary()))
         _add_array(digest, f"{name}.scale", np.asarray(w.w_dequant_scale, dtype=np.float32).reshape(1))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendUnavailable, BitNetRefError, ConfigError
+from ..errors import BackendUnavailable, BitNetRefError, ConfigError, printable
 from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
 from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
 from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
@@ -229,7 +229,9 @@ class TensorView:
         """For a shell: lines of at most `width` characters, or 40 if the width is smaller."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
         lines = self._ternary_lines(max(40, width), unicode) if self.is_ternary else self._dense_lines(width, unicode)
-        return "\n".join(line.rstrip() for line in [f"{self.name}: {shape}, {self.stored_as}", *lines])
+        return "\n".join(
+            line.rstrip() for line in [f"{printable(self.name, keep='')}: {shape}, {self.stored_as}", *lines]
+        )
 
     def __str__(self) -> str:
         return self.text()

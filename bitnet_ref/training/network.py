@@ -7,17 +7,20 @@ float32 array under the name that the hub gives it: "model.layers.0.self_attn.q_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigError
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
 from ..formats.names import hf_module
 from ..reference import layers
 from ..reference.config import ModelConfig
 from ..reference.weights import linear_name
 from . import ops
+from .distil import Distillation, TeacherValues, relation_loss, soft_cross_entropy
 from .ops import LinearInput, StepLinear
 
 Masters = dict[str, NDArray]
@@ -27,7 +30,9 @@ GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hub name -> shape of every master of a model."""
+    """Hub name -> shape of every master of a model. ConfigError for a model with what training has no gradient of."""
+    if unknown := [name for name in config.extras if name not in ("o_proj_bias", "qk_norms")]:
+        raise ConfigError("training has no gradient of it", field=unknown[0])
     shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
     if not config.tie_word_embeddings:
         shapes["lm_head"] = linear_shape(config, "lm_head")
@@ -58,6 +63,22 @@ class LinearGroup:
     biased: bool
 
 
+Lesson = tuple[Distillation, TeacherValues]
+
+
+@dataclass(eq=False)
+class SequencePass:
+    """What the passes over one sequence gather: gradients, and the relations' part of the loss.
+
+    share: the sequence's share of the batch's tokens.
+    """
+
+    gradients: Masters = field(default_factory=dict)
+    lesson: Lesson | None = None
+    share: float = 1.0
+    relation_loss: float = 0.0
+
+
 Backward = Callable[[NDArray], NDArray]  # gradient of a result -> gradient of its input; stores those of masters
 
 
@@ -69,9 +90,11 @@ def pass_through(dy: NDArray) -> NDArray:
 class TrainingNetwork:
     """The network of one optimiser step: every master quantised once, for all sequences of the step."""
 
-    def __init__(self, config: ModelConfig, masters: Mapping[str, NDArray], mix: float = 1.0) -> None:
-        """mix: how much the linears are quantised, 0 (not at all) to 1."""
-        self.config, self.masters = config, masters
+    def __init__(
+        self, config: ModelConfig, masters: Mapping[str, NDArray], mix: float = 1.0, functions: Any = ops
+    ) -> None:
+        """mix: how much the linears are quantised, 0 (not at all) to 1. functions: what stands in for `ops`."""
+        self.config, self.masters, self.ops = config, masters, functions
         self._groups = {
             (layer, shorts): list(self._group(layer, shorts, mix))
             for layer in range(config.num_hidden_layers)
@@ -99,42 +122,52 @@ class TrainingNetwork:
 
     def logits(self, tokens: NDArray) -> NDArray:
         """tokens (T,) -> logits (T, V): the forward pass alone."""
-        hidden, _ = self._hidden(tokens, {})
+        hidden, _ = self._hidden(tokens, SequencePass())
         return hidden @ self.masters[self._head].T
 
     def sequence_loss(self, tokens: NDArray) -> NDArray[np.float64]:
         """The loss of each token after the first.   tokens (T,) -> (T-1,)"""
-        return ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
+        return self.ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
 
-    def sequence_gradients(self, tokens: NDArray, weight: float) -> tuple[NDArray[np.float64], Masters]:
+    def sequence_gradients(
+        self, tokens: NDArray, weight: float, lesson: Lesson | None = None
+    ) -> tuple[NDArray[np.float64], Masters]:
         """The losses of one sequence, and the gradient of `weight` times their sum.
 
-        tokens (T,) -> losses (T-1,), {hub name: gradient}
+        tokens (T,) -> losses (T-1,), {hub name: gradient}.   lesson: what a teacher gives for tokens[:-1]; its
+        divergences are part of the losses.
         """
-        gradients: Masters = {}
         inputs, targets = tokens[:-1], tokens[1:]
-        hidden, backward = self._hidden(inputs, gradients)
+        state = SequencePass({}, lesson, weight * len(targets))
+        hidden, backward = self._hidden(inputs, state)
         head = self.masters[self._head]
-        losses, probabilities = ops.cross_entropy(hidden @ head.T, targets)
-        d_logits = ops.cross_entropy_backward(probabilities, targets, weight)
+        logits = hidden @ head.T
+        losses, probabilities = self.ops.cross_entropy(logits, targets)
+        d_logits = self.ops.cross_entropy_backward(probabilities, targets, weight)
+        if lesson is not None:
+            settings, values = lesson
+            divergence, d_soft = soft_cross_entropy(logits, values.logits, settings.temperature)
+            losses += settings.logits_weight * divergence
+            d_logits += d_soft * d_soft.dtype.type(settings.logits_weight * weight)
         dx = backward(d_logits @ head)
-        gradients[EMBEDDING] = ops.embed_backward(dx, inputs, self.config.vocab_size)
+        gradients = state.gradients
+        gradients[EMBEDDING] = self.ops.embed_backward(dx, inputs, self.config.vocab_size)
         d_head = d_logits.T @ hidden
         gradients[self._head] = gradients[self._head] + d_head if self._head == EMBEDDING else d_head
-        return losses, gradients
+        return losses + state.relation_loss, gradients
 
-    def _hidden(self, tokens: NDArray, gradients: Masters) -> tuple[NDArray, Backward]:
+    def _hidden(self, tokens: NDArray, state: SequencePass) -> tuple[NDArray, Backward]:
         """The input of the head.   tokens (T,) -> (T, D), its backward pass"""
         config = self.config
         x = self.masters[EMBEDDING][tokens]
         rope = layers.rope_tables(np.arange(len(tokens)), config.rope, config.head_dim, x.dtype.type)
         passes: list[Backward] = []
         for layer in range(config.num_hidden_layers):
-            x, backward = self._attention_block(x, layer, rope, gradients)
+            x, backward = self._attention_block(x, layer, rope, state)
             passes.append(backward)
-            x, backward = self._feed_forward(x, layer, gradients)
+            x, backward = self._feed_forward(x, layer, state)
             passes.append(backward)
-        x, backward = self._norm(x, "final_norm", gradients)
+        x, backward = self._norm(x, "final_norm", state)
         passes.append(backward)
 
         def all_backward(dx: NDArray) -> NDArray:
@@ -147,60 +180,81 @@ class TrainingNetwork:
     # -- blocks: as in reference/model.py, each with its backward pass -------------------------------------------------
 
     def _attention_block(
-        self, x: NDArray, layer: int, rope: tuple[NDArray, NDArray], gradients: Masters
+        self, x: NDArray, layer: int, rope: tuple[NDArray, NDArray], state: SequencePass
     ) -> tuple[NDArray, Backward]:
         cfg = self.config
-        h, norm_backward = self._norm(x, f"blocks.{layer}.attn_norm", gradients)
-        (q, k, v), qkv_backward = self._linears(h, layer, QKV, gradients)
-        q = layers.apply_rope(q.reshape(-1, cfg.num_attention_heads, cfg.head_dim), *rope)
-        k = layers.apply_rope(k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim), *rope)
+        h, norm_backward = self._norm(x, f"blocks.{layer}.attn_norm", state)
+        (q, k, v), qkv_backward = self._linears(h, layer, QKV, state)
+        q = q.reshape(-1, cfg.num_attention_heads, cfg.head_dim)
+        k = k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
         v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
-        z, patterns = ops.attention(q, k, v, cfg.sliding_window)
+        d_relations = self._relations(layer, (q, k, v), state)
+        head_norms: list[Backward] = [pass_through, pass_through]
+        if cfg.qk_norms:
+            q, head_norms[0] = self._norm(q, f"blocks.{layer}.q_norm", state)
+            k, head_norms[1] = self._norm(k, f"blocks.{layer}.k_norm", state)
+        q, k = layers.apply_rope(q, *rope), layers.apply_rope(k, *rope)
+        z, patterns = self.ops.attention(q, k, v, cfg.window_of(layer))
         z = z.reshape(len(x), -1)
         sub_backward: Backward = pass_through
         if cfg.sub_norms:
-            z, sub_backward = self._norm(z, f"blocks.{layer}.attn_sub_norm", gradients)
-        (y,), o_backward = self._linears(z, layer, OUTPUT, gradients)
+            z, sub_backward = self._norm(z, f"blocks.{layer}.attn_sub_norm", state)
+        (y,), o_backward = self._linears(z, layer, OUTPUT, state)
 
         def backward(dx: NDArray) -> NDArray:
             dz = sub_backward(o_backward([dx])).reshape(q.shape)
-            dq, dk, dv = ops.attention_backward(dz, q, k, v, patterns, cfg.sliding_window)
-            dq, dk = ops.rope_backward(dq, *rope), ops.rope_backward(dk, *rope)
-            return dx + norm_backward(qkv_backward([d.reshape(len(dx), -1) for d in (dq, dk, dv)]))
+            dq, dk, dv = self.ops.attention_backward(dz, q, k, v, patterns, cfg.window_of(layer))
+            dq, dk = self.ops.rope_backward(dq, *rope), self.ops.rope_backward(dk, *rope)
+            d_qkv = [head_norms[0](dq), head_norms[1](dk), dv]
+            if d_relations:
+                d_qkv = [d + of_relation for d, of_relation in zip(d_qkv, d_relations, strict=True)]
+            return dx + norm_backward(qkv_backward([d.reshape(len(dx), -1) for d in d_qkv]))
 
         return x + y, backward
 
-    def _feed_forward(self, x: NDArray, layer: int, gradients: Masters) -> tuple[NDArray, Backward]:
+    def _relations(self, layer: int, qkv: tuple[NDArray, ...], state: SequencePass) -> list[NDArray]:
+        """The gradients of q, k and v by their relations, in the layer that a teacher is compared with; else []."""
+        if state.lesson is None or not state.lesson[0].relations_weight:
+            return []
+        settings, values = state.lesson
+        if layer != (self.config.num_hidden_layers - 1 if settings.layer is None else settings.layer):
+            return []
+        pairs = [relation_loss(states, wanted) for states, wanted in zip(qkv, values.relations, strict=True)]
+        state.relation_loss = settings.relations_weight * sum(loss for loss, _ in pairs)
+        return [d * d.dtype.type(settings.relations_weight * state.share) for _, d in pairs]
+
+    def _feed_forward(self, x: NDArray, layer: int, state: SequencePass) -> tuple[NDArray, Backward]:
         cfg = self.config
-        h, norm_backward = self._norm(x, f"blocks.{layer}.ffn_norm", gradients)
-        (gate, up), gate_backward = self._linears(h, layer, GATE_UP, gradients)
+        h, norm_backward = self._norm(x, f"blocks.{layer}.ffn_norm", state)
+        (gate, up), gate_backward = self._linears(h, layer, GATE_UP, state)
         h = layers.gated(gate, up, cfg.activation)
         sub_backward: Backward = pass_through
         if cfg.sub_norms:
-            h, sub_backward = self._norm(h, f"blocks.{layer}.ffn_sub_norm", gradients)
-        (y,), down_backward = self._linears(h, layer, DOWN, gradients)
+            h, sub_backward = self._norm(h, f"blocks.{layer}.ffn_sub_norm", state)
+        (y,), down_backward = self._linears(h, layer, DOWN, state)
 
         def backward(dx: NDArray) -> NDArray:
             dh = sub_backward(down_backward([dx]))
-            return dx + norm_backward(gate_backward(ops.gated_backward(dh, gate, up, cfg.activation)))
+            return dx + norm_backward(gate_backward(self.ops.gated_backward(dh, gate, up, cfg.activation)))
 
         return x + y, backward
 
-    def _norm(self, x: NDArray, name: str, gradients: Masters) -> tuple[NDArray, Backward]:
-        return self._norm_of(x, f"{hf_module(name)}.weight", self.config.norm_eps, gradients)
+    def _norm(self, x: NDArray, name: str, state: SequencePass) -> tuple[NDArray, Backward]:
+        return self._norm_of(x, f"{hf_module(name)}.weight", self.config.norm_eps, state)
 
-    def _norm_of(self, x: NDArray, master: str, eps: float, gradients: Masters) -> tuple[NDArray, Backward]:
-        weight = self.masters[master]
-        y, r = ops.rms_norm(x, weight, eps)
+    def _norm_of(self, x: NDArray, master: str, eps: float, state: SequencePass) -> tuple[NDArray, Backward]:
+        """RMSNorm over the last axis of x, (T, D) or (T, H, d)."""
+        weight, rows = self.masters[master], x.reshape(-1, x.shape[-1])
+        y, r = self.ops.rms_norm(rows, weight, eps)
 
         def backward(dy: NDArray) -> NDArray:
-            dx, gradients[master] = ops.rms_norm_backward(dy, x, weight, r)
-            return dx
+            dx, state.gradients[master] = self.ops.rms_norm_backward(dy.reshape(rows.shape), rows, weight, r)
+            return dx.reshape(x.shape)
 
-        return y, backward
+        return y.reshape(x.shape), backward
 
     def _linears(
-        self, x: NDArray, layer: int, shorts: tuple[str, ...], gradients: Masters
+        self, x: NDArray, layer: int, shorts: tuple[str, ...], state: SequencePass
     ) -> tuple[list[NDArray], Callable[[Sequence[NDArray]], NDArray]]:
         """Linears of one input.   x (T, K) -> [y (T, out), ...], their backward pass: [dy, ...] -> dx"""
         outputs: list[NDArray] = []
@@ -209,8 +263,8 @@ class TrainingNetwork:
             h = x
             norm_backward: Backward = pass_through
             if group.norm is not None:
-                h, norm_backward = self._norm_of(x, group.norm, group.norm_eps, gradients)
-            y, saved = ops.linear(h, group.weight)
+                h, norm_backward = self._norm_of(x, group.norm, group.norm_eps, state)
+            y, saved = self.ops.linear(h, group.weight)
             parts = np.split(y, np.cumsum(group.sizes)[:-1], axis=1)
             if group.biased:
                 parts = [y + self.masters[f"{m}.bias"] for m, y in zip(group.modules, parts, strict=True)]
@@ -222,13 +276,13 @@ class TrainingNetwork:
             for group, saved, norm_backward in passes:
                 taken = [remaining.pop(0) for _ in group.modules]
                 dy = taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)
-                dh, d_weight = ops.linear_backward(dy, saved, group.weight)
+                dh, d_weight = self.ops.linear_backward(dy, saved, group.weight)
                 d_inputs.append(norm_backward(dh))
                 rows = np.split(d_weight, np.cumsum(group.sizes)[:-1])
                 for module, d_rows, d_out in zip(group.modules, rows, taken, strict=True):
-                    gradients[f"{module}.weight"] = d_rows
+                    state.gradients[f"{module}.weight"] = d_rows
                     if group.biased:
-                        gradients[f"{module}.bias"] = d_out.sum(axis=0)
+                        state.gradients[f"{module}.bias"] = d_out.sum(axis=0)
             return sum(d_inputs[1:], start=d_inputs[0])
 
         return outputs, backward

@@ -32,6 +32,7 @@ from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, read_bounded
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
+from .distil import Distillation
 from .network import Masters, master_shapes
 from .optimizer import Schedule
 from .trainer import Trainer
@@ -48,6 +49,7 @@ class RunSettings:
     """The tables [data] and [training] of a run's TOML file.
 
     train, validation: text files (.txt, .txt.xz), or one .npy of token ids. tokenizer: a folder.
+    teacher: a model to learn from, with the weights of `Distillation`.
     init: a folder to start from; its config is the model's, unless the file has a table [model].
     steps, batch, context: optimiser steps, sequences per step, tokens per sequence.
     mix_steps: over how many steps quantisation fades in ("lambda warm-up"), for a float model that becomes ternary.
@@ -59,6 +61,11 @@ class RunSettings:
     validation: tuple[str, ...] = ()
     tokenizer: str | None = None
     init: str | None = None
+    teacher: str | None = None
+    logits_weight: float = 1.0
+    temperature: float = 5.0
+    relations_weight: float = 0.0
+    relation_heads: int = 1
     steps: int = 1000
     batch: int = 8
     context: int = 256
@@ -82,7 +89,7 @@ class RunSettings:
     spike: float = 3.0
 
     def __post_init__(self) -> None:
-        lowest = {"steps": 1, "batch": 1, "context": 1, "validation_sequences": 1}
+        lowest = dict.fromkeys(("steps", "batch", "context", "validation_sequences", "relation_heads"), 1)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (type(value) is not int or not lowest.get(field.name, 0) <= value < 1 << 40):
@@ -117,10 +124,10 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"is no setting of a run{hint}", path=path, field=f"{table}.{key}"[:100])
             values[key] = value
-    for key in ("train", "validation", "tokenizer", "init"):
+    for key in ("train", "validation", "tokenizer", "init", "teacher"):
         if key in values:
             values[key] = _paths(values[key], path.parent, key)
-            if key in ("tokenizer", "init"):
+            if key in ("tokenizer", "init", "teacher"):
                 (values[key],) = values[key]
     if "train" not in values:
         raise ConfigError("expected the files to train on: train = [...]", path=path, field="data.train")
@@ -179,7 +186,15 @@ class TrainingRun:
             raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
         rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
         schedule = Schedule(settings.schedule, *rates, settings.weight_decay)
-        options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+        distillation = None
+        if settings.teacher is not None:
+            weights = (settings.logits_weight, settings.temperature, settings.relations_weight, settings.relation_heads)
+            distillation = Distillation(load(settings.teacher), *weights)
+        options: dict[str, Any] = {
+            "distillation": distillation,
+            "betas": (settings.beta1, settings.beta2),
+            "eps": settings.eps,
+        }
         options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
         if model is None:
             if settings.init is None:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight
 from ..system.atomic import atomic_path
 from ..system.threads import resolve_threads
-from .network import EMBEDDING, Masters, TrainingNetwork, master_shapes
+from . import ops
+from .distil import Distillation
+from .network import EMBEDDING, Lesson, Masters, TrainingNetwork, master_shapes
 from .optimizer import AdamW, Schedule, clip_gradients
 
 Batch = NDArray | Sequence[NDArray]
@@ -53,12 +54,14 @@ class Trainer:
         weight_decay: float = 0.1,
         schedule: Schedule | None = None,
         max_norm: float | None = None,
+        distillation: Distillation | None = None,
         threads: int | None = None,
     ) -> None:
         """masters: hub name -> array of float32, or of float64 to measure rounding; they are copied.
 
         schedule: the rates of each step; by default `lr` and `weight_decay` throughout.
         max_norm: of all gradients together, larger ones are scaled down to it.
+        distillation: a teacher, whose divergences are added to the loss.
         Raises ConfigError for a model that cannot be trained, and for masters that are not this model's.
         """
         self.config = config
@@ -73,8 +76,12 @@ class Trainer:
         self.schedule = schedule or Schedule(lr=lr, weight_decay=weight_decay)
         self.optimizer = AdamW(betas, eps)
         self.max_norm = max_norm
+        if distillation is not None:
+            distillation.check(config)
+        self.distillation = distillation
         self.threads = resolve_threads(threads)
         self.tokenizer_files: dict[str, bytes] = {}  # name -> content, saved beside the masters
+        self.functions: Any = ops  # crossval puts changed ones here
         self.mix = 1.0  # how much the linears are quantised: see `ops.StepLinear`
 
     @classmethod
@@ -91,7 +98,7 @@ class Trainer:
         with HfCheckpoint(path, config=config) as checkpoint:
             masters = {name: checkpoint.tensors.take(name, shape) for name, shape in master_shapes(config).items()}
             if config.tie_word_embeddings:
-                checkpoint.tied_head(DenseWeight(masters[EMBEDDING]))
+                checkpoint.check_tied_head(DenseWeight(masters[EMBEDDING]))
             checkpoint.finish()
             files = checkpoint.tokenizer_files()
         trainer = cls(config, masters, **settings)
@@ -116,12 +123,17 @@ class Trainer:
         gradient holds NaN or Inf.
         """
         rows, network = self._check(tokens), self._network()
-        compute = partial(network.sequence_gradients, weight=1 / sum(len(row) - 1 for row in rows))
+        weight = 1 / sum(len(row) - 1 for row in rows)
+
+        def compute(row: NDArray, lesson: Lesson | None) -> tuple[NDArray[np.float64], Masters]:
+            return network.sequence_gradients(row, weight, lesson)
+
         losses: list[NDArray[np.float64]] = []
         gradients: Masters = {}
         with self._workers() as pool:
             for start in range(0, len(rows), self.threads):  # no more gradients are held than there are threads
-                for loss, of_row in pool.map(compute, rows[start : start + self.threads]):
+                part = rows[start : start + self.threads]
+                for loss, of_row in pool.map(compute, part, [self._lesson(row) for row in part]):
                     losses.append(loss)
                     for name, gradient in of_row.items():
                         if name in gradients:
@@ -165,8 +177,11 @@ class Trainer:
             for name, array in self.masters.items():
                 writer.write(name, array.astype(np.float32, copy=False))
 
+    def _lesson(self, row: NDArray) -> Lesson | None:
+        return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
+
     def _network(self) -> TrainingNetwork:
-        return TrainingNetwork(self.config, self.masters, self.mix)
+        return TrainingNetwork(self.config, self.masters, self.mix, self.functions)
 
     def _check(self, tokens: Batch, min_tokens: int = 2) -> list[NDArray]:
         rows = [np.asarray(row) for row in tokens]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.reference import layers
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.training import ops
+from bitnet_ref.training import distil, ops
 from bitnet_ref.training.ops import StepLinear
 
 TOLERANCE = 1e-6  # relative: central differences with steps of 1e-5 err by 1e-10 of the third derivative
@@ -139,3 +139,24 @@ def test_cross_entropy():
     np.testing.assert_allclose(losses(logits), exact)
     gradient = ops.cross_entropy_backward(ops.cross_entropy(logits, targets)[1], targets, 0.25)
     assert_close(gradient, numeric(lambda logits: losses(logits).mean(keepdims=True), logits, np.ones(1)))
+
+
+def test_soft_cross_entropy():
+    logits, teacher = 3 * rng(1).standard_normal((4, 7)), 3 * rng(2).standard_normal((4, 7))
+    losses, gradient = distil.soft_cross_entropy(logits, teacher, 2.5)
+    p, q = (np.exp(x / 2.5) / np.exp(x / 2.5).sum(axis=1, keepdims=True) for x in (teacher, logits))
+    np.testing.assert_allclose(losses, (p * np.log(p / q)).sum(axis=1))
+    assert_close(
+        gradient, numeric(lambda x: distil.soft_cross_entropy(x, teacher, 2.5)[0].sum(keepdims=True), logits, 1.0)
+    )
+    np.testing.assert_allclose(distil.soft_cross_entropy(teacher, teacher, 2.5)[0], 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_relations(heads):
+    states, other = rng(1).standard_normal((5, 2, 4)), rng(2).standard_normal((5, 2, 8))
+    teacher, _ = distil.relation(other, heads)
+    loss, gradient = distil.relation_loss(states, teacher)
+    assert loss > 0
+    assert_close(gradient, numeric(lambda x: np.array([distil.relation_loss(x, teacher)[0]]), states, np.ones(1)))
+    assert distil.relation_loss(other, teacher)[0] == pytest.approx(0, abs=1e-12)

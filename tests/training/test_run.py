@@ -171,6 +171,15 @@ def test_a_run_starts_from_masters(config, tmp_path):
     assert run.run().step == 12
 
 
+def test_a_run_learns_from_a_teacher(config, tmp_path):
+    start(config, tmp_path / "first").run()
+    text = config.read_text().replace("[training]", f'teacher = "{tmp_path / "first" / "model"}"\n[training]')
+    config.write_text(text + "logits_weight = 5.0\n")
+    losses = []
+    start(config, tmp_path / "second").run(lambda row: losses.append(row.loss))
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.training import Schedule, Trainer
+from bitnet_ref.training.distil import Distillation
 from bitnet_ref.training.optimizer import clip_gradients, global_norm
 
 CASES = sorted(path.name for path in (DATA / "training").iterdir())
@@ -101,9 +103,18 @@ def test_micro_batches_equal_one_batch(bitnet):
         assert distance((parts[0][name] + parts[1][name]) / 2, gradient) < 1e-6
 
 
-def test_norms_inside_bitlinears_and_biases(tmp_path):
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral": {"model_type": "mistral", "sliding_window": 3},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
     """Gradients of parts that the golden cases lack, by central differences of a dense model in float64."""
-    keys = {"attention_bias": True, "mlp_bias": True, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 11}
+    keys = FAMILIES[family] | {"model_type": family, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 11}
     keys |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
     folder = folder_of("llama-dense", tmp_path / "m", **keys)
     save_random(folder)
@@ -121,6 +132,34 @@ def test_norms_inside_bitlinears_and_biases(tmp_path):
         master[index] = before
         expected = (losses[0] - losses[1]) / 2e-5
         assert gradients[name][index] == pytest.approx(expected, rel=1e-5, abs=1e-9), name
+
+
+def test_a_teacher(tmp_path):
+    """Gradients of the whole loss with a teacher, by central differences of a dense student in float64."""
+    teacher = bitnet_ref.load(folder_of(BITNET, tmp_path / "teacher"), backend="numpy", dtype="float64")
+    student = Trainer.from_folder(folder_of("llama-dense", tmp_path / "student"))
+    masters = {name: w.astype(np.float64) for name, w in student.masters.items()}
+    lesson = Distillation(teacher, 0.7, 3.0, relations_weight=2.0, relation_heads=2, layer=0)
+    wide = Trainer(student.config, masters, distillation=lesson)
+    tokens = golden_of(BITNET)["tokens"][0][:2, :8]
+    plain, _ = Trainer(student.config, masters).loss_and_gradients(tokens)
+    loss, gradients = wide.loss_and_gradients(tokens)
+    assert loss > plain
+    for name in (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.norm.weight",
+    ):
+        master, losses = wide.masters[name], []
+        index = tuple(size // 3 for size in master.shape)
+        before = master[index]
+        for step in (1e-5, -1e-5):
+            master[index] = before + step
+            losses.append(wide.loss_and_gradients(tokens)[0])
+        master[index] = before
+        assert gradients[name][index] == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-4, abs=1e-10), name
+    with pytest.raises(ConfigError, match="vocabulary"):
+        Trainer(student.config, masters, distillation=Distillation(bitnet_ref.load(backend="numpy")))
 
 
 def save_random(folder):
@@ -201,6 +240,12 @@ def test_wrong_input(bitnet, tmp_path):
         Trainer.from_folder(folder_of(BITNET, tmp_path / "packed", quantization_config=quantization))
     with pytest.raises(FormatError):
         Trainer.from_folder(folder_of(BITNET, tmp_path / "other", num_hidden_layers=1))
+
+
+def test_a_part_without_a_gradient_is_refused(bitnet):
+    for field, value in (("logit_softcap", 30.0), ("post_norms", True), ("embedding_scale", 4.0)):
+        with pytest.raises(ConfigError, match=f"{field}: training has no gradient"):
+            Trainer(replace(bitnet.config, **{field: value}), bitnet.masters)
 
 
 def test_nan_names_the_master(bitnet):
