@@ -48,12 +48,14 @@ def gist(out):
 class LineFault:
     """Traces a thread and raises MemoryError at the `number`-th line of `serving` that it runs. lines: so far."""
 
+    SPARED = ("_run", "_start_over", "close", "cancel", "done")  # what handles the fault, and destructors
+
     def __init__(self, number):
         self.number, self.lines = number, 0
 
     def __call__(self, frame, event, arg):
-        code = frame.f_code  # the handlers of the fault itself, and what runs when an engine is dropped, stay whole
-        is_engine = "/bitnet_ref/serving/" in code.co_filename and code.co_name not in ("_run", "_start_over", "close")
+        code = frame.f_code
+        is_engine = "/bitnet_ref/serving/" in code.co_filename and code.co_name not in self.SPARED
         return self.trace if is_engine and self.lines < self.number else None
 
     def trace(self, frame, event, arg):

@@ -90,15 +90,10 @@ class Worker:
                 self._thread = Thread(target=self._run, name="bitnet_ref engine", daemon=True)
             if self._thread.ident is None:
                 self._thread.start()
-            # All or nothing: what may fail comes first, and an interrupt (Ctrl-C) is raised after a call only.
-            arrived, in_queue, rows_in_queue = [*self._arrived, ticket], self._in_queue + 1, self._rows_in_queue + rows
+            in_queue, rows_in_queue = self._in_queue + 1, self._rows_in_queue + rows
+            self._arrived.append(ticket)  # Ctrl-C may interrupt after this call, but not between the next lines
             self._alive[ticket.number] = ticket
-            self._arrived, self._in_queue, self._rows_in_queue, ticket.submitted = (
-                arrived,
-                in_queue,
-                rows_in_queue,
-                True,
-            )
+            self._in_queue, self._rows_in_queue, ticket.submitted = in_queue, rows_in_queue, True
         self._bell.put(None)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -164,10 +159,12 @@ class Worker:
         finally:
             try:
                 self._end_all()
-            except MemoryError:
+            except MemoryError as error:
+                self._start_over(error)
                 self._end_all()
 
     def _end_all(self) -> None:
+        """End all requests, since the engine closes."""
         with self._lock:
             self._closing = self._closing or "the engine was closed"
             alive = list(self._alive.values())
@@ -212,6 +209,7 @@ class Worker:
 
     def _admit_arrivals(self) -> bool:
         """Wait for work and pass new requests to the scheduler. False: the thread should end."""
+        self._silence_bell()
         if not (self._scheduler.running or self._scheduler.waiting):
             self._sleep()
         with self._lock:
@@ -224,7 +222,7 @@ class Worker:
             for job in list(self._scheduler.held):
                 self._release(job.ticket)
         for ticket in arrived:
-            if not ticket.ended:  # cancelled already
+            if ticket.submitted and not ticket.ended:  # neither interrupted nor cancelled
                 self._admit(ticket)
         return True
 
@@ -251,6 +249,10 @@ class Worker:
     def _wait(self, timeout_s: float | None) -> None:
         with suppress(Empty):
             self._bell.get(timeout=timeout_s)
+        self._silence_bell()
+
+    def _silence_bell(self) -> None:
+        with suppress(Empty):
             while True:
                 self._bell.get_nowait()
 
