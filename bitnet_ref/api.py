@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .backends.loaded import LoadedModel
 from .backends.placement import Placement, assign_layers, open_backends
@@ -19,6 +20,7 @@ from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weigh
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .generation import ChatSession, TokenStream, generate, stream
+from .generation.embed import embed
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
 from .system.sharing import file_identity, model_files, share_by_key
@@ -217,6 +219,13 @@ class Model(LoadedModel):
     def chat(self, system: str | None = None, **params: Unpack[SamplingOptions]) -> ChatSession:
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
         return ChatSession(self, system, **params)
+
+    def embed(self, texts: Prompts, *, prompt: str = "") -> NDArray[np.float32]:
+        """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
+
+        prompt: put before each text, as an instruction.
+        """
+        return embed(self, texts, prompt)
 
     def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.

@@ -29,6 +29,7 @@ __all__ = [
     "RequestCancelled",
     "RequestTimeout",
     "ShapeError",
+    "StorageError",
     "TokenizerError",
 ]
 
@@ -118,6 +119,13 @@ class ConfigError(_FileError):
 
 class TokenizerError(_FileError):
     """A tokenizer file that cannot be used, or text / ids / messages that the tokenizer cannot process."""
+
+
+class StorageError(_FileError, OSError):
+    """The system refused to write, read or remove a file: a full disk, no permission, no such folder, an I/O error.
+
+    `errno` is the system's number of the error, or None.
+    """
 
 
 class ShapeError(BitNetRefError):

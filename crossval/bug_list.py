@@ -114,7 +114,7 @@ BLOCK_BUGS = (
         "positions_from_one",
         "bitnet",
         ROTATED,
-        (MODEL, "be.rope_tables(batch.positions,", "be.rope_tables(batch.positions + 1,"),
+        (MODEL, "cfg, batch.positions), batch", "cfg, batch.positions + 1), batch"),
         in_logits=False,
     ),
     # -- what a token sees

@@ -20,7 +20,7 @@ from ..errors import BackendUnavailable, ConfigError, ShapeError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import PlainBackend, final_hidden
-from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
+from ..reference.weights import EmbeddingWeight, LinearWeight, ModelWeights
 from ..system.memory import available_bytes, memory_bytes
 from ..system.threads import resolve_threads
 from .cache_dtypes import CACHE_DTYPES
@@ -65,6 +65,9 @@ class Backend(PlainBackend):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    def check_config(self, config: ModelConfig) -> None:
+        """Raises BackendUnavailable for a model with an operation that this backend does not have."""
+
     def prepare(self, w: LinearWeight) -> LinearWeight:
         """A linear's weight in the layout that this backend computes from. Called once per weight while loading."""
         return w
@@ -105,7 +108,7 @@ class Backend(PlainBackend):
         made.fuses = False
         return made
 
-    def embed_on_host(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed_on_host(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
         """The embeddings as a NumPy array, of a table in the host's memory.   tokens (N,) -> (N, D)"""
         return PlainBackend.embed(self, w, tokens)
 

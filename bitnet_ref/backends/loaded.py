@@ -46,6 +46,7 @@ class LoadedModel:
     ) -> None:
         """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use.
         load_again: see `renew`."""
+        backend.check_config(config)
         self.config, self.backend, self.path = config, backend, path
         self.context_length = config.context_length
         self.cache_dtype = cache_dtype

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig
-from ..reference.weights import DenseWeight, LinearWeight, TernaryLinear
+from ..reference.weights import DenseWeight, EmbeddingWeight, GroupTernaryWeight, LinearWeight, TernaryLinear
 from .backend import Backend
 from .head import HeadNeed, HeadRows
 from .paged_cache import CacheSpec
@@ -31,8 +31,8 @@ def observe(be: Backend, around: Around) -> Backend:
 class Observed(Backend):
     """Passes each op of `inner` to `around`. It takes the path "ops": blocks and `linears` are composed of these ops.
 
-    For "linears" the call composes `quantize_activations`, `ternary_matmul`, `dequantize`, `dense_matmul`, `rms_norm`
-    and `add`, which pass by one by one inside it.
+    For "linears" the call composes `quantize_activations`, `ternary_matmul`, `dequantize`, `dense_matmul`,
+    `group_matmul`, `rms_norm` and `add`, which pass by one by one inside it.
     """
 
     def __init__(self, inner: Backend, around: Around) -> None:
@@ -42,10 +42,10 @@ class Observed(Backend):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
         return self.around("embed", self.inner.embed, (w, tokens))
 
-    def embed_on_host(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed_on_host(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
         return self.around("embed", self.inner.embed_on_host, (w, tokens))
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
@@ -69,6 +69,9 @@ class Observed(Backend):
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         return self.around("dense_matmul", self.inner.dense_matmul, (x, w))
 
+    def group_matmul(self, x: NDArray, w: GroupTernaryWeight) -> NDArray:
+        return self.around("group_matmul", self.inner.group_matmul, (x, w))
+
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         return self.around("linears", super().linears, (x, ws))
 
@@ -83,6 +86,9 @@ class Observed(Backend):
 
     def add(self, x: NDArray, y: NDArray) -> NDArray:
         return self.around("add", self.inner.add, (x, y))
+
+    def scale(self, x: NDArray, factor: float) -> NDArray:
+        return self.around("scale", self.inner.scale, (x, factor))
 
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         return self.around("take_rows", self.inner.take_rows, (x, rows))

@@ -32,6 +32,16 @@ from .backend import Backend
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 Call = Callable[..., Any]
+NORM_NAMES = {  # of the fields of `LayerWeights`
+    "attn_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attn_sub_norm": "attn.sub_norm",
+    "ffn_sub_norm": "mlp.sub_norm",
+    "q_norm": "attn.q_norm",
+    "k_norm": "attn.k_norm",
+    "attn_post_norm": "ln1_post",
+    "ffn_post_norm": "ln2_post",
+}
 SHOWN_ROWS = 24  # of a recorded run in a notebook's cell
 
 
@@ -69,10 +79,7 @@ class Recorder:
         self.linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
         self.norm_names = {id(w.final_norm): "ln_final"}
         for i, layer in enumerate(w.layers):
-            names = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub_norm"}
-            for field, name in (names | {"ffn_sub_norm": "mlp.sub_norm"}).items():
-                if (weight := getattr(layer, field)) is not None:
-                    self.norm_names[id(weight)] = f"blocks.{i}.{name}"
+            self.norm_names |= {id(weight): f"blocks.{i}.{NORM_NAMES[field]}" for field, weight in layer.norms()}
         for name, linear in w.linears():
             if isinstance(linear, TernaryLinear) and linear.input_norm is not None:
                 self.norm_names[id(linear.input_norm.weight)] = f"{name}.rms_norm"

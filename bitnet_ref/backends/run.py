@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import softcap
 from ..reference.weights import ModelWeights
 from .backend import Backend
 from .head import HeadNeed, HeadRows, Ids
@@ -88,8 +89,7 @@ def run(
     Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError,
     BackendUnavailable for a path that the backend does not have.
     """
-    if path is not None and path not in be.paths:
-        raise BackendUnavailable(f"backend {be.name!r} has no path {path!r}; there are: {', '.join(be.paths)}")
+    check_path(be, path)
     # NumPy's warnings about overflow would only repeat what the logits show, and the error then names the tensor.
     with np.errstate(all="ignore"), be.running():
         try:
@@ -99,6 +99,8 @@ def run(
             else:
                 rows = be.head_rows(x, w.lm_head, [HeadNeed(*need) for need in top])
                 hidden = be.to_host(x)
+            if cfg.logit_softcap is not None:
+                rows = [cap_rows(each, cfg.logit_softcap) for each in rows]
             sound = all_finite([row.values for row in rows] + ([] if hidden is None else [hidden]))
         except NumericsError:
             sound = False
@@ -111,11 +113,40 @@ def run(
 
     def head(x: NDArray) -> NDArray:
         with be.running():
-            return be.to_host(be.lm_head(be.from_host(x), w.lm_head))
+            logits = be.to_host(be.lm_head(be.from_host(x), w.lm_head))
+        return logits if cfg.logit_softcap is None else softcap(logits, cfg.logit_softcap)
 
     vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
     tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
     return Logits(tokens, vocab_size)
+
+
+def run_hidden(
+    be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
+) -> NDArray:
+    """One pass without the head: the final hidden states (wanted, D). Raises what `run` raises."""
+    check_path(be, path)
+    with np.errstate(all="ignore"), be.running():
+        try:
+            x = be.to_host(be.hidden(w, cfg, batch, cache, path))
+            sound = all_finite([x])
+        except NumericsError:
+            sound = False
+        if not sound:
+            raise first_non_finite(be, w, cfg, batch, cache)
+    return x
+
+
+def check_path(be: Backend, path: str | None) -> None:
+    """Raises BackendUnavailable for a path that the backend does not have."""
+    if path is not None and path not in be.paths:
+        raise BackendUnavailable(f"backend {be.name!r} has no path {path!r}; there are: {', '.join(be.paths)}")
+
+
+def cap_rows(rows: HeadRows, cap: float) -> HeadRows:
+    """The logits and their bounds under the soft cap, which keeps their order."""
+    bounds = rows.bounds and (softcap(rows.bounds[0], cap), softcap(rows.bounds[1], cap))
+    return HeadRows(rows.ids, softcap(rows.values, cap), bounds)
 
 
 def all_finite(arrays: Sequence[NDArray]) -> bool:

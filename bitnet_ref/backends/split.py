@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..errors import ShapeError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.model import decoder_layers
+from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from .backend import Backend
 from .head import HeadNeed, HeadRows
@@ -142,6 +142,10 @@ class SplitBackend(Backend):
     def op_by_op(self) -> Self:
         return self.with_backends([part.backend.op_by_op() for part in self.parts])
 
+    def check_config(self, config: ModelConfig) -> None:
+        for part in self.parts:
+            part.backend.check_config(config)
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def prepare_for(self, layer: int | None) -> Callable[[LinearWeight], LinearWeight]:
@@ -172,15 +176,15 @@ class SplitBackend(Backend):
             return self.op_by_op().hidden(w, cfg, batch, cache)
         assert isinstance(cache, SplitKVCache)
         x = self.parts[0].backend.embed_on_host(w.embedding, batch.tokens)  # (N, D)
+        x = x if cfg.embedding_scale == 1 else Backend.scale(self, x, cfg.embedding_scale)
         for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
             self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
-            rope = be.rope_tables(placed.positions, cfg.rope, cfg.head_dim)
-            layers = w.layers[part.first : part.stop]
-            x = decoder_layers(be, be.from_host(x), layers, cfg, rope, placed, own_cache)
+            ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(part.first, part.stop)
+            x = decoder_layers(be, be.from_host(x), w.layers[part.first : part.stop], own, ropes, placed, own_cache)
             if part is self.parts[-1]:
                 x = x if placed.wanted is None else be.take_rows(x, placed.wanted)
-                return be.rms_norm(x, w.final_norm, cfg.norm_eps)
+                return head_input(be, w, cfg, x)
             x = be.to_host(x)
         raise AssertionError("a split backend has parts")
 
@@ -213,7 +217,7 @@ class SplitBackend(Backend):
         if spec.page_size is None:
             size = max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page per slot
             spec = replace(spec, page_size=size)
-        caches = [part.backend.new_cache(replace(config, num_hidden_layers=len(part)), spec) for part in self.parts]
+        caches = [part.backend.new_cache(config.of_layers(part.first, part.stop), spec) for part in self.parts]
         return SplitKVCache([cache for cache in caches if isinstance(cache, PagedKVCache)])
 
     def memory(self) -> tuple[int | None, int | None]:

@@ -19,7 +19,7 @@ import numpy as np
 from ..backends import Backend
 from ..backends.cpu import extension
 from ..errors import ShapeError
-from ..notebook.figures import new_figure
+from ..notebook.figures import new_figure, save_figure
 from ..system.threads import resolve_threads
 from .timing import Action, Record, Timing, take_turns
 
@@ -214,4 +214,4 @@ def save_roofline(ceiling: Ceiling, path: Path) -> None:
     """
     figure, axes = new_figure(size=(6.4, 4.4))
     draw_roofline(axes[0, 0], ceiling, ceiling.reads[-1].threads)
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -65,11 +65,10 @@ def bytes_of_step(
                 norms += 0 if weight.input_norm is None else weight.input_norm.weight.nbytes
             else:
                 dense += weight.nbytes
-        vectors = (layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm)
-        norms += sum(vector.nbytes for vector in vectors if vector is not None)
-    seen = min(position + 1, config.sliding_window or np.inf)
-    cache = round(2 * config.num_hidden_layers * config.kv_size * float_bytes * seen)
-    row = weights.embedding.array[:1].nbytes
+        norms += sum(vector.nbytes for _, vector in layer.norms())
+    windows = [config.window_of(layer) or np.inf for layer in range(config.num_hidden_layers)]
+    cache = round(sum(2 * config.kv_size * float_bytes * min(position + 1, window) for window in windows))
+    row = weights.embedding.nbytes // weights.embedding.shape[0]
     head = weights.lm_head.nbytes
     if (screen_nbytes := getattr(weights.lm_head, "screen_nbytes", None)) is not None:
         head = screen_nbytes + round(head_rows * row)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..errors import GenerationError, QueueFull
 from ..generation import Generation
-from ..notebook.figures import new_figure
+from ..notebook.figures import new_figure, save_figure
 from ..serving import Engine, EngineConfig
 from .timing import Progress, Record, count_steps, seconds
 
@@ -252,4 +252,4 @@ def save_serve_plot(bench: ServeBench, path: Path) -> None:
         axis.set_xlabel("requests offered per second")
         if bench.capacity_per_s is not None:
             axis.axvline(bench.capacity_per_s, color="grey", linestyle=":")
-    figure.savefig(path)
+    save_figure(figure, path)

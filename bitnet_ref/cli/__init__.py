@@ -1,11 +1,12 @@
 """The shell interface, `bitnet-ref`: one module per command. `main` is the entry point. May import every room.
 
-Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 a backend (or program) is not available,
-70 a bug in bitnet_ref itself, 130 interrupted.
+Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 a file that is bad or cannot be written, 4 a backend (or
+program) is not available, 70 a bug in bitnet_ref itself, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -21,12 +22,13 @@ from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
-from .shell import Interface, debug_option, prepare_streams
+from .shell import Interface, debug_option, prepare_streams, report_os_error
 from .train_command import train, train_tokenizer
 
 EPILOG = """Each command has --help, and --json for programs.
 
-Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 bad file, 4 backend not available, 130 interrupted."""
+Exit codes: 0 fine, 1 a comparison differs, 2 wrong usage, 3 a file is bad, or cannot be written (a full disk, no
+permission), 4 backend not available, 130 interrupted."""
 
 
 @click.group(cls=Interface, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -62,5 +64,8 @@ for command in COMMANDS:  # in the order of --help
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     prepare_streams()
-    cli.main(args, prog_name="bitnet-ref")
+    try:
+        cli.main(args, prog_name="bitnet-ref")
+    except OSError as error:  # of --help and --version, which come before any command
+        sys.exit(report_os_error(error))
     raise AssertionError("cli.main does not return")

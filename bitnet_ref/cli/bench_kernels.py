@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -13,7 +12,7 @@ import click
 
 from ..backends import NAMES
 from .bench_shared import WholeNumbers, draw_table, in_threads, in_time, machine_options, refuse_simd, report_bench
-from .shell import LoadingBar, common_options, size_in_words
+from .shell import LoadingBar, OutputFile, common_options, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,7 +159,7 @@ def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="The best one counts.")
 @device_option
 @click.option("--versus-python", metavar="PATH", help="The Python that has transformers.  [default: this one]")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here after every "
+@click.option("--out", type=OutputFile(), help="Write the JSON here after every "
               "measurement, so that an interrupted run keeps its results.")  # fmt: skip
 @common_options
 def gpu(only: tuple[str, ...], device: int, versus_python: str | None, out: Path | None, **sizes: Any) -> None:
@@ -171,21 +170,15 @@ def gpu(only: tuple[str, ...], device: int, versus_python: str | None, out: Path
     to see that it runs.
     """
     from ..benchmark.gpu import GpuPlan, measure_gpu
-    from ..system.atomic import atomic_path
+    from ..system.json_file import write_json
 
     def on_row(bench: GpuBench) -> None:
         if not sys.stderr.isatty():  # no progress bar is drawn there; an interrupted run has shown its results
             row = bench.rows[-1]
             click.echo(f"{bench.seconds:.0f} s  {row.goal.what}: {describe_row(row)}", err=True)
         if out is not None:
-            try:
-                with atomic_path(out) as temporary:
-                    temporary.write_text(json.dumps(bench.to_dict(), indent=1, allow_nan=False) + "\n")
-            except OSError as error:
-                raise click.UsageError(f"--out {out}: {error.strerror or error}") from error
+            write_json(out, bench.to_dict())
 
-    if out is not None and not out.parent.is_dir():  # an error now, not after the first measurement
-        raise click.UsageError(f"--out {out}: there is no folder {out.parent}")
     plan, python = GpuPlan(**sizes), versus_python or sys.executable
     with LoadingBar("measuring") as bar:
         bench = measure_gpu(plan, only or PARTS, index=device, python=python, on_row=on_row, progress=bar)

@@ -12,7 +12,7 @@ import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options
-from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, report
+from .shell import DIFFERS, AnyFunction, LoadingBar, OutputFile, make_table, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ def plot_option(help: str) -> Callable[[AnyFunction], AnyFunction]:
             raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
         return plot
 
-    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=check, help=help)
+    return click.option("--plot", type=OutputFile(), callback=check, help=help)
 
 
 # -- the model to measure ----------------------------------------------------------------------------------------------

@@ -12,7 +12,17 @@ import click
 
 from .doctor_command import path_rows
 from .generation_options import apply_options, content_of, dtype_option, load_model
-from .shell import DIFFERS, UNAVAILABLE, AnyFunction, LoadingBar, common_options, make_table, report, style_text
+from .shell import (
+    DIFFERS,
+    UNAVAILABLE,
+    AnyFunction,
+    LoadingBar,
+    OutputFile,
+    common_options,
+    make_table,
+    report,
+    style_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +32,8 @@ if TYPE_CHECKING:
     from ..crossval.compare import Comparison
 
 _MODEL = click.argument("model", default="storyteller")
-_FILE = click.Path(path_type=Path)
+_FILE = click.Path(path_type=Path)  # to read
+_OUTPUT = OutputFile()
 _ENGINES = {
     "transformers": "Hugging Face transformers, float32 and bfloat16, eager attention.",
     "llama_cpp": "llama.cpp on GGUF files that are written for it: TQ1_0 and TQ2_0, or F32.",
@@ -59,8 +70,8 @@ sentence_options = text_options("The text to run.  [default: a sentence]")
 def outputs(function: AnyFunction) -> AnyFunction:
     """The keyword arguments of `finish`: what a comparison writes, and how strict it is."""
     options = [
-        click.option("--html", "html_path", type=_FILE, help="Write a report with plots to this file."),
-        click.option("--receipt", type=_FILE, help="Write a receipt that can be verified to this file."),
+        click.option("--html", "html_path", type=_OUTPUT, help="Write a report with plots to this file."),
+        click.option("--receipt", type=_OUTPUT, help="Write a receipt that can be verified to this file."),
         click.option("--require", is_flag=True, help="Fail when an opponent cannot run here."),
     ]
     return apply_options(function, options)
@@ -101,11 +112,18 @@ def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **
 def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
     """Compare the trace FILE of some engine with MODEL on the reference.
 
-    The format of a trace is in crossval/README.md.
+    The format of a trace is in crossval/README.md. A trace of a training step (tensors named grad.*, master.*) is
+    compared with the step that `bitnet-ref train` takes from MODEL, a folder of float masters.
     """
     from ..crossval import cross_trace
+    from ..crossval.gradients import cross_gradients, is_training_trace
     from ..crossval.trace import Trace
+    from ..formats.open import find_model
 
+    if is_training_trace(file):
+        verdict = cross_gradients(find_model(model), file)
+        report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
+        return
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_reference(model)
@@ -115,7 +133,7 @@ def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
 
 @crossval.command(short_help="Record a run as a trace file.")
 @_MODEL
-@click.argument("file", type=_FILE)
+@click.argument("file", type=_OUTPUT)
 @sentence_options
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import click
 
 from ..errors import FormatError
+from ..system.atomic import atomic_path, explain_os_errors
 from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -45,11 +46,7 @@ def lab(folder: Path, no_launch: bool, force: bool, jupyter_options: tuple[str, 
     source = find_notebooks()
     if source is None:
         raise FormatError("this installation has no notebooks; install bitnet-ref again", path=PACKAGE)
-    try:
-        done = copy_notebooks(source, folder, force)
-    except OSError as problem:
-        reason = problem.strerror or problem
-        raise click.UsageError(f"the notebooks cannot be copied to {folder}: {reason}") from problem
+    done = copy_notebooks(source, folder, force)
     missing = not no_launch and find_spec("jupyterlab") is None
     if wants_json():
         report = {"directory": str(folder), **done._asdict(), "launched": not no_launch and not missing}
@@ -84,16 +81,18 @@ def find_notebooks(package: Path = PACKAGE) -> Path | None:
 def copy_notebooks(source: Path, target: Path, force: bool = False) -> Copied:
     """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`."""
     done = Copied([], [], [])
-    target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md"):
-            continue
-        copy = target / file.name
-        if copy.exists() and filecmp.cmp(copy, file, shallow=False):
-            done.unchanged.append(file.name)
-        elif copy.exists() and not force:
-            done.kept.append(file.name)
-        else:
-            shutil.copyfile(file, copy)
-            done.copied.append(file.name)
+    with explain_os_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.iterdir()):
+            if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md"):
+                continue
+            copy = target / file.name
+            if copy.exists() and filecmp.cmp(copy, file, shallow=False):
+                done.unchanged.append(file.name)
+            elif copy.exists() and not force:
+                done.kept.append(file.name)
+            else:
+                with atomic_path(copy) as temporary:
+                    shutil.copyfile(file, temporary)
+                done.copied.append(file.name)
     return done

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 import click
@@ -23,9 +24,11 @@ from ..errors import (
     FormatError,
     HubError,
     NumericsError,
+    StorageError,
     TokenizerError,
     printable,
 )
+from ..system.atomic import check_target, storage_error
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -73,6 +76,10 @@ class Interface(click.Group):
             if state.debug:
                 traceback.print_exc()
             code = report_error(error)
+        except OSError as error:  # of a standard stream, or of a file that no reader or writer explains
+            if state.debug:
+                traceback.print_exc()
+            code = report_os_error(error)
         except MemoryError:
             if state.debug:
                 traceback.print_exc()
@@ -86,12 +93,12 @@ class Interface(click.Group):
 
 
 def exit_code(error: BitNetRefError) -> int:
-    """2 wrong usage, 3 bad file, 4 backend."""
+    """2 wrong usage, 3 a file that is bad or cannot be written, 4 backend."""
     if isinstance(error, BackendError | HubError):
         return UNAVAILABLE
     if isinstance(error, ConfigError) and error.path is None:  # of an argument, not of a file
         return USAGE
-    if isinstance(error, FormatError | ConfigError | TokenizerError | NumericsError):
+    if isinstance(error, FormatError | ConfigError | TokenizerError | NumericsError | StorageError):
         return BAD_FILE
     return USAGE
 
@@ -105,6 +112,15 @@ def report_error(error: BitNetRefError) -> int:
     else:
         say_error(error_message(error))
     return exit_code(error)
+
+
+def report_os_error(error: OSError) -> int:
+    """As `report_error`. An error that names no file is one of stdout, whose buffer is then discarded."""
+    if error.filename is not None:
+        return report_error(storage_error(error))
+    discard_stdout()
+    say_error(str(storage_error(error, "standard output")))
+    return BAD_FILE
 
 
 def error_message(error: BitNetRefError) -> str:
@@ -125,12 +141,14 @@ def error_message(error: BitNetRefError) -> str:
 
 
 def say(text: str) -> None:
-    """A remark on stderr."""
-    click.echo(paint(printable(text), sys.stderr, dim=True), err=True)
+    """A remark on stderr. If that is a file on a full disk, the work goes on without it."""
+    with contextlib.suppress(OSError):
+        click.echo(paint(printable(text), sys.stderr, dim=True), err=True)
 
 
 def say_error(message: str) -> None:
-    click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
+    with contextlib.suppress(OSError):
+        click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -285,6 +303,23 @@ class SectionedCommand(click.Command):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+class OutputFile(click.Path):
+    """A file to be written. That it can be is checked before the work begins.   -> Path"""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        try:
+            check_target(path)
+        except StorageError as error:
+            if error.errno is not None:  # the system refuses it
+                raise
+            self.fail(str(error), param, ctx)
+        return path
 
 
 def _set_state(ctx: click.Context, param: click.Parameter, value: bool) -> bool:

@@ -101,7 +101,7 @@ def open_writer(folder: Path) -> Any:
     try:
         return importlib.import_module("tensorboardX").SummaryWriter(str(folder / "events"))
     except ImportError as problem:
-        raise BackendUnavailable("--tensorboard needs tensorboardX: pip install tensorboardX") from problem
+        raise BackendUnavailable("--tensorboard needs tensorboardX: pip install 'bitnet-ref[tensorboard]'") from problem
 
 
 @click.command("train-tokenizer", short_help="Train a SentencePiece tokenizer on texts.")

@@ -291,7 +291,7 @@ class Walk:
 
     def _spread(self) -> None:
         """Mark every token that sees a marked one in attention."""
-        window = self.config.sliding_window or len(self.reached)
+        window = self.config.widest_window or len(self.reached)
         for source in np.flatnonzero(self.reached):
             self.reached[source : source + window] = True
 

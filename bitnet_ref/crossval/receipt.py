@@ -20,8 +20,7 @@ import numpy as np
 from .. import __version__
 from ..api import Model, load
 from ..errors import BitNetRefError, FormatError
-from ..system.atomic import atomic_path
-from ..system.json_file import read_json_object
+from ..system.json_file import read_json_object, write_json
 from ..system.threads import available_cpus
 from .compare import Comparison
 from .engines.outside import ENGINES, cross_engine
@@ -93,8 +92,7 @@ def receipt_hash(receipt: dict[str, Any]) -> str:
 
 
 def write_receipt(path: str | os.PathLike[str], receipt: dict[str, Any]) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(receipt, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(path, receipt)
 
 
 def read_receipt(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from ..backends.run import run
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.model import RopeTables
-from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, plain_weights
+from ..reference.model import RopeTables, rope_tables_of
+from ..reference.weights import EmbeddingWeight, LinearWeight, ModelWeights, TernaryLinear, plain_weights
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import ACC, INT8, NORM_SCALE, NORMALIZED, OUT, SCALE
 
@@ -53,15 +53,18 @@ class _Side:
     def __init__(self, be: Backend, weights: ModelWeights, cfg: ModelConfig, batch: TokenBatch) -> None:
         self.be, self.weights, self.cfg, self.batch = be, weights, cfg, be.place(batch)
         self.cache = be.new_cache(cfg, CacheSpec(slots=1, capacity=len(batch)))
-        self.tables: RopeTables = be.rope_tables(self.batch.positions, cfg.rope, cfg.head_dim)
+        self.ropes = rope_tables_of(be, cfg, self.batch.positions)
 
     def half_block(self, be: Backend, layer: int, half: str, x: NDArray) -> NDArray:
         """The half of a block whose result is called `half`, on a residual stream x (N, D) -> (N, D)"""
         stream, w = self.be.from_host(x), self.weights.layers[layer]
         if half == POST:
             return self.be.to_host(be.feed_forward(stream, w, self.cfg))
-        y = be.attention_block(stream, w, self.cfg, self.tables, self.batch, self.cache, layer)
+        y = be.attention_block(stream, w, self.cfg, self.rope_of(layer), self.batch, self.cache, layer)
         return self.be.to_host(y)
+
+    def rope_of(self, layer: int) -> RopeTables:
+        return self.ropes[self.cfg.is_sliding(layer)]
 
     def record_half(self, layer: int, half: str, x: NDArray) -> dict[str, NDArray]:
         """Every tensor of that half, computed op by op."""
@@ -90,8 +93,8 @@ class _Teacher(Recorder):
                 norm = other.input_norm if isinstance(other, TernaryLinear) else None
                 self.norms[id(mine.input_norm.weight)] = (norm or mine.input_norm).weight
         for mine_layer, other_layer in zip(right.weights.layers, theirs.layers, strict=True):
-            for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
-                self.norms[id(getattr(mine_layer, name))] = getattr(other_layer, name)
+            for name, weight in mine_layer.norms():
+                self.norms[id(weight)] = getattr(other_layer, name)
 
     def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
         result = self.walk.judge(name, mine, self.candidate.to_host(theirs), note=note)
@@ -118,10 +121,10 @@ class _Teacher(Recorder):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def _on_embed(self, call: Call, w: DenseWeight, tokens: NDArray) -> NDArray:
+    def _on_embed(self, call: Call, w: EmbeddingWeight, tokens: NDArray) -> NDArray:
         x: NDArray = super()._on_embed(call, w, tokens)
         other = self.linears[id(w)]
-        assert isinstance(other, DenseWeight)
+        assert isinstance(other, EmbeddingWeight)
         self.judge("hook_embed", x, self.candidate.embed(other, self.side.batch.tokens))
         return x
 
@@ -143,7 +146,9 @@ class _Teacher(Recorder):
     def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         rotated: tuple[NDArray, NDArray] = super()._on_rope(call, q, k, cos, sin)
         from_host = self.candidate.from_host
-        other = self.candidate.rope(from_host(q), from_host(k), *self.side.tables)
+        other = self.candidate.rope(
+            from_host(q), from_host(k), *self.side.rope_of(int(self.block.removeprefix("blocks.")))
+        )
         for letter, mine, theirs in zip("qk", rotated, other, strict=True):
             self.judge(f"{self.block}.attn.hook_rot_{letter}", mine, theirs)
         return rotated
@@ -189,7 +194,7 @@ class _Teacher(Recorder):
     ) -> NDArray:
         z: NDArray = call(q, cache, batch, layer, window)
         side, on_device = self.side, self.candidate.from_host(q)
-        other = self.candidate.attention(on_device, side.cache, side.batch, layer, self.config.sliding_window)
+        other = self.candidate.attention(on_device, side.cache, side.batch, layer, self.config.window_of(layer))
         self.judge(f"{self.block}.attn.hook_z", z, other)
         return z
 

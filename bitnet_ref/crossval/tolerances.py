@@ -103,6 +103,17 @@ NARROW_FLOATS: dict[str, EngineTolerance] = {
     "float16": EngineTolerance(0.1, "11 bits of mantissa: a share of the int8 activations flips, as in bfloat16"),
 }
 
+# -- gradients and changes of masters in training ----------------------------------------------------------------------
+
+GRADIENTS: dict[str, EngineTolerance] = {
+    "dense": EngineTolerance(
+        1e-4, "float32 sums in another order, measured 1e-6 against torch; Adam divides by sqrt(v)"
+    ),
+    "ternary": EngineTolerance(
+        1e-2, "int8 activations that flip move some gradients by up to 4e-3, measured against torch"
+    ),
+}
+
 # -- what a rounding flip may do ---------------------------------------------------------------------------------------
 
 # A flip changes one of the K inputs of an accumulator by 1 of up to 127: about 1/(40 sqrt(K)) of the result, which then

@@ -33,7 +33,14 @@ from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.quantization import pack_ternary
-from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ..reference.weights import (
+    DenseWeight,
+    GroupTernaryWeight,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+)
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular
 from .names import INT8, op_order
@@ -254,8 +261,8 @@ def weight_hash(w: ModelWeights) -> str:
             if not (name == "lm_head" and w.tied):
                 _add(digest, name, weight)
         for index, layer in enumerate(w.layers):
-            for name in ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm"):
-                _add_array(digest, f"blocks.{index}.{name}", getattr(layer, name))
+            for name, norm in layer.norms():
+                _add_array(digest, f"blocks.{index}.{name}", norm)
         _add_array(digest, "final_norm", w.final_norm)
         _weight_hashes[w] = digest.hexdigest()
     return _weight_hashes[w]
@@ -270,6 +277,9 @@ def file_hash(path: str | os.PathLike[str]) -> str:
 def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
     if isinstance(w, DenseWeight):
         _add_array(digest, name, w.array)
+    elif isinstance(w, GroupTernaryWeight):
+        _add_array(digest, name, w.packed)
+        _add_array(digest, f"{name}.scales {w.group}", w.scales)
     elif isinstance(w, TernaryLinear):
         _add_array(digest, name, w.packed if isinstance(w, TernaryWeight) else pack_ternary(w.ternary()))
         _add_array(digest, f"{name}.scale", np.asarray(w.w_dequant_scale, dtype=np.float32).reshape(1))

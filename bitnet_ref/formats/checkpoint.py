@@ -17,9 +17,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import FormatError, TokenizerError
+from ..errors import ConfigError, FormatError, TokenizerError
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, linear_name
+from ..reference.quantization import split_groups
+from ..reference.weights import (
+    DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
+    LayerWeights,
+    LinearWeight,
+    ModelWeights,
+    TernaryWeight,
+    linear_name,
+)
 from ..system.json_file import is_present, read_bounded
 from .binary_file import Closeable
 from .names import hf_module
@@ -106,13 +116,18 @@ class Checkpoint(Closeable, ABC):
         """`values` as this file's type for that matrix stores them, if the type has blocks of integers."""
         return values
 
-    def tied_head(self, embedding: DenseWeight) -> DenseWeight:
-        """The head of a model with tied embeddings. Readers check a head that the file stores nevertheless."""
-        return embedding
+    def check_tied_head(self, embedding: DenseWeight) -> None:
+        """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer as in a hub repository: file name ("tokenizer.json", ...) -> bytes. Empty if there is none."""
         return {}
+
+    def refuse_extras(self, writer: str) -> None:
+        """ConfigError where the model has what files of `writer` cannot say, or we do not write into them."""
+        if extras := self.config.extras:
+            message = f"{writer} files of {self.config.model_type} models are not written; convert to native instead"
+            raise ConfigError(message, field=extras[0])
 
     # -- checks that all readers make ----------------------------------------------------------------------------------
 
@@ -198,7 +213,7 @@ def is_ternary(config: ModelConfig, name: str) -> bool:
 
 def has_bias(config: ModelConfig, name: str) -> bool:
     """Whether a linear has a bias."""
-    if name == "lm_head":
+    if name == "lm_head" or (name.endswith("o_proj") and not config.o_proj_bias):
         return False
     return config.attention_bias if name.split(".")[2] == "attn" else config.mlp_bias
 
@@ -208,6 +223,10 @@ def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
     sizes = {"attn_norm": config.hidden_size, "ffn_norm": config.hidden_size}
     if config.sub_norms:
         sizes |= {"attn_sub_norm": config.query_size, "ffn_sub_norm": config.intermediate_size}
+    if config.qk_norms:
+        sizes |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+    if config.post_norms:
+        sizes |= {"attn_post_norm": config.hidden_size, "ffn_post_norm": config.hidden_size}
     return {f"blocks.{index}.{name}": size for name, size in sizes.items()}
 
 
@@ -242,7 +261,7 @@ def read_weights(
     never held twice. See `Backend.prepare_for`."""
     config = checkpoint.config
     done = ticker(progress, part_count(config))
-    embedding = checkpoint.embedding()
+    embedding = read_embedding(checkpoint)
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
     final_norm = checkpoint.norm("final_norm")
@@ -263,18 +282,40 @@ def read_layer(
         of_layer[name.rpartition(".")[2]] = checkpoint.norm(name)
         done()
     for short in checkpoint.config.linear_shapes():
-        weight = checkpoint.linear(linear_name(index, short))
+        weight = in_groups(checkpoint.config, checkpoint.linear(linear_name(index, short)))
         of_layer[short] = weight if prepare is None else prepare(weight)
         done()
     return LayerWeights(**of_layer)
 
 
-def read_head(checkpoint: Checkpoint, embedding: DenseWeight, prepare: Prepare | None = None) -> LinearWeight:
+def read_embedding(checkpoint: Checkpoint) -> EmbeddingWeight:
+    """The embedding, checked against a head that the file stores although it is tied."""
+    table = checkpoint.embedding()
+    if checkpoint.config.tie_word_embeddings:
+        checkpoint.check_tied_head(table)
+    embedding = in_groups(checkpoint.config, table)
+    assert isinstance(embedding, EmbeddingWeight)
+    return embedding
+
+
+def read_head(checkpoint: Checkpoint, embedding: EmbeddingWeight, prepare: Prepare | None = None) -> LinearWeight:
     """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
-        return checkpoint.tied_head(embedding)
-    head = checkpoint.linear("lm_head")
+        return embedding
+    head = in_groups(checkpoint.config, checkpoint.linear("lm_head"))
     return head if prepare is None else prepare(head)
+
+
+def in_groups(config: ModelConfig, w: LinearWeight) -> LinearWeight:
+    """The weight as the model computes with it: a dense matrix that is ternary by groups is packed, and so is a ternary
+    one whose input stays in float. Other weights are returned as they are."""
+    if isinstance(w, DenseWeight) and (packed := split_groups(w.array)) is not None:
+        planes, scales, group = packed
+        return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias)
+    if isinstance(w, TernaryWeight) and config.quantization is not None and not config.quantization.int8_activations:
+        scales = np.full((w.shape[0], 1), w.w_dequant_scale, dtype=np.float32)
+        return GroupTernaryWeight(w.packed, w.in_features, scales, w.in_features, w.bias)
+    return w
 
 
 def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32]]]:
@@ -283,7 +324,7 @@ def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[
     embedding = checkpoint.embedding()
     yield "embedding", embedding
     if config.tie_word_embeddings:
-        checkpoint.tied_head(embedding)
+        checkpoint.check_tied_head(embedding)
     del embedding
     for index in range(config.num_hidden_layers):
         for name in norms_of_layer(config, index):

@@ -36,17 +36,29 @@ _IN_BLOCK = {
     "gate_proj": PartNames(("mlp.gate_proj",), "ffn_gate"),
     "up_proj": PartNames(("mlp.up_proj",), "ffn_up"),
     "down_proj": PartNames(("mlp.down_proj",), "ffn_down"),
+    "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
+    "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
+    "attn_post_norm": PartNames((), "post_attention_norm"),
+    "ffn_post_norm": PartNames((), "post_ffw_norm"),
+}
+# Gemma3's norms, where `post_attention_layernorm` means another one
+_POST_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
 }
 # The last word of a Hugging Face name -> our name of that part of a block
 BLOCK_PART_OF_HF = {full.rpartition(".")[2]: part for part, names in _IN_BLOCK.items() for full in names.hf}
 GGUF_LINEARS = {part: names.gguf for part, names in _IN_BLOCK.items() if part.endswith("_proj")}
 _PART_OF_GGUF = {gguf: part for part, gguf in GGUF_LINEARS.items()}
-_HF_LINEAR = re.compile(rf"model\.layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight")
+_HF_LINEAR = re.compile(rf"(?:model\.)?layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight")
 _GGUF_LINEAR = re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(_PART_OF_GGUF)})\.weight")
 
 
-def hf_modules(name: str) -> list[str]:
+def hf_modules(name: str, post_norms: bool = False) -> list[str]:
     """Every Hugging Face name of a part, transformers' first, without ".weight".
+
+    post_norms: in a model that norms the results of its blocks.
 
     >>> hf_modules("blocks.0.attn_sub_norm")
     ['model.layers.0.self_attn.attn_sub_norm', 'model.layers.0.self_attn.inner_attn_ln']
@@ -54,7 +66,8 @@ def hf_modules(name: str) -> list[str]:
     if name in _OUTSIDE_BLOCKS:
         return list(_OUTSIDE_BLOCKS[name].hf)
     _, index, *_, part = name.split(".")
-    return [f"model.layers.{index}.{hf}" for hf in _IN_BLOCK[part].hf]
+    names = (_POST_NORMS[part],) if post_norms and part in _POST_NORMS else _IN_BLOCK[part].hf
+    return [f"model.layers.{index}.{hf}" for hf in names]
 
 
 def hf_module(name: str) -> str:

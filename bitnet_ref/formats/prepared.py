@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 from ..backends.backend import Backend
 from ..errors import ConfigError, FormatError
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
+from ..reference.weights import DenseWeight, GroupTernaryWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
@@ -46,11 +47,11 @@ from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype
 log = logging.getLogger(__name__)
 
 FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
-VERSION = 2
+VERSION = 3
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, InputNorm)
+_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm)
 
 
 class PreparedFile:
@@ -74,7 +75,7 @@ class PreparedFile:
 
         With `verify`, raises FormatError for a native file whose content is not what its hash says.
         """
-        if not self.enabled or not self.path.exists():
+        if not self.enabled or not os.path.exists(self.path):
             return None
         try:
             with SafetensorsFile(self._plain_path()) as file:
@@ -133,8 +134,10 @@ class PreparedFile:
             metadata[key] = content_hash(metadata, {name: (*layout[name], digest(flat[name].data)) for name in layout})
         try:
             self.path.parent.mkdir(exist_ok=True)
+            if not self._plain_path().is_file():
+                self.path.unlink(missing_ok=True)  # a pipe
             with (
-                atomic_path(self._plain_path()) as temporary,
+                atomic_path(self.path) as temporary,
                 SafetensorsWriter(temporary, layout, metadata, alignment=_ALIGNMENT) as writer,
             ):
                 for name, array in arrays.items():

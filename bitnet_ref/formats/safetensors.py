@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory, ShapeError
+from ..system.atomic import check_space
 from ..system.json_file import parse_json_object
 from .binary_file import BinaryFile, Closeable
 
@@ -207,9 +208,14 @@ class SafetensorsWriter(Closeable):
         text = self._header_text()
         self._start = 8 + len(text)
         self._unwritten = set(layout)
+        check_space(Path(path), self._start + end)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._write_all(struct.pack("<Q", len(text)) + text)
-        self._file.truncate(self._start + end)
+        try:
+            self._write_all(struct.pack("<Q", len(text)) + text)
+            self._file.truncate(self._start + end)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._file.close()

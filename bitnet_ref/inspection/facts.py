@@ -88,6 +88,7 @@ class TernaryMatrix:
     plus: int
     w_dequant_scale: float | None  # W ~ w_t * w_dequant_scale; None: unreadable
     invalid: int = 0
+    group: int | None = None  # inputs that share a scale, whose mean is w_dequant_scale; None: one scale
 
     @property
     def shares(self) -> tuple[float, float, float]:
@@ -168,6 +169,11 @@ class Inspection:
         ]
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether linears are ternary with scales of groups."""
+        return any(matrix.group is not None for matrix in self.ternary)
+
+    @property
     def is_gguf(self) -> bool:
         return (self.format or "").startswith("GGUF")
 
@@ -177,6 +183,10 @@ class Inspection:
         if self.config is None:
             return "unknown"
         quantization = self.config.quantization
+        linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
+        if groups := sorted({matrix.group for matrix in self.ternary if matrix.group is not None}):
+            sizes = ", ".join("a whole row" if size in _row_sizes(self.config) else str(size) for size in groups)
+            return f"ternary with a scale for {sizes} inputs, in {len(self.ternary)} of {linears} linears; float inputs"
         if quantization is None:
             return "none: a dense model"
         kinds = {tensor.kind for tensor in self.tensors}
@@ -187,7 +197,6 @@ class Inspection:
             storage = "full-precision master weights, made ternary at load"
         elif self.kind in (None, "hf-packed", "hf-bf16") and {"ternary planes"}.isdisjoint(kinds) and kinds:
             storage = "ternary, stored as floats"
-        linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
         if 0 < len(self.ternary) < linears and not self.errors:
             storage += f"; {linears - len(self.ternary)} of {linears} linears not ternary"
         if quantization.use_rms_norm:
@@ -198,7 +207,7 @@ class Inspection:
     def scale_convention(self) -> str:
         """In words: whether weights are multiplied or divided by the checkpoint's scales."""
         if self.config is None or self.config.quantization is None:
-            return "no scales"
+            return "one for each group: its only magnitude" if self.is_grouped else "no scales"
         convention = self.config.quantization.scale_convention
         if self.kind in _SCALES and (self.kind in ("native", "onnx") or convention != "absmean"):
             return _SCALES[self.kind]
@@ -268,9 +277,13 @@ def family_in_words(config: ModelConfig) -> str:
         blocks = {"relu2": "the block of 2B-4T: squared ReLU", "silu": "the block of 1bitLLM: SiLU"}
         return f"BitNet b1.58, {blocks.get(config.activation, config.activation)} and sub-norms"
     name = {"llama": "LLaMA", "mistral": "Mistral"}.get(config.model_type, config.model_type)
-    if config.quantization is not None:
+    if config.quantization is not None and config.model_type in ("llama", "mistral"):
         return f"{name} with ternary linears, as HF1BitLLM and Falcon3-1.58bit: no sub-norms"
-    return f"{name}, dense"
+    return f"{name} with ternary linears" if config.quantization is not None else f"{name}, dense"
+
+
+def _row_sizes(config: ModelConfig) -> set[int]:
+    return {width for _, width in config.linear_shapes().values()}
 
 
 def shape_in_words(config: ModelConfig) -> str:

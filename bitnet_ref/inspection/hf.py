@@ -63,6 +63,7 @@ class HfInspector(Inspector):
             self.list_readable_files(error)
             return
         names = self.tensors.names
+        self.layers = self.tensors.rename("model.layers")
         self.add_tensors(stored_tensor(name, self.tensors.info(name), self.tensors.path_of(name)) for name in names)
 
     def read_config(self) -> None:
@@ -86,7 +87,9 @@ class HfInspector(Inspector):
         self.config = config
         self.set_config(config)
         nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        given = set(raw) | ({"rope_theta"} & set(nested) if isinstance(nested, dict) else set())
+        if isinstance(nested, dict):  # of all layers, or of each type of layer
+            nested = {**nested, **{key: 1 for inner in nested.values() if isinstance(inner, dict) for key in inner}}
+        given = set(raw) | ({"rope_theta"} & set(nested)) | ({"hidden_act"} if "hidden_activation" in raw else set())
         if absent := [key for key in _KEYS_WITH_DEFAULTS if key not in given]:
             values = {**config.to_dict(), "rms_norm_eps": config.norm_eps, "hidden_act": config.activation}
             taken = ", ".join(f"{key} {config.rope.theta if key == 'rope_theta' else values[key]}" for key in absent)
@@ -104,7 +107,9 @@ class HfInspector(Inspector):
             )
             self.out.report_error("weights", tensors.fail(packed[0], message))
         elif config is not None:
-            return HfCheckpoint(self.path, config=config)
+            checkpoint = HfCheckpoint(self.path, config=config)
+            self.set_config(checkpoint.config)  # with what only the tensors' names show
+            return checkpoint
         for name in packed:
             if (linear := linear_of_hf(name)) is not None:
                 self.count_raw_plane(linear)
@@ -135,7 +140,8 @@ class HfInspector(Inspector):
         return load_tokenizer(self.folder) if any(is_present(self.folder / name) for name in names) else None
 
     def table_name(self, name: str) -> str:
-        return "model.embed_tokens.weight" if name == "embedding" else "lm_head.weight"
+        module = hf_module(name) if self.tensors is None else self.tensors.module(name)
+        return f"{module}.weight"
 
     def weights_of(self, tensor: StoredTensor) -> int:
         return super().weights_of(tensor) * (4 if tensor.kind == "ternary planes" else 1)
@@ -163,7 +169,7 @@ class HfInspector(Inspector):
         self.out.report("warning", "weights", message, field=names[0])
 
     def count_raw_plane(self, name: str) -> None:
-        tensors, plane = self.tensors, f"{hf_module(name)}.weight"
+        tensors, plane = self.tensors, f"{self.table_name(name)}"
         if tensors is None or plane not in tensors or tensors.info(plane).dtype != "U8":
             return
         shape = tensors.info(plane).shape
@@ -180,11 +186,11 @@ class HfInspector(Inspector):
             return
         tensors.taken.add(name)
         shape = (checkpoint.config.vocab_size, checkpoint.config.hidden_size)
-        if "model.embed_tokens.weight" not in tensors:
+        if (table := self.table_name("embedding")) not in tensors:
             return  # already reported
-        same = tensors.info(name).shape == shape == tensors.info("model.embed_tokens.weight").shape
+        same = tensors.info(name).shape == shape == tensors.info(table).shape
         try:
-            pairs = zip(blocks_of(tensors, name), blocks_of(tensors, "model.embed_tokens.weight"), strict=True)
+            pairs = zip(blocks_of(tensors, name), blocks_of(tensors, table), strict=True)
             same = same and all(np.array_equal(a, b) for a, b in pairs)
         except ValueError:  # different numbers of blocks, so different dtypes
             same = False

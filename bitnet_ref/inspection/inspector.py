@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, FormatError
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, is_ternary, norms_of_layer
+from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, in_groups, is_ternary, norms_of_layer
 from ..formats.gguf.blocks import TERNARY_TYPES
 from ..formats.hf.folder import CheckpointTensors
 from ..formats.names import GGUF_LINEARS
 from ..formats.native.model import TOKENIZER_PREFIX
 from ..formats.safetensors import DTYPES, TensorInfo
 from ..reference.config import ModelConfig
-from ..reference.weights import LinearWeight, TernaryWeight, linear_name
+from ..reference.weights import GroupTernaryWeight, LinearWeight, TernaryWeight, linear_name
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import compare_with_config, describe_tokenizer, judge_model
@@ -41,7 +41,7 @@ _KINDS = (
     (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
     (r".*\.(weight_scale|w_dequant_scale|scale)", "scales"),
     (r".*\.bias", "biases"),
-    (r"embedding|model\.embed_tokens\..*|token_embd\.weight", "embedding"),
+    (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
     (r".*\.(packed|trits)", "ternary planes"),
     (r"lm_head\..*|output\.weight", "head"),
     (rf".*(_proj|\.({'|'.join(GGUF_LINEARS.values())}))\.weight", "float linears"),
@@ -225,13 +225,16 @@ class Inspector(ABC):
 
     def add_linear(self, checkpoint: Checkpoint, index: int, short: str) -> None:
         name = linear_name(index, short)
-        weight = checkpoint.linear(name)
-        if isinstance(weight, TernaryWeight):
+        stored = checkpoint.linear(name)
+        weight = in_groups(checkpoint.config, stored)
+        if isinstance(weight, TernaryWeight | GroupTernaryWeight):
             minus, zero, plus, _ = count_codes([weight.packed])
             zero -= weight.shape[0] * (weight.packed.shape[1] * 4 - weight.shape[1])  # the padding of the rows
-            scale = float(weight.w_dequant_scale)
-            self.out.ternary.append(TernaryMatrix(name, short, index, weight.shape, minus, zero, plus, scale))
-        self.check_linear(checkpoint, index, short, weight)
+            scale = float(weight.w_dequant_scale) if isinstance(weight, TernaryWeight) else float(weight.scales.mean())
+            group = weight.group if isinstance(weight, GroupTernaryWeight) else None
+            counts = minus, zero, plus, scale
+            self.out.ternary.append(TernaryMatrix(name, short, index, weight.shape, *counts, group=group))
+        self.check_linear(checkpoint, index, short, stored)
 
     def check_table(self, checkpoint: Checkpoint, name: str) -> None:
         """Check the embedding or the head, which are large: in blocks, never whole, where the format allows it."""

@@ -57,7 +57,7 @@ class OnnxInspector(Inspector):
 
     def check_tied_head(self, checkpoint: OnnxCheckpoint) -> None:
         if not self.ours:
-            checkpoint.tied_head(checkpoint.embedding())
+            checkpoint.check_tied_head(checkpoint.embedding())
 
     def weights_of(self, tensor: StoredTensor) -> int:
         return super().weights_of(tensor) * (4 if tensor.name.endswith(PACKED_SUFFIX) else 1)

@@ -9,11 +9,13 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from ..errors import BackendUnavailable
+from ..system.atomic import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
@@ -38,6 +40,12 @@ def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **
         ax.spines[["top", "right"]].set_visible(False)
         ax.title.set_fontsize(11)
     return figure, axes
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the file's ending; the file is complete or not there at all."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary)
 
 
 @cache

@@ -6,15 +6,17 @@ Reading a checkpoint's own config.json into it is the business of `formats.hf_co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..errors import ConfigError
 
 # The activations of the feed-forward gate. `layers.GATES` has a function for each; readers, writers and kernels use
 # these names and no others.
-ACTIVATIONS = {"relu2": "relu(gate)^2 * up", "silu": "silu(gate) * up"}
-_OTHER_SPELLINGS = {"swish": "silu"}  # transformers' second name of it
+ACTIVATIONS = {"relu2": "relu(gate)^2 * up", "silu": "silu(gate) * up", "gelu_tanh": "gelu(gate) * up"}
+_OTHER_SPELLINGS = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' names of them
+LAYER_TYPES = ("full_attention", "sliding_attention")  # as transformers calls them
+POOLINGS = ("last", "mean")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -23,6 +25,12 @@ def _require(condition: bool, field: str, expected: str, got: Any) -> None:
         raise ConfigError(f"expected {expected}, got {got!r}", field=field)
 
 
+# Fields that `to_dict` leaves out at their defaults: files written before there were such fields are read as they
+# always were, and files of models without the feature stay as they are.
+_ADDED_FIELDS = {
+    *("int8_activations", "o_proj_bias", "qk_norms", "post_norms", "layer_types", "local_rope", "query_scale"),
+    *("embedding_scale", "residual_scale", "head_scale", "logit_softcap", "pooling"),
+}
 LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
 
 
@@ -111,6 +119,7 @@ class QuantizationConfig:
     modules_to_not_convert: tuple[str, ...] = ("lm_head",)
     use_rms_norm: bool = False
     rms_norm_eps: float = 1e-6
+    int8_activations: bool = True  # False: weights are ternary, activations stay floats ("weight-only")
 
     def __post_init__(self) -> None:
         where = "quantization_config."
@@ -121,6 +130,9 @@ class QuantizationConfig:
         )
         _require_bool(where + "use_rms_norm", self.use_rms_norm)
         _require_number(where + "rms_norm_eps", self.rms_norm_eps)
+        _require_bool(where + "int8_activations", self.int8_activations)
+        plain = self.int8_activations or not self.use_rms_norm
+        _require(plain, where + "use_rms_norm", "false where activations are not quantised", True)
 
     @property
     def scale_convention(self) -> str:
@@ -132,9 +144,12 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size."""
+    """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size.
 
-    model_type: str  # "bitnet", "llama", "mistral": as in the checkpoint
+    What a family has that others do not is a field here, and a line with an `if` in `model.py`.
+    """
+
+    model_type: str  # "bitnet", "llama", "qwen3", ...: as in the checkpoint
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -142,7 +157,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    activation: str  # "relu2": relu(gate)^2 * up (2B-4T); "silu": silu(gate) * up (everybody else)
+    activation: str  # one of ACTIVATIONS
     norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool = False  # the head is the embedding, transposed
@@ -154,6 +169,17 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None  # None: dense
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    o_proj_bias: bool = True  # False: with attention_bias q, k and v have biases, o has none (Qwen2)
+    qk_norms: bool = False  # an RMSNorm over each head of q and of k, before RoPE (Qwen3, Gemma3)
+    post_norms: bool = False  # an RMSNorm of each block's result, before it is added to the stream (Gemma3)
+    layer_types: tuple[str, ...] = ()  # of each layer, one of LAYER_TYPES; (): all as sliding_window says
+    local_rope: RopeConfig | None = None  # of the sliding layers, where they have another (Gemma3)
+    query_scale: float = 1.0  # q times this: query_pre_attn_scalar^-0.5 / head_dim^-0.5 (Gemma3)
+    embedding_scale: float = 1.0  # rows of the embedding times this (Gemma3, MiniCPM)
+    residual_scale: float = 1.0  # each block's result times this, before it is added (MiniCPM)
+    head_scale: float = 1.0  # the input of the head times this (MiniCPM)
+    logit_softcap: float | None = None  # logits become c tanh(logits / c) (Gemma)
+    pooling: str = "last"  # what `embed` takes of a text: the last token's hidden state, or the mean
 
     def __post_init__(self) -> None:
         for name in (
@@ -177,17 +203,29 @@ class ModelConfig:
         activations = list(ACTIVATIONS)
         _require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
         _require_number("rms_norm_eps", self.norm_eps)
-        for name in ("tie_word_embeddings", "sub_norms", "attention_bias", "mlp_bias"):
+        flags = ("tie_word_embeddings", "sub_norms", "attention_bias", "mlp_bias")
+        for name in (*flags, "o_proj_bias", "qk_norms", "post_norms"):
             _require_bool(name, getattr(self, name))
+        for name in ("query_scale", "embedding_scale", "residual_scale", "head_scale"):
+            _require_number(name, getattr(self, name))
+        if self.logit_softcap is not None:
+            _require_number("final_logit_softcapping", self.logit_softcap)
+        _require(self.pooling in POOLINGS, "pooling", " or ".join(POOLINGS), self.pooling)
+        if self.layer_types:
+            types = f"{self.num_hidden_layers} names, each one of {', '.join(LAYER_TYPES)}"
+            known = all(isinstance(kind, str) and kind in LAYER_TYPES for kind in self.layer_types)
+            _require(known and len(self.layer_types) == self.num_hidden_layers, "layer_types", types, self.layer_types)
+            sliding = "sliding_attention" in self.layer_types
+            _require(not sliding or self.sliding_window is not None, "sliding_window", "a number of tokens", None)
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window)
-        if self.rope.rope_type == "dynamic":
+        if "dynamic" in (self.rope.rope_type, self.rope_of_sliding.rope_type):
             _require(self.head_dim > 2, "head_dim", "more than 2 with dynamic RoPE", self.head_dim)
-        for field, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
+        for key, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
             for token in ids:
                 if token is not None:
-                    _require_int(field, token, low=0)
-                    _require(token < self.vocab_size, field, f"an id below vocab_size ({self.vocab_size})", token)
+                    _require_int(key, token, low=0)
+                    _require(token < self.vocab_size, key, f"an id below vocab_size ({self.vocab_size})", token)
 
     @property
     def query_size(self) -> int:
@@ -200,10 +238,52 @@ class ModelConfig:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def rope_of_sliding(self) -> RopeConfig:
+        """The RoPE of the layers that attend to a window."""
+        return self.local_rope or self.rope
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether the layer attends to `sliding_window` tokens, not to all before it."""
+        if self.layer_types:
+            return self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window is not None
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token of this layer sees, itself included; None: all before it."""
+        return self.sliding_window if self.is_sliding(layer) else None
+
+    @property
+    def widest_window(self) -> int | None:
+        """The window of the layer that sees the most."""
+        layers = range(self.num_hidden_layers) if self.layer_types else range(1)
+        return self.sliding_window if all(map(self.is_sliding, layers)) else None
+
+    def of_layers(self, first: int, stop: int) -> ModelConfig:
+        """The config of a model that consists of layers `first` to `stop` - 1."""
+        return replace(self, num_hidden_layers=stop - first, layer_types=self.layer_types[first:stop])
+
+    @property
+    def has_plain_blocks(self) -> bool:
+        """Whether blocks are as in LLaMA and 2B-4T. Fused blocks cover these; a block with more is composed of ops."""
+        return not (self.qk_norms or self.post_norms) and self.query_scale == self.residual_scale == 1
+
+    @property
     def context_length(self) -> int:
         """How many tokens a sequence may have. Dynamic RoPE is meant to go beyond the trained length, by its factor."""
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1
         return int(self.max_position_embeddings * stretch)
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the fields by which the model differs from LLaMA, Mistral and BitNet."""
+        config = replace(self, quantization=None, pooling="last")
+        names = [
+            each.name
+            for each in fields(self)
+            if each.name in _ADDED_FIELDS and getattr(config, each.name) != each.default
+        ]
+        weight_only = self.quantization is not None and not self.quantization.int8_activations
+        return (*names, *["int8_activations"] * weight_only)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block."""
@@ -220,13 +300,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
-        out: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, RopeConfig | QuantizationConfig):
-                value = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-            out[field.name] = _plain(value)
-        return out
+        return _plain(self)
 
     @classmethod
     def from_dict(cls, raw: Any) -> ModelConfig:
@@ -235,7 +309,9 @@ class ModelConfig:
         No default stands in for an absent key: absent keys are how a config comes to describe another model.
         """
         values = _exact_fields(cls, raw, "")
-        values["rope"] = RopeConfig(**_exact_fields(RopeConfig, values["rope"], "rope."))
+        for name in ("rope", "local_rope"):
+            if name == "rope" or values.get(name) is not None:
+                values[name] = RopeConfig(**_exact_fields(RopeConfig, values[name], f"{name}."))
         if values["quantization"] is not None:
             inner = _exact_fields(QuantizationConfig, values["quantization"], "quantization.")
             skipped = inner["modules_to_not_convert"]
@@ -243,21 +319,28 @@ class ModelConfig:
             _require(names, "quantization.modules_to_not_convert", "a list of names", skipped)
             values["quantization"] = QuantizationConfig(**inner | {"modules_to_not_convert": tuple(skipped)})
         _require(isinstance(values["model_type"], str), "model_type", "a string", values["model_type"])
-        _require(isinstance(values["eos_token_ids"], list), "eos_token_ids", "a list", values["eos_token_ids"])
-        return cls(**values | {"eos_token_ids": tuple(values["eos_token_ids"])})
+        for name in ("eos_token_ids", "layer_types"):
+            if name in values:
+                _require(isinstance(values[name], list), name, "a list", values[name])
+                values[name] = tuple(values[name])
+        return cls(**values)
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    """A config as JSON values, without its optional fields that have their defaults."""
+    if not isinstance(value, ModelConfig | RopeConfig | QuantizationConfig):
+        return list(value) if isinstance(value, tuple) else value
+    items = [(each, getattr(value, each.name)) for each in fields(value)]
+    return {each.name: _plain(got) for each, got in items if each.name not in _ADDED_FIELDS or got != each.default}
 
 
 def _exact_fields(kind: type[Any], raw: Any, prefix: str) -> dict[str, Any]:
     """`raw`, which must be an object with the dataclass's fields as its keys, no more and no fewer."""
     _require(isinstance(raw, dict), prefix.rstrip(".") or "config", "an object", raw)
-    expected = [field.name for field in fields(kind)]
-    for name in expected:
-        if name not in raw:
-            raise ConfigError("is required and absent", field=prefix + name)
+    expected = [each.name for each in fields(kind)]
+    for each in fields(kind):
+        if each.name not in raw and each.name not in _ADDED_FIELDS:
+            raise ConfigError("is required and absent", field=prefix + each.name)
     for name in raw:
         if name not in expected:
             raise ConfigError(f"is no field of {kind.__name__}", field=f"{prefix}{name}"[:100])

@@ -52,7 +52,16 @@ def silu(x: NDArray) -> NDArray:
     return (wide * np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
 
 
-GATES = {"relu2": relu2, "silu": silu}
+GELU_SLOPE = math.sqrt(2.0 / math.pi)
+
+
+def gelu_tanh(x: NDArray) -> NDArray:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the approximation of GELU that Gemma computes."""
+    wide = x.astype(np.float64)
+    return (0.5 * wide * (1.0 + np.tanh(GELU_SLOPE * (wide + 0.044715 * wide**3)))).astype(x.dtype)
+
+
+GATES = {"relu2": relu2, "silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def gated(gate: NDArray, up: NDArray, activation: str) -> NDArray:
@@ -66,6 +75,11 @@ def softmax(scores: NDArray) -> NDArray:
     """exp(s - max s) / sum, over the last axis."""
     e = np.exp((scores - scores.max(axis=-1, keepdims=True)).astype(np.float64))
     return (e / e.sum(axis=-1, keepdims=True)).astype(scores.dtype)
+
+
+def softcap(logits: NDArray, cap: float) -> NDArray:
+    """c tanh(logits / c): no logit beyond the cap."""
+    return (cap * np.tanh(logits.astype(np.float64) / cap)).astype(logits.dtype)
 
 
 # -- rotary position embedding -----------------------------------------------------------------------------------------

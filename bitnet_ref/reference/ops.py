@@ -16,7 +16,14 @@ from ..errors import ShapeError
 from . import layers, quantization
 from .cache import KVCache, TokenBatch
 from .config import RopeConfig
-from .weights import DenseWeight, LinearWeight, TernaryLinear, TernaryWeight
+from .weights import (
+    DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
+    LinearWeight,
+    TernaryLinear,
+    TernaryWeight,
+)
 
 
 def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
@@ -48,12 +55,12 @@ class Ops:
 
     dtype = np.dtype(np.float32)
 
-    def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
         """tokens (N,) -> (N, D)"""
-        rows, ids = len(w.array), tokens.size
+        rows, ids = w.shape[0], tokens.size
         ok = tokens.ndim == 1 and tokens.dtype.kind in "iu" and (ids == 0 or 0 <= tokens.min() <= tokens.max() < rows)
-        require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens, table=w.array)
-        return w.array[tokens].astype(self.dtype)
+        require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens)
+        return w.array[tokens].astype(self.dtype) if isinstance(w, DenseWeight) else w.rows(tokens, self.dtype)
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         """x (N, D), weight (D,) -> (N, D)"""
@@ -93,12 +100,19 @@ class Ops:
         require("dense_matmul", ok, "x (N, K) and w (out, K)", x=x, w=w.array)
         return layers.dense_matmul(x, w.array)
 
+    def group_matmul(self, x: NDArray, w: GroupTernaryWeight) -> NDArray:
+        """x (N, K) -> (N, out)"""
+        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        return quantization.group_matmul(x, w.packed, w.in_features, w.scales, w.group)
+
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        """Several linears of one x (N, K), quantised once for all ternary weights without a norm of their own."""
+        """Several linears of one x (N, K), quantised once for all BitLinears without a norm of their own."""
         outputs, shared = [], None
         for w in ws:
             if isinstance(w, DenseWeight):
                 y = self.dense_matmul(x, w)
+            elif isinstance(w, GroupTernaryWeight):
+                y = self.group_matmul(x, w)
             else:
                 assert isinstance(w, TernaryLinear)
                 if w.input_norm is not None:
@@ -145,6 +159,10 @@ class Ops:
         """x (N, D), y (N, D) or a bias (D,) -> (N, D)"""
         require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
         return x + y
+
+    def scale(self, x: NDArray, factor: float) -> NDArray:
+        """x times a number.   (N, D) -> (N, D)"""
+        return x * x.dtype.type(factor)
 
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         """x (N, D), rows (n,) -> (n, D)"""

@@ -19,7 +19,7 @@ fused multiply-add. That is why every backend can be asked for EQUAL accumulator
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import NumericsError, ShapeError
 
@@ -132,3 +132,60 @@ def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features
         w_t = np.take(_BYTE_TO_FLOAT[exact], packed[start : start + rows], axis=0).reshape(-1, x.shape[1])
         acc[:, start : start + rows] = x @ w_t.T
     return acc
+
+
+# Ternary by groups: every `group` neighbouring inputs of a row share a scale, W = w_t * scale. Activations stay floats:
+#
+#     y = sum over groups of s_g * (sum of w_t * x in the group)
+#
+# No sum of integers, so not exact: it is taken in float64 and rounded once, and backends are held to a tolerance.
+MIN_GROUP = 16
+
+
+def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+    """w (N, K) that is ternary by groups -> packed, scales (N, ceil(K/group)) in w's dtype, the largest such group.
+
+    None when some group of any size holds other values than -s, 0 and +s. What is packed equals w, value for value.
+    """
+    k = w.shape[1]
+    divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
+    sizes = sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
+    magnitude = w.view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)  # ordered as |w|
+    group = next((size for size in sizes if _is_grouped(magnitude, size)), None)
+    if group is None or not magnitude.any():
+        return None
+    starts = np.arange(0, k, group)
+    scales = np.maximum.reduceat(magnitude, starts, axis=1).astype(f"u{w.itemsize}").view(w.dtype)
+    packed = pack_ternary(np.where(magnitude == 0, 0, np.where(np.signbit(w), -1, 1)).astype(np.int8))
+    return packed, scales, group
+
+
+def _is_grouped(magnitude: NDArray, group: int) -> bool:
+    """Whether each group of each row has one magnitude beside 0. A few rows decide for most matrices."""
+    starts = np.arange(0, magnitude.shape[1], group)
+    counts = np.diff([*starts, magnitude.shape[1]])
+    for rows in (magnitude[:4], magnitude):
+        largest = np.repeat(np.maximum.reduceat(rows, starts, axis=1), counts, axis=1)
+        if not ((rows == largest) | (rows == 0)).all():
+            return False
+    return True
+
+
+def expand_groups(
+    packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int, dtype: DTypeLike
+) -> NDArray:
+    """The matrix itself: packed (N, ceil(K/4)), scales (N, ceil(K/group)) -> w (N, K) of `dtype`"""
+    signs = unpack_ternary(packed, in_features).astype(dtype)
+    return signs * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
+
+
+def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int) -> NDArray:
+    """y = x W^T, one token at a time, summed in float64.   x (M, K) -> (M, N) in x's dtype"""
+    wide, y = x.astype(np.float64), np.empty((len(x), len(packed)), dtype=x.dtype)
+    rows = max(1, _BLOCK_VALUES // in_features)
+    for start in range(0, len(packed) if len(x) else 0, rows):
+        part = slice(start, start + rows)
+        w = expand_groups(packed[part], in_features, scales[part], group, np.float64)
+        for i in range(len(x)):
+            y[i, part] = w @ wide[i]
+    return y

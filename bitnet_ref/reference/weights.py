@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
 from . import quantization
@@ -113,8 +113,58 @@ class DenseWeight(LinearWeight):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class GroupTernaryWeight(LinearWeight):
+    """A ternary matrix with a scale for every few inputs of a row, whose input stays in float: W = w_t * its scale.
+
+    Ternary-Bonsai has groups of 128 inputs, TriLM a few large ones; one group for the whole row is a BitLinear without
+    the quantisation of activations.
+    """
+
+    packed: NDArray[np.uint8]  # (N, ceil(K/4))
+    in_features: int  # K
+    scales: NDArray  # (N, ceil(K/group)) in the dtype of the matrix that was packed
+    group: int
+    bias: NDArray[np.float32] | None = None  # (N,)
+
+    def __post_init__(self) -> None:
+        columns, groups = (-(-self.in_features // each) for each in (quantization.CODES_PER_BYTE, self.group))
+        expected = (len(self.packed), columns), (len(self.packed), groups)
+        if (self.packed.shape, self.scales.shape) != expected:
+            raise ShapeError(
+                "GroupTernaryWeight",
+                expected=f"packed {expected[0]} and scales {expected[1]}",
+                got=f"packed {self.packed.shape} and scales {self.scales.shape}",
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return len(self.packed), self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (self.packed, self.scales, self.bias) if a is not None)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the scales, and of the same matrix as a dense one."""
+        return self.scales.dtype
+
+    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+        """Some rows of the matrix as floats, each weight exactly what a dense file holds.   -> (n, K)"""
+        return quantization.expand_groups(self.packed[index], self.in_features, self.scales[index], self.group, dtype)
+
+    def dense(self) -> DenseWeight:
+        """The same matrix, not packed."""
+        return DenseWeight(self.rows(slice(None), self.dtype), self.bias)
+
+
+EmbeddingWeight = DenseWeight | GroupTernaryWeight
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerWeights:
-    """One transformer block. Norm weights are float32 vectors; a sub-norm is None in families that have none."""
+    """One transformer block. Norm weights are float32 vectors; a norm is None in families that do not have it."""
 
     attn_norm: NDArray[np.float32]  # (D,)
     q_proj: LinearWeight  # (H*d, D)
@@ -127,6 +177,10 @@ class LayerWeights:
     up_proj: LinearWeight  # (F, D)
     ffn_sub_norm: NDArray[np.float32] | None  # (F,)
     down_proj: LinearWeight  # (D, F)
+    q_norm: NDArray[np.float32] | None = None  # (d,)
+    k_norm: NDArray[np.float32] | None = None  # (d,)
+    attn_post_norm: NDArray[np.float32] | None = None  # (D,)
+    ffn_post_norm: NDArray[np.float32] | None = None  # (D,)
 
     def __repr__(self) -> str:
         return f"<LayerWeights: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
@@ -138,12 +192,19 @@ class LayerWeights:
             if isinstance(value, LinearWeight):
                 yield field.name, value
 
+    def norms(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """(name, weight) of the norms that this block has"""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, LinearWeight):
+                yield field.name, value
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelWeights:
     """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
 
-    embedding: DenseWeight  # (V, D)
+    embedding: EmbeddingWeight  # (V, D)
     layers: tuple[LayerWeights, ...]
     final_norm: NDArray[np.float32]  # (D,)
     lm_head: LinearWeight  # (V, D)
@@ -168,8 +229,7 @@ class ModelWeights:
         total = sum(weight.nbytes for _, weight in self.linears()) + self.final_norm.nbytes
         total += 0 if self.tied else self.embedding.nbytes
         for layer in self.layers:
-            norms = (layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm)
-            total += sum(norm.nbytes for norm in norms if norm is not None)
+            total += sum(norm.nbytes for _, norm in layer.norms())
         return total
 
 
@@ -191,7 +251,7 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
 
 
 def _plain(w: LinearWeight) -> LinearWeight:
-    if isinstance(w, TernaryWeight | DenseWeight):
+    if isinstance(w, TernaryWeight | DenseWeight | GroupTernaryWeight):
         return w
     assert isinstance(w, TernaryLinear)
     return replace(

@@ -1,5 +1,5 @@
-"""Opening files that are not trusted (`open_regular`: all readers do so here), and reading JSON: limited sizes, no
-duplicate keys, clear errors."""
+"""Opening files that are not trusted (`open_regular`: all readers do so here), reading JSON (limited sizes, no
+duplicate keys, clear errors), and writing it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import ConfigError, FormatError, TokenizerError
+from .atomic import atomic_path
 
 AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 
@@ -87,6 +88,12 @@ def read_bounded(
     if len(data) > max_bytes:
         raise error(f"has more than {max_bytes} bytes, and at most that many are accepted", path=path)
     return data
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file, which is complete or not there at all. StorageError if it cannot be written."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_json_object(

@@ -208,8 +208,11 @@ class Tokenizer(ABC):
         return [self._check_id(token, index) for index, token in enumerate(ids)]
 
     def _measure_tokens(self, tokens: Iterable[str], growth: int = 1) -> None:
-        """Refuse a token that is too long. growth: the maximum bytes that decoding makes of one."""
-        self._longest, self._growth = max(map(len, tokens)), 4 * growth
+        """Refuse tokens that are too long. growth: the maximum bytes that decoding makes of one."""
+        lengths = list(map(len, tokens))
+        self._longest, self._growth = max(lengths), 4 * growth
+        if sum(lengths) * self._growth > MAX_DECODED_BYTES:
+            raise TokenizerError(f"the tokens' texts may have more than {MAX_DECODED_BYTES} bytes", path=self.path)
         if self._longest > MAX_TOKEN_CHARACTERS:
             message = f"a token has {self._longest} characters, and at most {MAX_TOKEN_CHARACTERS} are accepted"
             raise TokenizerError(message, path=self.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ..system.json_file import is_present, parse_json_object, read_bounded
 MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
 MAX_CONFIG_BYTES = 4 << 20  # tokenizer_config.json lists every added token: 1.2 MB in the largest published ones
 MAX_TOKEN_ID = 1 << 24  # published vocabularies end near 2^18; a larger id is damage, and would size arrays
+MAX_NESTED_CHARACTERS = 1 << 14  # of the tokens that begin at one place of a text; published models stay under 1,000
 _NAMES = {str: "a string", bool: "true or false", int: "an integer", dict: "an object", list: "a list"}
 
 AnyPath = str | os.PathLike[str] | None
@@ -96,6 +97,26 @@ def check_unicode(text: str, field: str | None = None) -> None:
             "decode the text with errors='replace', or join the surrogate pair",
             field=field,
         ) from error
+
+
+def read_prefixes(tokens: Iterable[str], field: str) -> dict[str, str]:
+    """Each token, in sorted order -> the longest other one that it begins with, or "".
+
+    Raises TokenizerError if very many begin alike: all of them are tried at each place of a text.
+    """
+    prefixes: dict[str, str] = {}
+    chain: list[str] = []
+    size = 0
+    for token in sorted(tokens):
+        while chain and not token.startswith(chain[-1]):
+            size -= len(chain.pop())
+        prefixes[token] = chain[-1] if chain else ""
+        chain.append(token)
+        size += len(token)
+        if size > MAX_NESTED_CHARACTERS:
+            message = f"{len(chain)} tokens begin as {token[:40]!r} does, and a text of that takes too long"
+            raise TokenizerError(message, field=field)
+    return prefixes
 
 
 def _shorten(value: Any) -> str:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TokenizerError
-from .files import check_type
+from .files import check_type, read_prefixes
 from .regex_cost import SearchLimit
 from .sentencepiece_model import charsmap_growth
 
@@ -25,7 +25,6 @@ MAX_GROWTH = {"normalizer": 1 << 15, "pre_tokenizer": 64, "decoder": 64}  # the 
 _SPARE_BYTES, _BYTES_PER_BYTE = 1 << 23, 16  # what a normalized text may have
 _MAX_AFFIX_BYTES = 64  # of a prefix or suffix that the model writes at pieces
 _MAX_WORD = 200  # characters; WordPiece looks up every part of a word, and BERT's limit is 100
-_MAX_NESTED_BYTES = 8192  # of the Unigram pieces that begin at one place of a text; published models stay under 1,000
 _INNER = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 _FACTORS: dict[str, dict[str, int]] = {  # 0: computed from the step's fields. Unicode's forms make 11 bytes of one
     "normalizer": {
@@ -200,18 +199,4 @@ def _check_model(model: Mapping[str, Any]) -> None:
     if word is not None and check_type(word, int, "model.max_input_chars_per_word") > _MAX_WORD:
         raise TokenizerError(f"expected at most {_MAX_WORD}, got {word}", field="model.max_input_chars_per_word")
     if isinstance(model["vocab"], list):
-        check_nested_pieces((entry[0] for entry in model["vocab"]), "model.vocab")
-
-
-def check_nested_pieces(pieces: Iterable[str], field: str) -> None:
-    """Refuse a Unigram vocabulary of which very many pieces begin alike: each is looked up, at each place of a text."""
-    chain: list[str] = []
-    size = 0
-    for piece in sorted(piece for piece in pieces if len(piece) > 16):
-        while chain and not piece.startswith(chain[-1]):
-            size -= len(chain.pop())
-        chain.append(piece)
-        size += len(piece)
-        if size > _MAX_NESTED_BYTES:
-            message = f"{len(chain)} pieces begin as {piece[:40]!r} does, and a text of that takes too long"
-            raise TokenizerError(message, field=field)
+        read_prefixes((entry[0] for entry in model["vocab"] if len(entry[0]) > 16), "model.vocab")

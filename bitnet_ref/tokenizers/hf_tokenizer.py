@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeVar
 
 from ..errors import TokenizerError
@@ -38,7 +37,7 @@ class HfTokenizer(Tokenizer):
             self._limits = TextLimits(table)
             # The library normalizes added tokens, with each that is added.
             for tokens in (table.get("added_tokens") or [], [{"content": t.content} for t in settings.added_tokens]):
-                self._limits.check_text(" ".join(token["content"] for token in tokens), "added_tokens")
+                self._check_length(" ".join(token["content"] for token in tokens), "added_tokens")
             self._tokenizer = self._load(json_bytes)
             for n, entry in enumerate(table.get("added_tokens") or []):
                 self._check_declared_id(entry["content"], entry["id"], f"added_tokens[{n}]")
@@ -83,12 +82,14 @@ class HfTokenizer(Tokenizer):
                 continue  # named, but not in the vocabulary
             if token.content not in present or (token.special and not present[token.content].special):
                 fresh.append(token)
-        # In the order of their ids: the library numbers a new token after the last one. All that it can take at once,
-        # because each call makes it read all the added tokens that it has.
+        # In the order of their ids: the library numbers a new token after the last one. First all of them, then the
+        # special ones, as such: a call for each token would make the library read all that it has each time.
         fresh.sort(key=lambda token: -1 if token.id is None else token.id)
-        for special, tokens in groupby(fresh, key=lambda token: token.special):
+        for add, tokens in (
+            (self._tokenizer.add_tokens, [token for token in fresh if token.content not in present]),
+            (self._tokenizer.add_special_tokens, [token for token in fresh if token.special]),
+        ):
             flags = [{key: value for key, value in asdict(token).items() if key != "id"} for token in tokens]
-            add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
             self._guard("add tokens", partial(add, [LibraryToken(**each) for each in flags]))
         for token in settings.added_tokens:
             if token.id is not None:
@@ -131,9 +132,9 @@ class HfTokenizer(Tokenizer):
         encode = partial(self._tokenizer.encode_batch_fast, texts, add_special_tokens=False)
         return [encoding.ids for encoding in self._guard("encode these texts", encode)]
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, field: str | None = None) -> None:
         with errors_at(self.path):
-            self._limits.check_text(text)
+            self._guard("normalize this text", lambda: self._limits.check_text(text, field))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         checked = self._check_ids(ids)
@@ -161,7 +162,7 @@ class HfTokenizer(Tokenizer):
         """Call the library, which raises plain Exceptions, and its own BaseException when its Rust code panics."""
         try:
             return action()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
             raise
         except BaseException as error:
             raise TokenizerError(f"tokenizers cannot {doing}: {error}", path=self.path) from error

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID, AnyPath, errors_at
+from .files import MAX_TOKEN_ID, AnyPath, errors_at, read_prefixes
 from .sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
 from .settings import AddedToken, TokenizerSettings
 from .streaming import ByteDetokenizer, Detokenizer
@@ -54,8 +56,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.path = None if path is None else os.fspath(path)
         self._measure_tokens([*self._model.pieces, *self._added.values()])
         self._cut_out = cut_out
-        # The longest first, so that the longer of two tokens at one position matches, as in Hugging Face.
-        self._pattern = re.compile("|".join(map(re.escape, sorted(cut_out, key=len, reverse=True))))
+        self._prefixes = read_prefixes(cut_out, "added_tokens")
+        self._sorted = list(self._prefixes)
+        self._first = re.compile("[" + re.escape("".join({token[0] for token in cut_out})) + "]")
         self._bytes: dict[int, bytes] = {}
         super().__init__(settings, path)
 
@@ -92,24 +95,38 @@ class SentencePieceTokenizer(Tokenizer):
         # The file does not say it: transformers' Llama class, the usual reader of these files, adds BOS by default.
         return [] if self.bos_id is None else [self.bos_id], []
 
+    def _find_tokens(self, text: str) -> Iterator[tuple[str, int]]:
+        """(token, offset) of each special and added token in a text; the longest at each place, as in Hugging Face."""
+        end = 0
+        for match in self._first.finditer(text):
+            start = match.start()
+            if start >= end:
+                rest = text[start : start + self._longest]
+                # Of the sorted tokens, the last one up to `rest` begins it, or one of its own prefixes does, or none.
+                token = self._sorted[max(0, bisect_right(self._sorted, rest) - 1)]
+                while token and not rest.startswith(token):
+                    token = self._prefixes[token]
+                if token:
+                    end = start + len(token)
+                    yield token, start
+
     def _encode_plain(self, text: str) -> list[int]:
         """Cuts the text at its special tokens; the segments between them are encoded alone."""
         ids: list[int] = []
         start = 0
-        for match in self._pattern.finditer(text):
-            flags = self._cut_out[match[0]]
-            left, right = match.span()
+        for token, left in self._find_tokens(text):
+            flags, right = self._cut_out[token], left + len(token)
             if left < start or (
                 flags.single_word and re.search(r"\w", text[left - 1 : left] + text[right : right + 1])
             ):
                 continue
             before = text[start:left].rstrip() if flags.lstrip else text[start:left]
-            ids += [*self._encode_segment(before, first=start == 0), self._ids[match[0]]]
+            ids += [*self._encode_segment(before, first=start == 0), self._ids[token]]
             start = right + (len(text[right:]) - len(text[right:].lstrip()) if flags.rstrip else 0)
         return ids + self._encode_segment(text[start:], first=start == 0)
 
     def _encode_plain_batch(self, texts: list[str]) -> list[list[int]]:
-        plain = [n for n, text in enumerate(texts) if not self._pattern.search(text)]
+        plain = [n for n, text in enumerate(texts) if next(self._find_tokens(text), None) is None]
         # One thread: the library's own pool would use every core of the machine.
         encoded = dict(zip(plain, self._processor.encode([texts[n] for n in plain], num_threads=1), strict=True))
         return [encoded[n] if n in encoded else self._encode_plain(text) for n, text in enumerate(texts)]

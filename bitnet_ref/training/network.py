@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigError
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
 from ..formats.names import hf_module
 from ..reference import layers
@@ -28,7 +30,9 @@ GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of
 
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hub name -> shape of every master of a model."""
+    """Hub name -> shape of every master of a model. ConfigError for a model with what training has no gradient of."""
+    if unknown := [name for name in config.extras if name not in ("o_proj_bias", "qk_norms")]:
+        raise ConfigError("training has no gradient of it", field=unknown[0])
     shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
     if not config.tie_word_embeddings:
         shapes["lm_head"] = linear_shape(config, "lm_head")
@@ -86,9 +90,11 @@ def pass_through(dy: NDArray) -> NDArray:
 class TrainingNetwork:
     """The network of one optimiser step: every master quantised once, for all sequences of the step."""
 
-    def __init__(self, config: ModelConfig, masters: Mapping[str, NDArray], mix: float = 1.0) -> None:
-        """mix: how much the linears are quantised, 0 (not at all) to 1."""
-        self.config, self.masters = config, masters
+    def __init__(
+        self, config: ModelConfig, masters: Mapping[str, NDArray], mix: float = 1.0, functions: Any = ops
+    ) -> None:
+        """mix: how much the linears are quantised, 0 (not at all) to 1. functions: what stands in for `ops`."""
+        self.config, self.masters, self.ops = config, masters, functions
         self._groups = {
             (layer, shorts): list(self._group(layer, shorts, mix))
             for layer in range(config.num_hidden_layers)
@@ -121,7 +127,7 @@ class TrainingNetwork:
 
     def sequence_loss(self, tokens: NDArray) -> NDArray[np.float64]:
         """The loss of each token after the first.   tokens (T,) -> (T-1,)"""
-        return ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
+        return self.ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
 
     def sequence_gradients(
         self, tokens: NDArray, weight: float, lesson: Lesson | None = None
@@ -136,8 +142,8 @@ class TrainingNetwork:
         hidden, backward = self._hidden(inputs, state)
         head = self.masters[self._head]
         logits = hidden @ head.T
-        losses, probabilities = ops.cross_entropy(logits, targets)
-        d_logits = ops.cross_entropy_backward(probabilities, targets, weight)
+        losses, probabilities = self.ops.cross_entropy(logits, targets)
+        d_logits = self.ops.cross_entropy_backward(probabilities, targets, weight)
         if lesson is not None:
             settings, values = lesson
             divergence, d_soft = soft_cross_entropy(logits, values.logits, settings.temperature)
@@ -145,7 +151,7 @@ class TrainingNetwork:
             d_logits += d_soft * d_soft.dtype.type(settings.logits_weight * weight)
         dx = backward(d_logits @ head)
         gradients = state.gradients
-        gradients[EMBEDDING] = ops.embed_backward(dx, inputs, self.config.vocab_size)
+        gradients[EMBEDDING] = self.ops.embed_backward(dx, inputs, self.config.vocab_size)
         d_head = d_logits.T @ hidden
         gradients[self._head] = gradients[self._head] + d_head if self._head == EMBEDDING else d_head
         return losses + state.relation_loss, gradients
@@ -183,8 +189,12 @@ class TrainingNetwork:
         k = k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
         v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
         d_relations = self._relations(layer, (q, k, v), state)
+        head_norms: list[Backward] = [pass_through, pass_through]
+        if cfg.qk_norms:
+            q, head_norms[0] = self._norm(q, f"blocks.{layer}.q_norm", state)
+            k, head_norms[1] = self._norm(k, f"blocks.{layer}.k_norm", state)
         q, k = layers.apply_rope(q, *rope), layers.apply_rope(k, *rope)
-        z, patterns = ops.attention(q, k, v, cfg.sliding_window)
+        z, patterns = self.ops.attention(q, k, v, cfg.window_of(layer))
         z = z.reshape(len(x), -1)
         sub_backward: Backward = pass_through
         if cfg.sub_norms:
@@ -193,8 +203,9 @@ class TrainingNetwork:
 
         def backward(dx: NDArray) -> NDArray:
             dz = sub_backward(o_backward([dx])).reshape(q.shape)
-            dq, dk, dv = ops.attention_backward(dz, q, k, v, patterns, cfg.sliding_window)
-            d_qkv = [ops.rope_backward(dq, *rope), ops.rope_backward(dk, *rope), dv]
+            dq, dk, dv = self.ops.attention_backward(dz, q, k, v, patterns, cfg.window_of(layer))
+            dq, dk = self.ops.rope_backward(dq, *rope), self.ops.rope_backward(dk, *rope)
+            d_qkv = [head_norms[0](dq), head_norms[1](dk), dv]
             if d_relations:
                 d_qkv = [d + of_relation for d, of_relation in zip(d_qkv, d_relations, strict=True)]
             return dx + norm_backward(qkv_backward([d.reshape(len(dx), -1) for d in d_qkv]))
@@ -224,7 +235,7 @@ class TrainingNetwork:
 
         def backward(dx: NDArray) -> NDArray:
             dh = sub_backward(down_backward([dx]))
-            return dx + norm_backward(gate_backward(ops.gated_backward(dh, gate, up, cfg.activation)))
+            return dx + norm_backward(gate_backward(self.ops.gated_backward(dh, gate, up, cfg.activation)))
 
         return x + y, backward
 
@@ -232,14 +243,15 @@ class TrainingNetwork:
         return self._norm_of(x, f"{hf_module(name)}.weight", self.config.norm_eps, state)
 
     def _norm_of(self, x: NDArray, master: str, eps: float, state: SequencePass) -> tuple[NDArray, Backward]:
-        weight = self.masters[master]
-        y, r = ops.rms_norm(x, weight, eps)
+        """RMSNorm over the last axis of x, (T, D) or (T, H, d)."""
+        weight, rows = self.masters[master], x.reshape(-1, x.shape[-1])
+        y, r = self.ops.rms_norm(rows, weight, eps)
 
         def backward(dy: NDArray) -> NDArray:
-            dx, state.gradients[master] = ops.rms_norm_backward(dy, x, weight, r)
-            return dx
+            dx, state.gradients[master] = self.ops.rms_norm_backward(dy.reshape(rows.shape), rows, weight, r)
+            return dx.reshape(x.shape)
 
-        return y, backward
+        return y.reshape(x.shape), backward
 
     def _linears(
         self, x: NDArray, layer: int, shorts: tuple[str, ...], state: SequencePass
@@ -252,7 +264,7 @@ class TrainingNetwork:
             norm_backward: Backward = pass_through
             if group.norm is not None:
                 h, norm_backward = self._norm_of(x, group.norm, group.norm_eps, state)
-            y, saved = ops.linear(h, group.weight)
+            y, saved = self.ops.linear(h, group.weight)
             parts = np.split(y, np.cumsum(group.sizes)[:-1], axis=1)
             if group.biased:
                 parts = [y + self.masters[f"{m}.bias"] for m, y in zip(group.modules, parts, strict=True)]
@@ -264,7 +276,7 @@ class TrainingNetwork:
             for group, saved, norm_backward in passes:
                 taken = [remaining.pop(0) for _ in group.modules]
                 dy = taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)
-                dh, d_weight = ops.linear_backward(dy, saved, group.weight)
+                dh, d_weight = self.ops.linear_backward(dy, saved, group.weight)
                 d_inputs.append(norm_backward(dh))
                 rows = np.split(d_weight, np.cumsum(group.sizes)[:-1])
                 for module, d_rows, d_out in zip(group.modules, rows, taken, strict=True):

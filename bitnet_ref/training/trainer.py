@@ -24,6 +24,7 @@ from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight
 from ..system.atomic import atomic_path
 from ..system.threads import resolve_threads
+from . import ops
 from .distil import Distillation
 from .network import EMBEDDING, Lesson, Masters, TrainingNetwork, master_shapes
 from .optimizer import AdamW, Schedule, clip_gradients
@@ -80,6 +81,7 @@ class Trainer:
         self.distillation = distillation
         self.threads = resolve_threads(threads)
         self.tokenizer_files: dict[str, bytes] = {}  # name -> content, saved beside the masters
+        self.functions: Any = ops  # crossval puts changed ones here
         self.mix = 1.0  # how much the linears are quantised: see `ops.StepLinear`
 
     @classmethod
@@ -96,7 +98,7 @@ class Trainer:
         with HfCheckpoint(path, config=config) as checkpoint:
             masters = {name: checkpoint.tensors.take(name, shape) for name, shape in master_shapes(config).items()}
             if config.tie_word_embeddings:
-                checkpoint.tied_head(DenseWeight(masters[EMBEDDING]))
+                checkpoint.check_tied_head(DenseWeight(masters[EMBEDDING]))
             checkpoint.finish()
             files = checkpoint.tokenizer_files()
         trainer = cls(config, masters, **settings)
@@ -179,7 +181,7 @@ class Trainer:
         return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
 
     def _network(self) -> TrainingNetwork:
-        return TrainingNetwork(self.config, self.masters, self.mix)
+        return TrainingNetwork(self.config, self.masters, self.mix, self.functions)
 
     def _check(self, tokens: Batch, min_tokens: int = 2) -> list[NDArray]:
         rows = [np.asarray(row) for row in tokens]

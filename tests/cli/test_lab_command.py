@@ -74,7 +74,7 @@ def test_lab_passes_options_on(tmp_path, monkeypatch, user):
 def test_lab_into_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     assert invoke("lab", "--no-launch", "--dir", tmp_path / "file").exit_code == 2
-    assert invoke("lab", "--no-launch", "--dir", tmp_path / "file" / "below").exit_code == 2
+    assert invoke("lab", "--no-launch", "--dir", tmp_path / "file" / "below").exit_code == 3
 
 
 @pytest.mark.parametrize(

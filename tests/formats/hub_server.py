@@ -10,6 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 
+def git_blob_id(data):
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 class Hub:
     """repos: "org/repo" -> {revision: (commit, {file name: bytes})}. A commit is a revision too."""
 
@@ -63,7 +67,7 @@ def serving(hub):
         def listing(self, repo, commit, files):
             siblings = []
             for name, data in files.items():
-                entry = {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+                entry = {"rfilename": name, "size": len(data), "blobId": git_blob_id(data)}
                 if name.endswith((".safetensors", ".gguf", ".bin")):
                     entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
                 siblings.append(entry)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from bitnet_ref.errors import StorageError
 from bitnet_ref.system.atomic import atomic_folder, atomic_path
 
 
@@ -35,7 +36,7 @@ def test_an_interrupt_leaves_the_old_file(tmp_path, error):
 def test_a_body_that_writes_nothing_is_an_error(tmp_path):
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
-    with pytest.raises(FileNotFoundError), atomic_path(path):
+    with pytest.raises(ValueError, match="nothing was written"), atomic_path(path):
         pass
     assert path.read_bytes() == b"old"
 
@@ -98,7 +99,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
     path.mkdir()
-    with pytest.raises(FileExistsError), atomic_folder(path):
+    with pytest.raises(StorageError, match="is there already"), atomic_folder(path):
         pass
 
 

@@ -92,6 +92,7 @@ TOO_MUCH = {
         for name in ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip")
     },
     "trim of many": ("{{ ('a' * 500000) | trim('b' * 200000 ~ 'a') }}", "more work"),
+    "title of a book": ("{{ ('a ' * 40000) | title }}", "at most 65536 characters"),
     "text in a range": (LOOP + "{% if 'a' in range(99999) %}{% endif %}{% endfor %}", "more work"),
     "largest of a range": (LOOP + "{% if range(99999) | max %}{% endif %}{% endfor %}", "more work"),
     "many arguments": (LOOP + "{{ loop.cycle(*range(99999)) }}{% endfor %}", "more work"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import time
 from typing import Any
 
 import pytest
 
 from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers import TokenizerSettings
+from bitnet_ref.tokenizers import TokenizerSettings, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_bpe import _PRE
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 from bitnet_ref.tokenizers.regex_cost import SearchLimit
 from bitnet_ref.tokenizers.sentencepiece_model import (
+    CONTROL,
     NORMAL,
     UNKNOWN,
     SentencePieceModel,
@@ -21,6 +24,7 @@ from bitnet_ref.tokenizers.sentencepiece_model import (
     read_model,
     write_model,
 )
+from bitnet_ref.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from bitnet_ref.tokenizers.settings import AddedToken
 
 Table = dict[str, Any]
@@ -98,7 +102,7 @@ REFUSED: dict[str, tuple[Table, str]] = {
     "a long suffix of words": ({"model": BPE | {"end_of_word_suffix": "x" * 10**6}}, "end_of_word_suffix: has more"),
     "a long prefix of pieces": ({"model": WORDPIECE | {"continuing_subword_prefix": "#" * 99}}, "subword_prefix: has"),
     "long words": ({"model": WORDPIECE | {"max_input_chars_per_word": 10**9}}, "expected at most 200"),
-    "nested pieces": ({"model": unigram(*("a" * n for n in range(1, 2001)))}, "pieces begin as"),
+    "nested pieces": ({"model": unigram(*("a" * n for n in range(1, 2001)))}, "tokens begin as"),
     "a long token": ({"model": BPE | {"vocab": BPE["vocab"] | {"x" * 20_000: 4}}}, "a token has 20000 characters"),
     "ids around a text": (
         {
@@ -155,13 +159,41 @@ def test_growth_of_added_tokens() -> None:
 
 
 def test_thousands_of_added_tokens_of_both_kinds() -> None:
-    tokens = tuple(AddedToken(f"<{n}>", 4 + n, special=n % 4000 < 2000) for n in range(8000))
+    tokens = tuple(AddedToken(f"<{n}>", 4 + n, special=n % 2 == 0) for n in range(8000))
     start = time.process_time()
     tokenizer = HfTokenizer(json.dumps({"model": BPE}).encode(), TokenizerSettings(added_tokens=tokens))
     assert time.process_time() - start < 5
     assert tokenizer.encode("<7999>a<0>") == [8003, 0, 4]
     assert tokenizer.is_special(4)
     assert not tokenizer.is_special(8003)
+
+
+def test_thousands_of_special_pieces() -> None:
+    row = ["<unk>", "a", "b", "\u2581", *(f"a{n:05d}" for n in range(40_000)), "a00001b"]
+    model = SentencePieceModel(row, [0.0] * len(row), [UNKNOWN, *[NORMAL] * 3, *[CONTROL] * 40_001])
+    tokenizer = load_tokenizer_files({"tokenizer.model": write_model(model, {"unk": 0})})
+    start = time.process_time()
+    assert tokenizer.encode("aab" * 7000)[-3:] == [1, 1, 2]
+    assert tokenizer.encode("a00001ba00001a") == [40_004, 5, 1]
+    assert time.process_time() - start < 3
+    row[4:] = ["a" * n for n in range(2, 303)]
+    model = SentencePieceModel(row, [0.0] * len(row), [UNKNOWN, *[NORMAL] * 3, *[CONTROL] * 301])
+    with pytest.raises(TokenizerError, match="tokens begin as"):
+        load_tokenizer_files({"tokenizer.model": write_model(model, {"unk": 0})})
+
+
+def test_special_pieces_match_as_an_alternation_does() -> None:
+    """The leftmost, and there the longest."""
+    dice = random.Random(0)
+    for _ in range(200):
+        words = {"".join(dice.choices("ab<", k=dice.randint(1, 5))) for _ in range(dice.randint(1, 12))}
+        row = ["<unk>", "\u2581", *sorted(words)]
+        model = SentencePieceModel(row, [0.0] * len(row), [UNKNOWN, NORMAL, *[CONTROL] * len(words)])
+        tokenizer = load_tokenizer_files({"tokenizer.model": write_model(model, {"unk": 0})})
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        pattern = re.compile("|".join(map(re.escape, sorted({"<unk>", *words}, key=len, reverse=True))))
+        text = "".join(dice.choices("ab<unk>", k=200))
+        assert list(tokenizer._find_tokens(text)) == [(match[0], match.start()) for match in pattern.finditer(text)]
 
 
 def test_what_decodes_to_too_much() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,9 +103,18 @@ def test_micro_batches_equal_one_batch(bitnet):
         assert distance((parts[0][name] + parts[1][name]) / 2, gradient) < 1e-6
 
 
-def test_norms_inside_bitlinears_and_biases(tmp_path):
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral": {"model_type": "mistral", "sliding_window": 3},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
     """Gradients of parts that the golden cases lack, by central differences of a dense model in float64."""
-    keys = {"attention_bias": True, "mlp_bias": True, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 11}
+    keys = FAMILIES[family] | {"model_type": family, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 11}
     keys |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
     folder = folder_of("llama-dense", tmp_path / "m", **keys)
     save_random(folder)
@@ -230,6 +240,12 @@ def test_wrong_input(bitnet, tmp_path):
         Trainer.from_folder(folder_of(BITNET, tmp_path / "packed", quantization_config=quantization))
     with pytest.raises(FormatError):
         Trainer.from_folder(folder_of(BITNET, tmp_path / "other", num_hidden_layers=1))
+
+
+def test_a_part_without_a_gradient_is_refused(bitnet):
+    for field, value in (("logit_softcap", 30.0), ("post_norms", True), ("embedding_scale", 4.0)):
+        with pytest.raises(ConfigError, match=f"{field}: training has no gradient"):
+            Trainer(replace(bitnet.config, **{field: value}), bitnet.masters)
 
 
 def test_nan_names_the_master(bitnet):

@@ -23,7 +23,15 @@ from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import RopeTables, final_hidden
 from ...reference.ops import check_attention, check_dequantize, check_rope, require
-from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ...reference.weights import (
+    DenseWeight,
+    GroupTernaryWeight,
+    LayerWeights,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+)
 from ..backend import Backend
 from ..cache_dtypes import CACHE_DTYPES
 from ..head import HeadNeed, HeadRows
@@ -165,7 +173,7 @@ class CythonBackend(KernelBackend):
         cache: KVCache,
         layer: int,
     ) -> NDArray:
-        ws = self._fusable(w.q_proj, w.k_proj, w.v_proj, w.o_proj)
+        ws = self._fusable(cfg, w.q_proj, w.k_proj, w.v_proj, w.o_proj)
         if ws is None or not isinstance(cache, KernelKVCache):
             return super().attention_block(x, w, cfg, rope, batch, cache, layer)
         *qkv, o_proj = ws
@@ -174,21 +182,21 @@ class CythonBackend(KernelBackend):
         k = k.reshape(len(x), cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
         v = v.reshape(len(x), cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
         self._append(cache, layer, batch, k, v, rope)
-        z = self._attend(q, cache, batch, layer, cfg.sliding_window, rope)  # (N, H, d)
+        z = self._attend(q, cache, batch, layer, cfg.window_of(layer), rope)  # (N, H, d)
         z = z.reshape(len(x), o_proj.in_features)  # (N, H*d)
         return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm, cfg.norm_eps)  # (N, D)
 
     def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
-        ws = self._fusable(w.gate_proj, w.up_proj, w.down_proj)
+        ws = self._fusable(cfg, w.gate_proj, w.up_proj, w.down_proj)
         if ws is None or cfg.activation not in GATES:
             return super().feed_forward(x, w, cfg)
         gate, up, down = ws
         h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm, cfg.norm_eps)  # (N, F)
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm, cfg.norm_eps)  # (N, D)
 
-    def _fusable(self, *ws: LinearWeight) -> list[PanelWeight] | None:
+    def _fusable(self, cfg: ModelConfig, *ws: LinearWeight) -> list[PanelWeight] | None:
         """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops."""
-        if not self.fuses or self.layout == "table":  # tables take few tokens per call
+        if not (self.fuses and cfg.has_plain_blocks) or self.layout == "table":  # tables take few tokens per call
             return None
         panels = [w for w in ws if type(w) is PanelWeight and w.input_norm is None and w.layout == self.layout]
         return panels if len(panels) == len(ws) else None
@@ -243,8 +251,8 @@ class CythonBackend(KernelBackend):
         shared = iter(self._bit_linears(x, together) if together else ())
         outputs = []
         for w in ws:
-            if isinstance(w, DenseWeight):
-                y = self.dense_matmul(x, w)
+            if isinstance(w, DenseWeight | GroupTernaryWeight):
+                y = self.dense_matmul(x, w) if isinstance(w, DenseWeight) else self.group_matmul(x, w)
                 outputs.append(y if w.bias is None else self.add(y, w.bias))
             elif isinstance(w, TernaryLinear) and w.input_norm is not None:
                 normed = self.rms_norm(x, w.input_norm.weight, w.input_norm.eps)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
-from ...reference.model import RopeTables, decoder_layers
+from ...reference.model import RopeTables, decoder_layers, embeddings, head_input
 from ...reference.weights import ModelWeights
 from ..backend import Backend
 from ..paged_cache import CacheSpec, PagedKVCache
@@ -93,8 +93,9 @@ class RecordedSteps:
         step = self._steps.pop(n, None)
         if step is None or step.weights is not w or step.kernels != be.kernels:
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
-        cos, sin = rope_rows.look_up(be, batch.positions, cfg.rope, cfg.head_dim)
-        step.fill(batch, be.embed(w.embedding, batch.tokens), cos, sin)
+        ropes = (cfg.rope, cfg.rope_of_sliding)
+        tables = [rope_rows.look_up(be, batch.positions, rope, cfg.head_dim) for rope in dict.fromkeys(ropes)]
+        step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
         cache.check_extent(batch)
         x = step.play() if step.is_recorded else step.record(be, cfg, cache)
         self._steps[n] = step  # not if it raised: an unfinished tape is dropped
@@ -111,24 +112,25 @@ class KernelStep:
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
         self._batch = TokenBatch(tokens, positions, slots)
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
-        self._cos, self._sin = (np.empty((n, cfg.head_dim // 2), dtype=np.float32) for _ in range(2))
+        self._rope = np.empty((1 if cfg.local_rope is None else 2, 2, n, cfg.head_dim // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()
         self._result: NDArray | None = None  # in the pool; None: not recorded, or it cannot be replayed
         self.is_recorded = False
 
-    def fill(self, batch: TokenBatch, x: NDArray, cos: NDArray, sin: NDArray) -> None:
+    def fill(self, batch: TokenBatch, x: NDArray, tables: list[RopeTables]) -> None:
         """Set everything that changes from step to step. x (n, D): the embeddings."""
         self._batch.tokens[:] = batch.tokens
         self._batch.positions[:], self._batch.slots[:] = batch.positions, batch.slots
-        self._x[:], self._cos[:], self._sin[:] = x, cos, sin
+        self._x[:], self._rope[:] = x, tables
 
     def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
         be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
-        x = decoder_layers(be, self._x, w.layers, cfg, (self._cos, self._sin), self._batch, cache)
-        result = be.rms_norm(x, w.final_norm, cfg.norm_eps)
-        inputs = self._x, self._cos, self._sin, self._batch.slots, self._batch.positions
+        (cos, sin), (local_cos, local_sin) = self._rope[0], self._rope[-1]
+        x = decoder_layers(be, self._x, w.layers, cfg, ((cos, sin), (local_cos, local_sin)), self._batch, cache)
+        result = head_input(be, w, cfg, x)
+        inputs = self._x, self._rope, self._batch.slots, self._batch.positions
         is_from_kernels = any(result.base is buffer for buffer in self._pool.buffers)
         if not (is_from_kernels and self._tape.lies_in([*self._pool.buffers, *inputs])):
             return None

@@ -18,12 +18,21 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShapeError
+from ...errors import BackendUnavailable, ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.model import RopeTables, final_hidden
 from ...reference.ops import check_attention, check_dequantize, check_rope, require
-from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ...reference.weights import (
+    DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
+    LayerWeights,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+)
 from ..backend import Backend
 from ..cache_dtypes import CACHE_DTYPES
 from ..head import HeadNeed, HeadRows
@@ -98,9 +107,17 @@ class CupyBackend(Backend):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    def check_config(self, config: ModelConfig) -> None:
+        scales = config.embedding_scale, config.query_scale, config.residual_scale, config.head_scale
+        lacks = ["scaled embeddings, queries or residuals"] * any(scale != 1 for scale in scales)
+        if lacks := lacks + [f"the activation {config.activation}"] * (config.activation not in row_kernels.GATES):
+            message = f"the backend cupy has no kernels for {' and '.join(lacks)} of {config.model_type}"
+            raise BackendUnavailable(f"{message}; load it with backend='cython' or 'numpy'")
+
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if isinstance(w, TernaryWeight):
             return self._ternary.prepare(w)
+        w = w.dense() if isinstance(w, GroupTernaryWeight) else w
         return self._denses.prepare(w) if type(w) is DenseWeight else w
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
@@ -109,7 +126,7 @@ class CupyBackend(Backend):
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         vectors: list[NDArray | None] = [w.final_norm]
         for layer in w.layers:
-            vectors += [layer.attn_norm, layer.attn_sub_norm, layer.ffn_norm, layer.ffn_sub_norm]
+            vectors += [norm for _, norm in layer.norms()]
         for _, linear in w.linears():
             vectors.append(linear.bias)
             if isinstance(linear, TernaryLinear) and linear.input_norm is not None:
@@ -136,7 +153,7 @@ class CupyBackend(Backend):
     def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
         assert isinstance(cache, DeviceKVCache)
         cache.check_writes(batch)
-        cache.check_reads(batch, cfg.sliding_window)
+        cache.check_reads(batch, cfg.widest_window)
         self.rope_positions.reach = max(self.rope_positions.reach, cache.reach - 1)
         size = 1 << (len(batch) - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
         key = size, id(w), decodes(batch)
@@ -214,7 +231,7 @@ class CupyBackend(Backend):
     ) -> NDArray:
         """Products of ternary weights are fused with the norm before and the residual stream after them; RoPE and the
         append are one launch, or for decoded tokens part of attention."""
-        if not self.fuses:
+        if not (self.fuses and cfg.has_plain_blocks):
             return super().attention_block(x, w, cfg, rope, batch, cache, layer)
         ws = w.q_proj, w.k_proj, w.v_proj
         if (stack := self._ternary_stack(ws)) is not None:
@@ -224,7 +241,7 @@ class CupyBackend(Backend):
         q = q.reshape(-1, cfg.num_attention_heads, cfg.head_dim)  # (N, H, d)
         k = k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
         v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
-        z = self._attend_new(q, k, v, rope, cfg.sliding_window, batch, cache, layer)  # (N, H, d)
+        z = self._attend_new(q, k, v, rope, cfg.window_of(layer), batch, cache, layer)  # (N, H, d)
         z = z.reshape(-1, cfg.num_attention_heads * cfg.head_dim)  # (N, H*d)
         if has_tiles(w.o_proj):
             sub_norm = None if w.attn_sub_norm is None else self._norm(w.attn_sub_norm, cfg)
@@ -261,7 +278,12 @@ class CupyBackend(Backend):
     def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
         """Fused where all three linears are ternary, without a norm of their own."""
         stack = self._ternary_stack((w.gate_proj, w.up_proj))
-        if stack is None or not has_tiles(w.down_proj) or cfg.activation not in row_kernels.GATES:
+        if (
+            not cfg.has_plain_blocks
+            or stack is None
+            or not has_tiles(w.down_proj)
+            or cfg.activation not in row_kernels.GATES
+        ):
             return super().feed_forward(x, w, cfg)
         sub_norm = None if w.ffn_sub_norm is None else self._norm(w.ffn_sub_norm, cfg)
         return self._fused.feed_forward(x, self._norm(w.ffn_norm, cfg), stack, cfg.activation, sub_norm, w.down_proj)
@@ -276,7 +298,7 @@ class CupyBackend(Backend):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def embed(self, w: DenseWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
         require("embed", tokens.ndim == 1 and tokens.dtype == np.int64, "tokens (N,) int64", tokens=tokens)
         table = self._dense(w)
         return row_kernels.take_rows(self.ws, table.rows, table.kind, tokens)
@@ -390,7 +412,8 @@ class CupyBackend(Backend):
             w = replace(plain, bias=w.bias, input_norm=w.input_norm)
         return self._ternary.prepare(w)
 
-    def _dense(self, w: DenseWeight) -> DeviceDense:
-        prepared = w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.array, w.bias))
+    def _dense(self, w: EmbeddingWeight) -> DeviceDense:
+        plain = DenseWeight(w.array, w.bias) if isinstance(w, DenseWeight) else w
+        prepared = w if isinstance(w, DeviceDense) else self.prepare(plain)
         assert isinstance(prepared, DeviceDense)
         return prepared

@@ -167,7 +167,7 @@ class _Replay:
         return y if w.bias is None else y + w.bias
 
     def _attention(self, attn: str, hook: str) -> NDArray:
-        n, window = len(self.ids), self.cfg.sliding_window
+        n, window = len(self.ids), self.cfg.window_of(int(attn.split(".")[1]))
         if hook == "hook_attn_scores":
             q, k = self.heads(f"{attn}.hook_rot_q"), self.heads(f"{attn}.hook_rot_k")
             out = np.full((self.cfg.num_attention_heads, n, n), -np.inf, dtype=np.float32)

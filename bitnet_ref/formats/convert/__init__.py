@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import ConfigError, FormatError
-from ...system.atomic import atomic_folder, atomic_path
+from ...errors import ConfigError, FormatError, TokenizerError
+from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
 from ..checkpoint import Checkpoint, Progress, ReadOptions
 from ..gguf.export import KINDS, write_gguf_model
@@ -105,24 +105,31 @@ def convert(
     options: what the user knows better about the source.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
     verify: compare the result with the source and return the Proof; FormatError if the two differ.
-    overwrite: replace an existing file. A folder is never replaced.
+    overwrite: replace an existing file. A folder is never replaced. Without it, one of several conversions to the same
+        destination at a time gets the name, and the others raise StorageError.
 
-    Raises ConfigError (an unknown target, a model the target cannot hold), FormatError.
+    Raises ConfigError (an unknown target, a model the target cannot hold), FormatError, StorageError (a full disk).
     """
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
     target, path = TARGETS[to], Path(destination)
     written_options = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
-    _check_destination(target, path, overwrite)
+    with explain_os_errors(path):
+        _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
         _check_size(checkpoint)
-        temporary = stack.enter_context(atomic_folder(path) if target.suffix is None else atomic_path(path))
+        writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
+        temporary = stack.enter_context(writing)
         target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
         if verify:
-            with open_checkpoint(temporary, written_options) as written:
-                proof = prove(checkpoint, written, phase)
+            try:
+                with open_checkpoint(temporary, written_options) as written:
+                    proof = prove(checkpoint, written, phase)
+            except (FormatError, ConfigError, TokenizerError) as problem:
+                message = str(problem).replace(str(temporary), str(path))
+                raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
     return proof

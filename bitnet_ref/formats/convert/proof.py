@@ -16,7 +16,7 @@ from ...backends.run import run
 from ...errors import TokenizerError
 from ...reference.cache import TokenBatch
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
-from ..checkpoint import Checkpoint, Progress, part_count, parts, read_head, read_layer, ticker
+from ..checkpoint import Checkpoint, Progress, part_count, parts, read_embedding, read_head, read_layer, ticker
 
 # A scale or a float tensor may come back rounded by a narrower format: by half a unit in the last place of float16's 11
 # bits, or of bfloat16's 8 bits, or of float16's smallest step.
@@ -267,7 +267,7 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> ND
     config = checkpoint.config
     count = min(_TOKENS, config.context_length)
     tokens = np.linspace(0, config.vocab_size - 1, count).astype(np.int64)
-    embedding = checkpoint.embedding()
+    embedding = read_embedding(checkpoint)
     layers: Any = _Layers(checkpoint, be, tick)
     head = read_head(checkpoint, embedding, be.prepare)
     weights = ModelWeights(embedding, layers, checkpoint.norm("final_norm"), head)

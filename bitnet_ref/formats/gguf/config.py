@@ -110,7 +110,9 @@ def read_gguf_config(
     keys = _Keys(file)
     shape = tensor_shape(file, "token_embd.weight", 2)
     heads = keys.count("attention.head_count")
-    counts = {field: keys.count(key, heads if key.endswith("_kv") else None) for key, field in _COUNTS.items()}
+    counts: dict[str, Any] = {
+        field: keys.count(key, heads if key.endswith("_kv") else None) for key, field in _COUNTS.items()
+    }
     hidden, layers, context = (
         counts[field] for field in ("hidden_size", "num_hidden_layers", "max_position_embeddings")
     )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference.weights import DenseWeight, TernaryLinear, linear_name
-from ...system.atomic import atomic_path
+from ...system.atomic import atomic_path, check_space
 from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes, ticker
 from ..names import gguf_name
 from .blocks import BY_KIND, BY_NAME, TERNARY_BLOCKS, blocks_from_ternary, quantize
@@ -115,6 +115,7 @@ class _ModelTensors:
         self._check()
 
     def _check(self) -> None:
+        self.checkpoint.refuse_extras("GGUF")
         quantized = self.config.quantization
         if quantized is None and self.kind not in DENSE_KINDS:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
@@ -249,6 +250,7 @@ def write_gguf(
     header += bytes(-len(header) % alignment)
     tick = ticker(progress, len(tensors))
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        check_space(temporary, len(header) + offset)
         file.write(header)
         for tensor, size in zip(tensors, sizes, strict=True):
             data = tensor.produce()

@@ -6,6 +6,9 @@ it. The sizes have no sensible default and are required.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from ...system.json_file import read_json_object
 
 MAX_CONFIG_BYTES = 1 << 20
 
-# transformers 5: BitNetConfig, LlamaConfig, MistralConfig
+# Defaults of transformers' class of each model_type
 _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "bitnet": {
         "num_key_value_heads": 5,
@@ -43,6 +46,53 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "qwen2": {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    "minicpm": {  # openbmb's own class
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+_CLASS_DEFAULTS["qwen2"] |= {"sliding_window": 4096, "max_window_layers": 28}
+_CLASS_DEFAULTS["qwen3"] |= {"sliding_window": 4096, "max_window_layers": 28}
+NORMS_ADD_ONE = ("gemma3_text",)  # their files hold w - 1 of each norm but those inside a linear
+_NOT_DONE = {
+    "moe": "mixture of experts is",
+    "mixtral": "mixture of experts is",
+    "vl": "vision is",
+    "gemma3": "vision is",
+}
+# Keys that do not change what is computed, or not for inference; and those that transformers' class does not read
+_HARMLESS = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
+    *("pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "pretraining_tp"),
+    *("tokenizer_class", "cache_implementation", "is_llama_config", "transformers.js_config", "unsloth_version"),
+    *("unsloth_fixed", "attn_implementation", "keys_to_ignore_at_inference", "gradient_checkpointing", "return_dict"),
+    *("output_attentions", "output_hidden_states", "torchscript", "use_bfloat16", "chunk_size_feed_forward"),
+    *("task_specific_params", "problem_type", "id2label", "label2id", "finetuning_task", "prefix", "name_or_path"),
+    *("is_encoder_decoder", "is_decoder", "use_flash_attn", "max_length", "min_length", "do_sample", "temperature"),
+    *("top_k", "top_p", "num_beams", "repetition_penalty", "early_stopping", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "model_max_length"),
+    *("weight_bits", "input_bits", "sliding_window", "attention_bias", "mlp_bias", "rope_parameters", "rope_scaling"),
+    *("rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "max_window_layers"),
+    *("use_sliding_window", "quantization_config", "model_type", "length_penalty", "no_repeat_ngram_size"),
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -60,29 +110,54 @@ def parse_hf_config(raw: dict[str, Any], path: Path, allow_unquantized: bool = F
         raise ConfigError(error.message, path=path, field=error.field) from None
 
 
+class _Keys:
+    """The keys of a config.json. It remembers which were read: another key may change the arithmetic."""
+
+    def __init__(self, raw: dict[str, Any], defaults: dict[str, Any]) -> None:
+        self.raw, self.defaults = raw, defaults
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value; if the key is absent transformers' default for the class; if that is absent or null `default`."""
+        self.read.add(key)
+        value = self.raw.get(key, self.defaults.get(key))
+        return default if value is None else value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above zero; ConfigError names the key."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise ConfigError(f"expected a number above 0, got {value!r}", field=key)
+        return float(value)
+
+    def token_ids(self, key: str) -> Any:
+        """The value; but not a class's default id that is beyond a smaller vocabulary."""
+        value, vocab = self.get(key), self.raw["vocab_size"]
+        beyond = key not in self.raw and _is_int(vocab) and _is_int(value) and value >= vocab
+        return None if beyond else value
+
+    def refuse_unknown(self) -> None:
+        """Raises ConfigError for a key with a value that nothing has read."""
+        for key, value in self.raw.items():
+            harmless = key in _HARMLESS or key.startswith("_") or key.endswith("_dropout") or value in (None, [], {})
+            if not harmless and key not in self.read:
+                message = f"is unknown for a model of type {self.raw['model_type']!r} and may change what it computes: "
+                raise ConfigError(message + "if it does not, remove it from config.json", field=key[:100])
+
+
 def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
-        raise ConfigError(
-            f"expected one of {', '.join(_CLASS_DEFAULTS)}, got {model_type!r}: other architectures are not supported",
-            field="model_type",
-        )
-    defaults = _CLASS_DEFAULTS[model_type]
-
-    def get(key: str, default: Any = None) -> Any:
-        """The value; if the key is absent transformers' default for the class; if that is absent or null `default`."""
-        value = raw.get(key, defaults.get(key))
-        return default if value is None else value
-
-    def token_ids(key: str) -> Any:
-        """The value; but not a class's default id that is beyond a smaller vocabulary."""
-        value, vocab = get(key), raw["vocab_size"]
-        beyond = key not in raw and _is_int(vocab) and _is_int(value) and value >= vocab
-        return None if beyond else value
-
+        others = "other architectures are"
+        reason = next((reason for part, reason in _NOT_DONE.items() if part in str(model_type)), others)
+        expected = ", ".join(_CLASS_DEFAULTS)
+        raise ConfigError(f"expected one of {expected}, got {model_type!r}: {reason} not supported", field="model_type")
+    keys = _Keys(raw, _CLASS_DEFAULTS[model_type])
+    get = keys.get
     for key in _REQUIRED:
         if raw.get(key) is None:
             raise ConfigError("is required and absent", field=key)
+        keys.read.add(key)
     one_bit_llm = "weight_bits" in raw or "input_bits" in raw
     quantization = _one_bit_llm_quantization(raw) if one_bit_llm else _quantization(raw.get("quantization_config"))
     if model_type == "bitnet" and quantization is None and not allow_unquantized:
@@ -94,33 +169,155 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
         )
     heads = raw["num_attention_heads"]
     kv_heads = get("num_key_value_heads", heads)
-    head_dim = raw.get("head_dim")
+    head_dim = get("head_dim") if "head_dim" not in raw else raw["head_dim"]
+    keys.read.add("head_dim")
     if head_dim is None:
         hidden = raw["hidden_size"]
         if not _is_int(hidden) or not _is_int(heads) or heads < 1 or hidden % heads:
             message = f"is absent, and hidden_size {hidden!r} is no multiple of {heads!r} heads"
             raise ConfigError(message, field="head_dim")
         head_dim = hidden // heads
-    eos = token_ids("eos_token_id")
+    eos = keys.token_ids("eos_token_id")
     max_positions = get("max_position_embeddings")
-    return ModelConfig(
-        model_type=model_type,
+    activation = "hidden_activation" if model_type == "gemma3_text" else "hidden_act"
+    fields: dict[str, Any] = {
+        "model_type": model_type,
         **{key: raw[key] for key in _REQUIRED},
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        activation=activation_name(get("hidden_act", "silu"), "hidden_act"),
-        norm_eps=get("rms_norm_eps"),
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=get("tie_word_embeddings", False),
-        sub_norms=model_type == "bitnet" or one_bit_llm,
-        attention_bias=get("attention_bias", False) if model_type != "mistral" else False,
-        mlp_bias=get("mlp_bias", False) if model_type == "llama" else False,
-        sliding_window=get("sliding_window") if model_type == "mistral" else None,
-        rope=_rope(raw, get("rope_theta", 10000.0), max_positions),
-        quantization=quantization,
-        bos_token_id=token_ids("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    )
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "activation": activation_name(get(activation, "silu"), activation),
+        "norm_eps": get("rms_norm_eps"),
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": get("tie_word_embeddings", False),
+        "sub_norms": model_type == "bitnet" or one_bit_llm,
+        "attention_bias": get("attention_bias", False) if model_type != "mistral" else False,
+        "mlp_bias": get("mlp_bias", False) if model_type == "llama" else False,
+        "quantization": quantization,
+        "bos_token_id": keys.token_ids("bos_token_id"),
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    }
+    if model_type != "gemma3_text":
+        fields["rope"] = _rope(raw, get("rope_theta", 10000.0), max_positions)
+    if model_type in _OF_FAMILY:
+        fields |= _OF_FAMILY[model_type](keys)
+    _check_layer_types(keys, fields.get("layer_types", ()))
+    keys.refuse_unknown()
+    return ModelConfig(**fields)
+
+
+# -- what a family has beyond LLaMA: fields of `ModelConfig` -----------------------------------------------------------
+
+
+def _bitnet(keys: _Keys) -> dict[str, Any]:
+    """With use_sub_norms false a checkpoint is "weight-only": no sub-norms, and activations are not quantised."""
+    sub_norms = keys.get("use_sub_norms", True)
+    if sub_norms is True:
+        return {}
+    if sub_norms is not False:
+        raise ConfigError(f"expected true or false, got {sub_norms!r}", field="use_sub_norms")
+    quantization = _quantization(keys.raw.get("quantization_config"))
+    return {"sub_norms": False, "quantization": quantization and replace(quantization, int8_activations=False)}
+
+
+def _mistral(keys: _Keys) -> dict[str, Any]:
+    return {"sliding_window": keys.get("sliding_window")}
+
+
+def _qwen2(keys: _Keys) -> dict[str, Any]:
+    """Biases on q, k and v; from layer max_window_layers on a window, where use_sliding_window says so."""
+    return {"attention_bias": True, "o_proj_bias": False, **_window_of_qwen(keys)}
+
+
+def _qwen3(keys: _Keys) -> dict[str, Any]:
+    return {"qk_norms": True, **_window_of_qwen(keys)}
+
+
+def _window_of_qwen(keys: _Keys) -> dict[str, Any]:
+    window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
+    if window is None:
+        return {}
+    first, layers = keys.get("max_window_layers"), _count(keys, "num_hidden_layers")
+    by_default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return _layer_types(window, keys.get("layer_types", by_default))
+
+
+def _gemma3(keys: _Keys) -> dict[str, Any]:
+    """Norms of q and k and of each block's result; layers of two kinds, each with its RoPE; a scaled embedding."""
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if (value := keys.get(key)) not in (None, False):
+            raise ConfigError(f"{value!r} is not supported for gemma3_text; expected null", field=key)
+    pattern = keys.get("_sliding_window_pattern", keys.get("sliding_window_pattern", 6))
+    if not _is_int(pattern) or pattern < 1:
+        raise ConfigError(f"expected a number of layers, got {pattern!r}", field="sliding_window_pattern")
+    layers = _count(keys, "num_hidden_layers")
+    by_default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    head_dim, scalar = keys.get("head_dim"), keys.number("query_pre_attn_scalar")
+    cap = keys.get("final_logit_softcapping")
+    both = keys.raw.get("rope_parameters")
+    both = both if isinstance(both, dict) and {"full_attention", "sliding_attention"} & both.keys() else {}
+    old = {key: keys.raw[key] for key in ("rope_scaling", "rope_parameters")[: 1 if both else 2] if key in keys.raw}
+    full, local = ({"rope_parameters": both.get(kind) or {}} for kind in ("full_attention", "sliding_attention"))
+    rope = _rope(full | old, keys.get("rope_theta"), keys.get("max_position_embeddings"))
+    local_rope = _rope(local, keys.get("rope_local_base_freq"), keys.get("max_position_embeddings"))
+    return {
+        **_layer_types(keys.get("sliding_window"), keys.get("layer_types", by_default)),
+        "o_proj_bias": True,
+        "qk_norms": True,
+        "post_norms": True,
+        "rope": rope,
+        "local_rope": None if local_rope == rope else local_rope,
+        # written so that it is exactly 1 where the scalar is head_dim, as it nearly always is
+        "query_scale": 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar) if _is_int(head_dim) else 1.0,
+        "embedding_scale": math.sqrt(_count(keys, "hidden_size")),
+        "logit_softcap": None if cap is None else keys.number("final_logit_softcapping"),
+    }
+
+
+def _minicpm(keys: _Keys) -> dict[str, Any]:
+    """mu-P's three factors: of the embedding, of each block's result, of the head's input."""
+    layers, hidden = _count(keys, "num_hidden_layers"), _count(keys, "hidden_size")
+    if keys.get("mup_denominator", layers) != layers:
+        message = f"expected num_hidden_layers ({layers}), got {keys.get('mup_denominator')!r}"
+        raise ConfigError(message, field="mup_denominator")
+    return {
+        "embedding_scale": keys.number("scale_emb", 1.0),
+        "residual_scale": keys.number("scale_depth", 1.0) / math.sqrt(layers),
+        "head_scale": keys.number("dim_model_base", 1.0) / hidden,
+    }
+
+
+_OF_FAMILY: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "bitnet": _bitnet,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
+    "minicpm": _minicpm,
+}
+
+
+def _count(keys: _Keys, key: str) -> int:
+    value = keys.get(key)
+    if not _is_int(value) or not 1 <= value <= MAX_CONFIG_BYTES:
+        raise ConfigError(f"expected a whole number from 1 to {MAX_CONFIG_BYTES}, got {value!r}", field=key)
+    return int(value)
+
+
+def _layer_types(window: Any, types: Any) -> dict[str, Any]:
+    """Fields of layers that are not all alike, or of a window that all have or none."""
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ConfigError(f"expected a list of names, got {types!r}"[:200], field="layer_types")
+    if set(types) == {"full_attention"}:
+        return {}
+    alike = set(types) == {"sliding_attention"}
+    return {"sliding_window": window, "layer_types": () if alike else tuple(types)}
+
+
+def _check_layer_types(keys: _Keys, taken: tuple[str, ...]) -> None:
+    """ConfigError for types of layers that this family's class does not compute."""
+    given = keys.get("layer_types")
+    if given is not None and not taken and (not isinstance(given, list) or len({*map(str, given)}) > 1):
+        raise ConfigError(f"layers of several kinds are not supported here, got {given!r}"[:200], field="layer_types")
 
 
 def _is_int(value: Any) -> bool:
@@ -153,6 +350,9 @@ def _quantization(raw: Any) -> QuantizationConfig | None:
     if not isinstance(skipped, list) or not all(isinstance(name, str) and name for name in skipped):
         raise ConfigError(f"expected a list of names, got {skipped!r}", field=f"{field}.modules_to_not_convert")
     keys = ("linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps")
+    for key, value in raw.items():
+        if key not in (*keys, "quant_method", "modules_to_not_convert") and not key.startswith("_") and value:
+            raise ConfigError("is unknown and may change what is computed", field=f"{field}.{key}"[:100])
     given = {key: raw[key] for key in keys if raw.get(key) is not None}
     return QuantizationConfig(modules_to_not_convert=tuple(skipped), **given)
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError, TokenizerError
+from ...errors import ConfigError, FormatError, TokenizerError
 from ...reference import quantization
-from ...reference.config import ModelConfig
+from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
@@ -23,10 +24,12 @@ from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_s
 from ..names import hf_module, hf_modules
 from ..packing import pack_from_hf
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
-from .config import read_hf_config
+from .config import NORMS_ADD_ONE, read_hf_config
 
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")  # of the names of all parts but the head
+_POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -43,6 +46,7 @@ class CheckpointTensors(Closeable):
         except BaseException:
             self.close()
             raise
+        self.prefix = next((each for each in _PREFIXES if f"{each}embed_tokens.weight" in self), _PREFIXES[0])
 
     def close(self) -> None:
         self._stack.close()
@@ -59,6 +63,14 @@ class CheckpointTensors(Closeable):
 
     def path_of(self, name: str) -> Path:
         return self._files[name].path
+
+    def module(self, name: str) -> str:
+        """The file's name of a part, without ".weight"."""
+        return self.rename(hf_module(name))
+
+    def rename(self, module: str) -> str:
+        """transformers' name of a module as these files have it: a model saved without its head has no "model."."""
+        return self.prefix + module.removeprefix("model.") if module.startswith("model.") else module
 
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:
         """The tensor's bytes in order, at most `size` at a time. Each block overwrites the one before."""
@@ -125,6 +137,17 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in weight_map.items()}
 
 
+def _pooling(path: Path) -> str | None:
+    """How an embedding model of sentence-transformers pools, if the folder says so. Raises ConfigError."""
+    if not path.is_file():
+        return None
+    raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES)
+    modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ConfigError(f"expected one of {', '.join(_POOLINGS)} to be true, got {modes}", path=path)
+    return _POOLINGS[modes[0]]
+
+
 class HfCheckpoint(Checkpoint):
     """A Hugging Face folder, or one .safetensors file in such a folder.
 
@@ -136,6 +159,8 @@ class HfCheckpoint(Checkpoint):
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized
         self.config = config or read_hf_config(self.folder / "config.json", allow)
+        if (pooling := _pooling(self.folder / "1_Pooling" / "config.json")) is not None:
+            self.config = replace(self.config, pooling=pooling)
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names
@@ -143,6 +168,10 @@ class HfCheckpoint(Checkpoint):
             self.close()
             message = f"{self.folder / 'config.json'} says {layers} layers, and there are {len(names)} tensors"
             raise FormatError(message, path=self.tensors.main, field="num_hidden_layers")
+        if self.config.quantization is None and any(name.endswith("q_proj.norm.weight") for name in names):
+            # BitNet-Embedding: masters of BitLinears, each with a norm inside, which only the tensors' names show
+            online = QuantizationConfig("autobitlinear", "online", use_rms_norm=True)
+            self.config = replace(self.config, quantization=online)
         self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
         self.evidence: list[str] = []
 
@@ -153,22 +182,24 @@ class HfCheckpoint(Checkpoint):
         return self.tensors.fail(tensor, message)
 
     def embedding(self) -> DenseWeight:
-        tensor = f"{hf_module('embedding')}.weight"
+        tensor = f"{self.tensors.module('embedding')}.weight"
         return DenseWeight(self.tensors.take(tensor, linear_shape(self.config, "embedding")))
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        tensors = [f"{module}.weight" for module in hf_modules(name)]
+        tensors = [f"{self.tensors.rename(module)}.weight" for module in hf_modules(name, self.config.post_norms)]
         stored = next((tensor for tensor in tensors if tensor in self.tensors), tensors[0])
-        return self._vector(stored, norm_size(self.config, name))
+        weight = self._vector(stored, norm_size(self.config, name))
+        return weight + np.float32(1.0) if self.config.model_type in NORMS_ADD_ONE else weight
 
     def linear(self, name: str) -> LinearWeight:
-        module = hf_module(name)
+        module = self.tensors.module(name)
         out_features, in_features = linear_shape(self.config, name)
         bias = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
         if not is_ternary(self.config, name):
             return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias)
-        eps = self.input_norm_eps
-        input_norm = None if eps is None else InputNorm(self._vector(f"{module}.rms_norm.weight", in_features), eps)
+        eps, inner = self.input_norm_eps, f"{module}.rms_norm.weight"
+        inner = inner if inner in self.tensors else f"{module}.norm.weight"  # BitNet-Embedding's name of it
+        input_norm = None if eps is None else InputNorm(self._vector(inner, in_features), eps)
         if self._scale_convention == "absmean":
             w = self.tensors.take(f"{module}.weight", (out_features, in_features)).astype(np.float32)
             w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)
@@ -185,20 +216,19 @@ class HfCheckpoint(Checkpoint):
     def master(self, name: str) -> NDArray | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
             return None
-        w = self.tensors.take(f"{hf_module(name)}.weight", linear_shape(self.config, name))
+        w = self.tensors.take(f"{self.tensors.module(name)}.weight", linear_shape(self.config, name))
         return w if quantization.split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = f"{hf_module(name)}.weight"
+        tensor = f"{self.tensors.module(name)}.weight"
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]
 
-    def tied_head(self, embedding: DenseWeight) -> DenseWeight:
+    def check_tied_head(self, embedding: DenseWeight) -> None:
         name = "lm_head.weight"
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
             raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
-        return embedding
 
     def finish(self) -> None:
         unused = [name for name in self.tensors.names if name not in self.taken]

@@ -50,6 +50,7 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     Raises ConfigError for what no Hugging Face config can say, and for an hf-packed matrix whose number of outputs is
     no multiple of 4.
     """
+    checkpoint.refuse_extras("Hugging Face")
     masters = kind == "hf-bf16" and _has_masters(checkpoint)
     quantization = hf_quantization(checkpoint, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
@@ -142,6 +143,7 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
     if quantization is not None:
         skipped = {"modules_to_not_convert": list(quantization.modules_to_not_convert)}
         out["quantization_config"] = {"quant_method": "bitnet", **asdict(quantization), **skipped}
+        out["quantization_config"].pop("int8_activations")
     return out
 
 

@@ -82,6 +82,7 @@ class DecoderGraph:
     """Builds the graph of one model, reading its checkpoint one matrix at a time."""
 
     def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
+        checkpoint.refuse_extras("ONNX")
         self.source, self.cfg, self.g = checkpoint, checkpoint.config, GraphBuilder(add_tensor)
         self._tick = ticker(progress, part_count(self.cfg))
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears
@@ -136,7 +137,7 @@ class DecoderGraph:
         embedding = self.source.embedding()
         self._tick()
         if self.cfg.tie_word_embeddings:
-            self.source.tied_head(embedding)
+            self.source.check_tied_head(embedding)
         return self.g.weight(f"{hf_module('embedding')}.weight", embedding.array), embedding.array.dtype
 
     def rope_tables(self) -> tuple[str, str]:

@@ -76,13 +76,12 @@ class OnnxCheckpoint(Checkpoint):
         packed, scale = self._ternary(name, matrix.astype(np.float32))
         return TernaryWeight(packed, shape[1], scale, bias, self._input_norm(name, shape[1]))
 
-    def tied_head(self, embedding: DenseWeight) -> DenseWeight:
+    def check_tied_head(self, embedding: DenseWeight) -> None:
         node = None if self.names is None else self.names.linears.get("lm_head")
         if node is not None:
             head = self._matrix("lm_head", self.constants.matrix(node), embedding.shape)
             if not np.array_equal(head.astype(np.float32), embedding.array.astype(np.float32)):
                 raise self.file.fail("lm_head", "differs from the embedding, but the configuration says they are tied")
-        return embedding
 
     def finish(self) -> None:
         if self.names is None:

@@ -6,6 +6,7 @@ commit, compared with the hub's sizes and hashes, and opened before they enter t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FormatError, HubError, RegistryError
+from ...system.atomic import DISK_FULL, check_space
 from ...system.json_file import open_regular, stays_inside
 from ..hf.folder import SINGLE_FILE
 from ..native.model import NativeCheckpoint
@@ -27,6 +29,8 @@ from .store import Entry, Notice, Reference, Store, choose_files, parse_referenc
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
+# OSErrors of the disk, not of the network
+_OF_THE_DISK = (*DISK_FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.ENOTDIR)
 INSTALL = "pip install 'bitnet-ref[hub]'"
 Files = dict[str, dict[str, Any]]  # name -> {"size": bytes, "sha256": hexadecimal}
 Version = tuple[str | None, str | None]  # (revision as requested, its commit); None for a local model
@@ -70,7 +74,7 @@ def pull(
         for old in reversed(store.entries()):  # the same files may be there under another name or revision
             if (old.origin, old.commit, sorted(old.files)) == (wanted.name, commit, names) and store.path(old).exists():
                 return store.commit(staged, replace(old, name=local.name, revision=revision, time=now()))
-        _check_space(staged, sum(listed[each].size or 0 for each in names))
+        check_space(staged, sum(listed[each].size or 0 for each in names))
         for number, each in enumerate(names):
             if progress is not None:
                 progress(each, number + 1, len(names))
@@ -81,7 +85,7 @@ def pull(
                 shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
         received = file_facts(staged, names)
         try:
-            _compare(received, listed, reference)
+            _compare(staged, received, listed, reference)
             entry = new_entry(staged, received, main, local.name, "hub", wanted.name, (revision, commit))
         except Exception:
             shutil.rmtree(staged)  # so that it is not continued
@@ -109,6 +113,7 @@ def add(path: str | os.PathLike[str], name: str, *, file: str | None = None, sto
         if not stays_inside(folder, folder / each):
             raise RegistryError(f"{str(folder / each)!r} is a link out of the folder")
     with store.staging(f"add-{os.urandom(8).hex()}") as staged:
+        check_space(staged, sum((folder / each).stat().st_size for each in names))
         for each in names:
             shutil.copyfile(folder / each, staged / each)
         entry = new_entry(staged, file_facts(staged, names), main, reference.name, "local", str(source.resolve()))
@@ -185,7 +190,10 @@ def _explain_errors(hub: Any, wanted: Reference) -> Iterator[None]:
         raise HubError(f"the hub did not give {wanted}: {_first_line(problem)}") from problem
     except errors.HFValidationError as problem:
         raise RegistryError(f"{wanted} is no name on the hub: {_first_line(problem)}") from problem
-    except Exception as problem:  # the client's HTTP library has changed its name, and its errors', more than once
+    except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno in _OF_THE_DISK:
+            raise
+        # the client's HTTP library has changed its name, and its errors', more than once
         raise HubError(f"the hub cannot be reached: {_first_line(problem)}; what was pulled still loads") from problem
 
 
@@ -194,20 +202,26 @@ def _first_line(problem: BaseException) -> str:
     return lines[0][:300] if lines else type(problem).__name__
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        message = f"{needed} bytes are to be fetched, and {free} are free in {folder}; BITNET_REF_HOME moves it"
-        raise RegistryError(message)
-
-
-def _compare(received: Files, listed: dict[str, Any], reference: str) -> None:
+def _compare(folder: Path, received: Files, listed: dict[str, Any], reference: str) -> None:
+    """FormatError if a file has another size or hash than the hub lists: SHA-256 for LFS files, else Git's."""
     for name, facts in received.items():
         expected = listed[name]
-        lfs = getattr(expected, "lfs", None)
+        lfs, blob_id = getattr(expected, "lfs", None), getattr(expected, "blob_id", None)
         if expected.size is not None and expected.size != facts["size"]:
             message = f"{name} of {reference} has {facts['size']} bytes, and the hub says {expected.size}"
             raise FormatError(message, field=name)
         if lfs is not None and lfs.sha256 != facts["sha256"]:
             message = f"{name} of {reference} is not what the hub says (SHA-256 differs); pull again"
             raise FormatError(message, field=name)
+        if lfs is None and blob_id is not None and blob_id != git_blob_id(folder / name):
+            message = f"{name} of {reference} is not what the hub says (its Git hash differs); pull again"
+            raise FormatError(message, field=name)
+
+
+def git_blob_id(path: Path) -> str:
+    """The SHA-1 by which Git, and so the hub's listing, names the content of a file."""
+    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with open_regular(path, FormatError) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

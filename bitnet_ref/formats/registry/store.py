@@ -6,11 +6,11 @@
     incoming/<key>/    a download or copy in progress, with <key>.lock held by its process
 
 A crash leaves the old index or the new one. Folders that no entry names are removed when the index next changes.
+On a full disk they are removed before: `rm` needs no space. Raises StorageError for what the system refuses.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,9 +23,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...errors import FormatError, RegistryError
-from ...system.atomic import CAN_LOCK, atomic_path, lock_file, sync
-from ...system.json_file import read_json_object
+from ...errors import FormatError, RegistryError, StorageError
+from ...system.atomic import CAN_LOCK, DISK_FULL, explain_os_errors, lock_file, sync
+from ...system.json_file import read_json_object, write_json
 from ..checkpoint import TOKENIZER_FILES
 from ..hf.folder import INDEX_FILE, SINGLE_FILE
 from ..native.model import SUFFIX as NATIVE_SUFFIX
@@ -212,35 +212,62 @@ class Store:
     @contextmanager
     def _changing(self) -> Iterator[list[Entry]]:
         """The entries, for the caller to change in place under the lock. Then writes them and removes other folders."""
-        self._make()
-        with locked(self.root / "lock"):
-            entries = self.entries()
-            yield entries
-            with atomic_path(self.index_path) as temporary:
-                value = {"version": INDEX_VERSION, "entries": [asdict(entry) for entry in entries]}
-                temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-            named = {entry.digest for entry in entries}
-            for folder in self.models.iterdir() if self.models.exists() else ():
+        with explain_os_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            with locked(self.root / "lock"):
+                entries = self.entries()
+                try:
+                    yield entries
+                    self._write_index(entries)
+                except BaseException:
+                    with suppress(FormatError):
+                        self._remove_others(self.entries())  # a copy that got no name
+                    raise
+                self._remove_others(entries)
+
+    def _write_index(self, entries: Sequence[Entry]) -> None:
+        value = {"version": INDEX_VERSION, "entries": [asdict(entry) for entry in entries]}
+        try:
+            write_json(self.index_path, value)
+        except StorageError as problem:
+            if problem.errno not in DISK_FULL:
+                raise
+            # Killed after this, the index names files that are gone: `find` says so, and `rm` and `pull` mend it.
+            self._remove_others(entries)
+            write_json(self.index_path, value)
+
+    def _remove_others(self, entries: Sequence[Entry]) -> None:
+        """Remove the folders that no entry names. What cannot be removed now is left to the next change."""
+        named = {entry.digest for entry in entries}
+        with suppress(OSError):
+            for folder in self.models.iterdir():
                 if folder.name not in named:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    removed = folder.with_name(f"{os.urandom(8).hex()}.removed")
+                    with suppress(OSError):
+                        os.rename(folder, removed)  # a part of a model never has the model's name
+                        shutil.rmtree(removed)
 
     @contextmanager
     def staging(self, key: str, notice: Notice | None = None) -> Iterator[Path]:
         """A locked folder for the caller to fill. If the key begins with "pull-", the folder survives an interrupt."""
-        self._make()
-        self.incoming.mkdir(exist_ok=True)
-        self.sweep()
-        with locked(self.incoming / f"{key}.lock", notice):
-            folder = self.incoming / key
-            folder.mkdir(exist_ok=True)
+        folder, lock = self.incoming / key, self.incoming / f"{key}.lock"
+        with explain_os_errors(self.root):
+            self.incoming.mkdir(parents=True, exist_ok=True)
+            self.sweep()
             try:
-                yield folder
+                with locked(lock, notice):
+                    folder.mkdir(exist_ok=True)
+                    yield folder
+                    self._remove_staged(folder, lock)
             except BaseException:
                 if not key.startswith("pull-"):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    self._remove_staged(folder, lock)
                 raise
-            shutil.rmtree(folder, ignore_errors=True)
-            (self.incoming / f"{key}.lock").unlink(missing_ok=True)
+
+    def _remove_staged(self, folder: Path, lock: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # `sweep` removes it later
+            lock.unlink()
 
     def sweep(self) -> None:
         """Remove the remains of interrupted processes: copies at once, downloads after a day."""
@@ -248,15 +275,7 @@ class Store:
             with suppress(OSError), locked(lock, block=False):
                 stale = time.time() - lock.stat().st_mtime > KEEP_DOWNLOADS_S
                 if stale or not lock.name.startswith("pull-"):
-                    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                    lock.unlink(missing_ok=True)
-
-    def _make(self) -> None:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            message = f"the store {self.root} cannot be made ({problem.strerror}); BITNET_REF_HOME names another place"
-            raise RegistryError(message) from problem
+                    self._remove_staged(lock.with_suffix(""), lock)
 
 
 @contextmanager
@@ -278,7 +297,8 @@ def locked(path: Path, notice: Notice | None = None, *, block: bool = True) -> I
             yield
             return
         finally:
-            os.close(file)
+            with suppress(OSError):
+                os.close(file)
 
 
 def find(name: str) -> Path | None:

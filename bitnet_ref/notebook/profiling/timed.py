@@ -55,8 +55,7 @@ class StepTimer:
         self.names = {id(weights.final_norm): "final_norm"}
         for index, layer in enumerate(weights.layers):
             self.names[id(layer)] = f"blocks.{index}"
-            norms = ("attn_norm", "attn_sub_norm", "ffn_norm", "ffn_sub_norm")
-            self.names |= {id(norm): name for name in norms if (norm := getattr(layer, name)) is not None}
+            self.names |= {id(norm): name for name, norm in layer.norms()}
         for name, weight in weights.linears():
             self.names[id(weight)] = name.rpartition(".")[2]
 
@@ -94,7 +93,7 @@ class OpClock:
 
     def __init__(self, be: Backend, names: dict[int, str], batch: TokenBatch, cache: KVCache, cfg: ModelConfig) -> None:
         self.synchronize, self.names = be.synchronize, names
-        self.kind, attended = describe_batch(batch.on_host, cfg.sliding_window)
+        self.kind, attended = describe_batch(batch.on_host, cfg.widest_window)
         self.cache_bytes = attended * cache.bytes_per_token // cache.layers  # of one layer
         self.forward = self.node = OpTime("forward", calls=1)
         self.block = ""

@@ -39,6 +39,7 @@ PLAIN_FILTERS = """
 _PRODUCT_METHODS = {"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim"}
 _BY_ATTRIBUTE = {"map", "max", "min", "rejectattr", "selectattr", "sort", "unique"}
 _MAX_ATTRIBUTE = 256
+_MAX_TITLE = 1 << 16  # characters; it cuts the text into words in one call, which holds the interpreter
 _GLANCES = {"count", "d", "default", "first", "last", "length"}  # do not walk their argument
 
 # A width, as in %9999999d, pads to any length.
@@ -106,9 +107,8 @@ def _make_paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 budget.read(item)
         if name in _BY_ATTRIBUTE:
             _pay_attribute(value, *(args if name != "map" else ()), kwargs.get("attribute"))
-        elif name == "title":
-            budget.read([value])
-            budget.step(len(value) if isinstance(value, str) else 0)  # a piece of Python for each word
+        elif name == "title" and isinstance(value, str) and len(value) > _MAX_TITLE:
+            raise LimitError(f"title takes at most {_MAX_TITLE} characters")
         pay_search(name, value, *args, *kwargs.values())
         passed = {_PassArg.eval_context: context.eval_ctx, _PassArg.environment: context.environment}
         extra = () if wants is None else (passed.get(wants, context),)

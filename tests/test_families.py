@@ -1,0 +1,315 @@
+"""The ternary families of 2026 against transformers, against themselves on every path, and against plain formulas."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import BITNET, DATA, TINY, model, rng, tiny_tensors, write_checkpoint
+from safetensors.numpy import load_file
+
+import bitnet_ref
+from bitnet_ref.backends import choose_backend
+from bitnet_ref.crossval.paths import check_paths
+from bitnet_ref.errors import BackendUnavailable, ConfigError
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.hf.config import parse_hf_config
+from bitnet_ref.inspection import inspect_model
+from bitnet_ref.reference import layers, quantization
+from bitnet_ref.reference.config import ModelConfig
+from bitnet_ref.reference.weights import GroupTernaryWeight
+
+FAMILIES = DATA / "families"
+CASES = sorted(folder.name for folder in FAMILIES.iterdir())
+TOLERANCE = {"logits": 3e-4, "embedding": 2e-5}
+
+
+def case_of(name, backend="numpy", dtype="float32"):
+    if backend == "cupy" and "gemma" in name:
+        pytest.skip("cupy refuses Gemma: see test_cupy_refuses_by_name")
+    return model(FAMILIES / name, backend, dtype=dtype), load_file(FAMILIES / name / "golden.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers(case, backend_name):
+    m, expected = case_of(case, backend_name)
+    tokens = expected["tokens"]
+    logits, seen = m.run_with_cache(tokens, ["*.hook_resid_pre", "ln_final.hook_normalized"])
+    np.testing.assert_array_equal(logits, m.logits(tokens))
+    for i, hidden in enumerate(seen.values()):
+        np.testing.assert_allclose(hidden, expected[f"hidden.{i}"], rtol=0, atol=TOLERANCE["logits"], err_msg=str(i))
+    if "logits" in expected:
+        np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE["logits"])
+    if "embedding" in expected:
+        np.testing.assert_allclose(m.embed(tokens), expected["embedding"], rtol=0, atol=TOLERANCE["embedding"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float64(case):
+    m, expected = case_of(case, dtype="float64")
+    if "logits64" in expected:
+        np.testing.assert_allclose(m.logits(expected["tokens"]), expected["logits64"], rtol=0, atol=3e-4)
+    else:
+        np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_path(case, backend_name):
+    reference, _ = case_of(case)
+    case_of(case, backend_name)
+    tokens = rng(7).integers(0, reference.config.vocab_size, 20).tolist()
+    checks = check_paths(lambda **settings: choose_backend(backend_name, threads=2, **settings), reference, tokens)
+    assert len(checks) > 12
+    assert [(each.path, each.detail) for each in checks if not each.passed] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_native_file_is_the_same_model(case, tmp_path):
+    m, expected = case_of(case)
+    path = tmp_path / "x.bitnet.safetensors"
+    convert(FAMILIES / case, path, "native")
+    again = bitnet_ref.load(path, backend="numpy")
+    assert again.config == m.config
+    np.testing.assert_array_equal(again.logits(expected["tokens"]), m.logits(expected["tokens"]))
+    for kind in ("hf-bf16", "gguf-f16", "onnx"):
+        with pytest.raises(ConfigError, match="native"):
+            convert(FAMILIES / case, tmp_path / f"{kind}.gguf" if "gguf" in kind else tmp_path / kind, kind)
+
+
+def test_cupy_refuses_by_name():
+    be = choose_backend("numpy")
+    from bitnet_ref.backends.cuda.backend import CupyBackend
+
+    with pytest.raises(BackendUnavailable, match=r"scaled embeddings.*gelu_tanh of gemma3_text.*cython"):
+        CupyBackend.check_config(be, model(FAMILIES / "embedding-gemma3").config)
+
+
+# -- ternary by groups -------------------------------------------------------------------------------------------------
+
+
+def grouped(n, k, group, dtype, seed=0):
+    generator = rng(seed, n, k)
+    scales = (generator.random((n, -(-k // group))) + 0.5).astype(dtype)
+    w_t = generator.integers(-1, 2, (n, k))
+    w_t[:, ::group] = 1  # so that no two groups could be one
+    return (w_t * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("k", "group"), [(256, 128), (256, 64), (512, 256), (192, 192), (192, 64), (180, 60), (300, 128)]
+)
+def test_groups_are_recognised(k, group, dtype):
+    w = grouped(7, k, group, dtype)
+    packed, scales, size = quantization.split_groups(w)
+    assert (size, scales.dtype) == (group, w.dtype)
+    weight = GroupTernaryWeight(packed, k, scales, size)
+    np.testing.assert_array_equal(weight.dense().array, w)
+    x = rng(3).standard_normal((4, k)).astype(np.float32)
+    y = quantization.group_matmul(x, packed, k, scales, size)
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    np.testing.assert_allclose(y, exact, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(y[2:3], quantization.group_matmul(x[2:3], packed, k, scales, size))
+
+
+def test_a_few_scales_for_the_rows_of_a_matrix():
+    """TriLM: one scale for each shard of the rows, which is one for each row."""
+    w = np.sign(rng(1).standard_normal((8, 96))) * np.repeat([0.5, 0.25], 4)[:, None]
+    _, scales, size = quantization.split_groups(w.astype(np.float16))
+    assert (size, scales[:, 0].tolist()) == (96, [0.5] * 4 + [0.25] * 4)
+
+
+@pytest.mark.parametrize("change", [lambda w: w * (1 + 1e-3 * np.arange(w.size).reshape(w.shape)), lambda w: w * 0])
+def test_other_matrices_stay_dense(change):
+    assert quantization.split_groups(change(grouped(7, 256, 128, np.float32)).astype(np.float32)) is None
+    late = grouped(9, 256, 128, np.float16)
+    late[8, 3:5] = (0.75, 0.8125)
+    assert quantization.split_groups(late) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ternary_embeddings_and_heads(tied, tmp_path):
+    config = {**TINY, "hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": tied}
+    tensors = tiny_tensors(config)
+    dense = bitnet_ref.load(write_checkpoint(tmp_path / "dense", config, tensors), backend="numpy")
+    matrices = [name for name, array in tensors.items() if array.ndim == 2]
+    tensors |= {name: grouped(*tensors[name].shape, 32, ml_dtypes.bfloat16, i) for i, name in enumerate(matrices)}
+    m = bitnet_ref.load(write_checkpoint(tmp_path / "ternary", config, tensors), backend="numpy")
+    weights = [m.weights.embedding, *(weight for _, weight in m.weights.linears())]
+    assert {type(weight) for weight in weights} == {GroupTernaryWeight}
+    assert m.weights.tied == tied
+    assert m.weights.nbytes < dense.weights.nbytes / 3
+    inspection = inspect_model(tmp_path / "ternary")
+    assert "a scale for 32 inputs, in 14 of 14 linears" in inspection.quantization
+
+
+# -- what a family has, against a plain formula ------------------------------------------------------------------------
+
+
+def logits_of(folder, config, tensors, dtype="float64"):
+    return bitnet_ref.load(write_checkpoint(folder, config, tensors), backend="numpy", dtype=dtype).logits([1, 5, 3, 2])
+
+
+def test_the_three_factors_of_minicpm(tmp_path):
+    """They can be folded into the weights of a LLaMA."""
+    config = {**TINY, "model_type": "minicpm", "tie_word_embeddings": False, "scale_emb": 12, "scale_depth": 1.4}
+    config["dim_model_base"] = 4
+    tensors = tiny_tensors(config, np.float64)
+    folded = {name: array.copy() for name, array in tensors.items()}
+    folded["model.embed_tokens.weight"] *= 12
+    folded["lm_head.weight"] *= 4 / 16
+    for name in tensors:
+        folded[name] *= 1.4 / 2**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+    as_f32 = [{name: array.astype(np.float32) for name, array in each.items()} for each in (tensors, folded)]
+    mine = logits_of(tmp_path / "a", config, as_f32[0])
+    np.testing.assert_allclose(mine, logits_of(tmp_path / "b", TINY, as_f32[1]), rtol=0, atol=1e-5)
+    assert not np.allclose(mine, logits_of(tmp_path / "c", TINY, as_f32[0]), atol=0.1)
+
+
+def test_weight_only(tmp_path):
+    """use_sub_norms false: the dense model of the same values, no sub-norm, no int8."""
+    config = {**BITNET, "use_sub_norms": False, "tie_word_embeddings": True}
+    tensors = {name: a for name, a in tiny_tensors(config).items() if "sub_norm" not in name}
+    m = bitnet_ref.load(write_checkpoint(tmp_path / "a", config, tensors), backend="numpy", dtype="float64")
+    assert {type(weight) for _, weight in m.weights.layers[0].linears()} == {GroupTernaryWeight}
+    dense = {name: a for name, a in tensors.items() if "proj" not in name}
+    for name, weight in m.weights.linears():
+        if name != "lm_head":
+            block, part = name.split(".")[1], {"attn": "self_attn"}.get(name.split(".")[2], "mlp")
+            dense[f"model.layers.{block}.{part}.{name.split('.')[3]}.weight"] = weight.dense().array
+    plain = {**TINY, "hidden_act": "relu2", "tie_word_embeddings": True, "rope_theta": 500000.0}
+    expected = logits_of(tmp_path / "b", plain, dense)
+    np.testing.assert_allclose(m.logits([1, 5, 3, 2]), expected, rtol=0, atol=1e-9)
+    again = tmp_path / "x.bitnet.safetensors"
+    convert(tmp_path / "a", again, "native")
+    np.testing.assert_array_equal(
+        bitnet_ref.load(again, backend="numpy", dtype="float64").logits([1, 5]), m.logits([1, 5])
+    )
+
+
+def changed_case(folder, case, **keys):
+    shutil.copytree(FAMILIES / case, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return bitnet_ref.load(folder, backend="numpy", dtype="float64")
+
+
+def test_soft_cap_and_query_scale_of_gemma(tmp_path, backend_name):
+    plain, golden = case_of("embedding-gemma3", dtype="float64")
+    tokens, cap = golden["tokens"].tolist(), 5.0
+    capped = changed_case(tmp_path / "cap", "embedding-gemma3", final_logit_softcapping=cap)
+    expected = cap * np.tanh(plain.logits(tokens) / cap)
+    np.testing.assert_allclose(capped.logits(tokens), expected, rtol=0, atol=1e-12)
+    assert capped.generate(tokens, max_tokens=4).token_ids == plain.generate(tokens, max_tokens=4).token_ids
+    if backend_name != "cupy":
+        fast = bitnet_ref.load(tmp_path / "cap", backend=backend_name)
+        np.testing.assert_allclose(fast.logits(tokens), expected, rtol=0, atol=3e-4)
+        assert (
+            fast.generate(tokens, max_tokens=4, logprobs=2).token_ids == plain.generate(tokens, max_tokens=4).token_ids
+        )
+    scaled = changed_case(tmp_path / "scale", "embedding-gemma3", query_pre_attn_scalar=16)
+    assert scaled.config.query_scale == 2  # sqrt(64 / 16)
+    q, k, scores = (
+        scaled.run_with_cache(tokens)[1][f"blocks.0.attn.hook_{name}"] for name in ("rot_q", "rot_k", "attn_scores")
+    )
+    np.testing.assert_allclose(scores[1, 2, 1], q[2, 1] @ k[1, 0] / 16**0.5, rtol=1e-10)
+
+
+def test_pooling(tmp_path):
+    m, golden = case_of("embedding-qwen3")
+    tokens = golden["tokens"].tolist()
+    rows = [tokens, tokens[:3], tokens[1:2]]
+    batch = m.embed(rows)
+    assert (batch.shape, batch.dtype) == ((3, 192), np.float32)
+    for row, vector in zip(rows, batch, strict=True):
+        np.testing.assert_array_equal(m.embed(row), vector)
+    np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1, rtol=1e-6)
+    shutil.copytree(FAMILIES / "embedding-qwen3", tmp_path / "mean")
+    (tmp_path / "mean" / "1_Pooling").mkdir()
+    pooling = tmp_path / "mean" / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({"word_embedding_dimension": 192, "pooling_mode_mean_tokens": True}))
+    mean = bitnet_ref.load(tmp_path / "mean", backend="numpy")
+    hidden = m.run_with_cache(tokens, "ln_final.hook_normalized")[1]["ln_final.hook_normalized"].mean(axis=0)
+    np.testing.assert_allclose(mean.embed(tokens), hidden / np.linalg.norm(hidden), rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(mean.embed(rows)[1], mean.embed(rows[1]))
+    pooling.write_text(json.dumps({"pooling_mode_cls_token": True}))
+    with pytest.raises(ConfigError, match="pooling_mode_lasttoken"):
+        bitnet_ref.load(tmp_path / "mean", backend="numpy")
+
+
+def test_embedding_a_text(monkeypatch):
+    m = model("storyteller")
+    ids = m.tokenizer.encode("Query: a cat")
+    np.testing.assert_array_equal(m.embed("a cat", prompt="Query: "), m.embed(ids))
+    text, others = list(range(2, 42)), [[5, 6, 7], [8] * 12]
+    expected = m.embed([text, *others])
+    monkeypatch.setattr(m.backend, "prompt_tokens", lambda config: 16)  # in pieces, and in several passes
+    np.testing.assert_array_equal(m.embed([text, *others]), expected)
+    np.testing.assert_array_equal(m.embed(text), expected[0])
+
+
+# -- config.json -------------------------------------------------------------------------------------------------------
+
+
+def parse(**keys) -> ModelConfig:
+    return parse_hf_config({**TINY, **keys}, FAMILIES)
+
+
+def test_a_key_that_may_change_the_arithmetic_is_refused():
+    for key, value in (("attention_multiplier", 0.5), ("use_rope", False), ("logit_scale", 2), ("num_experts", 8)):
+        with pytest.raises(ConfigError, match="may change what it computes") as caught:
+            parse(**{key: value})
+        assert caught.value.field == key
+    parse(architectures=["X"], transformers_version="5", attention_dropout=0.1, _note="x", resid_dropout=0.5, odd=None)
+    with pytest.raises(ConfigError, match="unknown") as caught:
+        parse(quantization_config={"quant_method": "bitnet", "group_size": 64})
+    assert caught.value.field == "quantization_config.group_size"
+
+
+def test_families_that_are_not_done_are_named():
+    for model_type, words in (("qwen3_moe", "mixture of experts"), ("gemma3", "vision"), ("mamba", "other architect")):
+        with pytest.raises(ConfigError, match=words) as caught:
+            parse(model_type=model_type)
+        assert caught.value.field == "model_type"
+
+
+def test_layers_of_qwen():
+    config = parse(model_type="qwen2")
+    assert (config.attention_bias, config.o_proj_bias, config.sliding_window) == (True, False, None)
+    config = parse(model_type="qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert (config.head_dim, config.layer_types) == (128, ("full_attention", "sliding_attention"))
+    assert (config.window_of(0), config.window_of(1), config.widest_window) == (None, 4, None)
+    everywhere = parse(model_type="qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    assert (everywhere.layer_types, everywhere.widest_window) == ((), 4)
+    with pytest.raises(ConfigError, match="layer_types"):
+        parse(model_type="qwen3", layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(ConfigError, match="layer_types"):
+        parse(model_type="qwen3", layer_types=["chunked_attention"] * 2, use_sliding_window=True)
+
+
+def test_layers_of_gemma():
+    old = parse(
+        model_type="gemma3_text", num_hidden_layers=7, sliding_window=8, rope_theta=7e5, rope_local_base_freq=5e3
+    )
+    assert old.layer_types.index("full_attention") == 5
+    assert (old.rope.theta, old.local_rope.theta, old.query_scale) == (7e5, 5e3, 1.0)
+    stretched = parse(model_type="gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert (stretched.rope.factor, stretched.rope_of_sliding.rope_type) == (8.0, "default")
+    for key, value in (("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True)):
+        with pytest.raises(ConfigError) as caught:
+            parse(model_type="gemma3_text", **{key: value})
+        assert caught.value.field == key
+    assert ModelConfig.from_dict(json.loads(json.dumps(old.to_dict()))) == old
+
+
+def test_files_of_before_have_no_new_fields():
+    assert set(parse().to_dict()) & {"qk_norms", "layer_types", "pooling", "head_scale"} == set()
+    with pytest.raises(ConfigError, match="layer_types"):
+        ModelConfig.from_dict(parse().to_dict() | {"layer_types": ["full_attention"]})
+
+
+def test_gelu_of_gemma():
+    x = np.linspace(-30, 30, 301)
+    expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    np.testing.assert_allclose(layers.gated(x, np.ones_like(x), "gelu_tanh"), expected, rtol=1e-12)
