@@ -75,7 +75,8 @@ class BuildPy(build_py):
     """build_py that also puts the repository's notebooks into the wheel, where `bitnet-ref lab` looks for them."""
 
     def notebooks(self) -> list[str]:
-        return [str(path) for path in sorted(Path("notebooks").glob("*")) if path.suffix in (".ipynb", ".py", ".md")]
+        suffixes = (".ipynb", ".py", ".md", ".txt")
+        return [str(path) for path in sorted(Path("notebooks").glob("*")) if path.suffix in suffixes]
 
     def run(self) -> None:
         super().run()

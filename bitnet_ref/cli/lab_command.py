@@ -84,7 +84,7 @@ def copy_notebooks(source: Path, target: Path, force: bool = False) -> Copied:
     with explain_os_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
-            if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md"):
+            if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md", ".txt"):
                 continue
             copy = target / file.name
             if copy.exists() and filecmp.cmp(copy, file, shallow=False):
