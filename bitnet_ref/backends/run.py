@@ -105,9 +105,8 @@ def run(
         except NumericsError:
             sound = False
         except MemoryError as error:
-            raise OutOfMemory(
-                f"a pass of {len(batch)} tokens: {error or 'no memory'}; compute fewer at a time"
-            ) from error
+            reason = str(error) or "no memory"
+            raise OutOfMemory(f"a pass of {len(batch)} tokens: {reason}; compute fewer tokens at a time") from error
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
 
