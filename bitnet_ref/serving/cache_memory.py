@@ -16,6 +16,7 @@ from ..generation.params import SamplingParams
 from ..reference.cache import KVCache
 from ..reference.config import ModelConfig
 from .engine_config import EngineConfig
+from .pages import PagePool
 
 CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
 LONG_CONTEXT = 1 << 17  # tokens of a request in the default cache, for models whose config claims more
@@ -91,3 +92,8 @@ def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
     cache = model.new_cache(slots, capacity, dtype=dtype, page_size=size, pages=pages)
     assert isinstance(cache, PagedKVCache)
     return cache
+
+
+def new_pool(cache: PagedKVCache, config: EngineConfig) -> PagePool:
+    """The pages of an empty cache."""
+    return PagePool(cache.pages, cache.page_size, config.prefix_sharing, complete=not cache.has_states)

@@ -27,10 +27,9 @@ from ..errors import (
 )
 from ..notebook.figures import StepRecord
 from ..notebook.live import RequestProgress
-from .cache_memory import new_cache
+from .cache_memory import new_cache, new_pool
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
 from .tickets import Delivery, Ticket, check_process, wake_readers
@@ -45,7 +44,7 @@ class Worker:
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         self.model, self.config, self.cache = model, config, (cache := new_cache(model, config))
-        self.pool = PagePool(cache.pages, cache.page_size, config.prefix_sharing)
+        self.pool = new_pool(cache, config)
         name = model.backend.name
         tried = config.fallback.index(name) + 1 if name in config.fallback else 0
         self._fallback = list(config.fallback[tried:])  # backends that have not been tried
@@ -356,7 +355,7 @@ class Worker:
         log.warning("the device failed (%s): backend %s goes on", error, model.backend.name)
         self.metrics.add("backend_restarts")
         self.model, self.cache = model, cache
-        self.pool = PagePool(cache.pages, cache.page_size, self.config.prefix_sharing)
+        self.pool = new_pool(cache, self.config)
         self._scheduler.start_again(self.pool, cache.slots)
         stepper = self._stepper
         stepper.model, stepper.cache, stepper.pool, stepper.is_sound = model, cache, self.pool, False
