@@ -12,6 +12,7 @@ from helpers import rng
 import bitnet_ref
 from bitnet_ref.formats.names import hf_module
 from bitnet_ref.reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from bitnet_ref.reference.quantization import quantize_activations, quantize_weights
 from bitnet_ref.reference.weights import linear_name
 from bitnet_ref.training import Trainer
 from bitnet_ref.training.optimizer import Schedule
@@ -112,6 +113,17 @@ def test_the_packed_model_is_the_package_s(tiny, masters, tmp_path, monkeypatch)
     for name, x_q in zip(names, integers, strict=True):
         assert np.array_equal(x_q, cache[name]), name
     assert np.abs(logits - expected).max() < 2e-5
+
+
+def test_ties_and_zeros_are_rounded_as_the_package_does(tiny):
+    for w in ([[0.5, -0.5, 1.5, -1.5, 1.0, -1.0]], [[0.0, 0.0]]):  # the first has scale 1
+        w_t, s = tiny.ternary(np.array(w, np.float32))
+        expected, expected_s = quantize_weights(np.array(w, np.float32))
+        assert np.array_equal(w_t, expected)
+        assert s == expected_s
+    x = np.array([[127.0, 0.5, 1.5, -0.5, -2.5], [0.0] * 5], np.float32)
+    for mine, expected in zip(tiny.absmax(x), quantize_activations(x), strict=True):
+        assert np.array_equal(mine, expected)
 
 
 def test_pack_is_undone_by_unpack(tiny):
