@@ -183,7 +183,7 @@ class Worker:
         """
         log.warning("the engine ran out of memory and starts over: %s", describe_error(error))
         asked, cached = self._scheduler.asked_tokens, self._scheduler.cached_tokens
-        self.pool = PagePool(self.cache.pages, self.cache.page_size, self.config.prefix_sharing)
+        self.pool = new_pool(self.cache, self.config)
         self._scheduler = self._new_scheduler()
         self._scheduler.asked_tokens, self._scheduler.cached_tokens = asked, cached
         self._stepper.pool, self._stepper.scheduler = self.pool, self._scheduler
