@@ -175,7 +175,7 @@ def expand_groups(
     packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int, dtype: DTypeLike
 ) -> NDArray:
     """The matrix itself: packed (N, ceil(K/4)), scales (N, ceil(K/group)) -> w (N, K) of `dtype`"""
-    table = _BYTE_TO_FLOAT.get(np.dtype(dtype).type, _BYTE_TO_TERNARY.astype(dtype))
+    table = _BYTE_TO_TERNARY.astype(dtype)
     w = np.ascontiguousarray(table[packed].reshape(len(packed), -1)[:, :in_features])
     if in_features % group:  # the last group is smaller
         return w * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
