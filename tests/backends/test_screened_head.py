@@ -45,7 +45,7 @@ def gaussian(n_rows, n_in, dtype=BF16, seed=0):
 def adversarial(kind, dtype=BF16):
     """300 rows of 70 that are hard to tell apart, or hard on the arithmetic."""
     w = gaussian(300, 70, dtype, seed=1)
-    bits = w.view(np.uint16 if dtype == BF16 else np.uint32)
+    bits = w.view(np.uint32 if dtype == np.float32 else np.uint16)
     if kind == "duplicates":
         w[1::2] = w[::2]
     elif kind == "last bit":
@@ -96,7 +96,7 @@ def check_bounds(be, x, w):
     return lower, upper
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.float32])
+@pytest.mark.parametrize("dtype", [BF16, np.float32, np.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounds_hold_on_adversarial_rows(compiled, kind, dtype):
     w = DenseWeight(adversarial(kind, dtype))
