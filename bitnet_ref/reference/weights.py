@@ -54,8 +54,12 @@ class TernaryLinear(LinearWeight):
     input_norm: InputNorm | None
 
     @abstractmethod
+    def plain(self) -> TernaryWeight:
+        """The same weight, packed as the reference takes it."""
+
     def ternary(self) -> NDArray[np.int8]:
         """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of its packed form."""
+        return quantization.unpack_ternary(self.plain().packed, self.in_features)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,8 +95,8 @@ class TernaryWeight(TernaryLinear):
     def nbytes(self) -> int:
         return self.packed.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
 
-    def ternary(self) -> NDArray[np.int8]:
-        return quantization.unpack_ternary(self.packed, self.in_features)
+    def plain(self) -> TernaryWeight:
+        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -245,15 +249,7 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
     """The same weights as the reference takes them, out of whatever layout a backend has given them."""
     layers = []
     for layer in w.layers:
-        linears: dict[str, Any] = {name: _plain(linear) for name, linear in layer.linears()}
-        layers.append(replace(layer, **linears))
-    return replace(w, layers=tuple(layers), lm_head=w.embedding if w.tied else _plain(w.lm_head))
-
-
-def _plain(w: LinearWeight) -> LinearWeight:
-    if isinstance(w, TernaryWeight | DenseWeight | GroupTernaryWeight):
-        return w
-    assert isinstance(w, TernaryLinear)
-    return replace(
-        TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale)), bias=w.bias, input_norm=w.input_norm
-    )
+        ternary: dict[str, Any] = {name: w.plain() for name, w in layer.linears() if isinstance(w, TernaryLinear)}
+        layers.append(replace(layer, **ternary))
+    head = w.lm_head.plain() if isinstance(w.lm_head, TernaryLinear) else w.lm_head
+    return replace(w, layers=tuple(layers), lm_head=head)

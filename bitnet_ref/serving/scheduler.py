@@ -40,6 +40,11 @@ class Job:
         self.running = False
         self.cached = 0  # tokens that the cache held when it was admitted
 
+    def forget(self) -> None:
+        """Leave the scheduler that it was in."""
+        self.lease, self.running = None, False
+        self.row.slot, self.row.computed = NO_SLOT, 0
+
     def __lt__(self, other: Job) -> bool:
         return self.rank < other.rank
 

@@ -24,7 +24,6 @@ from .weights import PanelWeight, view_bits
 
 Floats = NDArray[np.float32]
 GATES = {"relu2": 1, "silu": 2}  # activations with a kernel, by their numbers in _cpu_ternary.pxi
-_NO_GATE = 0
 
 
 class Results(Protocol):

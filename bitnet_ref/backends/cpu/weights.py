@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference import quantization
-from ...reference.weights import DenseWeight, InputNorm, TernaryLinear
+from ...reference.weights import DenseWeight, InputNorm, TernaryLinear, TernaryWeight
 from ..head import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
 
@@ -47,11 +47,11 @@ class PanelWeight(TernaryLinear):
     def nbytes(self) -> int:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def ternary(self) -> NDArray[np.int8]:
+    def plain(self) -> TernaryWeight:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
         packed = np.empty((self.out_features, columns), dtype=np.uint8)
         _cpu.unpack_panels(self.panels, packed, layout_number(self.layout))
-        return quantization.unpack_ternary(packed, self.in_features)
+        return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.input_norm)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

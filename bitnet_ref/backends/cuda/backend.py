@@ -405,12 +405,7 @@ class CupyBackend(Backend):
 
     def _tiled(self, w: TernaryLinear) -> TiledWeight:
         """The weight in tiles: what `prepare` made of it, or made now."""
-        if isinstance(w, TiledWeight):
-            return w
-        if not isinstance(w, TernaryWeight):  # another backend's
-            plain = TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale))
-            w = replace(plain, bias=w.bias, input_norm=w.input_norm)
-        return self._ternary.prepare(w)
+        return w if isinstance(w, TiledWeight) else self._ternary.prepare(w.plain())
 
     def _dense(self, w: EmbeddingWeight) -> DeviceDense:
         plain = DenseWeight(w.array, w.bias) if isinstance(w, DenseWeight) else w
