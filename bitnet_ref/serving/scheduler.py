@@ -256,6 +256,8 @@ class Scheduler:
         del self.running[bisect_left(self.running, job)]
         heapq.heappush(self._slots, job.row.slot)
         job.row.slot, job.running = NO_SLOT, False
+        if not self.pool.complete:
+            self._close(job)
 
     def _close(self, job: Job) -> None:
         if job.lease is not None:

@@ -27,10 +27,9 @@ from ..errors import (
 )
 from ..notebook.figures import StepRecord
 from ..notebook.live import RequestProgress
-from .cache_memory import new_cache
+from .cache_memory import new_cache, new_pool
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
 from .tickets import Delivery, Ticket, check_process, wake_readers
@@ -45,7 +44,7 @@ class Worker:
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         self.model, self.config, self.cache = model, config, (cache := new_cache(model, config))
-        self.pool = PagePool(cache.pages, cache.page_size, config.prefix_sharing)
+        self.pool = new_pool(cache, config)
         name = model.backend.name
         tried = config.fallback.index(name) + 1 if name in config.fallback else 0
         self._fallback = list(config.fallback[tried:])  # backends that have not been tried
@@ -184,7 +183,7 @@ class Worker:
         """
         log.warning("the engine ran out of memory and starts over: %s", describe_error(error))
         asked, cached = self._scheduler.asked_tokens, self._scheduler.cached_tokens
-        self.pool = PagePool(self.cache.pages, self.cache.page_size, self.config.prefix_sharing)
+        self.pool = new_pool(self.cache, self.config)
         self._scheduler = self._new_scheduler()
         self._scheduler.asked_tokens, self._scheduler.cached_tokens = asked, cached
         self._stepper.pool, self._stepper.scheduler = self.pool, self._scheduler
@@ -356,7 +355,7 @@ class Worker:
         log.warning("the device failed (%s): backend %s goes on", error, model.backend.name)
         self.metrics.add("backend_restarts")
         self.model, self.cache = model, cache
-        self.pool = PagePool(cache.pages, cache.page_size, self.config.prefix_sharing)
+        self.pool = new_pool(cache, self.config)
         self._scheduler.start_again(self.pool, cache.slots)
         stepper = self._stepper
         stepper.model, stepper.cache, stepper.pool, stepper.is_sound = model, cache, self.pool, False
@@ -364,7 +363,7 @@ class Worker:
             alive = list(self._alive.values())
         for ticket in alive:
             ticket.stats.backend = model.backend.name
-            has_room = self.pool.pages_for(ticket.request.capacity) <= self.pool.pages
+            has_room = ticket.request.capacity <= cache.capacity
             if not has_room or not (is_same or ticket.stats.generated_tokens == 0):
                 why = "has no room for it" if not has_room else "would go on with other rounding"
                 message = f"request {ticket.number} ended when the device failed: backend {model.backend.name} {why}"

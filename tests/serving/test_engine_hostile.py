@@ -195,6 +195,8 @@ def test_memory_follows_the_cache_not_the_context(story, settings):
     with endless.engine(**settings) as engine:
         assert gist(engine.generate("Alice", max_tokens=4)) == expected
         assert engine.cache.page_table.nbytes < engine.cache.nbytes
+        with pytest.raises(GenerationError, match=r"the engine's cache holds \d+ of a request.*raise cache_tokens"):
+            engine.submit("Alice", max_tokens=140_000)
         assert memory_bytes() - before < 200 << 20
 
 
