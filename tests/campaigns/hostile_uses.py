@@ -197,7 +197,14 @@ def use_trace(dice, folder):
     for _ in range(dice.choice([1, 1, 2])):
         try:
             data = mutate_safetensors(dice, data)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):  # no longer a file that it can mutate
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+        ):  # no longer a file that it can mutate
             break
     path.write_bytes(data)
 
