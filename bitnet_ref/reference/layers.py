@@ -46,6 +46,13 @@ def relu2(x: NDArray) -> NDArray:
     return np.square(np.maximum(x, 0))
 
 
+def sigmoid(x: NDArray) -> NDArray:
+    """1 / (1 + e^-x), written so that e^-|x| never overflows."""
+    wide = x.astype(np.float64)
+    e = np.exp(-np.abs(wide))
+    return (np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
+
+
 def silu(x: NDArray) -> NDArray:
     """x * sigmoid(x) = x / (1 + e^-x), written so that e^-|x| never overflows."""
     wide = x.astype(np.float64)
@@ -63,6 +70,9 @@ def gelu_tanh(x: NDArray) -> NDArray:
 
 
 GATES = {"relu2": relu2, "silu": silu, "gelu_tanh": gelu_tanh}
+
+
+OUTPUT_GATES = {"sigmoid": sigmoid, "silu": silu}
 
 
 def gated(gate: NDArray, up: NDArray, activation: str) -> NDArray:
