@@ -97,10 +97,11 @@ def test_every_layout(layout, tokens):
 
 
 def test_what_kernels_do_not_compute_alone_is_not_replayed():
-    """A head whose rows are not contiguous is NumPy's."""
+    """A matrix whose rows are not contiguous is NumPy's."""
     m, prompts = load("llama-f16-sharded"), [rng(3).integers(1, 50, 3)]
-    apart = np.repeat(m.weights.lm_head.array, 2, axis=1)[:, ::2]
-    weights = replace(m.weights, lm_head=DenseWeight(apart))
+    first, *others = m.weights.layers
+    apart = DenseWeight(np.repeat(first.down_proj.array, 2, axis=1)[:, ::2])
+    weights = replace(m.weights, layers=(replace(first, down_proj=apart), *others))
     m = bitnet_ref.Model(m.config, weights, m.backend, m.path)
     cache = m.new_cache(1, CAPACITY)
     outputs = decode(m, cache, prompts, 5)
