@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig
 from ..reference.weights import DenseWeight, EmbeddingWeight, GroupTernaryWeight, LinearWeight, TernaryLinear
-from .backend import Backend
-from .head import HeadNeed, HeadRows
+from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec
 from .split import SplitBackend
 
