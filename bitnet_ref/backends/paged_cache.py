@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import NumericsError, OutOfMemory, ShapeError
-from ..reference.cache import KVCache, TokenBatch
+from ..reference.cache import DeltaStates, KVCache, TokenBatch
 from ..reference.config import ModelConfig
 
 NO_PAGE = -1
@@ -60,6 +60,7 @@ class PagedKVCache(KVCache):
             got = f"page_size {spec.page_size}, pages {spec.pages}"
             raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
         self.slots, self.capacity = spec.slots, spec.capacity
+        self.states = None if config.delta is None else DeltaStates(config, spec.slots, dtype)
         self.page_size = spec.page_size or max(1, spec.capacity)
         pages_per_slot = max(1, -(-spec.capacity // self.page_size))
         self.is_fixed = spec.pages is None  # each page belongs to one slot, permanently
@@ -153,6 +154,8 @@ class PagedKVCache(KVCache):
                 inside = slice(0, min(self.page_size, length - i * self.page_size))
                 for pool in self.pools:
                     pool[:, new[:, i], inside] = pool[:, old[:, i], inside]
+        if self.states is not None:
+            self.states.copy(sources, targets)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy each source page to its target page, in order."""
@@ -167,6 +170,8 @@ class PagedKVCache(KVCache):
         for mine, theirs in zip(self.pools, other.pools, strict=True):
             for layer in range(len(mine)):
                 mine[layer, *to] = theirs[layer, *source]
+        if self.states is not None and other.states is not None:
+            self.states.take_over(other.states)
 
     def fill_with_zeros(self) -> None:
         """Write zeros everywhere, for benchmarks that attend to positions which were never written."""

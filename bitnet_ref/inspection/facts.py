@@ -183,7 +183,7 @@ class Inspection:
         if self.config is None:
             return "unknown"
         quantization = self.config.quantization
-        linears = len(self.config.linear_shapes()) * self.config.num_hidden_layers
+        linears = sum(len(self.config.linear_shapes(i)) for i in range(self.config.num_hidden_layers))
         if groups := sorted({matrix.group for matrix in self.ternary if matrix.group is not None}):
             sizes = ", ".join("a whole row" if size in _row_sizes(self.config) else str(size) for size in groups)
             return f"ternary with a scale for {sizes} inputs, in {len(self.ternary)} of {linears} linears; float inputs"

@@ -163,6 +163,16 @@ class GroupTernaryWeight(LinearWeight):
         return DenseWeight(self.rows(slice(None), self.dtype), self.bias)
 
 
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """The small arrays of a Gated DeltaNet: C channels, of q, k and v together; Hv value heads of dv numbers."""
+
+    conv: NDArray[np.float32]  # (C, tokens), the current token's last
+    decay: NDArray[np.float32]  # (Hv,), exp(A_log)
+    decay_bias: NDArray[np.float32]  # (Hv,), dt_bias
+    norm: NDArray[np.float32]  # (dv,)
+
+
 EmbeddingWeight = DenseWeight | GroupTernaryWeight
 
 
@@ -185,6 +195,10 @@ class LayerWeights:
     k_norm: NDArray[np.float32] | None = None  # (d,)
     attn_post_norm: NDArray[np.float32] | None = None  # (D,)
     ffn_post_norm: NDArray[np.float32] | None = None  # (D,)
+    z_proj: LinearWeight | None = None  # of the output's gate: as wide as o_proj's input
+    a_proj: LinearWeight | None = None  # (Hv, D), decay of a DeltaNet
+    b_proj: LinearWeight | None = None  # (Hv, D), write strength of a DeltaNet
+    delta: DeltaWeights | None = None  # None: this block is attention
 
     def __repr__(self) -> str:
         return f"<LayerWeights: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
@@ -200,8 +214,10 @@ class LayerWeights:
         """(name, weight) of the norms that this block has"""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, LinearWeight):
+            if isinstance(value, np.ndarray):
                 yield field.name, value
+        if self.delta is not None:
+            yield "delta_norm", self.delta.norm
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -237,7 +253,7 @@ class ModelWeights:
         return total
 
 
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "a_proj", "b_proj")
 
 
 def linear_name(layer: int, linear: str) -> str:

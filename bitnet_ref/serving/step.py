@@ -150,8 +150,9 @@ class Stepper:
         lease = ticket.jobs[0].lease
         assert lease is not None
         for job in ticket.jobs[1:]:
-            job.lease = lease.fork()
-            job.row.computed = job.row.context_tokens - 1
+            if self.pool.complete:
+                job.lease = lease.fork()
+                job.row.computed = job.row.context_tokens - 1
             self.scheduler.add(job)
 
     def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:

@@ -147,7 +147,9 @@ class CythonBackend(KernelBackend):
     ) -> NDArray:
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, batch, cache)
-        may_replay = path != "blocks" and self.fuses and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        may_replay = (
+            path != "blocks" and self.fuses and cfg.delta is None and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        )
         if may_replay and isinstance(cache, KernelKVCache):
             x = cache.steps.hidden(self, self._rope_rows, w, cfg, batch, cache, at_once=path == "replayed")
             if x is not None:

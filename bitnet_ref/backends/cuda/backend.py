@@ -108,6 +108,8 @@ class CupyBackend(Backend):
     def check_config(self, config: ModelConfig) -> None:
         scales = config.embedding_scale, config.query_scale, config.residual_scale, config.head_scale
         lacks = ["scaled embeddings, queries or residuals"] * any(scale != 1 for scale in scales)
+        lacks += ["Gated DeltaNet"] * (config.delta is not None) + ["output gates"] * config.output_gate
+        lacks += ["partial RoPE"] * (config.rotary_dim is not None)
         if lacks := lacks + [f"the activation {config.activation}"] * (config.activation not in row_kernels.GATES):
             message = f"the backend cupy has no kernels for {' and '.join(lacks)} of {config.model_type}"
             raise BackendUnavailable(f"{message}; load it with backend='cython' or 'numpy'")

@@ -221,6 +221,8 @@ def write_native(
     progress: called with (parts done, parts in total).
     Returns the content hash. The same model gives the same bytes; an interrupt leaves the old file or none.
     """
+    if checkpoint.config.delta is not None:
+        checkpoint.refuse_extras("native")
     if storage not in STORAGES:
         raise ConfigError(f"expected {' or '.join(STORAGES)}, got {storage!r}", field="storage")
     if not os.fspath(path).endswith(SUFFIX):

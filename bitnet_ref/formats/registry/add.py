@@ -221,7 +221,7 @@ def _compare(folder: Path, received: Files, listed: dict[str, Any], reference: s
 def git_blob_id(path: Path) -> str:
     """The SHA-1 by which Git, and so the hub's listing, names the content of a file."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with open(path, "rb") as file:
+    with open_regular(path, FormatError) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
