@@ -172,7 +172,7 @@ PARAMS = [
     {"temperature": 1e-3, "top_p": 0.999},
     {"temperature": 30.0, "top_p": 0.01},
     {"temperature": 1.0},
-    {"temperature": 1e200, "top_k": 3},
+    {"temperature": 1e100, "top_k": 3},
 ]
 
 
