@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
+from bitnet_ref.backends.backend import HeadNeed
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import MIN_SCREENED_BYTES, ScreenedHead, surviving_rows
-from bitnet_ref.backends.head import HeadNeed
 from bitnet_ref.backends.run import TokenLogits
 from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
 from bitnet_ref.generation import SamplingParams

@@ -32,10 +32,8 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
-from ..backend import Backend
-from ..cache_dtypes import CACHE_DTYPES
-from ..head import HeadNeed, HeadRows
-from ..paged_cache import CacheSpec
+from ..backend import Backend, HeadNeed, HeadRows
+from ..paged_cache import CACHE_DTYPES, CacheSpec
 from .extension import (
     TABLE_TOKENS,
     _cpu,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...reference import quantization
 from ...reference.weights import DenseWeight, InputNorm, TernaryLinear, TernaryWeight
-from ..head import Ids
+from ..backend import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
 
 # A smaller head is read from the processor's cache, or nearly: the screen costs what it saves.
