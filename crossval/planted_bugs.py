@@ -21,12 +21,13 @@ from typing import Any
 
 from bug_list import BLOCK_BUGS, Bug
 from bug_list_linears import LINEAR_BUGS
+from generation_causes import diagnose_generation
 from planted_models import CHAT, MODELS
 from planting import planted
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_generation, diagnose_prompt
+from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_prompt
 from bitnet_ref.crossval.token_ids import token_parity
 
 BUGS = (*BLOCK_BUGS, *LINEAR_BUGS)

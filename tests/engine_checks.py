@@ -1,7 +1,11 @@
 """Checks of an engine: nothing is left after the last request, and results equal those of single runs."""
 
+import threading
 import time
 from collections import Counter
+from linecache import getline
+
+from bitnet_ref.errors import GenerationError, RequestCancelled, RequestTimeout
 
 PROMPTS = ["Once upon a time", "Alice", "The old man of the sea", "It was a dark and stormy night, and the wind"]
 
@@ -39,3 +43,55 @@ def until(condition, timeout_s=20.0):
 
 def gist(out):
     return out.token_ids, out.text, out.logprobs, out.finish_reason, out.stop_reason, out.top_logprobs
+
+
+class LineFault:
+    """Traces a thread and raises MemoryError at the `number`-th line of `serving` that it runs. lines: so far."""
+
+    SPARED = ("_run", "_start_over", "close", "cancel", "done")  # what handles the fault, and destructors
+
+    def __init__(self, number):
+        self.number, self.lines = number, 0
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        is_engine = "/bitnet_ref/serving/" in code.co_filename and code.co_name not in self.SPARED
+        return self.trace if is_engine and self.lines < self.number else None
+
+    def trace(self, frame, event, arg):
+        # Not at `with`: Python comes there again when it leaves, and would then not release the lock.
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            self.lines += 1
+            if self.lines == self.number:
+                raise MemoryError(f"line {frame.f_lineno} of {frame.f_code.co_filename}")
+        return self.trace
+
+
+def check_fault(model, number):
+    """Requests whose engine's thread meets a MemoryError at that line. -> (lines that it ran, requests that failed)
+
+    Each request ends, with its own text or with the error; the next is right; no page is lost.
+    """
+    prompt, params, fault, failed = [5, 6, 7, 8], {"max_tokens": 4, "temperature": 1.0, "seed": 1}, LineFault(number), 0
+    expected = gist(model.generate(prompt, **params))
+    with model.engine(max_batch=2, max_batch_tokens=8, page_size=2, cache_tokens=24, max_unread=2) as engine:
+        threading.settrace(fault)
+        handles = [engine.submit(prompt, **params)]
+        threading.settrace(None)
+        handles += [engine.submit(prompt, n=2, **params), engine.stream(prompt, **params)]
+        late, cancelled = engine.submit(prompt, timeout_s=1e-6, **params), engine.submit(prompt, **params)
+        cancelled.cancel()
+        for handle in (*handles, late, cancelled):
+            try:
+                outs = handle.result(timeout_s=20)
+                assert gist(outs[0] if isinstance(outs, list) else outs) == expected
+            except (RequestTimeout, RequestCancelled):
+                pass
+            except GenerationError as error:
+                if not isinstance(error.__cause__, MemoryError):
+                    raise
+                failed += 1
+        if fault.lines >= number:
+            assert [chunk.token_id for chunk in engine.stream(prompt, **params)] == expected[0]
+    check(engine)
+    return fault.lines, failed

@@ -139,7 +139,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(request=requests)
     def ask_from_within(self, request):
         """Its own function waits for the engine."""
-        wait = lambda ids, logits: self.engine.generate([5, 6], max_tokens=1) and logits  # noqa: E731
+
+        def wait(ids, logits):
+            return self.engine.generate([5, 6], max_tokens=1) and logits
+
         self.expect(lambda: self.submit(request, processors=[wait]).result() and 1 / 0, GenerationError)
 
     @rule(request=requests, more=st.sampled_from(REFUSED))
@@ -175,7 +178,11 @@ class EngineMachine(RuleBasedStateMachine):
             return [chunk.token_id async for _, chunk in azip(range(chunks), handle)]
 
         before = len(read)
-        read += asyncio.run(some()) if is_async else [chunk.token_id for _, chunk in zip(range(chunks), handle)]  # noqa: B905
+        read += (
+            asyncio.run(some())
+            if is_async
+            else [chunk.token_id for _, chunk in zip(range(chunks), handle, strict=False)]
+        )
         expected = alone(*request)[0]
         assert read == expected[: len(read)]
         assert len(read) == min(len(expected), before + chunks)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -12,22 +13,25 @@ from safetensors.numpy import load_file
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.crossval.paths import check_paths
-from bitnet_ref.errors import BackendUnavailable, ConfigError
+from bitnet_ref.errors import BackendUnavailable, ConfigError, NumericsError, ShapeError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference import layers, quantization
+from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
+from bitnet_ref.reference.delta_net import DeltaInputs, delta_chunk, delta_recurrence
 from bitnet_ref.reference.weights import GroupTernaryWeight
 
 FAMILIES = DATA / "families"
 CASES = sorted(folder.name for folder in FAMILIES.iterdir())
+HYBRID = "qwen3_5-groups128-hybrid"
 TOLERANCE = {"logits": 3e-4, "embedding": 2e-5}
 
 
 def case_of(name, backend="numpy", dtype="float32"):
-    if backend == "cupy" and "gemma" in name:
-        pytest.skip("cupy refuses Gemma: see test_cupy_refuses_by_name")
+    if backend == "cupy" and ("gemma" in name or "qwen3_5" in name):
+        pytest.skip("cupy refuses it: see test_cupy_refuses_by_name")
     return model(FAMILIES / name, backend, dtype=dtype), load_file(FAMILIES / name / "golden.safetensors")
 
 
@@ -58,7 +62,8 @@ def test_float64(case):
 def test_every_path(case, backend_name):
     reference, _ = case_of(case)
     case_of(case, backend_name)
-    tokens = rng(7).integers(0, reference.config.vocab_size, 20).tolist()
+    count = 9 if "groups" in case else 20  # NumPy's product of groups widens the whole matrix for each token
+    tokens = rng(7).integers(0, reference.config.vocab_size, count).tolist()
     checks = check_paths(lambda **settings: choose_backend(backend_name, threads=2, **settings), reference, tokens)
     assert len(checks) > 12
     assert [(each.path, each.detail) for each in checks if not each.passed] == []
@@ -68,6 +73,10 @@ def test_every_path(case, backend_name):
 def test_a_native_file_is_the_same_model(case, tmp_path):
     m, expected = case_of(case)
     path = tmp_path / "x.bitnet.safetensors"
+    if m.config.delta is not None:
+        with pytest.raises(ConfigError, match="native files of qwen3_5_text models are not written"):
+            convert(FAMILIES / case, path, "native")
+        return
     convert(FAMILIES / case, path, "native")
     again = bitnet_ref.load(path, backend="numpy")
     assert again.config == m.config
@@ -83,6 +92,8 @@ def test_cupy_refuses_by_name():
 
     with pytest.raises(BackendUnavailable, match=r"scaled embeddings.*gelu_tanh of gemma3_text.*cython"):
         CupyBackend.check_config(be, model(FAMILIES / "embedding-gemma3").config)
+    with pytest.raises(BackendUnavailable, match=r"Gated DeltaNet and output gates and partial RoPE of qwen3_5_text"):
+        CupyBackend.check_config(be, model(FAMILIES / HYBRID).config)
 
 
 # -- ternary by groups -------------------------------------------------------------------------------------------------
@@ -247,6 +258,110 @@ def test_embedding_a_text(monkeypatch):
     monkeypatch.setattr(m.backend, "prompt_tokens", lambda config: 16)  # in pieces, and in several passes
     np.testing.assert_array_equal(m.embed([text, *others]), expected)
     np.testing.assert_array_equal(m.embed(text), expected[0])
+
+
+# -- Gated DeltaNet ----------------------------------------------------------------------------------------------------
+
+
+def delta_case(tokens=40, seed=0):
+    generator = rng(seed, 35)
+    q, k = (generator.standard_normal((tokens, 6, 8)) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = generator.standard_normal((tokens, 6, 5))
+    log_alpha, beta = -generator.exponential(0.3, (tokens, 6)), generator.random((tokens, 6))
+    return DeltaInputs(q, k, v, log_alpha, beta), generator.standard_normal((6, 8, 5))
+
+
+def test_chunks_equal_the_recurrence():
+    inputs, memory = delta_case()
+    by_token, in_chunks = memory.copy(), memory.copy()
+    expected = delta_recurrence(inputs, by_token)
+    parts = [DeltaInputs(*(each[rows] for each in inputs)) for rows in (slice(0, 1), slice(1, 17), slice(17, None))]
+    result = np.concatenate([delta_chunk(part, in_chunks) for part in parts])
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(in_chunks, by_token, rtol=0, atol=1e-12)
+
+
+def test_the_recurrence_forgets_and_corrects():
+    """Written with loops over the formula of `delta_net.py`."""
+    inputs, memory = delta_case(3)
+    expected, s = delta_recurrence(inputs, memory.copy()), memory.copy()
+    for t in range(3):
+        for head in range(6):
+            s[head] *= np.exp(inputs.log_alpha[t, head])
+            wrong = inputs.v[t, head] - inputs.k[t, head] @ s[head]
+            s[head] += np.outer(inputs.k[t, head], inputs.beta[t, head] * wrong)
+            np.testing.assert_allclose(expected[t, head], inputs.q[t, head] @ s[head], rtol=1e-12)
+
+
+def test_a_state_is_continued_or_begun_again():
+    m, golden = case_of(HYBRID)
+    tokens, cache = golden["tokens"].tolist(), m.new_cache(2, 32)
+
+    def logits(slot, start, ids):
+        return m.run(TokenBatch.of([(slot, start, ids)]), cache).all()
+
+    whole = m.logits(tokens)
+    np.testing.assert_array_equal(logits(0, 0, tokens[:8]), whole[:8])
+    assert (cache.resumable(0, 8), cache.resumable(0, 5), cache.resumable(1, 0)) == (8, 0, 0)
+    with pytest.raises(ShapeError, match=r"token 8, or begun again.*token 5 of slot 0"):
+        logits(0, 5, tokens[5:6])
+    cache.copy([0], [1], 8)
+    np.testing.assert_array_equal(logits(1, 8, tokens[8:]), whole[8:])
+    np.testing.assert_array_equal(logits(0, 8, tokens[8:10]), whole[8:10])
+    np.testing.assert_array_equal(
+        logits(0, 8, tokens[8:12]), whole[8:12]
+    )  # the last pass again, or another in its place
+    larger = m.new_cache(2, 40)
+    larger.take_over(cache, 12)
+    cache = larger
+    np.testing.assert_array_equal(logits(0, 12, tokens[12:]), whole[12:])
+    np.testing.assert_array_equal(logits(0, 0, tokens), whole)
+
+
+def test_several_rows_of_a_hybrid(backend_name):
+    m, golden = case_of(HYBRID, backend_name)
+    prompt, greedy = golden["tokens"].tolist()[:6], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    prompts = [prompt, prompt[:3], [*prompt, 9, 9], prompt[::-1]]
+    expected = [m.generate(each, **greedy).token_ids for each in prompts]
+    assert [out.token_ids for out in m.generate(prompts, **greedy)] == expected
+    sampled = {"max_tokens": 6, "temperature": 0.9, "seed": 3, "n": 3, "ignore_eos": True}
+    with m.engine(max_batch=3, max_batch_tokens=8, page_size=4, cache_tokens=36) as engine:  # too few: some begin again
+        assert [out.token_ids for out in engine.generate(prompts, **greedy)] == expected
+        rows, alone = engine.generate(prompt, **sampled), m.generate(prompt, **sampled)
+        assert [out.token_ids for out in rows] == [out.token_ids for out in alone]
+        low = [engine.submit(each, priority=0, **greedy) for each in prompts]
+        high = [engine.submit(each, priority=5, **greedy) for each in prompts]
+        assert [handle.result().token_ids for handle in (*low, *high)] == expected * 2
+    best = m.generate(prompt, max_tokens=5, num_beams=3, ignore_eos=True)
+    whole = m.logits([*prompt, *best.token_ids])[len(prompt) - 1 : -1].astype(np.float64)
+    logprobs = whole - np.log(np.exp(whole).sum(axis=1, keepdims=True))
+    chosen = logprobs[np.arange(len(best.token_ids)), best.token_ids]
+    np.testing.assert_allclose(best.logprobs, chosen, atol=1e-4)
+
+
+def test_the_first_bad_tensor_of_a_hybrid(backend_name):
+    m, golden = case_of(HYBRID, backend_name)
+    layers = list(m.weights.layers)
+    layers[2] = replace(layers[2], ffn_norm=layers[2].ffn_norm * np.float32(1e38))
+    broken = bitnet_ref.Model(m.config, replace(m.weights, layers=tuple(layers)), m.backend)
+    with pytest.raises(NumericsError) as caught:
+        broken.logits(golden["tokens"])
+    assert caught.value.tensor.startswith("blocks.2.")
+
+
+def test_the_config_of_a_hybrid():
+    config = model(FAMILIES / HYBRID).config
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (config.rotary_dim, config.window_of(3), config.of_layers(3, 4).delta) == (32, None, None)
+    default = parse(model_type="qwen3_5_text", num_hidden_layers=8, head_dim=32)
+    assert [i for i, kind in enumerate(default.layer_types) if kind == "full_attention"] == [3, 7]
+    for key, value in (("attn_output_gate", False), ("attention_bias", True), ("partial_rotary_factor", 2)):
+        with pytest.raises(ConfigError) as caught:
+            parse(model_type="qwen3_5_text", **{key: value})
+        assert caught.value.field == key
+    with pytest.raises(ConfigError, match="multiple of"):
+        parse(model_type="qwen3_5_text", linear_num_key_heads=3)
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

@@ -10,10 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, RopeConfig
-from ..reference.weights import DenseWeight, EmbeddingWeight, GroupTernaryWeight, LinearWeight, TernaryLinear
-from .backend import Backend
-from .head import HeadNeed, HeadRows
+from ..reference.config import DeltaConfig, ModelConfig, RopeConfig
+from ..reference.weights import (
+    DeltaWeights,
+    DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
+    LinearWeight,
+    TernaryLinear,
+)
+from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec
 from .split import SplitBackend
 
@@ -80,6 +86,22 @@ class Observed(Backend):
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         return self.around("attention", self.inner.attention, (q, cache, batch, layer, window))
+
+    def delta_rule(
+        self,
+        qkv: NDArray,
+        a: NDArray,
+        b: NDArray,
+        w: DeltaWeights,
+        cfg: DeltaConfig,
+        cache: KVCache,
+        layer: int,
+        batch: TokenBatch,
+    ) -> NDArray:
+        return self.around("delta_rule", self.inner.delta_rule, (qkv, a, b, w, cfg, cache, layer, batch))
+
+    def output_gate(self, z: NDArray, gate: NDArray, activation: str) -> NDArray:
+        return self.around("output_gate", self.inner.output_gate, (z, gate, activation))
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
         return self.around("gated", self.inner.gated, (gate, up, activation))

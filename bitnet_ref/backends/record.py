@@ -39,6 +39,7 @@ NORM_NAMES = {  # of the fields of `LayerWeights`
     "ffn_sub_norm": "mlp.sub_norm",
     "q_norm": "attn.q_norm",
     "k_norm": "attn.k_norm",
+    "delta_norm": "attn.delta_norm",
     "attn_post_norm": "ln1_post",
     "ffn_post_norm": "ln2_post",
 }

@@ -13,8 +13,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import softcap
 from ..reference.weights import ModelWeights
-from .backend import Backend
-from .head import HeadNeed, HeadRows, Ids
+from .backend import Backend, HeadNeed, HeadRows, Ids
 from .observe import observe
 from .record import FiniteCheck
 
@@ -105,9 +104,8 @@ def run(
         except NumericsError:
             sound = False
         except MemoryError as error:
-            raise OutOfMemory(
-                f"a pass of {len(batch)} tokens: {error or 'no memory'}; compute fewer at a time"
-            ) from error
+            reason = str(error) or "no memory"
+            raise OutOfMemory(f"a pass of {len(batch)} tokens: {reason}; compute fewer tokens at a time") from error
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
 

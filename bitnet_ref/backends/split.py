@@ -25,8 +25,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
-from .backend import Backend
-from .head import HeadNeed, HeadRows
+from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec, PagedKVCache
 
 ROUND_CAPACITY_TO = 256  # tokens, as a card's cache does, so that all parts have pages of one size
@@ -73,6 +72,10 @@ class SplitKVCache(PagedKVCache):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def has_states(self) -> bool:
+        return any(part.has_states for part in self.parts)
+
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         part, local = self._place_of_layer[layer]
         part.append(local, batch, k, v)
@@ -97,6 +100,9 @@ class SplitKVCache(PagedKVCache):
         assert isinstance(other, SplitKVCache)
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.take_over(theirs, length)
+
+    def resumable(self, slot: int, length: int) -> int:
+        return min(part.resumable(slot, length) for part in self.parts)
 
     def fill_with_zeros(self) -> None:
         for part in self.parts:

@@ -32,14 +32,12 @@ from ..errors import FormatError, printable
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.quantization import pack_ternary
 from ..reference.weights import (
     DenseWeight,
     GroupTernaryWeight,
     LinearWeight,
     ModelWeights,
     TernaryLinear,
-    TernaryWeight,
 )
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular
@@ -281,7 +279,7 @@ def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
         _add_array(digest, name, w.packed)
         _add_array(digest, f"{name}.scales {w.group}", w.scales)
     elif isinstance(w, TernaryLinear):
-        _add_array(digest, name, w.packed if isinstance(w, TernaryWeight) else pack_ternary(w.ternary()))
+        _add_array(digest, name, w.plain().packed)
         _add_array(digest, f"{name}.scale", np.asarray(w.w_dequant_scale, dtype=np.float32).reshape(1))
         if w.input_norm is not None:
             _add_array(digest, f"{name}.rms_norm {w.input_norm.eps}", w.input_norm.weight)

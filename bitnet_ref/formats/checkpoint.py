@@ -21,6 +21,7 @@ from ..errors import ConfigError, FormatError, TokenizerError
 from ..reference.config import ModelConfig
 from ..reference.quantization import split_groups
 from ..reference.weights import (
+    DeltaWeights,
     DenseWeight,
     EmbeddingWeight,
     GroupTernaryWeight,
@@ -94,6 +95,10 @@ class Checkpoint(Closeable, ABC):
     def norm(self, name: str) -> NDArray[np.float32]:
         """A norm's weight, (D,), (H*d,) or (F,): see `norm_sizes`."""
 
+    def delta(self, index: int) -> DeltaWeights:
+        """The small arrays of a DeltaNet layer."""
+        raise ConfigError(f"DeltaNet layers are not read from {self.kind} files", path=self.path, field="layer_types")
+
     @abstractmethod
     def linear(self, name: str) -> LinearWeight:
         """A linear's weight, of shape `linear_shape`. "lm_head" only if it is not tied."""
@@ -126,7 +131,8 @@ class Checkpoint(Closeable, ABC):
     def refuse_extras(self, writer: str) -> None:
         """ConfigError where the model has what files of `writer` cannot say, or we do not write into them."""
         if extras := self.config.extras:
-            message = f"{writer} files of {self.config.model_type} models are not written; convert to native instead"
+            message = f"{writer} files of {self.config.model_type} models are not written"
+            message += "; convert to native instead" * (self.config.delta is None)
             raise ConfigError(message, field=extras[0])
 
     # -- checks that all readers make ----------------------------------------------------------------------------------
@@ -176,7 +182,8 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
 
 def linear_names(config: ModelConfig) -> list[str]:
     """Every linear of the blocks, in the order of `LayerWeights`."""
-    return [linear_name(index, name) for index in range(config.num_hidden_layers) for name in config.linear_shapes()]
+    layers = range(config.num_hidden_layers)
+    return [linear_name(index, name) for index in layers for name in config.linear_shapes(index)]
 
 
 def all_linears(config: ModelConfig) -> list[str]:
@@ -186,15 +193,20 @@ def all_linears(config: ModelConfig) -> list[str]:
 
 def part_count(config: ModelConfig) -> int:
     """The number of parts that `parts` gives. Computed without a list: a config may claim billions of layers."""
-    per_layer = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
-    return 2 + config.num_hidden_layers * per_layer + (not config.tie_word_embeddings)
+    if config.layer_types:  # as many as there are layers
+        per_layer = [
+            len(config.linear_shapes(i)) + len(norms_of_layer(config, i)) for i in range(len(config.layer_types))
+        ]
+        return 2 + sum(per_layer) + (not config.tie_word_embeddings)
+    alike = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
+    return 2 + config.num_hidden_layers * alike + (not config.tie_word_embeddings)
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
     """(out_features, in_features) of a linear; (V, D) of "embedding"."""
     if name in ("embedding", "lm_head"):
         return config.vocab_size, config.hidden_size
-    return config.linear_shapes()[name.rpartition(".")[2]]
+    return config.linear_shapes(int(name.split(".")[1]))[name.rpartition(".")[2]]
 
 
 def is_ternary(config: ModelConfig, name: str) -> bool:
@@ -223,7 +235,7 @@ def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
     sizes = {"attn_norm": config.hidden_size, "ffn_norm": config.hidden_size}
     if config.sub_norms:
         sizes |= {"attn_sub_norm": config.query_size, "ffn_sub_norm": config.intermediate_size}
-    if config.qk_norms:
+    if config.qk_norms and not config.is_delta(index):
         sizes |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
     if config.post_norms:
         sizes |= {"attn_post_norm": config.hidden_size, "ffn_post_norm": config.hidden_size}
@@ -281,7 +293,9 @@ def read_layer(
     for name in norms_of_layer(checkpoint.config, index):
         of_layer[name.rpartition(".")[2]] = checkpoint.norm(name)
         done()
-    for short in checkpoint.config.linear_shapes():
+    if checkpoint.config.is_delta(index):
+        of_layer["delta"] = checkpoint.delta(index)
+    for short in checkpoint.config.linear_shapes(index):
         weight = in_groups(checkpoint.config, checkpoint.linear(linear_name(index, short)))
         of_layer[short] = weight if prepare is None else prepare(weight)
         done()
@@ -329,7 +343,7 @@ def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[
     for index in range(config.num_hidden_layers):
         for name in norms_of_layer(config, index):
             yield name, checkpoint.norm(name)
-        for short in config.linear_shapes():
+        for short in config.linear_shapes(index):
             yield linear_name(index, short), checkpoint.linear(linear_name(index, short))
     yield "final_norm", checkpoint.norm("final_norm")
     if not config.tie_word_embeddings:

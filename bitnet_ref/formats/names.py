@@ -38,6 +38,9 @@ _IN_BLOCK = {
     "down_proj": PartNames(("mlp.down_proj",), "ffn_down"),
     "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
     "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
+    "z_proj": PartNames(("self_attn.z_proj",), ""),  # see `hf.folder`: part of q_proj, or DeltaNet's own
+    "a_proj": PartNames(("linear_attn.in_proj_a",), "ssm_alpha"),
+    "b_proj": PartNames(("linear_attn.in_proj_b",), "ssm_beta"),
     "attn_post_norm": PartNames((), "post_attention_norm"),
     "ffn_post_norm": PartNames((), "post_ffw_norm"),
 }
@@ -49,7 +52,7 @@ _POST_NORMS = {
 }
 # The last word of a Hugging Face name -> our name of that part of a block
 BLOCK_PART_OF_HF = {full.rpartition(".")[2]: part for part, names in _IN_BLOCK.items() for full in names.hf}
-GGUF_LINEARS = {part: names.gguf for part, names in _IN_BLOCK.items() if part.endswith("_proj")}
+GGUF_LINEARS = {part: names.gguf for part, names in _IN_BLOCK.items() if part.endswith("_proj") and names.gguf}
 _PART_OF_GGUF = {gguf: part for part, gguf in GGUF_LINEARS.items()}
 _HF_LINEAR = re.compile(rf"(?:model\.)?layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight")
 _GGUF_LINEAR = re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(_PART_OF_GGUF)})\.weight")

@@ -34,9 +34,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.backend import Backend
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError, FormatError, printable
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, GroupTernaryWeight, InputNorm, LayerWeights, ModelWeights, TernaryWeight
+from ..reference.weights import (
+    DeltaWeights,
+    DenseWeight,
+    GroupTernaryWeight,
+    InputNorm,
+    LayerWeights,
+    ModelWeights,
+    TernaryWeight,
+)
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
@@ -51,7 +59,7 @@ VERSION = 3
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm)
+_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm, DeltaWeights)
 
 
 class PreparedFile:
@@ -90,7 +98,7 @@ class PreparedFile:
             _check(weights, config)
             self.backend.check_prepared(weights)
         except Exception as problem:  # whatever a tampered file leads to, the model itself is there
-            reason = getattr(problem, "message", str(problem)) or type(problem).__name__
+            reason = printable(str(getattr(problem, "message", problem)), keep="") or type(problem).__name__
             log.warning("%s is damaged (%s): the model is read anew", self.path, reason)
             return None
         if self.options.verify:

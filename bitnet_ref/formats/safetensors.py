@@ -90,8 +90,10 @@ class SafetensorsFile(BinaryFile):
         return np.frombuffer(memory, np.uint8)
 
     def view(self, memory: NDArray[np.uint8], name: str) -> NDArray:
-        """The tensor in `memory`, which holds the file's bytes."""
+        """The tensor in `memory`, which holds the file's bytes. FormatError unless it is aligned for kernels."""
         info = self.tensors[name]
+        if info.offset % DTYPES[info.dtype].itemsize:
+            raise self.error(f"expected a place that is a multiple of the size of {info.dtype}", info.offset, name)
         return np.frombuffer(memory, DTYPES[info.dtype], math.prod(info.shape), info.offset).reshape(info.shape)
 
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:

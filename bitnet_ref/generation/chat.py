@@ -34,6 +34,7 @@ class PrefixCache:
         must be computed. The cache is forgotten beyond those until `keep`."""
         shorter = min(len(self._ids), len(prompt) - 1)
         same = int(np.argmin(np.append(self._ids[:shorter] == prompt[:shorter], False)))
+        same = same if self._cache is None else self._cache.resumable(0, same)
         if self._cache is None or self._cache.capacity < capacity:
             larger = max(capacity, 0 if self._cache is None else 2 * self._cache.capacity)
             cache = self._model.new_cache(1, min(larger, max(capacity, self._model.config.context_length)))

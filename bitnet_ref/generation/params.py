@@ -256,8 +256,9 @@ class Number(NamedTuple):
         if value is None and self.optional:
             return None
         number = _python_number(value)
-        _check(number is not None and self._contains(number), name, str(self), value)
-        return float(number) if number is not None and not self.whole else number
+        if number is None or not self._contains(number):
+            raise GenerationError(f"{name}: expected {self}, got {describe(value)}")
+        return number if self.whole else float(number)
 
     def accepts(self, value: Any) -> bool:
         number = _python_number(value)

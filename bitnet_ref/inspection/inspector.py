@@ -214,10 +214,12 @@ class Inspector(ABC):
         """Read a layer part by part, so that a broken part does not hide the others."""
         config = checkpoint.config
         good = [self.try_part(partial(checkpoint.norm, name)) for name in norms_of_layer(config, index)]
-        for short in config.linear_shapes():
+        for short in config.linear_shapes(index):
             good.append(self.try_part(partial(self.add_linear, checkpoint, index, short)))
             if not good[-1]:
                 self.count_raw_plane(linear_name(index, short))
+        if config.is_delta(index):
+            good.append(self.try_part(partial(checkpoint.delta, index)))
         if not all(good) and self.layers is not None:  # `finish` is not to report what was left unread as unknown
             prefix = f"{self.layers}.{index}."
             names = (tensor.name for tensor in self.out.tensors)

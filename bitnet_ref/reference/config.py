@@ -15,7 +15,7 @@ from ..errors import ConfigError
 # these names and no others.
 ACTIVATIONS = {"relu2": "relu(gate)^2 * up", "silu": "silu(gate) * up", "gelu_tanh": "gelu(gate) * up"}
 _OTHER_SPELLINGS = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' names of them
-LAYER_TYPES = ("full_attention", "sliding_attention")  # as transformers calls them
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")  # as transformers calls them
 POOLINGS = ("last", "mean")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -29,7 +29,8 @@ def _require(condition: bool, field: str, expected: str, got: Any) -> None:
 # always were, and files of models without the feature stay as they are.
 _ADDED_FIELDS = {
     *("int8_activations", "o_proj_bias", "qk_norms", "post_norms", "layer_types", "local_rope", "query_scale"),
-    *("embedding_scale", "residual_scale", "head_scale", "logit_softcap", "pooling"),
+    *("embedding_scale", "residual_scale", "head_scale", "logit_softcap", "pooling", "rotary_dim", "output_gate"),
+    "delta",
 }
 LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
 
@@ -143,6 +144,28 @@ class QuantizationConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """The shape of the Gated DeltaNet of layers of type "linear_attention"; see `delta_net.py`."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # of a head of q and k
+    value_dim: int  # of a head of v
+    conv_size: int  # tokens that the convolution sees
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _require_int(f"delta.{each.name}", getattr(self, each.name))
+        groups = self.value_heads % self.key_heads == 0
+        _require(groups, "linear_num_value_heads", f"a multiple of {self.key_heads} key heads", self.value_heads)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The widths of q, k and v, all heads together."""
+        return self.key_heads * self.key_dim, self.key_heads * self.key_dim, self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size.
 
@@ -179,6 +202,9 @@ class ModelConfig:
     residual_scale: float = 1.0  # each block's result times this, before it is added (MiniCPM)
     head_scale: float = 1.0  # the input of the head times this (MiniCPM)
     logit_softcap: float | None = None  # logits become c tanh(logits / c) (Gemma)
+    rotary_dim: int | None = None  # how many numbers of a head RoPE turns; None: all (Qwen3.5)
+    output_gate: bool = False  # attention's result times sigmoid of a linear, before o_proj (Qwen3.5)
+    delta: DeltaConfig | None = None  # of the layers of type "linear_attention" (Qwen3.5)
     pooling: str = "last"  # what `embed` takes of a text: the last token's hidden state, or the mean
 
     def __post_init__(self) -> None:
@@ -204,7 +230,7 @@ class ModelConfig:
         _require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
         _require_number("rms_norm_eps", self.norm_eps)
         flags = ("tie_word_embeddings", "sub_norms", "attention_bias", "mlp_bias")
-        for name in (*flags, "o_proj_bias", "qk_norms", "post_norms"):
+        for name in (*flags, "o_proj_bias", "qk_norms", "post_norms", "output_gate"):
             _require_bool(name, getattr(self, name))
         for name in ("query_scale", "embedding_scale", "residual_scale", "head_scale"):
             _require_number(name, getattr(self, name))
@@ -215,10 +241,16 @@ class ModelConfig:
             types = f"{self.num_hidden_layers} names, each one of {', '.join(LAYER_TYPES)}"
             known = all(isinstance(kind, str) and kind in LAYER_TYPES for kind in self.layer_types)
             _require(known and len(self.layer_types) == self.num_hidden_layers, "layer_types", types, self.layer_types)
+            linear = "linear_attention" in self.layer_types
+            _require(linear == (self.delta is not None), "delta", "the shape of the linear layers, if any", self.delta)
             sliding = "sliding_attention" in self.layer_types
             _require(not sliding or self.sliding_window is not None, "sliding_window", "a number of tokens", None)
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window)
+        if self.rotary_dim is not None:
+            _require_int("partial_rotary_factor", self.rotary_dim, low=2)
+            fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+            _require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
         if "dynamic" in (self.rope.rope_type, self.rope_of_sliding.rope_type):
             _require(self.head_dim > 2, "head_dim", "more than 2 with dynamic RoPE", self.head_dim)
         for key, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
@@ -236,6 +268,15 @@ class ModelConfig:
     def kv_size(self) -> int:
         """G * d: the width of k and of v."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head RoPE turns."""
+        return self.rotary_dim or self.head_dim
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether the layer is a Gated DeltaNet instead of attention."""
+        return bool(self.layer_types) and self.layer_types[layer] == "linear_attention"
 
     @property
     def rope_of_sliding(self) -> RopeConfig:
@@ -256,16 +297,19 @@ class ModelConfig:
     def widest_window(self) -> int | None:
         """The window of the layer that sees the most."""
         layers = range(self.num_hidden_layers) if self.layer_types else range(1)
-        return self.sliding_window if all(map(self.is_sliding, layers)) else None
+        return self.sliding_window if all(self.is_sliding(i) or self.is_delta(i) for i in layers) else None
 
     def of_layers(self, first: int, stop: int) -> ModelConfig:
         """The config of a model that consists of layers `first` to `stop` - 1."""
-        return replace(self, num_hidden_layers=stop - first, layer_types=self.layer_types[first:stop])
+        types = self.layer_types[first:stop]
+        delta = self.delta if "linear_attention" in types else None
+        return replace(self, num_hidden_layers=stop - first, layer_types=types, delta=delta)
 
     @property
     def has_plain_blocks(self) -> bool:
         """Whether blocks are as in LLaMA and 2B-4T. Fused blocks cover these; a block with more is composed of ops."""
-        return not (self.qk_norms or self.post_norms) and self.query_scale == self.residual_scale == 1
+        plain = not (self.qk_norms or self.post_norms or self.output_gate or self.rotary_dim or self.delta)
+        return plain and self.query_scale == self.residual_scale == 1
 
     @property
     def context_length(self) -> int:
@@ -285,14 +329,21 @@ class ModelConfig:
         weight_only = self.quantization is not None and not self.quantization.int8_activations
         return (*names, *["int8_activations"] * weight_only)
 
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block."""
         d_model, d_ffn = self.hidden_size, self.intermediate_size
+        q, k, v = self.query_size, self.kv_size, self.kv_size
+        gates: dict[str, tuple[int, int]] = {"z_proj": (q, d_model)} if self.output_gate else {}
+        if self.delta is not None and self.is_delta(layer):
+            q, k, v = self.delta.sizes
+            heads = (self.delta.value_heads, d_model)
+            gates = {"z_proj": (v, d_model), "a_proj": heads, "b_proj": heads}
         return {
-            "q_proj": (self.query_size, d_model),
-            "k_proj": (self.kv_size, d_model),
-            "v_proj": (self.kv_size, d_model),
-            "o_proj": (d_model, self.query_size),
+            "q_proj": (q, d_model),
+            "k_proj": (k, d_model),
+            "v_proj": (v, d_model),
+            **gates,
+            "o_proj": (d_model, v if self.is_delta(layer) else q),
             "gate_proj": (d_ffn, d_model),
             "up_proj": (d_ffn, d_model),
             "down_proj": (d_model, d_ffn),
@@ -312,6 +363,8 @@ class ModelConfig:
         for name in ("rope", "local_rope"):
             if name == "rope" or values.get(name) is not None:
                 values[name] = RopeConfig(**_exact_fields(RopeConfig, values[name], f"{name}."))
+        if values.get("delta") is not None:
+            values["delta"] = DeltaConfig(**_exact_fields(DeltaConfig, values["delta"], "delta."))
         if values["quantization"] is not None:
             inner = _exact_fields(QuantizationConfig, values["quantization"], "quantization.")
             skipped = inner["modules_to_not_convert"]
@@ -328,7 +381,7 @@ class ModelConfig:
 
 def _plain(value: Any) -> Any:
     """A config as JSON values, without its optional fields that have their defaults."""
-    if not isinstance(value, ModelConfig | RopeConfig | QuantizationConfig):
+    if not isinstance(value, ModelConfig | RopeConfig | QuantizationConfig | DeltaConfig):
         return list(value) if isinstance(value, tuple) else value
     items = [(each, getattr(value, each.name)) for each in fields(value)]
     return {each.name: _plain(got) for each, got in items if each.name not in _ADDED_FIELDS or got != each.default}

@@ -9,7 +9,8 @@ The dtype of the input (float32 or float64) is the dtype of the result. On the w
 and exponentials are taken in float64 and rounded once: another order of summation, in another backend, then gives the
 same float32 (but for one case in a hundred million), and so the same int8. In plain float32 two correct engines part
 ways after some fifty tokens, because somewhere a value lies within their rounding of a tie, and one int8 that rounds
-the other way moves the logits by a tenth.
+the other way moves the logits by a tenth. `dense_matmul` is the exception, a float32 sum in each backend's own order: a
+model with dense linears among its ternary ones may meet such a tie (tests/campaigns/test_random_models.py).
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def relu2(x: NDArray) -> NDArray:
     return np.square(np.maximum(x, 0))
 
 
+def sigmoid(x: NDArray) -> NDArray:
+    """1 / (1 + e^-x), written so that e^-|x| never overflows."""
+    wide = x.astype(np.float64)
+    e = np.exp(-np.abs(wide))
+    return (np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
+
+
 def silu(x: NDArray) -> NDArray:
     """x * sigmoid(x) = x / (1 + e^-x), written so that e^-|x| never overflows."""
     wide = x.astype(np.float64)
@@ -62,6 +70,9 @@ def gelu_tanh(x: NDArray) -> NDArray:
 
 
 GATES = {"relu2": relu2, "silu": silu, "gelu_tanh": gelu_tanh}
+
+
+OUTPUT_GATES = {"sigmoid": sigmoid, "silu": silu}
 
 
 def gated(gate: NDArray, up: NDArray, activation: str) -> NDArray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from numpy.typing import NDArray
 
 from .cache import KVCache, TokenBatch
@@ -33,6 +34,8 @@ def attention_block(
     layer: int,
 ) -> NDArray:
     """Each token attends to the tokens before it in its own sequence.   (N, D) -> (N, D), residual included"""
+    if w.delta is not None:  # Qwen3.5, in three of four layers
+        return delta_block(be, x, w, cfg, batch, cache, layer)
     h = be.rms_norm(x, w.attn_norm, cfg.norm_eps)  # (N, D)
     q, k, v = be.linears(h, (w.q_proj, w.k_proj, w.v_proj))  # (N, H*d), (N, G*d), (N, G*d)
     q = q.reshape(-1, cfg.num_attention_heads, cfg.head_dim)  # (N, H, d)
@@ -40,15 +43,39 @@ def attention_block(
     v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
     if w.q_norm is not None and w.k_norm is not None:  # over each head: Qwen3, Gemma3
         q, k = norm_heads(be, q, w.q_norm, cfg), norm_heads(be, k, w.k_norm, cfg)
-    q, k = be.rope(q, k, *rope)
+    if cfg.rotary_dim is None:
+        q, k = be.rope(q, k, *rope)
+    else:  # only the first numbers of each head are turned: Qwen3.5
+        turned_q, turned_k = be.rope(q[..., : cfg.rotary_dim], k[..., : cfg.rotary_dim], *rope)
+        q = np.concatenate([turned_q, q[..., cfg.rotary_dim :]], axis=-1)
+        k = np.concatenate([turned_k, k[..., cfg.rotary_dim :]], axis=-1)
     if cfg.query_scale != 1:  # scores are q k / sqrt(query_pre_attn_scalar), not q k / sqrt(d): Gemma3
         q = be.scale(q, cfg.query_scale)
     be.append(cache, layer, batch, k, v)
     z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
     z = z.reshape(-1, cfg.num_attention_heads * cfg.head_dim)  # (N, H*d)
+    if w.z_proj is not None:  # Qwen3.5
+        z = be.output_gate(z, be.linear(h, w.z_proj), "sigmoid")
     if w.attn_sub_norm is not None:  # BitNet
         z = be.rms_norm(z, w.attn_sub_norm, cfg.norm_eps)
     return add_result(be, x, be.linear(z, w.o_proj), w.attn_post_norm, cfg)  # (N, D)
+
+
+def delta_block(
+    be: Ops, x: NDArray, w: LayerWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, layer: int
+) -> NDArray:
+    """Each token asks a memory of the tokens before it, and corrects it; see `delta_net.py`.   (N, D) -> (N, D)"""
+    delta, shape = w.delta, cfg.delta
+    assert delta is not None
+    assert shape is not None
+    assert w.z_proj is not None
+    assert w.a_proj is not None
+    assert w.b_proj is not None
+    h = be.rms_norm(x, w.attn_norm, cfg.norm_eps)  # (N, D)
+    q, k, v, z, a, b = be.linears(h, (w.q_proj, w.k_proj, w.v_proj, w.z_proj, w.a_proj, w.b_proj))
+    y = be.delta_rule(np.concatenate([q, k, v], axis=1), a, b, delta, shape, cache, layer, batch)  # (N, Hv, dv)
+    y = be.rms_norm(y.reshape(-1, shape.value_dim), delta.norm, cfg.norm_eps).reshape(z.shape)
+    return add_result(be, x, be.linear(be.output_gate(y, z, "silu"), w.o_proj), w.attn_post_norm, cfg)
 
 
 def norm_heads(be: Ops, x: NDArray, weight: NDArray, cfg: ModelConfig) -> NDArray:
@@ -84,8 +111,8 @@ class PlainBackend(Ops):
 
 def rope_tables_of(be: Ops, cfg: ModelConfig, positions: NDArray) -> tuple[RopeTables, RopeTables]:
     """RoPE's tables of the layers that attend to all tokens, and of those that attend to a window."""
-    full = be.rope_tables(positions, cfg.rope, cfg.head_dim)
-    return full, full if cfg.local_rope is None else be.rope_tables(positions, cfg.local_rope, cfg.head_dim)
+    full = be.rope_tables(positions, cfg.rope, cfg.rotary_size)
+    return full, full if cfg.local_rope is None else be.rope_tables(positions, cfg.local_rope, cfg.rotary_size)
 
 
 def decoder_layers(

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from ..errors import ShapeError
 from . import layers, quantization
 from .cache import KVCache, TokenBatch
-from .config import RopeConfig
+from .config import DeltaConfig, RopeConfig
+from .delta_net import delta_inputs, delta_recurrence
 from .weights import (
+    DeltaWeights,
     DenseWeight,
     EmbeddingWeight,
     GroupTernaryWeight,
@@ -73,7 +75,7 @@ class Ops:
         return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated"""
+        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated."""
         check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
@@ -148,6 +150,32 @@ class Ops:
             z[i] = layers.attention_values(pattern, values)
         return z
 
+    def delta_rule(
+        self,
+        qkv: NDArray,
+        a: NDArray,
+        b: NDArray,
+        w: DeltaWeights,
+        cfg: DeltaConfig,
+        cache: KVCache,
+        layer: int,
+        batch: TokenBatch,
+    ) -> NDArray:
+        """A Gated DeltaNet's memory, asked and updated.   qkv (N, C), a and b (N, Hv) -> (N, Hv, dv)"""
+        require("delta_rule", qkv.shape == (len(batch), sum(cfg.sizes)), f"qkv (N, {sum(cfg.sizes)})", qkv=qkv)
+        states = cache.states
+        assert states is not None
+        y = np.empty((len(qkv), cfg.value_heads, cfg.value_dim), dtype=qkv.dtype)
+        turns = np.flatnonzero(np.diff(batch.slots, prepend=-1))  # where another sequence begins
+        for first, stop in zip(turns, [*turns[1:], len(qkv)], strict=True):
+            slot, position = int(batch.slots[first]), int(batch.positions[first])
+            memory, before = states.begin(layer, slot, position)
+            rows = slice(int(first), int(stop))
+            y[rows] = delta_recurrence(delta_inputs(qkv[rows], before, a[rows], b[rows], w, cfg), memory)
+            before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
+            states.end(layer, slot, position + int(stop - first))
+        return y
+
     # -- elementwise ---------------------------------------------------------------------------------------------------
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
@@ -159,6 +187,11 @@ class Ops:
         """x (N, D), y (N, D) or a bias (D,) -> (N, D)"""
         require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
         return x + y
+
+    def output_gate(self, z: NDArray, gate: NDArray, activation: str) -> NDArray:
+        """z times "sigmoid" or "silu" of the gate.   (N, F), (N, F) -> (N, F)"""
+        require("output_gate", z.ndim == 2 and z.shape == gate.shape, "z and gate (N, F)", z=z, gate=gate)
+        return z * layers.OUTPUT_GATES[activation](gate)
 
     def scale(self, x: NDArray, factor: float) -> NDArray:
         """x times a number.   (N, D) -> (N, D)"""

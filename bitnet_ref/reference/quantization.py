@@ -175,8 +175,13 @@ def expand_groups(
     packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int, dtype: DTypeLike
 ) -> NDArray:
     """The matrix itself: packed (N, ceil(K/4)), scales (N, ceil(K/group)) -> w (N, K) of `dtype`"""
-    signs = unpack_ternary(packed, in_features).astype(dtype)
-    return signs * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
+    table = _BYTE_TO_TERNARY.astype(dtype)
+    w = np.ascontiguousarray(table[packed].reshape(len(packed), -1)[:, :in_features])
+    if in_features % group:  # the last group is smaller
+        return w * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
+    by_group = w.reshape(*scales.shape, group)
+    by_group *= scales.astype(dtype)[:, :, None]
+    return w
 
 
 def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int) -> NDArray:

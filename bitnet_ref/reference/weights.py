@@ -54,8 +54,12 @@ class TernaryLinear(LinearWeight):
     input_norm: InputNorm | None
 
     @abstractmethod
+    def plain(self) -> TernaryWeight:
+        """The same weight, packed as the reference takes it."""
+
     def ternary(self) -> NDArray[np.int8]:
         """The matrix itself, (N, K) int8 in {-1, 0, +1}: four times the memory of its packed form."""
+        return quantization.unpack_ternary(self.plain().packed, self.in_features)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,8 +95,8 @@ class TernaryWeight(TernaryLinear):
     def nbytes(self) -> int:
         return self.packed.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
 
-    def ternary(self) -> NDArray[np.int8]:
-        return quantization.unpack_ternary(self.packed, self.in_features)
+    def plain(self) -> TernaryWeight:
+        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -159,6 +163,16 @@ class GroupTernaryWeight(LinearWeight):
         return DenseWeight(self.rows(slice(None), self.dtype), self.bias)
 
 
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """The small arrays of a Gated DeltaNet: C channels, of q, k and v together; Hv value heads of dv numbers."""
+
+    conv: NDArray[np.float32]  # (C, tokens), the current token's last
+    decay: NDArray[np.float32]  # (Hv,), exp(A_log)
+    decay_bias: NDArray[np.float32]  # (Hv,), dt_bias
+    norm: NDArray[np.float32]  # (dv,)
+
+
 EmbeddingWeight = DenseWeight | GroupTernaryWeight
 
 
@@ -181,6 +195,10 @@ class LayerWeights:
     k_norm: NDArray[np.float32] | None = None  # (d,)
     attn_post_norm: NDArray[np.float32] | None = None  # (D,)
     ffn_post_norm: NDArray[np.float32] | None = None  # (D,)
+    z_proj: LinearWeight | None = None  # of the output's gate: as wide as o_proj's input
+    a_proj: LinearWeight | None = None  # (Hv, D), decay of a DeltaNet
+    b_proj: LinearWeight | None = None  # (Hv, D), write strength of a DeltaNet
+    delta: DeltaWeights | None = None  # None: this block is attention
 
     def __repr__(self) -> str:
         return f"<LayerWeights: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
@@ -196,8 +214,10 @@ class LayerWeights:
         """(name, weight) of the norms that this block has"""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, LinearWeight):
+            if isinstance(value, np.ndarray):
                 yield field.name, value
+        if self.delta is not None:
+            yield "delta_norm", self.delta.norm
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -233,7 +253,7 @@ class ModelWeights:
         return total
 
 
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "a_proj", "b_proj")
 
 
 def linear_name(layer: int, linear: str) -> str:
@@ -245,15 +265,7 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
     """The same weights as the reference takes them, out of whatever layout a backend has given them."""
     layers = []
     for layer in w.layers:
-        linears: dict[str, Any] = {name: _plain(linear) for name, linear in layer.linears()}
-        layers.append(replace(layer, **linears))
-    return replace(w, layers=tuple(layers), lm_head=w.embedding if w.tied else _plain(w.lm_head))
-
-
-def _plain(w: LinearWeight) -> LinearWeight:
-    if isinstance(w, TernaryWeight | DenseWeight | GroupTernaryWeight):
-        return w
-    assert isinstance(w, TernaryLinear)
-    return replace(
-        TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale)), bias=w.bias, input_norm=w.input_norm
-    )
+        ternary: dict[str, Any] = {name: w.plain() for name, w in layer.linears() if isinstance(w, TernaryLinear)}
+        layers.append(replace(layer, **ternary))
+    head = w.lm_head.plain() if isinstance(w.lm_head, TernaryLinear) else w.lm_head
+    return replace(w, layers=tuple(layers), lm_head=head)

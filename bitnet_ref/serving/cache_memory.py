@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.cache_dtypes import CACHE_DTYPES
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import CacheSpec, PagedKVCache
+from ..backends.paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
 from ..errors import ConfigError
 from ..generation.overflow import keep_after_overflow
 from ..generation.params import SamplingParams
 from ..reference.cache import KVCache
 from ..reference.config import ModelConfig
 from .engine_config import EngineConfig
+from .pages import PagePool
 
 CACHE_SHARE = 4  # the default cache takes at most 1/4 of the free memory
-LONG_CONTEXT = 1 << 17  # tokens: the default cache is no larger for models whose config claims more
+LONG_CONTEXT = 1 << 17  # tokens of a request in the default cache, for models whose config claims more
 DEFAULT_SINKS = SamplingParams().sink_tokens
 
 
@@ -76,7 +76,8 @@ def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
         pages = config.cache_bytes // page_bytes
     else:
         share = None if free is None else free // CACHE_SHARE // page_bytes
-        wanted = config.max_batch * -(-min(context, LONG_CONTEXT) // size)
+        context = min(context, LONG_CONTEXT)
+        wanted = config.max_batch * -(-context // size)
         pages = max(1, min(each for each in (wanted, share, limit and limit // page_bytes) if each is not None))
     if pages < 1 or (limit is not None and pages * page_bytes > limit):
         room = "" if limit is None else f", and memory_limit leaves {limit:,} for the cache"
@@ -85,8 +86,13 @@ def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
             "give it fewer tokens, or more memory",
             field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
         )
-    # They size the page table. A sequence holds at least one page and at most all, however long the context is.
+    # They size the page table, and a card's tables of positions. A sequence holds at least one page and at most all.
     slots, capacity = min(config.max_batch, pages), min(context, pages * size)
     cache = model.new_cache(slots, capacity, dtype=dtype, page_size=size, pages=pages)
     assert isinstance(cache, PagedKVCache)
     return cache
+
+
+def new_pool(cache: PagedKVCache, config: EngineConfig) -> PagePool:
+    """The pages of an empty cache."""
+    return PagePool(cache.pages, cache.page_size, config.prefix_sharing, complete=not cache.has_states)

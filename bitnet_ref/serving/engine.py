@@ -94,11 +94,10 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
         request = Request(self.model, prompt, params)
-        pool = self._worker.pool
-        if pool.pages_for(request.capacity) > pool.pages:
+        if request.capacity > self.cache.capacity:
             raise GenerationError(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
-                f"engine's cache holds {pool.pages * pool.page_size}; lower max_tokens, or raise cache_tokens"
+                f"engine's cache holds {self.cache.capacity} of a request; lower max_tokens, or raise cache_tokens"
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(

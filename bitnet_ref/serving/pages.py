@@ -23,10 +23,11 @@ NOTHING_BEFORE = 0
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens. share: whether sequences may share full pages."""
+    """`pages` pages of `page_size` tokens. share: whether sequences may share full pages. complete: whether pages are
+    all that is kept of a sequence; not where layers have a state that belongs to its slot, and is lost with it."""
 
-    def __init__(self, pages: int, page_size: int, share: bool = True) -> None:
-        self.pages, self.page_size, self.share = pages, page_size, share
+    def __init__(self, pages: int, page_size: int, share: bool = True, complete: bool = True) -> None:
+        self.pages, self.page_size, self.share, self.complete = pages, page_size, share and complete, complete
         self._holders = [0] * pages
         self._blank = list(range(pages - 1, -1, -1))  # not indexed, no holders
         self._idle: OrderedDict[int, None] = OrderedDict()  # indexed, no holders; longest unused first

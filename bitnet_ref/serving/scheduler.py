@@ -40,6 +40,11 @@ class Job:
         self.running = False
         self.cached = 0  # tokens that the cache held when it was admitted
 
+    def forget(self) -> None:
+        """Leave the scheduler that it was in."""
+        self.lease, self.running = None, False
+        self.row.slot, self.row.computed = NO_SLOT, 0
+
     def __lt__(self, other: Job) -> bool:
         return self.rank < other.rank
 
@@ -251,6 +256,8 @@ class Scheduler:
         del self.running[bisect_left(self.running, job)]
         heapq.heappush(self._slots, job.row.slot)
         job.row.slot, job.running = NO_SLOT, False
+        if not self.pool.complete:
+            self._close(job)
 
     def _close(self, job: Job) -> None:
         if job.lease is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from traceback import walk_tb
 
 from ..backends import Backend
-from ..backends.head import Ids
+from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
@@ -150,8 +150,9 @@ class Stepper:
         lease = ticket.jobs[0].lease
         assert lease is not None
         for job in ticket.jobs[1:]:
-            job.lease = lease.fork()
-            job.row.computed = job.row.context_tokens - 1
+            if self.pool.complete:
+                job.lease = lease.fork()
+                job.row.computed = job.row.context_tokens - 1
             self.scheduler.add(job)
 
     def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:

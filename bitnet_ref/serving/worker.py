@@ -27,10 +27,9 @@ from ..errors import (
 )
 from ..notebook.figures import StepRecord
 from ..notebook.live import RequestProgress
-from .cache_memory import new_cache
+from .cache_memory import new_cache, new_pool
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .pages import PagePool
 from .scheduler import Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
 from .tickets import Delivery, Ticket, check_process, wake_readers
@@ -45,13 +44,13 @@ class Worker:
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         self.model, self.config, self.cache = model, config, (cache := new_cache(model, config))
-        self.pool = PagePool(cache.pages, cache.page_size, config.prefix_sharing)
+        self.pool = new_pool(cache, config)
         name = model.backend.name
         tried = config.fallback.index(name) + 1 if name in config.fallback else 0
         self._fallback = list(config.fallback[tried:])  # backends that have not been tried
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
-        self._scheduler = Scheduler(self.pool, cache.slots, config.max_batch_tokens, config.priority_wait_s)
+        self._scheduler = self._new_scheduler()
         self.process = os.getpid()
         self._lock = RLock()  # guards the following
         self._arrived: list[Ticket] = []
@@ -90,12 +89,10 @@ class Worker:
                 self._thread = Thread(target=self._run, name="bitnet_ref engine", daemon=True)
             if self._thread.ident is None:
                 self._thread.start()
-            # An interrupt (Ctrl-C) is raised after a call: none is in between.
-            self._in_queue += 1
-            self._rows_in_queue += rows
+            in_queue, rows_in_queue = self._in_queue + 1, self._rows_in_queue + rows
+            self._arrived.append(ticket)  # Ctrl-C may interrupt after this call, but not between the next lines
             self._alive[ticket.number] = ticket
-            ticket.submitted = True
-            self._arrived += (ticket,)
+            self._in_queue, self._rows_in_queue, ticket.submitted = in_queue, rows_in_queue, True
         self._bell.put(None)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -148,22 +145,70 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._admit_arrivals():
-                self._run_step()
+            while True:
+                try:
+                    if not self._admit_arrivals():
+                        break
+                    self._run_step()
+                except MemoryError as error:
+                    self._start_over(error)
         except BaseException as error:
             self._closing = f"the engine stopped by a fault of its own: {describe_error(error)}"
             raise
         finally:
-            with self._lock:
-                self._closing = self._closing or "the engine was closed"
-                alive = list(self._alive.values())
-            for ticket in alive:
-                self._end(ticket, EngineClosed(f"{self._closing} before request {ticket.number} was finished"), "abort")
-            self._deliver()
-            self.pool.clear_idle()
+            try:
+                self._end_all()
+            except MemoryError as error:
+                self._start_over(error)
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """End all requests, since the engine closes."""
+        with self._lock:
+            self._closing = self._closing or "the engine was closed"
+            alive = list(self._alive.values())
+        for ticket in alive:
+            self._end(ticket, EngineClosed(f"{self._closing} before request {ticket.number} was finished"), "abort")
+        self._deliver()
+        self.pool.clear_idle()
+
+    def _new_scheduler(self) -> Scheduler:
+        config = self.config
+        return Scheduler(self.pool, self.cache.slots, config.max_batch_tokens, config.priority_wait_s)
+
+    def _start_over(self, error: MemoryError) -> None:
+        """Go on after a lack of memory outside of a pass, which may have left anything half done.
+
+        The requests that have started or have chunks on their way fail, and the others wait in a new scheduler.
+        """
+        log.warning("the engine ran out of memory and starts over: %s", describe_error(error))
+        asked, cached = self._scheduler.asked_tokens, self._scheduler.cached_tokens
+        self.pool = new_pool(self.cache, self.config)
+        self._scheduler = self._new_scheduler()
+        self._scheduler.asked_tokens, self._scheduler.cached_tokens = asked, cached
+        self._stepper.pool, self._stepper.scheduler = self.pool, self._scheduler
+        with self._lock:
+            alive, self._arrived = list(self._alive.values()), []
+            undelivered = [ticket for ticket, _ in self._deliveries]
+            fresh = [ticket for ticket in alive if ticket.start_s is None and not ticket.ended]
+            self._alive = {ticket.number: ticket for ticket in fresh}
+            self._in_queue, self._rows_in_queue = len(fresh), sum(len(ticket.rows) for ticket in fresh)
+        self._deliveries.clear()
+        for ticket in fresh:
+            ticket.jobs[0].forget()
+            self._admit(ticket)
+        for ticket in dict.fromkeys((*alive, *undelivered)):
+            if ticket.number not in self._alive:
+                if not ticket.ended:
+                    self.metrics.end("error")
+                message = f"request {ticket.number} ended since the engine ran out of memory"
+                ticket.ended, ticket.outbox.error = True, ticket.outbox.error or wrap(message, error)
+                self._deliveries.append((ticket, None))
+        self._deliver()
 
     def _admit_arrivals(self) -> bool:
         """Wait for work and pass new requests to the scheduler. False: the thread should end."""
+        self._silence_bell()
         if not (self._scheduler.running or self._scheduler.waiting):
             self._sleep()
         with self._lock:
@@ -176,12 +221,14 @@ class Worker:
             for job in list(self._scheduler.held):
                 self._release(job.ticket)
         for ticket in arrived:
-            if ticket.ended:  # cancelled already
-                continue
-            self._scheduler.add(ticket.jobs[0])
-            if ticket.deadline_s is not None:
-                heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
+            if ticket.submitted and not ticket.ended:  # neither interrupted nor cancelled
+                self._admit(ticket)
         return True
+
+    def _admit(self, ticket: Ticket) -> None:
+        self._scheduler.add(ticket.jobs[0])
+        if ticket.deadline_s is not None:
+            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
 
     def _sleep(self) -> None:
         """Wait until a request arrives, goes on, is cancelled or late, or the engine closes."""
@@ -201,6 +248,10 @@ class Worker:
     def _wait(self, timeout_s: float | None) -> None:
         with suppress(Empty):
             self._bell.get(timeout=timeout_s)
+        self._silence_bell()
+
+    def _silence_bell(self) -> None:
+        with suppress(Empty):
             while True:
                 self._bell.get_nowait()
 
@@ -268,18 +319,18 @@ class Worker:
         """Free what the request holds and tell its reader. No effect on one that has ended."""
         if ticket.ended:
             return
-        ticket.ended = True
         for job in ticket.jobs:
             self._scheduler.remove(job)
+        ticket.outbox.error = error
+        self._deliveries.append((ticket, None))
+        ticket.ended = True
+        self.metrics.end(reason)
+        self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
         with self._lock:
             del self._alive[ticket.number]
             if ticket.start_s is None:
                 self._in_queue -= 1
                 self._rows_in_queue -= len(ticket.rows)
-        self.metrics.end(reason)
-        self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
-        ticket.outbox.error = error
-        self._deliveries.append((ticket, None))
 
     def _recover(self, error: DeviceError) -> bool:
         """After a failure of the device, go on with a new backend: of the same kind if that has computed a step, else
@@ -304,7 +355,7 @@ class Worker:
         log.warning("the device failed (%s): backend %s goes on", error, model.backend.name)
         self.metrics.add("backend_restarts")
         self.model, self.cache = model, cache
-        self.pool = PagePool(cache.pages, cache.page_size, self.config.prefix_sharing)
+        self.pool = new_pool(cache, self.config)
         self._scheduler.start_again(self.pool, cache.slots)
         stepper = self._stepper
         stepper.model, stepper.cache, stepper.pool, stepper.is_sound = model, cache, self.pool, False
@@ -312,7 +363,7 @@ class Worker:
             alive = list(self._alive.values())
         for ticket in alive:
             ticket.stats.backend = model.backend.name
-            has_room = self.pool.pages_for(ticket.request.capacity) <= self.pool.pages
+            has_room = ticket.request.capacity <= cache.capacity
             if not has_room or not (is_same or ticket.stats.generated_tokens == 0):
                 why = "has no room for it" if not has_room else "would go on with other rounding"
                 message = f"request {ticket.number} ended when the device failed: backend {model.backend.name} {why}"
@@ -321,15 +372,14 @@ class Worker:
 
     def _deliver(self) -> None:
         """Give all readers their chunks at once, because each reader that wakes takes the interpreter's lock."""
-        deliveries = self._deliveries.copy()
-        self._deliveries.clear()
-        for ticket, chunk in deliveries:
+        for ticket, chunk in self._deliveries:
             ticket.outbox.chunks.put(chunk)
             if chunk is None:
                 ticket.outbox.done.set()
             elif ticket.is_behind and not (ticket.ended or self._draining):
                 self._hold(ticket)
-        wake_readers([ticket.outbox for ticket, _ in deliveries])
+        wake_readers([ticket.outbox for ticket, _ in self._deliveries])
+        self._deliveries.clear()
 
     def _record(self, plan: StepPlan, start: float) -> None:
         seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler

@@ -2,7 +2,10 @@
 
    fault_arm(root, error, n): from now on count the calls on files below `root` (an absolute path without links), and
    let the n-th fail with `error`; n = 0 only counts. An error of -1 stands for a short write: the n-th call that writes
-   more than one byte writes half of it. fault_calls() -> the calls counted since; fault_name() -> the one that failed. */
+   more than one byte writes half of it. fault_calls() -> the calls counted since; fault_name() -> the one that failed.
+
+   Compared with strace: all calls of the writers are seen but getdents, ioctl, fcntl, and what opendir and closedir do
+   inside the C library. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

@@ -1,7 +1,9 @@
 """The shell interface as a whole: help, errors, exit codes, streams."""
 
 import io
+import os
 import subprocess
+import sys
 
 import click
 import numpy as np
@@ -61,6 +63,8 @@ FAMILIES = [
     (errors.ConfigError("of an argument"), 2),
     (errors.ConfigError("of a file", path="config.json"), 3),
     (errors.FormatError("x"), 3),
+    (errors.StorageError("x"), 3),
+    (OSError(28, "No space left on device", "x"), 3),
     (errors.TokenizerError("x"), 3),
     (errors.NumericsError("x", tensor="blocks.0.hook_resid_pre"), 3),
     (errors.BackendError("x"), 4),
@@ -127,6 +131,38 @@ def test_errors_are_one_message(args, code, words):
     facts = invoke_json(*args, code=code)["error"]
     assert words in facts["message"]
     assert issubclass(getattr(errors, facts["type"]), errors.BitNetRefError)
+
+
+OUTPUTS = [
+    ("crossval", "record", "no/such/model", "{}"),
+    ("crossval", "backends", "no/such/model", "--receipt", "{}"),
+    ("crossval", "backends", "no/such/model", "--html", "{}"),
+    ("crossval", "trace", "no/such/model", "no/such/trace", "--html", "{}"),
+    ("bench", "ceiling", "--plot", "{}"),
+    ("bench", "serve", "no/such/model", "--plot", "{}"),
+    ("bench", "gpu", "--out", "{}"),
+]
+
+
+@pytest.mark.parametrize("args", OUTPUTS, ids=" ".join)
+def test_targets_are_checked_before_any_work(args, tmp_path):
+    (tmp_path / "folder.svg").mkdir()
+    for name, words in (("none/x.svg", "there is no folder"), ("folder.svg", "is a folder")):
+        result = invoke(*(arg.format(tmp_path / name) for arg in args))
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("args", [["--help"], ["list", "--json"]], ids=" ".join)
+def test_a_full_disk_behind_stdout(args):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "bitnet_ref.cli", *args]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: standard output: No space left on device")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_json_errors_carry_the_place(tmp_path):

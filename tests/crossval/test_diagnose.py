@@ -8,9 +8,8 @@ from helpers import BITNET, GOLDEN, model, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_generation, diagnose_prompt
+from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
-from bitnet_ref.crossval.explain.hypotheses.prompts import greedy
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.trace import Trace, write_trace
 
@@ -175,7 +174,7 @@ def test_an_unknown_mistake_is_not_explained_away(load):
     assert found[0].to_dict()["confirmed"] is False
 
 
-# -- prompts and generation --------------------------------------------------------------------------------------------
+# -- prompts -----------------------------------------------------------------------------------------------------------
 
 
 def test_prompts():
@@ -205,21 +204,3 @@ def test_a_prompt_of_the_older_template():
     assert confirmed(found) == {"older_template"}
     cut = m.tokenizer.encode(text.removesuffix("Assistant: "))
     assert confirmed(diagnose_prompt(m, m.tokenizer.encode(text), cut, text)) == {"generation_prompt_missing"}
-
-
-def test_generation():
-    m = model("storyteller", backend="auto")
-    ids = m.tokenizer.encode("Once upon a time")
-    right = m.generate(ids, max_tokens=8).token_ids
-    assert greedy(m, ids, 8) == right
-    assert diagnose_generation(m, ids, right) == []
-    for name, wrong in {
-        "decode_leaves_a_gap": greedy(m, ids, 8, shift=1),
-        "decode_overwrites_the_last_entry": greedy(m, ids, 8, shift=-1),
-        "prefill_logits_of_the_previous_position": greedy(m, ids, 8, first_from=-2),
-        "prefill_logits_of_the_first_position": greedy(m, ids, 8, first_from=0),
-    }.items():
-        assert wrong != right
-        assert confirmed(diagnose_generation(m, ids, wrong)) == {name}
-    assert confirmed(diagnose_generation(m, ids, right[:2], right)) == {"stops_early"}
-    assert not confirmed(diagnose_generation(m, ids, [7, 7, 7]))

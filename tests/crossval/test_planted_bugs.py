@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import model
 
 FOLDER = Path(__file__).parents[2] / "crossval"
 sys.path.insert(0, str(FOLDER))
 
 import planted_bugs  # noqa: E402
 import planting  # noqa: E402
+from generation_causes import diagnose_generation, greedy  # noqa: E402
 
 sys.path[:] = [path for path in sys.path if path != str(FOLDER)]  # its other scripts have the names of packages
 
@@ -89,3 +91,25 @@ def test_the_script(capsys):
     with pytest.raises(SystemExit) as caught:
         planted_bugs.main(["no_such_bug"])
     assert caught.value.code == 2
+
+
+def confirmed(diagnoses):
+    return {diagnosis.name for diagnosis in diagnoses if diagnosis.confirmed}
+
+
+def test_causes_of_a_wrong_continuation():
+    m = model("storyteller", backend="auto")
+    ids = m.tokenizer.encode("Once upon a time")
+    right = m.generate(ids, max_tokens=8).token_ids
+    assert greedy(m, ids, 8) == right
+    assert diagnose_generation(m, ids, right) == []
+    for name, wrong in {
+        "decode_leaves_a_gap": greedy(m, ids, 8, shift=1),
+        "decode_overwrites_the_last_entry": greedy(m, ids, 8, shift=-1),
+        "prefill_logits_of_the_previous_position": greedy(m, ids, 8, first_from=-2),
+        "prefill_logits_of_the_first_position": greedy(m, ids, 8, first_from=0),
+    }.items():
+        assert wrong != right
+        assert confirmed(diagnose_generation(m, ids, wrong)) == {name}
+    assert confirmed(diagnose_generation(m, ids, right[:2], right)) == {"stops_early"}
+    assert not confirmed(diagnose_generation(m, ids, [7, 7, 7]))

@@ -4,19 +4,23 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from itertools import permutations
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations, product
 
 import numpy as np
 import pytest
+from helpers import BITNET as BITNET_CONFIG
 from helpers import GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
-from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import TARGETS, Target, convert, prove
 from bitnet_ref.formats.gguf.file import GgufFile
@@ -155,6 +159,55 @@ def test_a_refusal_names_formats_that_exist(target, tmp_path):
     named_targets = re.findall(r"gguf-[a-z0-9_]+", str(caught.value).partition("; use ")[2])
     assert named_targets == list(DENSE_TARGETS)
     assert set(named_targets) < set(TARGETS)
+
+
+def test_every_refusal_names_a_format_that_takes_the_model(tmp_path):
+    odd = BITNET_CONFIG | {"intermediate_size": 28, "hidden_size": 20, "num_attention_heads": 5}
+    cases = [
+        write_checkpoint(tmp_path / "odd", odd | {"num_key_value_heads": 1}),
+        write_checkpoint(tmp_path / "t", TINY),
+    ]
+    cases += [
+        GOLDEN / name for name in ("llama-packed-rmsnorm", "llama-packed-skips", "rope-dynamic", "onebitllm-silu")
+    ]
+    taken, refusals = set(), 0
+    for case, target in product(cases, TARGETS):
+        path, refusal = tmp_path / f"out{TARGETS[target].suffix or ''}", ""
+        try:
+            convert(case, path, target, verify=False)
+        except (FormatError, ConfigError) as error:
+            refusal = str(error).partition(";")[2]
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if not refusal:
+            taken.add((case, target))
+            continue
+        hints, refusals = re.findall(r"(?:gguf|hf)-[a-z0-9_]+|native", refusal), refusals + 1
+        assert hints, refusal
+        assert set(hints) <= set(TARGETS)
+        if (case, hints[0]) not in taken:
+            convert(case, tmp_path / f"hint{TARGETS[hints[0]].suffix or ''}", hints[0], verify=False, overwrite=True)
+            taken.add((case, hints[0]))
+    assert refusals > 20
+
+
+def test_one_of_several_conversions_wins(tmp_path):
+    """All but one say that another writes, or has written, the file."""
+    gate = threading.Barrier(4)
+
+    def work(target):
+        gate.wait()
+        try:
+            return convert(BITNET, named(tmp_path, target), target) is not None
+        except (StorageError, ConfigError) as error:
+            return str(error)
+
+    for target in ("gguf-i2_s", "hf-packed"):
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(work, [target] * 4))
+        assert results.count(True) == 1, results
+        assert all(
+            re.search("another process|File exists|there already|not empty", r) for r in results if r is not True
+        )
 
 
 def test_what_is_there_is_not_replaced_unless_asked(tmp_path):

@@ -295,7 +295,7 @@ def test_a_pipe_among_the_prepared_weights(tmp_path):
     assert is_kept(load(folder))
 
 
-def sealed(header, data):
+def sealed(header, data, alignment=64):
     """A file of this header and data whose hashes are right: what a forger makes, not an accident."""
     metadata = header["__metadata__"]
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -305,7 +305,38 @@ def sealed(header, data):
         arrays = {name: data[slice(*entry["data_offsets"])] for name, entry in tensors.items()}
         facts = {name: (entry["dtype"], tuple(entry["shape"]), digest(arrays[name])) for name, entry in tensors.items()}
         metadata[key] = content_hash(metadata, facts)
-    return raw_safetensors(header, data)
+    text = json.dumps(header).encode()
+    return raw_safetensors(text + b" " * (-(8 + len(text)) % alignment), data)
+
+
+def test_a_forged_file_whose_arrays_are_not_aligned(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    expected = load(folder).logits([1, 2, 3])
+    [file] = kept(folder)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    forged = sealed(json.loads(data[8 : 8 + length]), data[8 + length :], alignment=1)
+    for pad in range(64):  # whatever the header's length is
+        text = forged[8 : 8 + int.from_bytes(forged[:8], "little")] + b" " * pad
+        file.write_bytes(raw_safetensors(text, data[8 + length :]))
+        model = load(folder)
+        assert np.array_equal(model.logits([1, 2, 3]), expected)
+        assert is_kept(model) == ((8 + len(text)) % 4 == 0)
+    assert "is a multiple of the size" in caplog.text
+
+
+def test_names_of_a_forged_file_are_logged_with_escapes(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder)
+    [file] = kept(folder)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"]["weights"] = json.dumps({"kind": "DenseWeight", "name": "x", "fields": {"\x1b[2J\nok": 1}})
+    file.write_bytes(sealed(header, data[8 + length :]))
+    assert not is_kept(load(folder))
+    assert "\\x1b[2J\\nok" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 def test_shapes_of_another_model_are_damage(tmp_path, caplog):

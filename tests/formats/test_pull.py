@@ -152,10 +152,13 @@ def test_a_broken_model_is_not_stored(hub, model_files, name):
     assert [p for p in Store().incoming.iterdir() if p.is_dir()] == []
 
 
-def test_a_file_that_differs_from_the_hubs_word(hub, model_files):
+@pytest.mark.parametrize(
+    ("name", "words"), [("model.safetensors", None), ("config.json", "its Git hash differs")], ids=["LFS", "Git"]
+)
+def test_a_file_that_differs_from_the_hubs_word(hub, model_files, name, words):
     hub.put("org/tiny", "main", model_files)
-    hub.corrupt.add("model.safetensors")
-    with pytest.raises((FormatError, HubError)):  # the client may find it first
+    hub.corrupt.add(name)
+    with pytest.raises((FormatError, HubError), match=words):  # the client may find it first
         pull("org/tiny")
     assert Store().entries() == []
     hub.corrupt.clear()

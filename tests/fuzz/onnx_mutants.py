@@ -18,11 +18,12 @@ ONNX_FILE = "model.onnx"
 
 
 def write_onnx_base(folder: Path, dice: random.Random) -> Path:
+    import onnx
     from onnx_graphs import LINEAR_STYLES, QUANTIZED_STYLES, decoder
 
     from bitnet_ref.formats.onnx.export import export_onnx
 
-    ours, number, external_bytes = dice.randrange(2), dice.randrange(8), dice.choice([256, None])
+    ours, number, inside = dice.randrange(2), dice.randrange(8), dice.randrange(2)
     config, styles = dice.choice([(TINY, LINEAR_STYLES), (BITNET, QUANTIZED_STYLES)])
     style = dice.choice(styles)
 
@@ -30,13 +31,16 @@ def write_onnx_base(folder: Path, dice: random.Random) -> Path:
         if ours:
             write_base(folder, random.Random(number), sharded=False)
             with open_checkpoint(folder) as checkpoint:
-                export_onnx(folder / ONNX_FILE, checkpoint, external_bytes=external_bytes)
+                path, data = export_onnx(folder / ONNX_FILE, checkpoint, external_bytes=256)
+            if inside:
+                onnx.save(onnx.load(path), path)
+                data.unlink()
         else:
             m = bitnet_ref.load(write_checkpoint(folder, config), backend="numpy")
             (folder / ONNX_FILE).write_bytes(decoder(m.weights, style, config).SerializeToString())
         (folder / "model.safetensors").unlink()
 
-    base(folder, ("onnx", number, external_bytes) if ours else ("onnx", style, str(config)), make)
+    base(folder, ("onnx", number, inside) if ours else ("onnx", style, str(config)), make)
     return folder / ONNX_FILE
 
 

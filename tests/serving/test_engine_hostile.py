@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from engine_checks import PROMPTS, check, gist, until
+from engine_checks import PROMPTS, check, check_fault, gist, until
 from helpers import GOLDEN, model
 
 import bitnet_ref
@@ -195,7 +195,16 @@ def test_memory_follows_the_cache_not_the_context(story, settings):
     with endless.engine(**settings) as engine:
         assert gist(engine.generate("Alice", max_tokens=4)) == expected
         assert engine.cache.page_table.nbytes < engine.cache.nbytes
+        with pytest.raises(GenerationError, match=r"the engine's cache holds \d+ of a request.*raise cache_tokens"):
+            engine.submit("Alice", max_tokens=140_000)
         assert memory_bytes() - before < 200 << 20
+
+
+def test_a_lack_of_memory_at_any_line_ends_no_engine():
+    tiny = model(GOLDEN / "bitnet-packed-offline", threads=1)
+    lines, _ = check_fault(tiny, 10**9)
+    failed = sum(check_fault(tiny, number)[1] for number in range(1, lines, lines // 20))
+    assert failed > 5
 
 
 # -- slow readers ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """formats.atomic: after an interrupt the old file is there, whole, and nothing else."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,7 +9,8 @@ import sys
 import pytest
 
 from bitnet_ref.errors import StorageError
-from bitnet_ref.system.atomic import atomic_folder, atomic_path
+from bitnet_ref.system import atomic
+from bitnet_ref.system.atomic import atomic_folder, atomic_path, check_target
 
 
 def test_a_clean_exit_replaces_the_file(tmp_path):
@@ -41,9 +43,89 @@ def test_a_body_that_writes_nothing_is_an_error(tmp_path):
     assert path.read_bytes() == b"old"
 
 
+def test_a_link_is_followed_and_stays(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, real = tmp_path / "link.bin", tmp_path / "there" / "real.bin"
+    link.symlink_to("there/real.bin")
+    for data in (b"new", b"newer"):  # a dangling link names a new file
+        with atomic_path(link) as temporary:
+            assert temporary.parent == real.parent
+            temporary.write_bytes(data)
+        assert link.is_symlink()
+        assert real.read_bytes() == data
+    assert os.listdir(real.parent) == ["real.bin"]
+
+
+def refused_targets(folder):
+    """(path, words) of targets that are refused before the work begins"""
+    (folder / "file").write_bytes(b"x")
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "loop").symlink_to("loop")
+    (folder / "device").symlink_to("/dev/null")
+    yield folder / "none" / "x", "there is no folder"
+    yield folder / "file" / "x", "there is no folder"
+    yield folder / "folder", "is a folder"
+    yield folder / "pipe", "neither a regular file"
+    yield folder / "device", "neither a regular file"
+    yield folder / "loop", "neither a regular file"
+    yield folder / "a\0b", "NUL"
+    yield folder / ("x" * 300), "File name too long"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_targets_that_are_refused(tmp_path):
+    for path, words in list(refused_targets(tmp_path)):
+        before = sorted(os.listdir(tmp_path))
+        for writer in (check_target, lambda path: atomic_path(path).__enter__()):
+            with pytest.raises(StorageError, match=words) as caught:
+                writer(path)
+            assert caught.value.path == str(path)
+        assert sorted(os.listdir(tmp_path)) == before
+    with pytest.raises(StorageError, match="are free on the disk") as caught:
+        check_target(tmp_path / "x", 1 << 60)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_permissions_are_kept_and_long_names_fit(tmp_path):
+    for name in ("private", "x" * 255, "ä" * 127):
+        path = tmp_path / name
+        path.write_bytes(b"old")
+        path.chmod(0o640)
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(b"new")
+        assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o640)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_one_of_several_new_files_wins(tmp_path, monkeypatch):
+    """Also where the others began before anything was to be seen, and on a file system without hard links."""
+    path = tmp_path / "file"
+    first, second = atomic_path(path, replace=False), atomic_path(path, replace=False)
+    one = first.__enter__()
+    with pytest.raises(StorageError, match="another process is writing it"):
+        second.__enter__()
+    monkeypatch.setattr(atomic, "remove_leftovers", lambda path: False)
+    with pytest.raises(StorageError, match="File exists"), atomic_path(path, replace=False) as other:  # noqa: PT012
+        other.write_bytes(b"other")
+        one.write_bytes(b"one")
+        first.__exit__(None, None, None)
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["file"]
+    monkeypatch.setattr(os, "link", refuse_link)
+    with atomic_path(tmp_path / "new", replace=False) as temporary:
+        temporary.write_bytes(b"new")
+    assert (tmp_path / "new").read_bytes() == b"new"
+
+
+def refuse_link(*paths):
+    raise PermissionError(errno.EPERM, "no hard links here")
+
+
 KILLED = """
 import os, signal, sys
-from bitnet_ref.system.atomic import atomic_folder, atomic_path
+from bitnet_ref.system import atomic
+from bitnet_ref.system.atomic import atomic_folder, atomic_path, check_target
 with {kind}(sys.argv[1]) as temporary:
     (temporary / "part" if temporary.is_dir() else temporary).write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

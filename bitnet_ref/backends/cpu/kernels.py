@@ -24,7 +24,6 @@ from .weights import PanelWeight, view_bits
 
 Floats = NDArray[np.float32]
 GATES = {"relu2": 1, "silu": 2}  # activations with a kernel, by their numbers in _cpu_ternary.pxi
-_NO_GATE = 0
 
 
 class Results(Protocol):
@@ -135,7 +134,7 @@ class CpuKernels:
         return z
 
     def dense_matmul(self, x: NDArray, w: NDArray) -> Floats:
-        """x (N, K), w (out, K) float32 or bfloat16 -> (N, out)"""
+        """x (N, K), w (out, K) float32, bfloat16 or float16 -> (N, out)"""
         y = self.results.empty((len(x), len(w)))
         _cpu.dense_matmul(as_floats(x), view_bits(w), y, self.threads, self.kernel_set, self.tape)
         return y

@@ -6,9 +6,9 @@ records its calls on a tape; later steps play the tape. Everything that changes 
 positions, slots, the page table) is in arrays that are filled first; lengths follow from positions.
 
 The results of recorded steps are in a pool, whose buffers are reused as soon as the text drops their arrays, so every
-layer uses the same few. A result from elsewhere (a product with float16 weights, which NumPy computes) would be stale
-when the tape is played; such a step is detected when it is recorded, and not replayed. A replayed step that meets NaN
-or Inf is computed again without the tape, which raises the error.
+layer uses the same few. A result from elsewhere (of a matrix whose rows are not contiguous, which NumPy multiplies)
+would be stale when the tape is played; such a step is detected when it is recorded, and not replayed. A replayed step
+that meets NaN or Inf is computed again without the tape, which raises the error.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RecordedSteps:
         if step is None or step.weights is not w or step.kernels != be.kernels:
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
         ropes = (cfg.rope, cfg.rope_of_sliding)
-        tables = [rope_rows.look_up(be, batch.positions, rope, cfg.head_dim) for rope in dict.fromkeys(ropes)]
+        tables = [rope_rows.look_up(be, batch.positions, rope, cfg.rotary_size) for rope in dict.fromkeys(ropes)]
         step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
         cache.check_extent(batch)
         x = step.play() if step.is_recorded else step.record(be, cfg, cache)
@@ -112,7 +112,7 @@ class KernelStep:
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
         self._batch = TokenBatch(tokens, positions, slots)
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
-        self._rope = np.empty((1 if cfg.local_rope is None else 2, 2, n, cfg.head_dim // 2), dtype=np.float32)
+        self._rope = np.empty((1 if cfg.local_rope is None else 2, 2, n, cfg.rotary_size // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()
         self._result: NDArray | None = None  # in the pool; None: not recorded, or it cannot be replayed
         self.is_recorded = False

@@ -33,10 +33,8 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
-from ..backend import Backend
-from ..cache_dtypes import CACHE_DTYPES
-from ..head import HeadNeed, HeadRows
-from ..paged_cache import CacheSpec
+from ..backend import Backend, HeadNeed, HeadRows
+from ..paged_cache import CACHE_DTYPES, CacheSpec
 from . import Device, open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
@@ -110,6 +108,8 @@ class CupyBackend(Backend):
     def check_config(self, config: ModelConfig) -> None:
         scales = config.embedding_scale, config.query_scale, config.residual_scale, config.head_scale
         lacks = ["scaled embeddings, queries or residuals"] * any(scale != 1 for scale in scales)
+        lacks += ["Gated DeltaNet"] * (config.delta is not None) + ["output gates"] * config.output_gate
+        lacks += ["partial RoPE"] * (config.rotary_dim is not None)
         if lacks := lacks + [f"the activation {config.activation}"] * (config.activation not in row_kernels.GATES):
             message = f"the backend cupy has no kernels for {' and '.join(lacks)} of {config.model_type}"
             raise BackendUnavailable(f"{message}; load it with backend='cython' or 'numpy'")
@@ -405,12 +405,7 @@ class CupyBackend(Backend):
 
     def _tiled(self, w: TernaryLinear) -> TiledWeight:
         """The weight in tiles: what `prepare` made of it, or made now."""
-        if isinstance(w, TiledWeight):
-            return w
-        if not isinstance(w, TernaryWeight):  # another backend's
-            plain = TernaryWeight.from_ternary(w.ternary(), float(w.w_dequant_scale))
-            w = replace(plain, bias=w.bias, input_norm=w.input_norm)
-        return self._ternary.prepare(w)
+        return w if isinstance(w, TiledWeight) else self._ternary.prepare(w.plain())
 
     def _dense(self, w: EmbeddingWeight) -> DeviceDense:
         plain = DenseWeight(w.array, w.bias) if isinstance(w, DenseWeight) else w

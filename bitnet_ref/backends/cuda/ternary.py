@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
+from ...reference.quantization import pack_ternary
 from ...reference.weights import InputNorm, LinearWeight, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
@@ -125,8 +126,9 @@ class TiledWeight(TernaryLinear):
     def nbytes(self) -> int:
         return self.tiles.nbytes + self.w_scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def ternary(self) -> NDArray[np.int8]:
-        return unpack_tiles(self.device.to_host(self.tiles), *self.shape)
+    def plain(self) -> TernaryWeight:
+        packed = pack_ternary(unpack_tiles(self.device.to_host(self.tiles), *self.shape))
+        return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.input_norm)
 
 
 def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:

@@ -20,7 +20,7 @@ from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import LOGITS
 from .hypotheses import forward_hypotheses
-from .hypotheses.prompts import TokenHypothesis, generation_hypotheses, greedy, prompt_hypotheses, tokenizer_of
+from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
 from .variants import Hypothesis, Setting
 
 
@@ -120,25 +120,11 @@ def diagnose_prompt(
     right, wrong = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
     if right == wrong:
         return []
-    return _test_ids(prompt_hypotheses(right, wrong, tokenizer_of(model), prompt), wrong)
+    return judge_ids(prompt_hypotheses(right, wrong, tokenizer_of(model), prompt), wrong)
 
 
-def diagnose_generation(
-    model: LoadedModel,
-    tokens: Sequence[int],
-    candidate_generated: Sequence[int],
-    generated: Sequence[int] | None = None,
-) -> list[Diagnosis]:
-    """Why a candidate's greedy continuation of the same token ids differs. Empty when it does not.
-
-    generated: the reference's own continuation with its end token; computed here when it is not given.
-    """
-    wrong = [int(t) for t in candidate_generated]
-    right = greedy(model, tokens, max(1, len(wrong))) if generated is None else [int(t) for t in generated]
-    return [] if right == wrong else _test_ids(generation_hypotheses(model, tokens, right, wrong), wrong)
-
-
-def _test_ids(hypotheses: Iterable[TokenHypothesis], candidate: list[int]) -> list[Diagnosis]:
+def judge_ids(hypotheses: Iterable[TokenHypothesis], candidate: list[int]) -> list[Diagnosis]:
+    """Each mistake that applies, confirmed if it gives the candidate's ids."""
     results = ((h, h.wrong()) for h in hypotheses)
     return _rank([Diagnosis(h.name, h.cause, h.remedy, ids == candidate) for h, ids in results if ids is not None])
 

@@ -140,7 +140,7 @@ class _Replay:
         if hook in ("hook_resid_mid", "hook_resid_post"):
             return self.rows(inputs[0]) + self.rows(inputs[1])
         if hook in ("hook_rot_q", "hook_rot_k"):
-            tables = self.be.rope_tables(np.arange(len(self.ids)), self.cfg.rope, self.cfg.head_dim)
+            tables = self.be.rope_tables(np.arange(len(self.ids)), self.cfg.rope, self.cfg.rotary_size)
             return layers.apply_rope(self.heads(inputs[0]), *tables)
         if hook in ("hook_attn_scores", "hook_pattern", "hook_z"):
             return self._attention(f"{block}.attn", hook)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...errors import ConfigError, FormatError, TokenizerError
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
+from ...system.sharing import model_files
 from ..checkpoint import Checkpoint, Progress, ReadOptions
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
@@ -58,6 +59,7 @@ _TARGETS = (
         "native-base3", NATIVE_SUFFIX, lambda model, path, _, progress: write_native(model, path, "base3", progress)
     ),
 )
+MAX_WEIGHTS_PER_BYTE = 5  # ternary ones in base 3
 TARGETS = {target.name: target for target in _TARGETS}
 
 
@@ -117,6 +119,7 @@ def convert(
     proof = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
+        _check_size(checkpoint)
         writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
         temporary = stack.enter_context(writing)
         target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
@@ -130,6 +133,16 @@ def convert(
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
     return proof
+
+
+def _check_size(checkpoint: Checkpoint) -> None:
+    """FormatError if the config describes more weights than the files can hold: it sizes what is to be written."""
+    config, nbytes = checkpoint.config, sum(file.stat().st_size for file in model_files(checkpoint.path))
+    weights = config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
+    weights += config.num_hidden_layers * sum(n * k for n, k in config.linear_shapes().values())
+    if weights > MAX_WEIGHTS_PER_BYTE * nbytes:
+        message = f"the configuration describes {weights} weights, which the {nbytes} bytes here cannot hold"
+        raise FormatError(message, path=checkpoint.path, field="config")
 
 
 def _check_destination(target: Target, path: Path, overwrite: bool) -> None:

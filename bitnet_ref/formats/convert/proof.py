@@ -15,7 +15,7 @@ from ...backends.paged_cache import CacheSpec
 from ...backends.run import run
 from ...errors import TokenizerError
 from ...reference.cache import TokenBatch
-from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear, TernaryWeight
+from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear
 from ..checkpoint import Checkpoint, Progress, part_count, parts, read_embedding, read_head, read_layer, ticker
 
 # A scale or a float tensor may come back rounded by a narrower format: by half a unit in the last place of float16's 11
@@ -163,9 +163,7 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
     if isinstance(a, DenseWeight):
         yield "", proof.tensors, _difference(a.array, b.array)
     else:
-        packed = isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)
-        same = np.array_equal(a.packed, b.packed) if packed else np.array_equal(a.ternary(), b.ternary())
-        yield "", proof.planes, float(not same)
+        yield "", proof.planes, float(not np.array_equal(a.plain().packed, b.plain().packed))
         yield " (scale)", proof.scales, _difference(np.array([a.w_dequant_scale]), np.array([b.w_dequant_scale]))
         norms = [None if w.input_norm is None else w.input_norm.weight for w in (a, b)]
         if norms[0] is not None or norms[1] is not None:

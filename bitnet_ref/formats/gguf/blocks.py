@@ -219,7 +219,7 @@ def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int
 def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> None:
     if (shape[-1] if shape else 1) % kind.block_values:
         expected = f"rows of a multiple of {kind.block_values} values, which {kind.name} stores in one block"
-        raise ShapeError(op, expected=expected, got=f"shape {list(shape)}; another type (F16, F32) takes it")
+        raise ShapeError(op, expected=expected, got=f"shape {list(shape)}")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

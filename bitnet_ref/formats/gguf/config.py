@@ -298,14 +298,18 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("rope.scaling.factor", "float32", rope.factor)
     if rope.rope_type == "yarn":
         if not rope.truncate:
-            raise ConfigError("yarn without truncation cannot be said in a GGUF", field="rope.truncate")
+            raise ConfigError(
+                "yarn without truncation cannot be said in a GGUF; convert to native instead", field="rope.truncate"
+            )
         put("rope.scaling.original_context_length", "uint32", rope.original_max_position_embeddings)
         put("rope.scaling.yarn_beta_fast", "float32", rope.beta_fast)
         put("rope.scaling.yarn_beta_slow", "float32", rope.beta_slow)
         if not math.isclose(rope.attention_factor, yarn_scale(rope.factor), rel_tol=1e-6):
             put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / yarn_scale(rope.factor))
     if rope.rope_type == "dynamic":
-        raise ConfigError("dynamic RoPE scaling cannot be said in a GGUF", field="rope.rope_type")
+        raise ConfigError(
+            "dynamic RoPE scaling cannot be said in a GGUF; convert to native instead", field="rope.rope_type"
+        )
     return out
 
 

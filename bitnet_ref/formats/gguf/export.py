@@ -92,7 +92,7 @@ def write_gguf_model(
     try:
         write_gguf(path, metadata, tensors, progress)
     except ShapeError as error:  # an embedding whose rows are no whole number of Q8_0 blocks
-        raise FormatError(str(error)) from None
+        raise FormatError(f"{error}; use gguf-f16") from None
 
 
 def _llama_cpp_order(tensor: TensorToWrite) -> tuple[int, str]:
@@ -121,7 +121,12 @@ class _ModelTensors:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
             raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
         if self.checkpoint.input_norm_eps is not None:
-            raise ConfigError("GGUF has no place for a norm inside a linear", field="use_rms_norm")
+            raise ConfigError(
+                "GGUF has no place for a norm inside a linear; convert to native instead", field="use_rms_norm"
+            )
+        if not self.config.tie_word_embeddings and is_ternary(self.config, "lm_head"):
+            message = "a ternary head is not written to GGUF, whose readers take it as dense; convert to native instead"
+            raise FormatError(message, field="lm_head")
         for name in linear_names(self.config):
             n, k = linear_shape(self.config, name)
             if not is_ternary(self.config, name):
@@ -130,11 +135,18 @@ class _ModelTensors:
                     raise FormatError(message, field=name)
                 continue
             if self.kind in BLOCK_KINDS and k % 256:
-                message = f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use gguf-i2_s or gguf-f16"
+                message = f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use {self._fitting_kind()}"
                 raise FormatError(message, field=name)
             if self.kind == "i2_s" and not fits_layout((n, k), "x86"):
                 message = f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use gguf-f16"
                 raise FormatError(message, field=name)
+
+    def _fitting_kind(self) -> str:
+        """The smallest type that holds ternary matrices of these shapes, as `convert` calls it."""
+        shapes = [
+            linear_shape(self.config, name) for name in linear_names(self.config) if is_ternary(self.config, name)
+        ]
+        return "gguf-i2_s" if all(fits_layout(shape, "x86") for shape in shapes) else "gguf-f16"
 
     def all(self) -> Iterator[TensorToWrite]:
         config = self.config
@@ -164,8 +176,7 @@ class _ModelTensors:
 
     def _dense_weight(self, name: str) -> DenseWeight:
         weight = self.checkpoint.linear(name)
-        if not isinstance(weight, DenseWeight):
-            raise FormatError("a ternary head is not written to GGUF; its readers take it as dense", field=name)
+        assert isinstance(weight, DenseWeight)  # see _check
         return weight
 
     def _permuted(self, name: str, w: NDArray) -> NDArray:
@@ -211,7 +222,7 @@ class _ModelTensors:
         if tiles is None:
             message = (
                 f"bitnet.cpp has no {kind} tile sizes for a matrix of {list(shape)}, and the file could not store "
-                "them; give tl_tiles, the kernel_config.ini with this shape, or use gguf-i2_s"
+                f"them; give tl_tiles, the kernel_config.ini with this shape, or use {self._fitting_kind()}"
             )
             raise FormatError(message, field=name)
         return pack_tl(kind, w_t, tiles)

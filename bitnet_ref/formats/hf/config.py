@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ...reference.config import (
     LARGEST_INT,
     ROPE_TYPES,
+    DeltaConfig,
     ModelConfig,
     QuantizationConfig,
     RopeConfig,
@@ -62,6 +63,18 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
+    "qwen3_5_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
     "minicpm": {  # openbmb's own class
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 2048,
@@ -72,12 +85,13 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _CLASS_DEFAULTS["qwen2"] |= {"sliding_window": 4096, "max_window_layers": 28}
 _CLASS_DEFAULTS["qwen3"] |= {"sliding_window": 4096, "max_window_layers": 28}
-NORMS_ADD_ONE = ("gemma3_text",)  # their files hold w - 1 of each norm but those inside a linear
+NORMS_ADD_ONE = ("gemma3_text", "qwen3_5_text")  # their files hold w - 1 of each norm but those inside a linear
 _NOT_DONE = {
     "moe": "mixture of experts is",
     "mixtral": "mixture of experts is",
     "vl": "vision is",
     "gemma3": "vision is",
+    "qwen3_5": "vision is",
 }
 # Keys that do not change what is computed, or not for inference; and those that transformers' class does not read
 _HARMLESS = {
@@ -90,6 +104,7 @@ _HARMLESS = {
     *("is_encoder_decoder", "is_decoder", "use_flash_attn", "max_length", "min_length", "do_sample", "temperature"),
     *("top_k", "top_p", "num_beams", "repetition_penalty", "early_stopping", "forced_bos_token_id"),
     *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "model_max_length"),
+    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
     *("weight_bits", "input_bits", "sliding_window", "attention_bias", "mlp_bias", "rope_parameters", "rope_scaling"),
     *("rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "max_window_layers"),
     *("use_sliding_window", "quantization_config", "model_type", "length_penalty", "no_repeat_ngram_size"),
@@ -196,7 +211,7 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
         "bos_token_id": keys.token_ids("bos_token_id"),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     }
-    if model_type != "gemma3_text":
+    if model_type not in ("gemma3_text", "qwen3_5_text"):
         fields["rope"] = _rope(raw, get("rope_theta", 10000.0), max_positions)
     if model_type in _OF_FAMILY:
         fields |= _OF_FAMILY[model_type](keys)
@@ -273,6 +288,37 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     }
 
 
+def _qwen3_5(keys: _Keys) -> dict[str, Any]:
+    """Gated DeltaNet in three of four layers; attention with a gate, RoPE on a part of each head."""
+    for key, expected in (("attention_bias", False), ("attn_output_gate", True), ("quantization_config", None)):
+        if keys.get(key, expected) != expected:
+            raise ConfigError(f"{keys.get(key)!r} is not supported for qwen3_5_text", field=key)
+    interval, layers = keys.get("full_attention_interval", 4), _count(keys, "num_hidden_layers")
+    if not _is_int(interval) or interval < 1:
+        raise ConfigError(f"expected a number of layers, got {interval!r}", field="full_attention_interval")
+    by_default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    types = keys.get("layer_types", by_default)
+    parameters, share = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}, None
+    if isinstance(parameters, dict):
+        share = parameters.get("partial_rotary_factor")
+        parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+    share = keys.get("partial_rotary_factor") if share is None else share
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"expected a number from 0 to 1, got {share!r}", field="partial_rotary_factor")
+    head_dim = _count(keys, "head_dim")
+    shape = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    delta = DeltaConfig(*(_count(keys, f"linear_{name}") for name in shape))
+    theta, context = keys.get("rope_theta", 10000.0), keys.get("max_position_embeddings")
+    return {
+        **_layer_types(None, types),
+        "qk_norms": True,
+        "output_gate": True,
+        "rotary_dim": None if share == 1 else int(head_dim * share),
+        "delta": delta if isinstance(types, list) and "linear_attention" in types else None,
+        "rope": _rope({"rope_parameters": parameters}, theta, context),
+    }
+
+
 def _minicpm(keys: _Keys) -> dict[str, Any]:
     """mu-P's three factors: of the embedding, of each block's result, of the head's input."""
     layers, hidden = _count(keys, "num_hidden_layers"), _count(keys, "hidden_size")
@@ -292,6 +338,7 @@ _OF_FAMILY: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma3_text": _gemma3,
+    "qwen3_5_text": _qwen3_5,
     "minicpm": _minicpm,
 }
 

@@ -13,8 +13,6 @@ Tensors carry our own names. The config says whether a linear is ternary, has a 
 
 Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization describes the source
 checkpoint, not this file) and `content_hash`, a SHA-256 over everything else.
-
-Files of older versions are migrated when they are opened: see `MIGRATIONS`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +48,7 @@ from ..checkpoint import (
 )
 from ..hf.folder import CheckpointTensors
 from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
-from ..safetensors import DTYPES, SafetensorsWriter, TensorInfo, content_hash, dtype_name
+from ..safetensors import DTYPES, SafetensorsWriter, content_hash, dtype_name
 from .base3 import TRITS_PER_BYTE, first_invalid_byte, pack_base3, unpack_base3
 
 SUFFIX = ".bitnet.safetensors"
@@ -60,83 +58,67 @@ STORAGES = ("2bit", "base3")
 _NO_HASH = "sha256:" + "0" * 64
 _HASH_BLOCK = 1 << 22
 
-# version n -> the function that turns a file of version n into one of n + 1, by changing its metadata and its names: a
-# dictionary from the name that the reader looks for to the tensor's name in the file.
-Migration = Callable[[dict[str, str], dict[str, str]], None]
-MIGRATIONS: dict[int, Migration] = {}
-
 
 class NativeCheckpoint(Checkpoint):
     """An open native file. `evidence` says how its ternary matrices are stored."""
 
-    def __init__(
-        self,
-        path: Path,
-        options: ReadOptions | None = None,
-        *,
-        version: int = VERSION,
-        migrations: Mapping[int, Migration] = MIGRATIONS,
-    ) -> None:
+    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
         self.path, self.kind = path, "native"
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         try:
-            self.stored_metadata = self.tensors.metadata
-            self._metadata = dict(self.stored_metadata)
-            self._names = {name: name for name in self.tensors.names}
-            self._migrate(version, migrations)
+            self.metadata = self.tensors.metadata
+            self._check_version()
             self.config = self._read_config()
             if options is not None and options.verify:
                 self.verify()
         except BaseException:
             self.close()
             raise
-        base3 = sum(name.endswith(".trits") for name in self._names)
-        planes = base3 + sum(name.endswith(".packed") for name in self._names)
+        base3 = sum(name.endswith(".trits") for name in self.tensors.names)
+        planes = base3 + sum(name.endswith(".packed") for name in self.tensors.names)
         self.evidence = [f"{planes} ternary planes, {base3} of them in base 3"]
 
     def close(self) -> None:
         self.tensors.close()
 
     def fail(self, tensor: str, message: str) -> FormatError:
-        return self.tensors.fail(self._names.get(tensor, tensor), message)
+        return self.tensors.fail(tensor, message)
 
     def _bad(self, key: str, message: str) -> FormatError:
         return FormatError(message, path=self.path, offset=8, field=f"__metadata__.{key}")
 
-    def _migrate(self, version: int, migrations: Mapping[int, Migration]) -> None:
-        stored_format = self._metadata.get("format")
+    def _check_version(self) -> None:
+        stored_format = self.metadata.get("format")
         if stored_format != FORMAT:
             message = f"expected {FORMAT!r}, got {stored_format!r}: not a native file, whatever its name; "
             raise self._bad("format", message + "if it belongs to a Hugging Face folder, load the folder")
-        text = self._metadata.get("format_version", "")
+        text = self.metadata.get("format_version", "")
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and text == str(int(text)) and int(text)):
             raise self._bad("format_version", f"expected a whole number from 1, got {text[:100]!r}")
-        self.stored_version = int(text)
-        if self.stored_version > version:
-            message = f"the file is of version {text}, and this bitnet_ref reads up to version {version}: "
+        if int(text) > VERSION:
+            message = f"the file is of version {text}, and this bitnet_ref reads up to version {VERSION}: "
             remedy = "pip install --upgrade bitnet-ref, or write the file again with this one"
             raise self._bad("format_version", message + remedy)
-        for step in range(self.stored_version, version):
-            migrations[step](self._metadata, self._names)
 
     def _read_config(self) -> ModelConfig:
         field = "__metadata__.config"
-        if "config" not in self._metadata:
+        if "config" not in self.metadata:
             raise self._bad("config", "is required and absent")
-        data = self._metadata["config"].encode("utf-8", "surrogatepass")
+        data = self.metadata["config"].encode("utf-8", "surrogatepass")
         try:
             config = ModelConfig.from_dict(parse_json_object(data, FormatError, self.path))
         except (ConfigError, FormatError) as error:
             inner = f"{field}.{error.field}" if error.field else field
             raise FormatError(error.message, path=self.path, offset=8, field=inner) from None
-        if config.num_hidden_layers > len(self._names):  # before anything is counted or named layer by layer
-            message = f"says {config.num_hidden_layers} layers, and the file has {len(self._names)} tensors"
+        tensors = len(self.tensors.names)
+        if config.num_hidden_layers > tensors:  # before anything is counted or named layer by layer
+            message = f"says {config.num_hidden_layers} layers, and the file has {tensors} tensors"
             raise self._bad("config.num_hidden_layers", message)
         return config
 
     def _take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
-        return self.tensors.take(self._names.get(name, name), shape, dtypes or ("BF16", "F16", "F32"))
+        return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
     def embedding(self) -> DenseWeight:
         return DenseWeight(self._take("embedding", (self.config.vocab_size, self.config.hidden_size)))
@@ -150,7 +132,7 @@ class NativeCheckpoint(Checkpoint):
         bias = self._take(f"{name}.bias", (n,), "F32") if has_bias(cfg, name) else None
         if not is_ternary(cfg, name):
             return DenseWeight(self._take(f"{name}.weight", (n, k)), bias)
-        read_plane = self._read_trits if f"{name}.trits" in self._names else self._read_packed
+        read_plane = self._read_trits if f"{name}.trits" in self.tensors else self._read_packed
         packed = read_plane(name, n, k)
         tensor = f"{name}.w_dequant_scale"
         scale = self.checked_scale(tensor, np.float32(self._take(tensor, (), "F32")))
@@ -182,17 +164,17 @@ class NativeCheckpoint(Checkpoint):
 
     def dense_dtype(self, name: str) -> np.dtype:
         tensor = name if name == "embedding" else f"{name}.weight"
-        if tensor not in self._names:
+        if tensor not in self.tensors:
             return super().dense_dtype(name)  # which says what is wrong
-        return DTYPES[self._info(tensor).dtype]
+        return DTYPES[self.tensors.info(tensor).dtype]
 
     def tokenizer_files(self) -> dict[str, bytes]:
         files = {}
-        for name in self._names:
+        for name in self.tensors.names:
             if not name.startswith(TOKENIZER_PREFIX):
                 continue
             short = name.removeprefix(TOKENIZER_PREFIX)
-            info = self._info(name)
+            info = self.tensors.info(name)
             if short not in TOKENIZER_FILES:
                 raise self.fail(name, f"expected one of {', '.join(TOKENIZER_FILES)} after {TOKENIZER_PREFIX!r}")
             if len(info.shape) != 1 or info.nbytes > MAX_TOKENIZER_BYTES:
@@ -200,18 +182,15 @@ class NativeCheckpoint(Checkpoint):
             files[short] = self._take(name, info.shape, "U8").tobytes()
         return files
 
-    def _info(self, name: str) -> TensorInfo:
-        return self.tensors.info(self._names[name])
-
     def finish(self) -> None:
         self.tokenizer_files()  # checked here, so that a damaged one is found by `load`
-        unused = [name for name, stored in self._names.items() if stored not in self.taken]
+        unused = [name for name in self.tensors.names if name not in self.taken]
         self.refuse_unused(unused, "the model that the file's config describes")
 
     @property
     def content_hash(self) -> str:
         """The stored hash: "sha256:" and 64 hexadecimal digits."""
-        return self.stored_metadata.get("content_hash", "")
+        return self.metadata.get("content_hash", "")
 
     def verify(self, progress: Progress | None = None) -> str:
         """Compute the content hash from every byte and return it. FormatError if it differs from the stored one.
@@ -225,7 +204,7 @@ class NativeCheckpoint(Checkpoint):
                 digest.update(block)
             digests[name] = (info.dtype, info.shape, digest.hexdigest())
             tick()
-        computed = content_hash(self.stored_metadata, digests)
+        computed = content_hash(self.metadata, digests)
         if computed != self.content_hash:
             stored = self.content_hash[:100]
             message = f"the file says {stored!r}, its content gives {computed}: it was changed or damaged"
@@ -242,6 +221,8 @@ def write_native(
     progress: called with (parts done, parts in total).
     Returns the content hash. The same model gives the same bytes; an interrupt leaves the old file or none.
     """
+    if checkpoint.config.delta is not None:
+        checkpoint.refuse_extras("native")
     if storage not in STORAGES:
         raise ConfigError(f"expected {' or '.join(STORAGES)}, got {storage!r}", field="storage")
     if not os.fspath(path).endswith(SUFFIX):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +26,7 @@ _ALIGNMENT = 4096  # a page: onnxruntime maps tensors that begin on one
 class _TensorProtos:
     """Makes TensorProtos. The data of large ones goes to the file `data` at once, so that none is kept in memory."""
 
-    def __init__(self, data: BinaryIO | None, location: str, external_bytes: int) -> None:
+    def __init__(self, data: BinaryIO, location: str, external_bytes: int) -> None:
         self._onnx = import_onnx()
         self._data, self._location, self._external_bytes = data, location, external_bytes
         self._inside = 0
@@ -35,7 +34,7 @@ class _TensorProtos:
     def __call__(self, name: str, array: NDArray, inside: bool) -> Any:
         tensor = self._onnx.TensorProto(name=name, data_type=DATA_TYPES[array.dtype], dims=array.shape)
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        if self._data is not None and not inside and array.nbytes >= self._external_bytes:
+        if not inside and array.nbytes >= self._external_bytes:
             offset = self._data.seek(-self._data.tell() % _ALIGNMENT, os.SEEK_CUR)
             self._data.write(array.reshape(-1).view(np.uint8).data)
             tensor.data_location = self._onnx.TensorProto.EXTERNAL
@@ -45,7 +44,7 @@ class _TensorProtos:
             return tensor
         self._inside += array.nbytes
         if self._inside > MAX_MODEL_BYTES // 2:
-            raise ShapeError("export_onnx", expected="external data for a model above 1 GB", got="external_bytes=None")
+            raise ShapeError("export_onnx", expected="at most 1 GB inside the file", got=f"{self._inside} bytes")
         tensor.raw_data = array.tobytes()
         return tensor
 
@@ -54,7 +53,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     checkpoint: Checkpoint,
     *,
-    external_bytes: int | None = EXTERNAL_BYTES,
+    external_bytes: int = EXTERNAL_BYTES,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write an open checkpoint as ONNX, one matrix at a time. Returns the files: `path`, and `<path>.data`.
@@ -64,7 +63,7 @@ def export_onnx(
     present.N.key and .value, float32. Opset 18. Ternary matrices are stored in 2 bits per weight, others as they are.
 
     progress: called with (parts done, parts in total).
-    external_bytes: tensors of at least this size go to the file beside; None keeps all in one file, below 1 GB.
+    external_bytes: tensors of at least this size go to the file beside.
 
     Both files are complete before either gets its name; an old model is removed first, so that it never reads new data.
     Equal models give equal bytes. Unlike our backends, the graph does not report NaN in an activation.
@@ -73,21 +72,17 @@ def export_onnx(
     helper = import_onnx().helper
     path = Path(path)
     data_path = path.with_name(path.name + ".data")
-    with ExitStack() as stack:
-        model_file = stack.enter_context(atomic_path(path))  # renamed last
-        data = None
-        if external_bytes is not None:
-            data = stack.enter_context(open(stack.enter_context(atomic_path(data_path)), "wb"))
-        graph = DecoderGraph(checkpoint, _TensorProtos(data, data_path.name, external_bytes or 0), progress).build()
+    # the model's file is renamed last
+    with atomic_path(path) as model_file, atomic_path(data_path) as data_file, open(data_file, "wb") as data:
+        graph = DecoderGraph(checkpoint, _TensorProtos(data, data_path.name, external_bytes), progress).build()
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
         settings = {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: json.dumps(checkpoint.config.to_dict(), sort_keys=True)}
         for key, value in settings.items():
             model.metadata_props.add(key=key, value=value)
         model_file.write_bytes(model.SerializeToString(deterministic=True))
-        if data is not None:
-            path.unlink(missing_ok=True)
-    return [path] if data is None else [path, data_path]
+        path.unlink(missing_ok=True)
+    return [path, data_path]
 
 
 def write_onnx_folder(checkpoint: Checkpoint, folder: Path, progress: Progress | None = None) -> None:

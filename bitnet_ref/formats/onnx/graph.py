@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...reference import quantization
 from ...reference.layers import rope_frequencies
-from ...reference.weights import DenseWeight, TernaryLinear, TernaryWeight, linear_name
+from ...reference.weights import DenseWeight, TernaryLinear, linear_name
 from ..checkpoint import Checkpoint, Progress, part_count, ticker
 from ..names import hf_module
 from .file import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
@@ -323,7 +323,7 @@ class DecoderGraph:
         the product as fast as with int8 in the file.
         """
         g, (n, k) = self.g, w.shape
-        packed = w.packed if isinstance(w, TernaryWeight) else quantization.pack_ternary(w.ternary())
+        packed = w.plain().packed
         codes = g("Cast", g.weight(name + PACKED_SUFFIX, packed), to=DATA_TYPES[np.dtype(np.int32)])
         w_t = g("Gather", g.constant(_CODE_TABLE, np.int8), codes, axis=0)  # (out, ceil(K/4), 4)
         w_t = g("Reshape", w_t, g.ints(n, packed.shape[1] * quantization.CODES_PER_BYTE))

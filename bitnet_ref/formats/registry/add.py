@@ -30,7 +30,10 @@ from .store import Entry, Notice, Reference, Store, choose_files, parse_referenc
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
 # OSErrors of the disk, not of the network
-_OF_THE_DISK = (*DISK_FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.ENOTDIR)
+_OF_THE_DISK = (
+    *DISK_FULL,
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.ENOTDIR, errno.EINTR),
+)
 INSTALL = "pip install 'bitnet-ref[hub]'"
 Files = dict[str, dict[str, Any]]  # name -> {"size": bytes, "sha256": hexadecimal}
 Version = tuple[str | None, str | None]  # (revision as requested, its commit); None for a local model
@@ -221,7 +224,7 @@ def _compare(folder: Path, received: Files, listed: dict[str, Any], reference: s
 def git_blob_id(path: Path) -> str:
     """The SHA-1 by which Git, and so the hub's listing, names the content of a file."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with open(path, "rb") as file:
+    with open_regular(path, FormatError) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

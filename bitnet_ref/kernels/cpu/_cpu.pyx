@@ -95,6 +95,7 @@ cdef enum:
 floats_per_thread = FLOATS_PER_THREAD
 
 cdef enum:
+    MAX_COLUMNS = 1 << 24  # of a ternary matrix: sums of 128 * K fit int32
     MAX_THREADS = 4096  # as in system/threads.py: OpenMP ends the process when the system cannot start all of them
 
 cdef bint runs_here[16]  # whether this processor can run a kernel set

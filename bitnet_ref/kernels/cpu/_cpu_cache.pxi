@@ -205,6 +205,8 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     cdef Py_ssize_t m, item, g, n_keys, max_keys = 1, work = 0, undivided, parts = 1, part_heads, head, heads
     cdef Py_ssize_t max_run, runs = 0, run
     for m in range(M):
+        if not has_pages(&c.of, m, positions[m]):  # first: the number of keys would overflow
+            return m
         n_keys = visible_keys(positions[m], window)
         if not has_pages(&c.of, m, positions[m] + 1 - n_keys):
             return m
@@ -278,10 +280,10 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or H == 0 or H % layer.G or window < 0
             or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, layer.page_size, layer.G, layer.d}")
+    set_tokens(&c.of, layer, page_table, slots, positions)
     for m in range(M):
         if positions[m] < 0 or slots[m] < 0 or slots[m] >= page_table.shape[0]:
             raise ValueError(f"attention: slot {slots[m]} of {page_table.shape[0]}, position {positions[m]}")
-    set_tokens(&c.of, layer, page_table, slots, positions)
     set_rotation(&c.of_q, cos, sin, M, d, kernels)
     c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, check_set(kernels, threads), threads
     check_aligned(<size_t> c.q | <size_t> c.z)

@@ -53,11 +53,14 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
     cdef Py_ssize_t n_blocks = wide // <Py_ssize_t> form.block_k, x_stride = n_blocks * form.x_bytes
     check_set(kernels, threads)
     if (acc.shape[0] != M or x_sum.shape[0] != M or wide % form.block_k or panels.shape[1] != n_blocks * BLOCK_BYTES
-            or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or wide == 0):
+            or n_panels != (N + PANEL_ROWS - 1) // PANEL_ROWS or not 0 < wide < MAX_COLUMNS):
         raise ValueError(f"ternary_matmul: x_q {M, wide}, panels {n_panels, panels.shape[1]}, acc {acc.shape[0], N}")
     check_aligned(<size_t> &x_sum[0] | <size_t> &acc[0, 0])
     if M == 0:
         return
+    for m in range(M):
+        if not -128 * wide <= x_sum[m] <= 127 * wide:
+            raise ValueError(f"ternary_matmul: {x_sum[m]} is not the sum of {wide} int8")
     cdef int team = threads_for(n_panels * panels.shape[1] * M, PANEL_BYTES_PER_THREAD, threads)
     cdef char *scratch = <char *> allocate(team, thread_bytes(SCRATCH_BYTES))
     cdef int8_t *expanded = <int8_t *> allocate(M, x_stride) if form.expand != NULL else NULL
@@ -93,7 +96,7 @@ cdef class Panels:
         self.panels, self.n_out, self.n_in, self.w_dequant_scale = panels, n_out, n_in, w_dequant_scale
         self.method = method
         self.n_blocks = n_in // block_k + (n_in % block_k != 0)
-        if (n_out < 1 or n_in < 1 or panels.shape[0] != n_out // PANEL_ROWS + (n_out % PANEL_ROWS != 0)
+        if (n_out < 1 or not 0 < n_in < MAX_COLUMNS or panels.shape[0] != n_out // PANEL_ROWS + (n_out % PANEL_ROWS != 0)
                 or panels.shape[1] != self.n_blocks * BLOCK_BYTES):
             raise ValueError(f"Panels: {panels.shape[0], panels.shape[1]} for {n_out, n_in}")
         self.bias_values = NULL

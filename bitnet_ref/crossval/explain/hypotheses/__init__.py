@@ -1,6 +1,6 @@
 """The mistakes that engines make, each as a change of the reference that can be run and compared with a candidate.
 
-`forward_hypotheses` lists those of the forward pass; `prompts` those of token ids and stopping.
+`forward_hypotheses` lists those of the forward pass; `prompts` those of token ids.
 """
 
 from __future__ import annotations
