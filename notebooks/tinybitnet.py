@@ -9,9 +9,13 @@ losses, gradients and logits are those of the package bitnet_ref (tests/training
 Shapes: B sequences of T letters, N = B T; D hidden size, F feed-forward size, H heads of d = D / H, V kinds of letters.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # in products so small, threads only wait for each other
 
 import numpy as np
 

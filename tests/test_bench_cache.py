@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from helpers import GOLDEN, model, rng
 
 import bitnet_ref
-from bitnet_ref.backends.cache_dtypes import CACHE_DTYPES
+from bitnet_ref.backends.paged_cache import CACHE_DTYPES
 from bitnet_ref.benchmark import measure_cache
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError, ShapeError

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +23,33 @@ from ..reference.model import PlainBackend, final_hidden
 from ..reference.weights import EmbeddingWeight, LinearWeight, ModelWeights
 from ..system.memory import available_bytes, memory_bytes
 from ..system.threads import resolve_threads
-from .cache_dtypes import CACHE_DTYPES
-from .head import HeadNeed, HeadRows
-from .paged_cache import CacheSpec, PagedKVCache
+from .paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
 HEADS = ("auto", "exact", "screened")
 PROMPT_TOKENS = 512  # of one pass
+
+Ids = Sequence[int] | NDArray[np.int64]
+
+
+class HeadNeed(NamedTuple):
+    """What one token needs of the head: the k largest logits (None: all logits), and those of the ids `also`."""
+
+    k: int | None = None
+    also: Ids = ()
+
+
+class HeadRows(NamedTuple):
+    """Logits of one token, each equal to that of the whole head to the bit.
+
+    With `HeadNeed(k)` every logit among the k largest is there, and every tie of the k-th.
+    """
+
+    ids: NDArray[np.int64]  # (n,) ascending
+    values: NDArray  # (n,)
+    bounds: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None  # (V,) lower and upper bound of every logit
 
 
 class Backend(PlainBackend):

@@ -15,8 +15,7 @@ from ..errors import BackendError, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights, plain_weights
-from .backend import Backend
-from .head import Ids
+from .backend import Backend, Ids
 from .observe import observe
 from .paged_cache import CacheSpec
 from .record import NamesFilter, Recorder

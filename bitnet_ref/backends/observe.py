@@ -19,8 +19,7 @@ from ..reference.weights import (
     LinearWeight,
     TernaryLinear,
 )
-from .backend import Backend
-from .head import HeadNeed, HeadRows
+from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec
 from .split import SplitBackend
 

@@ -13,8 +13,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import softcap
 from ..reference.weights import ModelWeights
-from .backend import Backend
-from .head import HeadNeed, HeadRows, Ids
+from .backend import Backend, HeadNeed, HeadRows, Ids
 from .observe import observe
 from .record import FiniteCheck
 

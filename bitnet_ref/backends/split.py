@@ -25,8 +25,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
-from .backend import Backend
-from .head import HeadNeed, HeadRows
+from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec, PagedKVCache
 
 ROUND_CAPACITY_TO = 256  # tokens, as a card's cache does, so that all parts have pages of one size

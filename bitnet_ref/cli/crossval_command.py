@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .doctor_command import path_rows
-from .generation_options import apply_options, content_of, dtype_option, load_model
+from .generation_options import apply_options, content_of, dtype_option, load_model, read_numbers
 from .shell import (
     DIFFERS,
     UNAVAILABLE,
@@ -41,13 +41,6 @@ _ENGINES = {
 }
 
 
-def _read_tokens(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise click.BadParameter(f"expected whole numbers such as 1,17,5, got {text!r}") from None
-
-
 def text_options(prompt_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """--prompt and --tokens.   -> `text`: a text, token ids, or None"""
 
@@ -58,7 +51,7 @@ def text_options(prompt_help: str) -> Callable[[Callable[..., Any]], Callable[..
                 raise click.UsageError("--prompt and --tokens exclude each other")
             return function(text=prompt if tokens is None else tokens, **options)
 
-        ids = click.option("--tokens", callback=_read_tokens, help="Token ids instead of a text: 1,17,5")
+        ids = click.option("--tokens", callback=read_numbers, help="Token ids instead of a text: 1,17,5")
         return apply_options(command, [click.option("--prompt", help=prompt_help), ids])
 
     return decorate

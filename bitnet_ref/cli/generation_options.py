@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends import HEADS, NAMES
-from ..backends.cache_dtypes import CACHE_DTYPES
+from ..backends.paged_cache import CACHE_DTYPES
 from ..errors import FormatError
 from ..system.json_file import read_bounded
 from .shell import AnyFunction, LoadingBar, SectionOption
@@ -57,7 +57,7 @@ def model_options(function: AnyFunction) -> AnyFunction:
         option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
         option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
         option("--prepared", is_flag=True, help="Store the weights as computed beside the model; read them next time."),
-        option("--devices", metavar="N,N", callback=_read_numbers, help="GPUs that share the layers.  [default: 0]"),
+        option("--devices", metavar="N,N", callback=read_numbers, help="GPUs that share the layers.  [default: 0]"),
         option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
         option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
         option("--allow-unquantized", is_flag=True, help="Accept a bitnet model without quantization_config."),
@@ -136,11 +136,12 @@ def load_model(options: dict[str, Any]) -> Model:
         return load(load_options.pop("model"), progress=bar, **load_options)
 
 
-def _read_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+def read_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    """[1, 17, 5] of "1,17,5" or "1 17 5" """
     try:
-        return None if value is None else [int(number) for number in value.split(",")]
+        return None if value is None else [int(number) for number in value.replace(",", " ").split()]
     except ValueError:
-        raise click.BadParameter(f"expected numbers of GPUs like 0,1, got {value!r}") from None
+        raise click.BadParameter(f"expected whole numbers like 0,1,5, got {value!r}") from None
 
 
 def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend, choose_backend
-from ..backends.cache_dtypes import CACHE_DTYPES
+from ..backends.paged_cache import CACHE_DTYPES
 from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.backend import Backend
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError, FormatError, printable
 from ..reference.config import ModelConfig
 from ..reference.weights import (
     DeltaWeights,
@@ -99,7 +99,7 @@ class PreparedFile:
             _check(weights, config)
             self.backend.check_prepared(weights)
         except Exception as problem:  # whatever a tampered file leads to, the model itself is there
-            reason = getattr(problem, "message", str(problem)) or type(problem).__name__
+            reason = printable(str(getattr(problem, "message", problem)), keep="") or type(problem).__name__
             log.warning("%s is damaged (%s): the model is read anew", self.path, reason)
             return None
         if self.options.verify:

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.head import Ids
+from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import GenerationError, TokenizerError, describe

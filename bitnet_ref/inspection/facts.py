@@ -185,7 +185,8 @@ class Inspection:
         quantization = self.config.quantization
         linears = sum(len(self.config.linear_shapes(i)) for i in range(self.config.num_hidden_layers))
         if groups := sorted({matrix.group for matrix in self.ternary if matrix.group is not None}):
-            sizes = ", ".join("a whole row" if size in _row_sizes(self.config) else str(size) for size in groups)
+            rows = {width for _, width in self.config.linear_shapes().values()}
+            sizes = ", ".join("a whole row" if size in rows else str(size) for size in groups)
             return f"ternary with a scale for {sizes} inputs, in {len(self.ternary)} of {linears} linears; float inputs"
         if quantization is None:
             return "none: a dense model"
@@ -280,10 +281,6 @@ def family_in_words(config: ModelConfig) -> str:
     if config.quantization is not None and config.model_type in ("llama", "mistral"):
         return f"{name} with ternary linears, as HF1BitLLM and Falcon3-1.58bit: no sub-norms"
     return f"{name} with ternary linears" if config.quantization is not None else f"{name}, dense"
-
-
-def _row_sizes(config: ModelConfig) -> set[int]:
-    return {width for _, width in config.linear_shapes().values()}
 
 
 def shape_in_words(config: ModelConfig) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.cache_dtypes import CACHE_DTYPES
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import CacheSpec, PagedKVCache
+from ..backends.paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
 from ..errors import ConfigError
 from ..generation.overflow import keep_after_overflow
 from ..generation.params import SamplingParams

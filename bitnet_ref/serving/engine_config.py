@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..backends import DTYPES, NAMES
-from ..backends.cache_dtypes import CACHE_DTYPES
+from ..backends.paged_cache import CACHE_DTYPES
 from ..backends.placement import Placement
 from ..errors import BackendUnavailable, ConfigError, GenerationError, describe
 from ..generation.params import ALIASES, LONGEST_S, Number, SamplingParams, suggest

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from traceback import walk_tb
 
 from ..backends import Backend
-from ..backends.head import Ids
+from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits

@@ -8,10 +8,10 @@ from cupy_runs import kernels_asked_for, load, top
 from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import cuda
+from bitnet_ref.backends.backend import HeadNeed
 from bitnet_ref.backends.cuda.backend import MAX_REPLAYED
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.select import blocks_of, select
-from bitnet_ref.backends.head import HeadNeed
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch

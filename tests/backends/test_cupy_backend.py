@@ -14,11 +14,11 @@ from helpers import BITNET, GOLDEN, call, golden, model, rng, tiny_tensors, writ
 import bitnet_ref
 from bitnet_ref import backends
 from bitnet_ref.backends import Backend, choose_backend, cuda
+from bitnet_ref.backends.backend import HeadNeed
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.cache import DeviceKVCache
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.stacks import GROUPS, stack_linears, stack_of
-from bitnet_ref.backends.head import HeadNeed
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import TokenBatch

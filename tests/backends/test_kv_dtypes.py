@@ -1,4 +1,4 @@
-"""bitnet_ref.backends.cache_dtypes: what float16 and int8 keep of keys and values, on every backend the same."""
+"""bitnet_ref.backends.paged_cache: what float16 and int8 keep of keys and values, on every backend the same."""
 
 from dataclasses import replace
 
@@ -11,8 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
-from bitnet_ref.backends.cache_dtypes import CACHE_DTYPES, narrow, quantize_rows, widen
-from bitnet_ref.backends.paged_cache import CacheSpec, PagedKVCache
+from bitnet_ref.backends.paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache, narrow, quantize_rows, widen
 from bitnet_ref.errors import NumericsError, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 

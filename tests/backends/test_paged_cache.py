@@ -6,8 +6,7 @@ from helpers import GOLDEN, call, model, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.cache_dtypes import CACHE_DTYPES, narrow, widen
-from bitnet_ref.backends.paged_cache import NO_PAGE, CacheSpec, PagedKVCache
+from bitnet_ref.backends.paged_cache import CACHE_DTYPES, NO_PAGE, CacheSpec, PagedKVCache, narrow, widen
 from bitnet_ref.errors import OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 

@@ -68,7 +68,10 @@ def test_dense_weights_of_every_dtype(be, dtype):
     w = rng(3).standard_normal((21, 19)).astype(bfloat16 if dtype == "bfloat16" else dtype)
     x = rng(4).standard_normal((3, 19)).astype(np.float32)
     exact = x.astype(np.float64) @ w.astype(np.float64).T
-    np.testing.assert_allclose(call(be, "linear", x, DenseWeight(w)), exact, rtol=0, atol=1e-5)
+    y = call(be, "linear", x, DenseWeight(w))
+    np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5)
+    if be.name != "cupy":  # whose kernels for 16 bits sum in another order; the others widen exactly
+        np.testing.assert_array_equal(y, call(be, "linear", x, DenseWeight(w.astype(np.float32))))
     rows = call(be, "embed", DenseWeight(w), np.array([20, 0, 0]))
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows, w.astype(np.float32)[[20, 0, 0]])

@@ -325,6 +325,20 @@ def test_a_forged_file_whose_arrays_are_not_aligned(tmp_path, caplog):
     assert "is a multiple of the size" in caplog.text
 
 
+def test_names_of_a_forged_file_are_logged_with_escapes(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder)
+    [file] = kept(folder)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"]["weights"] = json.dumps({"kind": "DenseWeight", "name": "x", "fields": {"\x1b[2J\nok": 1}})
+    file.write_bytes(sealed(header, data[8 + length :]))
+    assert not is_kept(load(folder))
+    assert "\\x1b[2J\\nok" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_shapes_of_another_model_are_damage(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     other = write_checkpoint(tmp_path / "other", {**BITNET, "vocab_size": 48})

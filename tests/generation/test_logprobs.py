@@ -10,8 +10,8 @@ import pytest
 from helpers import rng
 
 import bitnet_ref
+from bitnet_ref.backends.backend import HeadRows
 from bitnet_ref.backends.cpu.extension import why_unavailable
-from bitnet_ref.backends.head import HeadRows
 from bitnet_ref.backends.run import TokenLogits
 from bitnet_ref.generation.sampling import TOKENS_AT_A_TIME, Logprobs, log_probability
 

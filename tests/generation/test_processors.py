@@ -5,8 +5,8 @@ import pytest
 from helpers import model, rng
 
 import bitnet_ref
+from bitnet_ref.backends.backend import HeadRows
 from bitnet_ref.backends.cpu.extension import why_unavailable
-from bitnet_ref.backends.head import HeadRows
 from bitnet_ref.backends.run import TokenLogits
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation import SamplingParams

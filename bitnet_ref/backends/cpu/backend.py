@@ -32,10 +32,8 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
-from ..backend import Backend
-from ..cache_dtypes import CACHE_DTYPES
-from ..head import HeadNeed, HeadRows
-from ..paged_cache import CacheSpec
+from ..backend import Backend, HeadNeed, HeadRows
+from ..paged_cache import CACHE_DTYPES, CacheSpec
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -98,9 +96,9 @@ class CythonBackend(KernelBackend):
         return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm, self.layout)
 
     def prepare_model(self, w: ModelWeights) -> ModelWeights:
-        """Gives the head a screen, half as large as its bfloat16 rows, unless it is exact or small.
+        """Gives the head a screen, half as large as its 16-bit rows, unless it is exact or small.
 
-        A head that is ternary, has a bias or is float16 gets none: NumPy computes its product, not the kernels.
+        A head that is ternary or has a bias gets none.
         """
         head = w.lm_head
         fits = type(head) is DenseWeight and head.bias is None and kernels_take(head.array) and head.array.size > 0
@@ -243,7 +241,7 @@ class CythonBackend(KernelBackend):
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         if not kernels_take(w.array):
-            return super().dense_matmul(x, w)  # float16: NumPy widens it a block at a time
+            return super().dense_matmul(x, w)  # rows that are not contiguous
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
         return self.kernels.dense_matmul(x, w.array)
 

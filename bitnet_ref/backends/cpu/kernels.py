@@ -134,7 +134,7 @@ class CpuKernels:
         return z
 
     def dense_matmul(self, x: NDArray, w: NDArray) -> Floats:
-        """x (N, K), w (out, K) float32 or bfloat16 -> (N, out)"""
+        """x (N, K), w (out, K) float32, bfloat16 or float16 -> (N, out)"""
         y = self.results.empty((len(x), len(w)))
         _cpu.dense_matmul(as_floats(x), view_bits(w), y, self.threads, self.kernel_set, self.tape)
         return y

@@ -6,9 +6,9 @@ records its calls on a tape; later steps play the tape. Everything that changes 
 positions, slots, the page table) is in arrays that are filled first; lengths follow from positions.
 
 The results of recorded steps are in a pool, whose buffers are reused as soon as the text drops their arrays, so every
-layer uses the same few. A result from elsewhere (a product with float16 weights, which NumPy computes) would be stale
-when the tape is played; such a step is detected when it is recorded, and not replayed. A replayed step that meets NaN
-or Inf is computed again without the tape, which raises the error.
+layer uses the same few. A result from elsewhere (of a matrix whose rows are not contiguous, which NumPy multiplies)
+would be stale when the tape is played; such a step is detected when it is recorded, and not replayed. A replayed step
+that meets NaN or Inf is computed again without the tape, which raises the error.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...reference import quantization
 from ...reference.weights import DenseWeight, InputNorm, TernaryLinear, TernaryWeight
-from ..head import Ids
+from ..backend import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
 
 # A smaller head is read from the processor's cache, or nearly: the screen costs what it saves.
@@ -96,10 +96,10 @@ def surviving_rows(lower: NDArray[np.float32], upper: NDArray[np.float32], k: in
 
 
 def kernels_take(w: NDArray) -> bool:
-    """Whether the dense kernels compute from this matrix as it is: contiguous float32 or bfloat16."""
-    return w.dtype in (np.float32, ml_dtypes.bfloat16) and w.flags.c_contiguous
+    """Whether the dense kernels compute from this matrix as it is: contiguous float32, bfloat16 or float16."""
+    return w.dtype in (np.float32, ml_dtypes.bfloat16, np.float16) and w.flags.c_contiguous
 
 
 def view_bits(w: NDArray) -> NDArray:
-    """float32 as it is, bfloat16 as the uint16 that Cython takes."""
-    return w if w.dtype == np.float32 else w.view(np.uint16)
+    """float32 as it is; bfloat16 as the uint16, and float16 as the int16, that Cython takes."""
+    return w if w.dtype == np.float32 else w.view(np.int16 if w.dtype == np.float16 else np.uint16)

@@ -33,10 +33,8 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
-from ..backend import Backend
-from ..cache_dtypes import CACHE_DTYPES
-from ..head import HeadNeed, HeadRows
-from ..paged_cache import CacheSpec
+from ..backend import Backend, HeadNeed, HeadRows
+from ..paged_cache import CACHE_DTYPES, CacheSpec
 from . import Device, open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables

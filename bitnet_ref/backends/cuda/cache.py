@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from ...errors import ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ..cache_dtypes import widen
-from ..paged_cache import CacheSpec, PagedKVCache
+from ..paged_cache import CacheSpec, PagedKVCache, widen
 from .rows import threads_of
 from .workspace import Workspace
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..head import HeadNeed, HeadRows
+from ..backend import HeadNeed, HeadRows
 from .workspace import THREADS, Workspace
 
 FILE = "select.cu"

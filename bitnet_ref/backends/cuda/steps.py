@@ -19,7 +19,7 @@ import numpy as np
 
 from ...reference.cache import TokenBatch
 from ...reference.weights import LinearWeight
-from ..head import HeadNeed, HeadRows
+from ..backend import HeadNeed, HeadRows
 from .cache import DeviceBatch
 from .select import Selection, selects, sizes_of
 from .workspace import Arena, Workspace

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError
-from ..binary_file import first_bad
-from .tl1 import TL1_VALID, TL1_WEIGHTS, checked_bytes, pack_tl1, tl1_nbytes, unpack_tl1
+from .tl1 import TL1_WEIGHTS, checked_bytes, pack_tl1, tl1_nbytes, tl1_problem, unpack_tl1
 from .tl2 import pack_tl2, tl2_nbytes, tl2_problem, tl2_sections, unpack_tl2
 from .tl_tiles import KNOWN_TILES, Tiles, TLKind, candidates, read_kernel_config
 
@@ -101,7 +100,8 @@ def infer_tiles(
     possible = candidates(kind, n, k)
     if not possible:
         raise FormatError(f"no tile sizes of {kind.upper()} fit a matrix ({n}, {k})", field=field)
-    problems = {tail: _problem(kind, flat, n, k, tail) for tail in {k % tiles.BK for tiles in possible}}
+    tails = {k % tiles.BK for tiles in possible}
+    problems = {tail: tl1_problem(flat) if kind == "tl1" else tl2_problem(flat, n, k, tail) for tail in tails}
     fitting = [tiles for tiles in possible if problems[k % tiles.BK] is None]
     if not fitting:
         offset, what = max((p for p in problems.values() if p is not None), key=lambda problem: problem[0])
@@ -139,13 +139,6 @@ def infer_tiles(
         "kernel_config.ini that bitnet.cpp made it with"
     )
     raise FormatError(message, field=field)
-
-
-def _problem(kind: TLKind, data: NDArray[np.uint8], n: int, k: int, tail: int) -> tuple[int, str] | None:
-    if kind == "tl2":
-        return tl2_problem(data, n, k, tail)
-    at = first_bad(data, lambda block: ~TL1_VALID[block])
-    return None if at is None else (at[0], f"byte {data[at]:#04x} is no pair of nibbles 0..8")
 
 
 def _scores(

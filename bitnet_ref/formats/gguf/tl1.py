@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, ShapeError
+from ..binary_file import first_bad
 from .tl_tiles import Tiles, check_tiles
 
 
@@ -30,7 +31,13 @@ def _four_weights() -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
     return weights.astype(np.int8).view(np.uint32).ravel(), (high <= 8) & (low <= 8)
 
 
-TL1_WEIGHTS, TL1_VALID = _four_weights()
+TL1_WEIGHTS, _VALID = _four_weights()
+
+
+def tl1_problem(data: NDArray[np.uint8]) -> tuple[int, str] | None:
+    """(offset, message) of the first byte that is impossible, or None."""
+    at = first_bad(data, lambda block: ~_VALID[block])
+    return None if at is None else (at[0], f"byte {data[at]:#04x} is no pair of nibbles 0..8")
 
 
 def _tile_shape(k: int, tiles: Tiles) -> tuple[int, ...]:
@@ -47,16 +54,14 @@ def unpack_tl1(data: NDArray[np.uint8], n: int, k: int, tiles: Tiles) -> NDArray
     """
     check_tiles("tl1", n, k, tiles)
     flat = checked_bytes("unpack_tl1", data, tl1_nbytes(n, k))
+    if problem := tl1_problem(flat):
+        raise FormatError(problem[1], offset=problem[0])
     w_t = np.empty((n, k), dtype=np.int8)
     quads = w_t.view(np.uint32)  # (N, K/4)
     per_tile = tiles.BM * k // 4
+    kb, ms, ks, m16, k4, row = range(6)
     for tile in range(n // tiles.BM):
         part = flat[tile * per_tile : (tile + 1) * per_tile]
-        valid = TL1_VALID[part]
-        if not valid.all():
-            at = int(np.argmin(valid))
-            raise FormatError(f"byte {part[at]:#04x} is no pair of TL1 nibbles 0..8", offset=tile * per_tile + at)
-        kb, ms, ks, m16, k4, row = range(6)
         ordered = TL1_WEIGHTS[part].reshape(_tile_shape(k, tiles)).transpose(ms, m16, row, kb, ks, k4)
         quads[tile * tiles.BM : (tile + 1) * tiles.BM] = ordered.reshape(tiles.BM, k // 4)
     return w_t

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError
-from .tl1 import TL1_VALID, TL1_WEIGHTS, checked_bytes, checked_ternary
+from .tl1 import TL1_WEIGHTS, checked_bytes, checked_ternary, tl1_problem
 from .tl_tiles import Tiles, check_tiles
 
 _ROW_GROUPS = [0, 2, 1, 3]  # of eight rows each; its own inverse
@@ -81,10 +81,8 @@ def tl2_problem(data: NDArray[np.uint8], n: int, k: int, tail: int) -> tuple[int
         bad = zero & _negative(signs)
         if bad.any():
             return start + 32 * int(np.argmax(bad.any(axis=(1, 2)))), "a sign bit is set for a triple that is zero"
-    pairs = TL1_VALID[data[signs_end:pairs_end]]
-    if not pairs.all():
-        at = signs_end + int(np.argmin(pairs))
-        return at, f"byte {data[at]:#04x} is no pair of nibbles 0..8"
+    if (pair := tl1_problem(data[signs_end:pairs_end])) is not None:
+        return signs_end + pair[0], pair[1]
     padding = data[pairs_end:] != 0
     if padding.any():
         at = pairs_end + int(np.argmax(padding))

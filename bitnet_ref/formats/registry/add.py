@@ -30,7 +30,10 @@ from .store import Entry, Notice, Reference, Store, choose_files, parse_referenc
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
 # OSErrors of the disk, not of the network
-_OF_THE_DISK = (*DISK_FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.ENOTDIR)
+_OF_THE_DISK = (
+    *DISK_FULL,
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.ENOTDIR, errno.EINTR),
+)
 INSTALL = "pip install 'bitnet-ref[hub]'"
 Files = dict[str, dict[str, Any]]  # name -> {"size": bytes, "sha256": hexadecimal}
 Version = tuple[str | None, str | None]  # (revision as requested, its commit); None for a local model

@@ -2,14 +2,20 @@
 
 
 cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
-    """The rows of a float32 matrix, or of a bfloat16 one given as uint16. kind: 0 or 1."""
+    """The rows of a float32 matrix, a bfloat16 one given as uint16, or a float16 one given as int16. kind: 0, 1 or 2."""
     cdef const float[:, ::1] wide
     cdef const uint16_t[:, ::1] half
+    cdef const int16_t[:, ::1] ieee
     if w.dtype.itemsize == 4:
         wide = w
         N[0], K[0], kind[0] = wide.shape[0], wide.shape[1], 0
         check_aligned(<size_t> &wide[0, 0])
         return &wide[0, 0]
+    if w.dtype.kind == "i":
+        ieee = w
+        N[0], K[0], kind[0] = ieee.shape[0], ieee.shape[1], 2
+        check_aligned(<size_t> &ieee[0, 0], sizeof(int16_t))
+        return &ieee[0, 0]
     half = w
     N[0], K[0], kind[0] = half.shape[0], half.shape[1], 1
     check_aligned(<size_t> &half[0, 0], sizeof(uint16_t))
@@ -42,7 +48,7 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
 
 
 def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssize_t kernels, Tape tape=None):
-    """y (M, N) = x (M, K) w^T, w (N, K) float32, or bfloat16 given as uint16"""
+    """y (M, N) = x (M, K) w^T, w (N, K) float32, bfloat16 as uint16, or float16 as int16"""
     cdef dense_call c
     cdef Py_ssize_t bad
     c.w = <const char *> _matrix(w, &c.N, &c.K, &c.kind)
@@ -65,7 +71,7 @@ def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssiz
 
 
 def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_t kernels):
-    """w (N, K) float32, or bfloat16 given as uint16 -> q (N, wide) int8 and facts (N, 3)"""
+    """w (N, K) float32, bfloat16 as uint16, or float16 as int16 -> q (N, wide) int8 and facts (N, 3)"""
     cdef Py_ssize_t N, K, n, wide = q.shape[1]
     cdef int kind
     cdef const char *rows = <const char *> _matrix(w, &N, &K, &kind)
@@ -122,7 +128,7 @@ def screen_rows(const float[:, ::1] x, const int8_t[:, ::1] q, const float[:, ::
 
 
 def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int threads, Py_ssize_t kernels):
-    """y[i] = w[rows[i]] . x, the bits that dense_matmul gives; w (N, K) float32, or bfloat16 given as uint16"""
+    """y[i] = w[rows[i]] . x, the bits that dense_matmul gives; w (N, K) float32, bfloat16 as uint16, or float16 as int16"""
     cdef Py_ssize_t N, K, i, n = rows.shape[0]
     cdef int kind
     cdef const char *first = <const char *> _matrix(w, &N, &K, &kind)

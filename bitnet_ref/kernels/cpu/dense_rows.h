@@ -21,7 +21,7 @@
 
 enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* per tile of two rows: what fits 32 registers, or 16 */
 
-/* a vector of a row's weights as float32. kind: 0 float32, 1 bfloat16 */
+/* a vector of a row's weights as float32, exactly. kind: 0 float32, 1 bfloat16, 2 float16 */
 STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) {
     if (kind == 0) {
         STEP(f32v) v;
@@ -30,11 +30,18 @@ STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) 
     }
 #if STEP_BYTES == 64 /* GCC 12 turns __builtin_convertvector into six instructions */
     const __m256i bits = _mm256_loadu_si256((const __m256i *)((const uint16_t *)row + k));
+    if (kind == 2) return (STEP(f32v))_mm512_cvtph_ps(bits);
     return (STEP(f32v))_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 #elif STEP_BYTES == 32
     const __m128i bits = _mm_loadu_si128((const __m128i *)((const uint16_t *)row + k));
+    if (kind == 2) return (STEP(f32v))_mm256_cvtph_ps(bits);
     return (STEP(f32v))_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
 #else
+    if (kind == 2) {
+        STEP(f32v) v;
+        half_to_float_plain((const uint16_t *)row + k, STEP(FLOATS), (float *)&v);
+        return v;
+    }
     STEP(u16h) half;
     memcpy(&half, (const uint16_t *)row + k, sizeof half);
     return (STEP(f32v))(__builtin_convertvector(half, STEP(u32v)) << 16);
@@ -43,6 +50,11 @@ STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) 
 
 STEP_INLINE float STEP(weight)(const void *row, size_t k, const int kind) {
     if (kind == 0) return ((const float *)row)[k];
+    if (kind == 2) {
+        float v;
+        half_to_float_plain((const uint16_t *)row + k, 1, &v);
+        return v;
+    }
     return bits_float((uint32_t)((const uint16_t *)row)[k] << 16);
 }
 
@@ -143,5 +155,6 @@ STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows,
 STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
                                          float *y, size_t y_stride) {
     if (kind == 0) STEP(dense_rows_of)(0, w, rows, K, x, M, y, y_stride);
-    else STEP(dense_rows_of)(1, w, rows, K, x, M, y, y_stride);
+    else if (kind == 1) STEP(dense_rows_of)(1, w, rows, K, x, M, y, y_stride);
+    else STEP(dense_rows_of)(2, w, rows, K, x, M, y, y_stride);
 }
