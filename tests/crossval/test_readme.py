@@ -19,7 +19,7 @@ README = (FOLDER / "README.md").read_text()
 
 
 def example(language):
-    (code,) = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    code, *_ = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
     return code
 
 
