@@ -21,7 +21,7 @@ THIRDS = """    from dataclasses import replace
         row += w.shape[0]
     return LayerWeights(**of_layer)
 """
-READ = "        weight = in_groups(checkpoint.config, checkpoint.linear(linear_name(index, short)))\n"
+READ = "        weight = in_groups(checkpoint, name, checkpoint.linear(name))\n"
 PERMUTE = """        if short in ("q_proj", "k_proj"):
             d, n = checkpoint.config.head_dim, weight.shape[0]
             rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(n // d) for j in range(d)]

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.crossval.paths import check_paths
+from bitnet_ref.crossval.teacher import teacher_forced
 from bitnet_ref.errors import BackendUnavailable, ConfigError, NumericsError, ShapeError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import parse_hf_config
@@ -67,6 +68,17 @@ def test_every_path(case, backend_name):
     checks = check_paths(lambda **settings: choose_backend(backend_name, threads=2, **settings), reference, tokens)
     assert len(checks) > 12
     assert [(each.path, each.detail) for each in checks if not each.passed] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_op_on_the_references_inputs(case):
+    (reference, golden), (candidate, _) = case_of(case), case_of(case, "cython")
+    comparison = teacher_forced(reference, candidate, golden["tokens"])
+    assert len(comparison.ops) > 30
+    assert {op.status for op in comparison.ops} == {"ok"}
+    if reference.config.qk_norms:
+        names = {op.name for op in comparison.ops}
+        assert any(name.endswith("attn.q_norm.hook_normalized") for name in names)
 
 
 @pytest.mark.parametrize("case", CASES)

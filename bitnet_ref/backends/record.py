@@ -43,6 +43,7 @@ NORM_NAMES = {  # of the fields of `LayerWeights`
     "attn_post_norm": "ln1_post",
     "ffn_post_norm": "ln2_post",
 }
+HEAD_NORMS = ("q_norm", "k_norm", "delta_norm")
 SHOWN_ROWS = 24  # of a recorded run in a notebook's cell
 
 
@@ -84,6 +85,7 @@ class Recorder:
         for name, linear in w.linears():
             if isinstance(linear, TernaryLinear) and linear.input_norm is not None:
                 self.norm_names[id(linear.input_norm.weight)] = f"{name}.rms_norm"
+        self.tokens = 0  # of the batch, from the last block's input
         self.block = ""  # "blocks.3", from the last weight seen
         self.linear = ""  # "blocks.3.attn.q_proj", during its quantisation and product
 
@@ -109,15 +111,20 @@ class Recorder:
                 self.keep(f"{self.block}.hook_resid_post", x)
             self.block = name.removesuffix(".ln1")
             self.keep(f"{self.block}.hook_resid_pre", x)
+            self.tokens = len(x)
         elif name.endswith("ln2"):
             self.keep(f"{self.block}.hook_resid_mid", x)
         elif name == "ln_final":
             self.keep(f"{self.block}.hook_resid_post", x)
         self.current = f"{name}.hook_scale"
-        self.keep(self.current, layers.rms_scale(self.be.to_host(x), eps))
+        self.keep(self.current, self.by_token(name, layers.rms_scale(self.be.to_host(x), eps)))
         y = call(x, weight, eps)
-        self.keep(f"{name}.hook_normalized", y)
+        self.keep(f"{name}.hook_normalized", self.by_token(name, y))
         return y
+
+    def by_token(self, norm: str, array: NDArray) -> NDArray:
+        """A row for each token, of a norm over each head too."""
+        return array.reshape(self.tokens, -1) if norm.endswith(HEAD_NORMS) else array
 
     def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
         self.keep(f"{self.block}.attn.hook_q", q)

@@ -93,8 +93,8 @@ class _Teacher(Recorder):
                 norm = other.input_norm if isinstance(other, TernaryLinear) else None
                 self.norms[id(mine.input_norm.weight)] = (norm or mine.input_norm).weight
         for mine_layer, other_layer in zip(right.weights.layers, theirs.layers, strict=True):
-            for name, weight in mine_layer.norms():
-                self.norms[id(weight)] = getattr(other_layer, name)
+            theirs_by_name = dict(other_layer.norms())
+            self.norms |= {id(weight): theirs_by_name.get(name) for name, weight in mine_layer.norms()}
 
     def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
         result = self.walk.judge(name, mine, self.candidate.to_host(theirs), note=note)
@@ -140,7 +140,7 @@ class _Teacher(Recorder):
             self.judge(f"{name}.{NORM_SCALE}", layers.rms_scale(x, eps), layers.rms_scale(x, other_eps))
         on_device = self.candidate.from_host(x)
         other_y = on_device if other is None else self.candidate.rms_norm(on_device, other, other_eps)
-        self.judge(f"{name}.{NORMALIZED}", y, other_y)
+        self.judge(f"{name}.{NORMALIZED}", self.by_token(name, y), self.by_token(name, other_y))
         return y
 
     def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:

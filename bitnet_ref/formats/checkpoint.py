@@ -28,6 +28,7 @@ from ..reference.weights import (
     LayerWeights,
     LinearWeight,
     ModelWeights,
+    Rotation,
     TernaryWeight,
     linear_name,
 )
@@ -76,6 +77,11 @@ class Checkpoint(Closeable, ABC):
     kind: str
     evidence: list[str]
     taken: set[str]
+    is_rotated: bool = False  # whether matrices are in a rotated basis, which no writer of ours can say
+
+    def rotation(self, name: str) -> Rotation | None:
+        """The basis in which a linear or "embedding" is stored; None: the plain one."""
+        return None
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
@@ -130,6 +136,8 @@ class Checkpoint(Closeable, ABC):
 
     def refuse_extras(self, writer: str) -> None:
         """ConfigError where the model has what files of `writer` cannot say, or we do not write into them."""
+        if self.is_rotated:
+            raise ConfigError(f"matrices in a Hadamard basis are not written into {writer} files", path=self.path)
         if extras := self.config.extras:
             message = f"{writer} files of {self.config.model_type} models are not written"
             message += "; convert to native instead" * (self.config.delta is None)
@@ -296,7 +304,8 @@ def read_layer(
     if checkpoint.config.is_delta(index):
         of_layer["delta"] = checkpoint.delta(index)
     for short in checkpoint.config.linear_shapes(index):
-        weight = in_groups(checkpoint.config, checkpoint.linear(linear_name(index, short)))
+        name = linear_name(index, short)
+        weight = in_groups(checkpoint, name, checkpoint.linear(name))
         of_layer[short] = weight if prepare is None else prepare(weight)
         done()
     return LayerWeights(**of_layer)
@@ -307,7 +316,7 @@ def read_embedding(checkpoint: Checkpoint) -> EmbeddingWeight:
     table = checkpoint.embedding()
     if checkpoint.config.tie_word_embeddings:
         checkpoint.check_tied_head(table)
-    embedding = in_groups(checkpoint.config, table)
+    embedding = in_groups(checkpoint, "embedding", table)
     assert isinstance(embedding, EmbeddingWeight)
     return embedding
 
@@ -316,16 +325,19 @@ def read_head(checkpoint: Checkpoint, embedding: EmbeddingWeight, prepare: Prepa
     """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
         return embedding
-    head = in_groups(checkpoint.config, checkpoint.linear("lm_head"))
+    head = in_groups(checkpoint, "lm_head", checkpoint.linear("lm_head"))
     return head if prepare is None else prepare(head)
 
 
-def in_groups(config: ModelConfig, w: LinearWeight) -> LinearWeight:
+def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
     """The weight as the model computes with it: a dense matrix that is ternary by groups is packed, and so is a ternary
     one whose input stays in float. Other weights are returned as they are."""
+    config, rotation = checkpoint.config, checkpoint.rotation(name)
     if isinstance(w, DenseWeight) and (packed := split_groups(w.array)) is not None:
         planes, scales, group = packed
-        return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias)
+        return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias, rotation)
+    if rotation is not None:
+        raise FormatError("is in a Hadamard basis and not ternary by groups", path=checkpoint.path, field=name)
     if isinstance(w, TernaryWeight) and config.quantization is not None and not config.quantization.int8_activations:
         scales = np.full((w.shape[0], 1), w.w_dequant_scale, dtype=np.float32)
         return GroupTernaryWeight(w.packed, w.in_features, scales, w.in_features, w.bias)

@@ -39,8 +39,8 @@ _IN_BLOCK = {
     "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
     "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
     "z_proj": PartNames(("self_attn.z_proj",), ""),  # see `hf.folder`: part of q_proj, or DeltaNet's own
-    "a_proj": PartNames(("linear_attn.in_proj_a",), "ssm_alpha"),
-    "b_proj": PartNames(("linear_attn.in_proj_b",), "ssm_beta"),
+    "a_proj": PartNames(("linear_attn.in_proj_a",), ""),
+    "b_proj": PartNames(("linear_attn.in_proj_b",), ""),
     "attn_post_norm": PartNames((), "post_attention_norm"),
     "ffn_post_norm": PartNames((), "post_ffw_norm"),
 }

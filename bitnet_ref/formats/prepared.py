@@ -43,6 +43,7 @@ from ..reference.weights import (
     InputNorm,
     LayerWeights,
     ModelWeights,
+    Rotation,
     TernaryWeight,
 )
 from ..system.atomic import atomic_path
@@ -59,7 +60,7 @@ VERSION = 3
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm, DeltaWeights)
+_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm, DeltaWeights, Rotation)
 
 
 class PreparedFile:

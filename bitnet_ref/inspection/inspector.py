@@ -228,7 +228,7 @@ class Inspector(ABC):
     def add_linear(self, checkpoint: Checkpoint, index: int, short: str) -> None:
         name = linear_name(index, short)
         stored = checkpoint.linear(name)
-        weight = in_groups(checkpoint.config, stored)
+        weight = in_groups(checkpoint, name, stored)
         if isinstance(weight, TernaryWeight | GroupTernaryWeight):
             minus, zero, plus, _ = count_codes([weight.packed])
             zero -= weight.shape[0] * (weight.packed.shape[1] * 4 - weight.shape[1])  # the padding of the rows

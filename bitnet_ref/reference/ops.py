@@ -105,7 +105,8 @@ class Ops:
     def group_matmul(self, x: NDArray, w: GroupTernaryWeight) -> NDArray:
         """x (N, K) -> (N, out)"""
         require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        return quantization.group_matmul(x, w.packed, w.in_features, w.scales, w.group)
+        turned = x.astype(np.float64) if w.rotation is None else w.rotation.turn(x)
+        return quantization.group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """Several linears of one x (N, K), quantised once for all BitLinears without a norm of their own."""

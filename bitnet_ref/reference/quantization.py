@@ -18,6 +18,8 @@ fused multiply-add. That is why every backend can be asked for EQUAL accumulator
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -182,6 +184,20 @@ def expand_groups(
     by_group = w.reshape(*scales.shape, group)
     by_group *= scales.astype(dtype)[:, :, None]
     return w
+
+
+def hadamard(x: NDArray, block: int) -> NDArray[np.float64]:
+    """H x / sqrt(block), block by block along the last axis, H the Sylvester matrix of size `block` (a power of two).
+
+    The fast transform: log2(block) rounds of sums and differences, always in this order. H is its own transpose, and
+    with the factor its own inverse.
+    """
+    y, half = x.astype(np.float64), 1
+    while half < block:
+        pairs = y.reshape(*x.shape[:-1], -1, 2, half)
+        y = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
+        half *= 2
+    return y.reshape(x.shape) / math.sqrt(block)
 
 
 def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int) -> NDArray:

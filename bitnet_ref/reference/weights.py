@@ -116,6 +116,22 @@ class DenseWeight(LinearWeight):
         return self.array.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
 
 
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The basis in which a matrix is ternary (Bonsai 2): W = T R, with R x = H (signs x), block by block, H = H^T."""
+
+    signs: NDArray[np.float32]  # (K,) of -1 and +1
+    block: int  # a power of two that divides K
+
+    def turn(self, x: NDArray) -> NDArray[np.float64]:
+        """R x.   (..., K)"""
+        return quantization.hadamard(x * self.signs.astype(np.float64), self.block)
+
+    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+        """R^T z, which is also R^-1 z.   (..., K)"""
+        return quantization.hadamard(z, self.block) * self.signs
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupTernaryWeight(LinearWeight):
     """A ternary matrix with a scale for every few inputs of a row, whose input stays in float: W = w_t * its scale.
@@ -129,6 +145,7 @@ class GroupTernaryWeight(LinearWeight):
     scales: NDArray  # (N, ceil(K/group)) in the dtype of the matrix that was packed
     group: int
     bias: NDArray[np.float32] | None = None  # (N,)
+    rotation: Rotation | None = None  # the planes are those of the rotated matrix
 
     def __post_init__(self) -> None:
         columns, groups = (-(-self.in_features // each) for each in (quantization.CODES_PER_BYTE, self.group))
@@ -155,12 +172,15 @@ class GroupTernaryWeight(LinearWeight):
         return self.scales.dtype
 
     def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
-        """Some rows of the matrix as floats, each weight exactly what a dense file holds.   -> (n, K)"""
-        return quantization.expand_groups(self.packed[index], self.in_features, self.scales[index], self.group, dtype)
+        """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
+        planes = self.packed[index], self.in_features, self.scales[index], self.group
+        if self.rotation is not None:
+            return self.rotation.turn_back(quantization.expand_groups(*planes, np.float64)).astype(dtype)
+        return quantization.expand_groups(*planes, dtype)
 
     def dense(self) -> DenseWeight:
         """The same matrix, not packed."""
-        return DenseWeight(self.rows(slice(None), self.dtype), self.bias)
+        return DenseWeight(self.rows(slice(None), self.dtype if self.rotation is None else np.float32), self.bias)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from bitnet_ref.errors import FormatError, NumericsError, ShapeError
 from bitnet_ref.formats.gguf.blocks import (
     BY_NAME,
     DEQUANTIZABLE,
+    GROUP_TYPES,
     blocks_from_ternary,
     dequantize,
     quantize,
@@ -48,13 +49,16 @@ def assert_same_bits(kind, n, seed):
     np.testing.assert_array_equal(got.view(np.uint32).reshape(-1), expected.view(np.uint32).reshape(-1))
 
 
-@pytest.mark.parametrize("kind", DEQUANTIZABLE)
+OF_THE_PACKAGE = [kind for kind in DEQUANTIZABLE if kind not in GROUP_TYPES]
+
+
+@pytest.mark.parametrize("kind", OF_THE_PACKAGE)
 def test_every_bit_of_the_package(kind):
     assert_same_bits(kind, 200, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DEQUANTIZABLE)
+@pytest.mark.parametrize("kind", OF_THE_PACKAGE)
 def test_every_bit_of_the_package_in_ten_thousand_blocks(kind):
     assert_same_bits(kind, 10_000, seed=2)
 
@@ -162,8 +166,8 @@ def test_what_does_not_fit():
         quantize(np.zeros((4, 16), np.float32), "Q8_0")
     with pytest.raises(ShapeError, match="expected 66 bytes"):
         dequantize(np.zeros(65, np.uint8), "TQ2_0", (1, 256))
-    with pytest.raises(FormatError, match="Q5_K are not read"):
-        dequantize(np.zeros(176, np.uint8), "Q5_K", (1, 256))
+    with pytest.raises(FormatError, match="Q8_K are not read"):
+        dequantize(np.zeros(292, np.uint8), "Q8_K", (1, 256))
     with pytest.raises(FormatError, match="not written as Q4_0"):
         quantize(np.zeros((1, 32), np.float32), "Q4_0")
     with pytest.raises(NumericsError, match="F16 can hold"):

@@ -391,7 +391,7 @@ def test_mxfp4_is_refused(tmp_path):
 ARCH = "bitnet-b1.58"
 BAD_METADATA = {
     "no architecture": ({}, ["general.architecture"], "got None", "general.architecture"),
-    "another architecture": ({"general.architecture": Typed("string", "gemma3")}, [], "gemma3", "general.architecture"),
+    "another architecture": ({"general.architecture": Typed("string", "mamba")}, [], "mamba", "general.architecture"),
     "a number for it": ({"general.architecture": Typed("uint32", 3)}, [], "got 3", "general.architecture"),
     "an array for it": (
         {"general.architecture": Typed("[uint32]", [1, 2])},

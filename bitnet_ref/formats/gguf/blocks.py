@@ -59,12 +59,15 @@ _TABLE = (
     *((24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8)),
     *((29, "IQ1_M", 256, 56), (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66)),
     *((36, "I2_S", 4, 1, 32), (37, "I8_S", 1, 0), (38, "TL1", 1, 0), (39, "TL2/MXFP4", 1, 0)),
-    *((40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18)),
+    *((40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18), (142, "PQ2_0", 128, 34)),
+    (143, "PTQ1_0", 128, 28),
 )
 TYPES: dict[int, GgmlType] = {row[0]: GgmlType(*row) for row in _TABLE}
-BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in TYPES.values()}
+WIDE_Q2_0 = GgmlType(42, "Q2_0 of 128", 128, 34)  # what id 42 means in older Bonsai files: only the spans tell
+BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in (*TYPES.values(), WIDE_Q2_0)}
 BY_KIND: dict[str, GgmlType] = {kind.kind: kind for kind in TYPES.values()}
 TERNARY_BLOCKS = ("TQ1_0", "TQ2_0")  # with a float16 scale in each block
+GROUP_TYPES = ("Q2_0", "Q2_0 of 128", "PQ2_0", "PTQ1_0")  # a float16 scale for each block, inputs in float
 TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, "TL1", "TL2/MXFP4")
 
 _CHUNK_BLOCKS = 1 << 12  # dequantised at a time
@@ -131,8 +134,13 @@ def _tq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     A byte is the fraction 0.t0 t1 t2 t3 t4 in base 3, times 256, rounded up: multiplied by 3^n and wrapped to a byte,
     it is the fraction that begins with t_n, and times 3 its whole part is t_n itself.
     """
+    return _trits(blocks, ((0, 32, 5), (32, 48, 5), (48, 52, 4)))
+
+
+def _trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
+    """The trits of (first byte, one past the last, trits of a byte): of each span the first of all bytes come first."""
     parts = []
-    for start, end, trits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+    for start, end, trits in spans:
         fractions = blocks[:, None, start:end] * _POWERS[:trits, None]  # (n, trits, bytes): uint8, so it wraps
         parts.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
     return np.concatenate(parts, axis=1)
@@ -149,6 +157,18 @@ def _ternary_values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]
     return _half(blocks[:, -2:]) * q.astype(np.float32)
 
 
+def _q2_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | 2 bits a weight, the first in the lowest: code - 1, so that the code 3, which no ternary file has, is +2"""
+    q = (blocks[:, 2:, None] >> _SHIFTS_2 & _MASK_2).reshape(len(blocks), -1).astype(np.int8) - np.int8(1)
+    return _half(blocks[:, :2]) * q.astype(np.float32)
+
+
+def _ptq1_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """16 bytes of 5 trits (80 values) | 8 bytes of 5 (40) | 2 bytes of 4 (8) | d"""
+    q = _trits(blocks, ((0, 16, 5), (16, 24, 5), (24, 26, 4))).astype(np.int8) - np.int8(1)
+    return _half(blocks[:, -2:]) * q.astype(np.float32)
+
+
 _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "F32": lambda blocks: blocks.view(np.float32),
     "F16": lambda blocks: blocks.view(np.float16).astype(np.float32),
@@ -157,9 +177,16 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "Q4_0": _q4_0,
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
+    **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), _q2_0),
+    "PTQ1_0": _ptq1_0,
     **{kind: partial(_ternary_values, kind) for kind in _TERNARY_CODES},
 }
 DEQUANTIZABLE = tuple(_DEQUANTIZE)
+# Dense types that the package `gguf` decodes
+BY_PACKAGE = (
+    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
+    *("IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -167,15 +194,26 @@ def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDA
 
     kind: the type's name, one of `DEQUANTIZABLE`. Raises ShapeError for a wrong number of bytes.
     """
-    if kind not in _DEQUANTIZE:
+    if kind not in (*_DEQUANTIZE, *BY_PACKAGE):
         raise FormatError(f"tensors of type {kind} are not read; supported are {', '.join(DEQUANTIZABLE)}")
+    decode = _DEQUANTIZE[kind] if kind in _DEQUANTIZE else _by_package(kind)
     blocks = _as_blocks("dequantize", raw, BY_NAME[kind], shape)
     out = np.empty((len(blocks), BY_NAME[kind].block_values), dtype=np.float32)
     step = _CHUNK_BLOCKS * 256 // BY_NAME[kind].block_values
     with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN, which the reader reports
         for start in range(0, len(blocks), step):
-            out[start : start + step] = _DEQUANTIZE[kind](blocks[start : start + step])
+            out[start : start + step] = decode(blocks[start : start + step])
     return out.reshape(shape)
+
+
+def _by_package(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
+    """The decoder of the package `gguf`. Raises FormatError where it is not installed."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as decode
+    except ImportError as error:
+        raise FormatError(f"{kind} is decoded by the package gguf, which is not here: pip install gguf") from error
+    return partial(decode, qtype=GGMLQuantizationType[kind])
 
 
 def ternary_from_blocks(

@@ -7,6 +7,7 @@ value is taken. Source: llama.cpp, docs/gguf.md and convert_hf_to_gguf.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class Architecture(NamedTuple):
     activation: str  # unless `<arch>.hidden_activation` says otherwise
     sub_norms: bool
     permuted: bool = False  # rows of q and k are in the order of interleaved RoPE
+    model_type: str = ""  # transformers' name of the family; "": by sub-norms and window
 
 
 ARCHITECTURES = {
@@ -33,6 +35,9 @@ ARCHITECTURES = {
     "bitnet-b1.58": Architecture("relu2", sub_norms=True),  # 2B-4T
     "bitnet-25": Architecture("relu2", sub_norms=True),  # the same, older name
     "llama": Architecture("silu", sub_norms=False, permuted=True),  # LLaMA, Mistral; ternary (Falcon3) or dense
+    "qwen2": Architecture("silu", sub_norms=False, model_type="qwen2"),
+    "qwen3": Architecture("silu", sub_norms=False, model_type="qwen3"),
+    "gemma3": Architecture("gelu_tanh", sub_norms=False, model_type="gemma3_text"),
 }
 _COUNTS = {  # key -> field of ModelConfig, in the order of bitnet.cpp's converter
     "context_length": "max_position_embeddings",
@@ -43,6 +48,7 @@ _COUNTS = {  # key -> field of ModelConfig, in the order of bitnet.cpp's convert
     "attention.head_count_kv": "num_key_value_heads",
 }
 ROPE_FREQS = "rope_freqs.weight"
+LINEAR_NORM = "blk.0.attn_q_norm_in.weight"  # there if each linear has a norm of its own before it
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
 # Texts that mark the end of a turn; llama.cpp looks for the same
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<EOT>")
@@ -133,11 +139,13 @@ def read_gguf_config(
         raise keys.fail(f"{keys.arch}.attention.value_length", "differs from key_length, which is not supported")
     if keys.count("rope.dimension_count", head_dim) != head_dim:
         raise keys.fail(f"{keys.arch}.rope.dimension_count", f"partial rotary embedding of {head_dim} is not supported")
-    bitnet = keys.architecture.sub_norms
+    bitnet, family = keys.architecture.sub_norms, keys.architecture.model_type
+    if quantization is not None and LINEAR_NORM in file.tensors:
+        quantization = replace(quantization, use_rms_norm=True, rms_norm_eps=1e-6)
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     try:
         return ModelConfig(
-            model_type="bitnet" if bitnet else "llama" if window is None else "mistral",
+            model_type=family or ("bitnet" if bitnet else "llama" if window is None else "mistral"),
             vocab_size=vocab,
             **counts,
             head_dim=head_dim,
@@ -145,9 +153,9 @@ def read_gguf_config(
             norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
             tie_word_embeddings="output.weight" not in file.tensors,
             sub_norms=bitnet,
-            attention_bias=_biases(file, attention=True),
+            attention_bias=family == "qwen2" or _biases(file, attention=True),
             mlp_bias=_biases(file, attention=False),
-            sliding_window=window,
+            **_of_family(keys, window, head_dim, counts),
             rope=_rope(keys, context, head_dim),
             quantization=quantization,
             bos_token_id=_token_id(file, "bos"),
@@ -155,6 +163,33 @@ def read_gguf_config(
         )
     except ConfigError as error:
         raise ConfigError(error.message, path=file.path, field=error.field) from None
+
+
+def _of_family(keys: _Keys, window: int | None, head_dim: int, counts: dict[str, int]) -> dict[str, Any]:
+    """The fields in which a family differs from LLaMA. Norms of Gemma3 have their 1 added by the converter."""
+    family = keys.architecture.model_type
+    if family == "qwen2":
+        return {"sliding_window": window, "o_proj_bias": False}
+    if family == "qwen3":
+        return {"sliding_window": window, "qk_norms": True}
+    if family != "gemma3_text":
+        return {"sliding_window": window}
+    layers, hidden = counts["num_hidden_layers"], counts["hidden_size"]
+    pattern = keys.count("attention.sliding_window_pattern", 6)
+    types = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
+    cap = keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None
+    # llama.cpp's rule: 27B alone has a query_pre_attn_scalar that is not head_dim
+    scalar = hidden / counts["num_attention_heads"] if layers == 62 else head_dim
+    return {
+        "sliding_window": window,
+        "layer_types": types if len({*types}) > 1 else (),
+        "local_rope": RopeConfig(theta=keys.number("rope.freq_base_swa", 10000.0)),
+        "qk_norms": True,
+        "post_norms": True,
+        "embedding_scale": math.sqrt(hidden),
+        "query_scale": 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar),
+        "logit_softcap": cap,
+    }
 
 
 def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:
@@ -265,7 +300,7 @@ def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
 
 def architecture(config: ModelConfig) -> str:
     """The GGUF architecture of a model. ConfigError if there is none."""
-    for name, (activation, sub_norms, _) in ARCHITECTURES.items():
+    for name, (activation, sub_norms, *_) in ARCHITECTURES.items():
         if (activation, sub_norms) == (config.activation, config.sub_norms):
             return name
     norms = "with" if config.sub_norms else "without"

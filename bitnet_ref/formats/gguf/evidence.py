@@ -14,8 +14,8 @@ from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import linear_name
 from ..checkpoint import linear_shape, norms_of_layer
 from ..names import GGUF_LINEARS, gguf_name, hf_module, linear_of_gguf
-from .blocks import DEQUANTIZABLE, TERNARY_BLOCKS, TERNARY_TYPES, dequantize, ternary_from_blocks
-from .config import ARCHITECTURES
+from .blocks import DEQUANTIZABLE, GROUP_TYPES, TERNARY_BLOCKS, TERNARY_TYPES, dequantize, ternary_from_blocks
+from .config import ARCHITECTURES, LINEAR_NORM
 from .file import GgufFile, GgufTensor
 from .i2_s import LAYOUTS, LayoutEvidence
 
@@ -81,6 +81,12 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
     ternary = {tensor.name: _begins_ternary(file, tensor) for tensor in block_linears(file)}
     arch = file.metadata.get("general.architecture")
     bitnet = isinstance(arch, str) and arch in ARCHITECTURES and ARCHITECTURES[arch].sub_norms
+    bitnet = bitnet or LINEAR_NORM in file.tensors
+    groups = {tensor.type.name for tensor in block_linears(file)} & {*GROUP_TYPES}
+    if groups:
+        evidence.append(f"{' and '.join(sorted(groups))}: a scale for each block, activations stay floats")
+    if groups and not bitnet:
+        return None
     head = file.tensors.get("output.weight")
     skipped = [] if head is not None and head.type.name in TERNARY_TYPES else ["lm_head"]
     if not any(ternary.values()):

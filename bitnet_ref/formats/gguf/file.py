@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...errors import FormatError, ShapeError
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
-from .blocks import TYPES, GgmlType
+from .blocks import BY_NAME, TYPES, WIDE_Q2_0, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -292,9 +292,12 @@ class _Header:
         tensors: dict[str, GgufTensor] = {}
         order = sorted(range(len(infos)), key=lambda index: infos[index][3])
         ends = dict(zip(order, [infos[index][3] for index in order[1:]] + [available], strict=False))
+        spans = [ends[index] - info[3] for index, info in enumerate(infos)]
+        is_wide = _has_wide_blocks([(info, span) for info, span in zip(infos, spans, strict=True)], self.alignment)
         for index, (name, kind, shape, offset, entry) in enumerate(infos):
             if name in tensors:
                 raise self._fail("a tensor of this name has occurred before", name, entry)
+            kind = WIDE_Q2_0 if is_wide and kind.name == "Q2_0" else kind
             nbytes = kind.nbytes(math.prod(shape)) if kind.known_size else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
                 span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
@@ -303,3 +306,15 @@ class _Header:
                 raise self._fail(f"overlaps the tensor after it, at byte {ends[index]} of the data", name, entry)
             tensors[name] = GgufTensor(name, kind, shape, data_start + offset, nbytes)
         return tensors
+
+
+def _has_wide_blocks(infos: Sequence[tuple[tuple[Any, ...], int]], alignment: int) -> bool:
+    """Whether the tensors of type 42 have blocks of 128, not of 64: then these, and not those, fill their spans."""
+    sizes = [(shape, math.prod(shape), span) for (_, kind, shape, _, _), span in infos if kind.name == "Q2_0"]
+
+    def fills(kind: GgmlType) -> bool:
+        whole = all(shape[-1] % kind.block_values == 0 for shape, _, _ in sizes)
+        gaps = [span - kind.nbytes(count) for _, count, span in sizes]
+        return whole and min(gaps) >= 0 and sum(gap >= alignment for gap in gaps) <= 1
+
+    return bool(sizes) and not fills(BY_NAME["Q2_0"]) and fills(WIDE_Q2_0)

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError
 from ...reference import quantization
-from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
+from ...reference.weights import DenseWeight, InputNorm, LinearWeight, Rotation, TernaryWeight
 from ..binary_file import first_not_finite
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size
 from ..names import gguf_name
-from .blocks import DEQUANTIZABLE, TERNARY_BLOCKS, dequantize, quantize, ternary_from_blocks
+from .blocks import BY_PACKAGE, DEQUANTIZABLE, GROUP_TYPES, TERNARY_BLOCKS, dequantize, quantize, ternary_from_blocks
 from .config import ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
+from .hadamard import read_rotations
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -42,6 +43,8 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
+            self._rotations = read_rotations(self.file, self.evidence)
+            self.is_rotated = bool(self._rotations)
             self.taken = {ROPE_FREQS} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
             self.kind = f"gguf-{first.type.kind if first is not None else 'f16'}"
@@ -70,10 +73,13 @@ class GgufCheckpoint(Checkpoint):
         kind = tensor.type.name
         if kind in _FLOATS:
             array = self.file.read(tensor.name)
-        elif kind in DEQUANTIZABLE:
-            array = dequantize(self.file.read_raw(tensor.name), kind, tensor.shape)
+        elif kind in (*DEQUANTIZABLE, *BY_PACKAGE):
+            with self.file.naming(tensor.name):
+                array = dequantize(self.file.read_raw(tensor.name), kind, tensor.shape)
         else:
             raise self.fail(tensor.name, f"expected a dense type ({', '.join(DEQUANTIZABLE)}), got {kind}")
+        if kind in GROUP_TYPES:
+            array = array.astype(np.float16)  # exact: -d, 0, +d with d a float16
         if (bad := first_not_finite(array)) is not None:
             raise self.fail(tensor.name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array
@@ -85,7 +91,11 @@ class GgufCheckpoint(Checkpoint):
         return self._floats(tensor).astype(np.float32)
 
     def embedding(self) -> DenseWeight:
-        return DenseWeight(self._floats(self._tensor("token_embd.weight", linear_shape(self.config, "embedding"))))
+        table = self._floats(self._tensor("token_embd.weight", linear_shape(self.config, "embedding")))
+        return DenseWeight(table)
+
+    def rotation(self, name: str) -> Rotation | None:
+        return self._rotations.get(f"{gguf_name(name)}.weight")
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._vector(f"{gguf_name(name)}.weight", norm_size(self.config, name))
@@ -97,12 +107,14 @@ class GgufCheckpoint(Checkpoint):
         bias = None if bias is None else self._in_our_order(bias, name)
         if not is_ternary(self.config, name):
             return DenseWeight(self._in_our_order(self._floats(tensor), name), bias)
+        eps = self.input_norm_eps
+        norm = None if eps is None else InputNorm(self._vector(f"{theirs}_norm_in.weight", shape[1]), eps)
         w_t, scale = self._ternary(tensor, shape)
         packed = quantization.pack_ternary(self._in_our_order(w_t, name))
         apart = f"{theirs}.scale"  # older converters of llama.cpp write -1, 0, +1 and keep the scale here
         if apart in self.file.tensors:
             scale = np.float32(scale * self.checked_scale(apart, self._vector(apart, 1)[0]))
-        return TernaryWeight(packed, shape[1], scale, bias)
+        return TernaryWeight(packed, shape[1], scale, bias, norm)
 
     def master(self, name: str) -> NDArray | None:
         if not self._online or not is_ternary(self.config, name):
@@ -113,8 +125,9 @@ class GgufCheckpoint(Checkpoint):
 
     def dense_dtype(self, name: str) -> np.dtype:
         tensor = self.file.tensors.get(f"{gguf_name(name)}.weight")
-        if tensor is not None and tensor.type.name in DEQUANTIZABLE:
-            return PLAIN_DTYPES.get(tensor.type.name, np.dtype(np.float32))
+        if tensor is not None and tensor.type.name in (*DEQUANTIZABLE, *BY_PACKAGE):
+            floats = np.dtype(np.float16 if tensor.type.name in GROUP_TYPES else np.float32)
+            return PLAIN_DTYPES.get(tensor.type.name, floats)
         return super().dense_dtype(name)  # which says what is wrong
 
     def rounded(self, name: str, values: NDArray) -> NDArray:

@@ -221,7 +221,7 @@ def write_native(
     progress: called with (parts done, parts in total).
     Returns the content hash. The same model gives the same bytes; an interrupt leaves the old file or none.
     """
-    if checkpoint.config.delta is not None:
+    if checkpoint.config.delta is not None or checkpoint.is_rotated:
         checkpoint.refuse_extras("native")
     if storage not in STORAGES:
         raise ConfigError(f"expected {' or '.join(STORAGES)}, got {storage!r}", field="storage")

@@ -1,0 +1,236 @@
+"""The families of 2026 in GGUF files: blocks of 64 and 128, rotated planes, architectures, norms inside linears."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import DATA, rng
+from safetensors.numpy import load_file
+
+import bitnet_ref
+from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, dequantize
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
+from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.names import gguf_name
+from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.inspection import inspect_model
+from bitnet_ref.reference import quantization
+from bitnet_ref.reference.weights import GroupTernaryWeight, Rotation
+
+FAMILIES = DATA / "families"
+CASE = FAMILIES / "qwen3-groups128"
+ROTATED = CASE / "pq2_0-hadamard.gguf"
+KEYS = "prism.hadamard."
+
+
+@pytest.mark.parametrize("name", ["q2_0", "q2_0-legacy128", "pq2_0-hadamard", "ptq1_0-hadamard"])
+def test_golden_files(name, backend_name):
+    expected = load_file(CASE / f"golden{'-hadamard' if 'hadamard' in name else ''}.safetensors")
+    m = bitnet_ref.load(CASE / f"{name}.gguf", backend=backend_name)
+    np.testing.assert_allclose(m.logits(expected["tokens"]), expected["logits"], rtol=0, atol=3e-4)
+    assert m.config.num_hidden_layers == 2
+    with open_checkpoint(CASE / f"{name}.gguf") as checkpoint:
+        assert any("a scale for each block" in words for words in checkpoint.evidence)
+        assert any("Hadamard" in words for words in checkpoint.evidence) == ("hadamard" in name)
+    assert inspect_model(CASE / f"{name}.gguf").quantization.startswith("ternary with a scale for")
+
+
+def test_the_blocks_of_type_42_are_told_by_the_spans():
+    sizes = {}
+    for name in ("q2_0", "q2_0-legacy128"):
+        with GgufFile(CASE / f"{name}.gguf") as file:
+            sizes[name] = {tensor.type.name for tensor in file.tensors.values()} - {"F32"}
+    assert sizes == {"q2_0": {"Q2_0"}, "q2_0-legacy128": {"Q2_0 of 128"}}
+
+
+def test_trits_of_ptq1_0():
+    """Encoded here as the format says, one weight at a time."""
+    w_t = rng(143).integers(-1, 2, 128)
+    block, code = np.zeros(26, dtype=np.uint8), w_t + 1
+    places = [(m, [16 * n + m for n in range(5)]) for m in range(16)]
+    places += [(16 + m, [80 + 8 * n + m for n in range(5)]) for m in range(8)]
+    places += [(24 + m, [120 + 2 * n + m for n in range(4)]) for m in range(2)]
+    for at, weights in places:
+        digits = [code[i] for i in weights] + [0] * (5 - len(weights))
+        q = sum(int(digit) * 3 ** (4 - n) for n, digit in enumerate(digits))
+        block[at] = -(-q * 256 // 243)
+    raw = np.concatenate([block, np.array([0.5], dtype=np.float16).view(np.uint8)])
+    np.testing.assert_array_equal(dequantize(raw, "PTQ1_0", (1, 128))[0], 0.5 * w_t)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1", "Q3_K", "IQ4_XS"])
+def test_dense_types_of_the_gguf_package(kind):
+    gguf = pytest.importorskip("gguf")
+    qtype = gguf.GGMLQuantizationType[kind]
+    values, size = gguf.GGML_QUANT_SIZES[qtype]
+    raw = rng(5).integers(0, 60, (6, 2 * size), dtype=np.uint8)
+    expected = gguf.quants.dequantize(raw, qtype)
+    np.testing.assert_array_equal(dequantize(raw.reshape(-1), kind, (6, 2 * values)), expected)
+    assert kind in BY_PACKAGE
+
+
+# -- Hadamard ----------------------------------------------------------------------------------------------------------
+
+
+def sylvester(n):
+    return np.ones((1, 1)) if n == 1 else np.kron([[1, 1], [1, -1]], sylvester(n // 2))
+
+
+@pytest.mark.parametrize(("width", "block"), [(8, 8), (64, 16), (96, 32), (4, 1)])
+def test_the_fast_transform(width, block):
+    generator = rng(width, block)
+    x, signs = generator.standard_normal((3, width)), np.sign(generator.standard_normal(width)).astype(np.float32)
+    r = np.kron(np.eye(width // block), sylvester(block) / np.sqrt(block)) * signs
+    rotation = Rotation(signs, block)
+    np.testing.assert_allclose(rotation.turn(x), x @ r.T, atol=1e-12)
+    np.testing.assert_allclose(rotation.turn_back(rotation.turn(x)), x, atol=1e-12)
+    w_t = generator.integers(-1, 2, (5, width)).astype(np.int8)
+    scales = np.ones((5, 1), dtype=np.float16)
+    weight = GroupTernaryWeight(quantization.pack_ternary(w_t), width, scales, width, None, rotation)
+    np.testing.assert_allclose(weight.dense().array, w_t @ r, atol=1e-6)
+
+
+def changed(path, source=ROTATED, drop=(), **keys):
+    """The file with other metadata under the prefix."""
+    with GgufFile(source) as file:
+        tensors = [
+            TensorToWrite(t.name, t.shape, t.type.name, lambda n=t.name: file.read_raw(n), t.nbytes)
+            for t in file.tensors.values()
+        ]
+        typed = {key: value for key, value in file.typed.items() if key.removeprefix(KEYS) not in drop}
+        write_gguf(path, typed | {KEYS + key: value for key, value in keys.items()}, tensors)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("version", Typed("uint32", 2)),
+        ("transform", Typed("string", "walsh")),
+        ("axis", Typed("string", "output")),
+        ("block_size", Typed("uint32", 96)),
+        ("block_size", Typed("uint32", 1024)),
+        ("sign_mode", Typed("string", "random")),
+        ("sign_values", Typed("[float32]", [1.0] * 767)),
+        ("sign_values", Typed("[float32]", [0.5] * 768)),
+        ("sign_widths", Typed("[uint32]", [256, 256])),
+        ("weight_names", Typed("[string]", ["blk.0.attn_q.weight"])),
+        ("inverse_weight_names", Typed("[string]", ["output_norm.weight"])),
+        ("order", Typed("string", "x")),
+    ],
+)
+def test_what_is_not_understood_is_refused(key, value, tmp_path):
+    path = changed(tmp_path / "x.gguf", **{key: value})
+    with pytest.raises(ConfigError) as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert caught.value.field.startswith(KEYS)
+
+
+def test_identity_signs_and_no_keys(tmp_path):
+    same = changed(tmp_path / "identity.gguf", sign_mode=Typed("string", "identity"))
+    tokens = [1, 2, 3]
+    right = bitnet_ref.load(ROTATED, backend="numpy").logits(tokens)
+    other = bitnet_ref.load(same, backend="numpy")
+    assert not np.allclose(other.logits(tokens), right, atol=0.1)
+    assert set(other.weights.layers[0].q_proj.rotation.signs) == {1.0}
+    keys = ("version", "block_size", "transform", "axis", "sign_mode", "sign_widths", "sign_values", "weight_names")
+    plain = changed(tmp_path / "plain.gguf", drop=(*keys, "inverse_weight_names"))
+    with pytest.warns(UserWarning, match="taken as not rotated"):
+        bitnet_ref.load(plain, backend="numpy")
+    with pytest.raises(ConfigError, match="Hadamard basis"):
+        convert(ROTATED, tmp_path / "x.bitnet.safetensors", "native")
+
+
+# -- architectures -----------------------------------------------------------------------------------------------------
+
+
+def as_gguf(path, case, arch, **keys):
+    """A golden case of Hugging Face as llama.cpp's converter would write it."""
+    raw = json.loads((FAMILIES / case / "config.json").read_text())
+    tensors = load_file(FAMILIES / case / "model.safetensors")
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    head_dim = raw.get("head_dim", hidden // heads)
+    numbers = {
+        "context_length": raw["max_position_embeddings"],
+        "embedding_length": hidden,
+        "block_count": raw["num_hidden_layers"],
+        "feed_forward_length": raw["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": raw["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        **keys,
+    }
+    typed = {"general.architecture": Typed("string", arch)}
+    typed |= {f"{arch}.{k}": Typed("uint32" if isinstance(v, int) else "float32", v) for k, v in numbers.items()}
+    typed[f"{arch}.attention.layer_norm_rms_epsilon"] = Typed("float32", 1e-6)
+    gemma, out = arch == "gemma3", {}
+    with open_checkpoint(FAMILIES / case) as checkpoint:
+        for name, array in tensors.items():
+            name = name.removeprefix("model.").removesuffix(".weight").removesuffix(".bias")
+            suffix = "bias" if array.ndim == 1 and name.endswith("_proj") else "weight"
+            outside = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+            if name in outside:
+                theirs = outside[name]
+            else:
+                _, index, *_, part = name.split(".")
+                inner = part in ("norm", "rms_norm") and name.split(".")[-2].endswith("_proj")
+                part = name.split(".")[-2] if inner else part
+                post = {"post_attention_layernorm": "attn_post_norm", "pre_feedforward_layernorm": "ffn_norm"}
+                plain = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+                renamed = plain | (post if gemma else {}) | {"post_feedforward_layernorm": "ffn_post_norm"}
+                theirs = gguf_name(f"blocks.{index}.{renamed.get(part, part)}") + "_norm_in" * inner
+            is_norm = array.ndim == 1 and suffix == "weight"
+            values = array.astype(np.float32) + (1 if gemma and is_norm and not theirs.endswith("norm_in") else 0)
+            kind, dtype = ("F32", np.float32) if array.ndim == 1 else ("BF16", ml_dtypes.bfloat16)
+            stored = np.ascontiguousarray(values.astype(dtype))
+            out[f"{theirs}.{suffix}"] = (kind, stored)
+        assert checkpoint.config.num_hidden_layers == raw["num_hidden_layers"]
+    written = [
+        TensorToWrite(name, a.shape, kind, lambda a=a: a.reshape(-1).view(np.uint8), a.nbytes)
+        for name, (kind, a) in out.items()
+    ]
+    write_gguf(path, typed, written)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("case", "arch", "keys"),
+    [
+        ("qwen2-bias-linear-norms", "qwen2", {"rope.freq_base": 1e6}),
+        ("embedding-qwen3", "qwen3", {"rope.freq_base": 1e6}),
+        (
+            "embedding-gemma3",
+            "gemma3",
+            {
+                "rope.freq_base": 1e6,
+                "rope.freq_base_swa": 1e4,
+                "attention.sliding_window": 4,
+                "attention.sliding_window_pattern": 3,
+            },
+        ),
+    ],
+)
+def test_the_same_model_from_both_formats(case, arch, keys, tmp_path):
+    path = as_gguf(tmp_path / "x.gguf", case, arch, **keys)
+    tokens = load_file(FAMILIES / case / "golden.safetensors")["tokens"]
+    a, b = (bitnet_ref.load(each, backend="numpy") for each in (FAMILIES / case, path))
+    np.testing.assert_array_equal(a.logits(tokens), b.logits(tokens))
+    np.testing.assert_array_equal(a.embed(tokens), b.embed(tokens))
+    assert a.config.extras == b.config.extras
+
+
+def test_a_cut_file_is_an_error(tmp_path):
+    path = tmp_path / "x.gguf"
+    shutil.copy(CASE / "q2_0.gguf", path)
+    size = path.stat().st_size
+    for keep in (size - 64, size // 2, 700):
+        with open(path, "r+b") as file:
+            file.truncate(keep)
+        with pytest.raises(BitNetRefError) as caught:
+            bitnet_ref.load(path, backend="numpy")
+        assert isinstance(caught.value, FormatError | ConfigError)
