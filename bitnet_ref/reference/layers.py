@@ -9,8 +9,8 @@ The dtype of the input (float32 or float64) is the dtype of the result. On the w
 and exponentials are taken in float64 and rounded once: another order of summation, in another backend, then gives the
 same float32 (but for one case in a hundred million), and so the same int8. In plain float32 two correct engines part
 ways after some fifty tokens, because somewhere a value lies within their rounding of a tie, and one int8 that rounds
-the other way moves the logits by a tenth. `dense_matmul` is the exception, a float32 sum in each backend's own order: a
-model with dense linears among its ternary ones may meet such a tie (tests/campaigns/test_random_models.py).
+the other way moves the logits by a tenth. So dense linears among ternary ones are summed in float64 too; those of a
+dense model, and the head, after which no int8 comes, are sums of float32.
 """
 
 from __future__ import annotations
@@ -184,10 +184,14 @@ def row_blocks(w: NDArray, dtype: type) -> Iterator[tuple[slice, NDArray]]:
         yield slice(start, start + rows), w[start : start + rows].astype(dtype)
 
 
-def dense_matmul(x: NDArray, w: NDArray) -> NDArray:
-    """y = x w^T, one token at a time.   x (N, K), w (out, K) of any float dtype -> (N, out)"""
+def dense_matmul(x: NDArray, w: NDArray, wide: bool = False) -> NDArray:
+    """y = x w^T, one token at a time.   x (N, K), w (out, K) of any float dtype -> (N, out)
+
+    wide: sums in float64, rounded once.
+    """
     y = np.empty((len(x), len(w)), dtype=x.dtype)
-    for rows, block in row_blocks(w, x.dtype.type) if len(x) else ():
+    tokens = x.astype(np.float64) if wide else x
+    for rows, block in row_blocks(w, tokens.dtype.type) if len(x) else ():
         for i in range(len(x)):
-            y[i, rows] = block @ x[i]
+            y[i, rows] = block @ tokens[i]
     return y

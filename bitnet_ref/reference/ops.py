@@ -100,7 +100,7 @@ class Ops:
         """x (N, K) -> (N, out)"""
         ok = x.ndim == 2 and x.shape[1:] == w.array.shape[1:]
         require("dense_matmul", ok, "x (N, K) and w (out, K)", x=x, w=w.array)
-        return layers.dense_matmul(x, w.array)
+        return layers.dense_matmul(x, w.array, w.wide)
 
     def group_matmul(self, x: NDArray, w: GroupTernaryWeight) -> NDArray:
         """x (N, K) -> (N, out)"""

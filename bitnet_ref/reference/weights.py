@@ -105,6 +105,7 @@ class DenseWeight(LinearWeight):
 
     array: NDArray  # (N, K) bfloat16, float16 or float32
     bias: NDArray[np.float32] | None = None  # (N,)
+    wide: bool = False  # summed in float64 and rounded once, because an int8 rounding comes after it
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -240,6 +241,18 @@ class LayerWeights:
             yield "delta_norm", self.delta.norm
 
 
+def _is_narrow(weight: LinearWeight) -> bool:
+    return isinstance(weight, DenseWeight) and not weight.wide
+
+
+def _widen_sums(layer: LayerWeights) -> LayerWeights:
+    """The layer with its dense linears summed in float64: it stands among ternary ones."""
+    dense: dict[str, Any] = {
+        name: replace(weight, wide=True) for name, weight in layer.linears() if isinstance(weight, DenseWeight)
+    }
+    return replace(layer, **dense)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelWeights:
     """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
@@ -248,6 +261,11 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: NDArray[np.float32]  # (D,)
     lm_head: LinearWeight  # (V, D)
+
+    def __post_init__(self) -> None:
+        linears = [weight for layer in self.layers for _, weight in layer.linears()]
+        if any(isinstance(weight, TernaryLinear) for weight in linears) and any(map(_is_narrow, linears)):
+            object.__setattr__(self, "layers", tuple(map(_widen_sums, self.layers)))
 
     def __repr__(self) -> str:
         tied = "tied" if self.tied else repr(self.lm_head)

@@ -1,9 +1,8 @@
 """Random ternary models of odd sizes: the kernels round every int8 as NumPy does, so the logits differ by a last sum.
 
 Of 27,887 such models (hidden sizes 1 to 69, biases, sub-norms, norms of each linear, windows, three kernel sets) none
-differed by more. A model with dense linears among its ternary ones is another matter: a dense product is a float32 sum
-in each backend's own order (DESIGN.md, point 5), so an int8 after it may round the other way: in one of a hundred such
-models, whose logits were then 2e-3 to 9e-2 apart. Only a dense product may be the first to differ.
+differed by more. Models with dense linears among their ternary ones did, one in a hundred by 2e-3 to 9e-2, while their
+dense products were float32 sums in each backend's own order; they are float64 sums now.
 """
 
 import ml_dtypes
@@ -49,22 +48,22 @@ def random_model(folder, seed, dense=()):
     return *models, random.integers(0, config["vocab_size"], random.integers(1, 65))
 
 
+def logits_agree(folder, seed, dense=()):
+    plain, fast, tokens = random_model(folder, seed, dense)
+    expected = plain.logits(tokens)
+    return np.abs(fast.logits(tokens) - expected).max() <= 5e-6 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("models", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_ternary_models_round_alike(models, tmp_path):
-    for seed in range(models):
-        plain, fast, tokens = random_model(tmp_path, seed)
-        expected = plain.logits(tokens)
-        assert np.abs(fast.logits(tokens) - expected).max() <= 5e-6 * np.abs(expected).max(), seed
+    assert [seed for seed in range(models) if not logits_agree(tmp_path, seed)] == []
     print(f"{models} random models")
 
 
-@pytest.mark.parametrize("models", [20, pytest.param(500, marks=pytest.mark.slow)])
-def test_only_a_dense_product_is_the_first_to_differ(models, tmp_path):
-    for seed in range(models):
-        dense = [name for name in LINEARS if rng(seed, 1).integers(2) or name == LINEARS[seed % 7]]
-        plain, fast, tokens = random_model(tmp_path, seed, dense)
-        pairs = zip(*(model.run_with_cache(tokens)[1].items() for model in (plain, fast)), strict=True)
-        unequal = [name for (name, mine), (_, other) in pairs if not np.array_equal(mine, other, equal_nan=True)]
-        if unequal:
-            assert unequal[0].endswith("hook_out"), (seed, unequal[:3])
-            assert unequal[0].split(".")[-2] in (*dense, "lm_head"), (seed, dense, unequal[:3])
+@pytest.mark.parametrize("models", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_so_do_models_with_dense_linears_among_ternary_ones(models, tmp_path):
+    def dense_linears(seed):
+        return [name for name in LINEARS if rng(seed, 1).integers(2) or name == LINEARS[seed % 7]]
+
+    assert [seed for seed in range(models) if not logits_agree(tmp_path, seed, dense_linears(seed))] == []
+    print(f"{models} random models")

@@ -240,8 +240,8 @@ class CythonBackend(KernelBackend):
         return y
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        if not kernels_take(w.array):
-            return super().dense_matmul(x, w)  # rows that are not contiguous
+        if w.wide or not kernels_take(w.array):
+            return super().dense_matmul(x, w)  # sums in float64, or rows that are not contiguous
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
         return self.kernels.dense_matmul(x, w.array)
 
