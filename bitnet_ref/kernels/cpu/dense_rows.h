@@ -21,6 +21,12 @@
 
 enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* per tile of two rows: what fits 32 registers, or 16 */
 
+STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
+    STEP(f32v) v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
 /* a vector of a row's weights as float32, exactly. kind: 0 float32, 1 bfloat16, 2 float16 */
 STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) {
     if (kind == 0) {
@@ -38,9 +44,9 @@ STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) 
     return (STEP(f32v))_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
 #else
     if (kind == 2) {
-        STEP(f32v) v;
-        half_to_float_plain((const uint16_t *)row + k, STEP(FLOATS), (float *)&v);
-        return v;
+        float v[STEP(FLOATS)];
+        half_to_float_plain((const uint16_t *)row + k, STEP(FLOATS), v);
+        return STEP(floats)(v);
     }
     STEP(u16h) half;
     memcpy(&half, (const uint16_t *)row + k, sizeof half);
@@ -56,12 +62,6 @@ STEP_INLINE float STEP(weight)(const void *row, size_t k, const int kind) {
         return v;
     }
     return bits_float((uint32_t)((const uint16_t *)row)[k] << 16);
-}
-
-STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
-    STEP(f32v) v;
-    memcpy(&v, x, sizeof v);
-    return v;
 }
 
 typedef float STEP(four) __attribute__((vector_size(16)));
