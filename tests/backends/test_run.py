@@ -19,9 +19,15 @@ TOKENS = [5, 6, 7, 8]
 PROMPT = TokenBatch.of([(0, 0, TOKENS)])
 
 
+# On the emulated GPU these, one of each kind; tests/test_golden.py has all cases
+ON_CUPY = ("bitnet-packed-offline", "mistral-dense-window8", "llama-packed-rmsnorm", "rope-dynamic", "onebitllm-silu")
+
+
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_every_path_gives_the_same_bits(case, backend_name):
     """A prompt in two pieces, then two sequences with one token each, by every path that the backend names."""
+    if backend_name == "cupy" and case not in ON_CUPY:
+        pytest.skip("on the emulated GPU one case of each kind is enough")
     m, tokens = model(GOLDEN / case, backend_name), rng(1).integers(1, 50, 10)
     outputs = {}
     for path in (None, *m.backend.paths):
