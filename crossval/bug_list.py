@@ -68,7 +68,7 @@ HEAD_LINE = "        logits = self.to_host(self.lm_head(x, w))\n"
 HEAD_INT8 = """        table = w.array.astype(np.float32)
         step = np.abs(table).max(axis=1)[:, None] / 127
         eight_bits = np.round(table / step).clip(-127, 127).astype(np.int8)
-        logits = self.lm_head(x, DenseWeight(eight_bits * step))
+        logits = self.lm_head(x, type(w)(eight_bits * step))
 """
 HIDDEN_LINE = "            x = be.hidden(w, cfg, batch, cache, path)\n"
 HIDDEN_SHIFTED = HIDDEN_LINE + "            x = x[[i - 1 for i in range(len(x))]]\n"

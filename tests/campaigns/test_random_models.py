@@ -54,13 +54,13 @@ def logits_agree(folder, seed, dense=()):
     return np.abs(fast.logits(tokens) - expected).max() <= 5e-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("models", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("models", [15, pytest.param(2000, marks=pytest.mark.slow)])
 def test_ternary_models_round_alike(models, tmp_path):
     assert [seed for seed in range(models) if not logits_agree(tmp_path, seed)] == []
     print(f"{models} random models")
 
 
-@pytest.mark.parametrize("models", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("models", [15, pytest.param(1000, marks=pytest.mark.slow)])
 def test_so_do_models_with_dense_linears_among_ternary_ones(models, tmp_path):
     def dense_linears(seed):
         return [name for name in LINEARS if rng(seed, 1).integers(2) or name == LINEARS[seed % 7]]

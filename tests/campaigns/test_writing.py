@@ -70,13 +70,13 @@ def test_some_system_calls_fail(faults_library, memory):
     receipt, rm = run("faults", ["receipt", "store:rm"], memory, library=faults_library)
     assert rm["outcomes"].keys() == {"done", "error"}
     assert {"open64", "write", "fsync", "rename"} <= receipt["calls"].keys()
-    run("faults", [*PREPARED, "convert:hf-packed"], memory, 40, library=faults_library)
+    run("faults", [*PREPARED, "convert:hf-packed"], memory, 20, library=faults_library)
 
 
 @linux_only
 def test_small_limits_and_a_few_kills(tmp_path):
-    run("limits", ["receipt", "store:add", "convert:hf-packed"], tmp_path, 4)
-    run("kills", ["receipt", *PREPARED], tmp_path, 4)
+    run("limits", ["receipt", "store:add", "convert:hf-packed"], tmp_path, 2)
+    run("kills", ["receipt", *PREPARED], tmp_path, 2)
 
 
 @pytest.mark.slow
