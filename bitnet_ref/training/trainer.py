@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
+from ..backends.backend import blas_threads
 from ..errors import ConfigError, NumericsError, ShapeError
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint
@@ -198,7 +198,7 @@ class Trainer:
     @contextmanager
     def _workers(self) -> Iterator[ThreadPoolExecutor]:
         """A thread for each sequence in work, in which BLAS uses that thread alone."""
-        with threadpool_limits(1), ThreadPoolExecutor(self.threads) as pool:
+        with blas_threads(1), ThreadPoolExecutor(self.threads) as pool:
             yield pool
 
 
