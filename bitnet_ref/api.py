@@ -58,7 +58,7 @@ class LoadOptions:
         twice.
     prepared: keep the weights in the backend's layout (cython) in `.bitnet_ref` beside the model and read them at the
         next start, which then takes little time. It costs disk space as large as the model. "mapped": map them, so that
-        processes share the memory, in a folder that nobody else writes to; see `formats/prepared.py`.
+        processes share the memory, in a folder that no other user can write to; see `formats/prepared.py`.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     share: return the model that an earlier call with `share` loaded from the same files for the same backend, while it

@@ -215,7 +215,7 @@ def test_a_pipe_among_the_leftovers_of_writers(tmp_path):
 
 # -- one opener --------------------------------------------------------------------------------------------------------
 
-# Files of the package itself and of /proc and /sys, which nobody else writes
+# Files of the package itself and of /proc and /sys, which no other user writes
 OWN_FILES = {
     "backends/cuda/emulation/build.py",
     "backends/cuda/sources.py",

@@ -158,7 +158,7 @@ def _ternary_values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]
 
 
 def _q2_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | 2 bits a weight, the first in the lowest: code - 1, so that the code 3, which no ternary file has, is +2"""
+    """d, then 2 bits per weight, the first in the lowest bits: code - 1. Code 3 means +2; no ternary file has it."""
     q = (blocks[:, 2:, None] >> _SHIFTS_2 & _MASK_2).reshape(len(blocks), -1).astype(np.int8) - np.int8(1)
     return _half(blocks[:, :2]) * q.astype(np.float32)
 
