@@ -1,0 +1,551 @@
+"""Says what a wrong tensor is: the simplest edits of the reference's own steps that give the engine's tensor.
+
+`Evidence` is one run of the reference in which each step is fed the engine's own tensors, as far as they were recorded.
+So each wrong tensor is judged by itself, whatever earlier errors there are. A *site* is a wrong tensor and the steps
+from right tensors to it: one step of a full trace, a block of a thin one. The descriptions of these steps are computed,
+the simplest first, and compared with the engine's tensor. What explains one site is tried at the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import BitNetRefError
+from ...reference.weights import LinearWeight
+from ..compare import View, fits
+from ..names import op_kind
+from ..tolerances import EPSILON, tolerance_of
+from .edits import Description, Family, after, before, constants, descriptions, families, instead, matrix, moved, names_of
+from .variants import Edit, Setting, Step
+from .wording import example, layer_of, noun, place_in_words, remedy, scope_in_words
+
+NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
+ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
+
+
+@dataclass
+class Match:
+    """How a computed tensor fits the engine's. region: (axis, indices) where it fits, right elsewhere; None: all of it."""
+
+    whole: bool
+    region: tuple[int, tuple[int, ...]] | None = None
+    share: float = 0.0  # of the wrong values that it explains
+
+
+class Target:
+    """An engine's tensor that is wrong, and what "equal" means for it."""
+
+    def __init__(self, name: str, right: NDArray, theirs: NDArray, alone: bool, dtype: str, ternary: bool) -> None:
+        self.name, self.theirs, self.alone = name, theirs.astype(np.float64), alone
+        self.by_head = name.endswith(("hook_attn_scores", "hook_pattern"))
+        self.exact = right.dtype.kind == "i"
+        self.flips = ternary and not alone
+        kind = op_kind(name, lambda _: ternary)
+        depth = None if alone else 0
+        self.relative = max(tolerance_of(kind, False).relative(depth), 4 * EPSILON)
+        if dtype in NARROW:
+            self.relative, self.exact = NARROW[dtype] * (4 if alone else 12), False
+        self.row_axes = (2,) if self.by_head else tuple(range(1, right.ndim))
+        self.right = right.astype(np.float64)
+        with np.errstate(all="ignore"):
+            size = np.where(np.isfinite(self.theirs), np.abs(self.theirs), 0).max(axis=self.row_axes, keepdims=True)
+        self.allowed = self.relative * np.maximum(size, 1.0 if self.by_head else 0.0) + (dtype in NARROW) * (kind == "activation int8")
+        self.right_close = self.close(self.right)
+        self.error = self.distance(self.right)
+
+    def close(self, mine: NDArray) -> NDArray[np.bool_]:
+        mine = mine.reshape(self.theirs.shape).astype(np.float64)
+        with np.errstate(all="ignore"):
+            if self.exact:
+                return np.asarray(mine == self.theirs)
+            both = np.isneginf(mine) & (self.theirs <= -1e9)
+            return np.asarray((np.abs(mine - self.theirs) <= self.allowed) | both)
+
+    def distance(self, mine: NDArray) -> float:
+        """Relative L2, over what is finite in both."""
+        a, b = self.theirs, mine.reshape(self.theirs.shape).astype(np.float64)
+        good = np.isfinite(a) & np.isfinite(b)
+        if not good.any() or (np.isnan(b) & ~np.isnan(a)).any():
+            return np.inf
+        return float(np.linalg.norm((a - b)[good]) / max(float(np.linalg.norm(a[good])), 1e-30))
+
+    @property
+    def agrees(self) -> bool:
+        return self.fits_but_for_flips(self.right_close, self.right)
+
+    def fits_but_for_flips(self, close: NDArray[np.bool_], mine: NDArray) -> bool:
+        if close.all():
+            return True
+        if self.exact and self.name.endswith("hook_x_int8"):  # x * scale within rounding of a half
+            apart = np.abs(mine.reshape(self.theirs.shape) - self.theirs)
+            return bool(apart.max() <= 1 and (~close).mean() <= 0.002)
+        if not self.flips or self.by_head:
+            return False
+        rows = ~close.all(axis=self.row_axes)
+        with np.errstate(all="ignore"):
+            error = np.linalg.norm((mine.reshape(self.theirs.shape) - self.theirs)[rows])
+        return bool(rows.mean() <= FLIPPED_ROWS and error <= FLIP_ERROR * np.linalg.norm(self.theirs[rows]))
+
+    def match(self, mine: NDArray) -> Match | None:
+        """None where the tensor explains nothing."""
+        close = self.close(mine)
+        if self.fits_but_for_flips(close, mine.astype(np.float64)):
+            changed = ~self.right_close & close
+            few = self.exact and not close.all() and (~close).sum() > 0.1 * (~self.right_close).sum()
+            return Match(True, share=1.0) if changed.any() and not few else None
+        wrong = ~self.right_close
+        share = float((wrong & close).sum() / max(1, wrong.sum()))
+        if share == 0:
+            return None
+        for axis in range(close.ndim) if self.alone else (0,):
+            others = tuple(i for i in range(close.ndim) if i != axis)
+            bad = wrong.any(axis=others)
+            if not bad.all() and np.take(close, np.flatnonzero(bad), axis=axis).all():
+                return Match(False, (axis, tuple(np.flatnonzero(bad).tolist())), 1.0)
+        return Match(False, None, share if share > 0.5 and self.distance(mine) < self.error / 2 else 0.0)
+
+
+def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:
+    """The edit, at these indices of an axis of the result only."""
+
+    def part(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right, wrong = compute(*inputs), edit(step, compute, *inputs)
+        places = [i for i in indices if i < right.shape[axis]]
+        result = right.copy()
+        key = (slice(None),) * axis + (places,)
+        result[key] = wrong[key]
+        return result
+
+    return part
+
+
+class Evidence:
+    """One run of a setting, each step fed the engine's tensors. `wrong`: those that the steps do not give, in order."""
+
+    def __init__(self, setting: Setting, view: View) -> None:
+        self.setting, self.view = setting, view
+        self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
+        self.steps: dict[str, Step] = {}
+        self.targets: dict[str, Target] = {}
+        self.sources: dict[str, list[str]] = {}  # of each step: the steps that computed its inputs and were not recorded
+        self.recorded: set[str] = set()
+        setting.run(settle=self._settle)
+        self.wrong = [name for name, target in self.targets.items() if not target.agrees]
+
+    def _settle(self, step: Step) -> NDArray:
+        step.seen = dict(step.seen)
+        arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
+        if step.name.endswith("hook_attn_scores"):
+            arrays = arrays[:2]
+        self.sources[step.name] = [
+            name for name, earlier in step.seen.items()
+            if name not in self.recorded and any(np.may_share_memory(x, earlier) for x in arrays)
+        ]  # fmt: skip
+        self.steps[step.name] = step
+        theirs = self._recorded_as(step)
+        if theirs is None:
+            return step.result
+        right = step.result if theirs.shape == step.result.shape else step.result[-len(theirs) :]
+        stretch = self.stretch(step.name)
+        ternary = any(name.endswith("hook_x_int8") for name in self.steps)
+        target = Target(step.name, right, theirs, len(stretch) == 1, self.dtype, ternary)
+        self.targets[step.name] = target
+        whole = theirs.shape == step.result.shape and np.isfinite(np.where(np.isneginf(theirs), 0, theirs)).all()
+        if not whole:
+            return step.result
+        self.recorded.add(step.name)
+        return theirs.astype(step.result.dtype)
+
+    def _recorded_as(self, step: Step) -> NDArray | None:
+        """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
+        block, name = step.name.rpartition(".")[0], step.name
+        names = [name]
+        for end, alias in (("attn.o_proj.hook_out", "hook_attn_out"), ("mlp.down_proj.hook_out", "hook_mlp_out")):
+            if name.endswith(end):
+                names.append(name.removesuffix(end) + alias)
+        if name.endswith("hook_resid_post"):
+            layer = int(block.split(".")[1])
+            names.append(f"blocks.{layer + 1}.hook_resid_pre")
+        for given in names:
+            if given in self.view:
+                theirs = np.asarray(self.view[given])
+                shape = step.result.shape
+                if fits(shape, theirs.shape) or theirs.size == step.result.size:
+                    return np.where(theirs <= -1e9, -np.inf, theirs).reshape(shape) if name.endswith("scores") else theirs.reshape(shape)
+                if name == "lm_head.hook_out" and theirs.size == shape[-1]:
+                    return theirs.reshape(1, -1)
+        return None
+
+    def stretch(self, name: str) -> list[str]:
+        """The steps from recorded tensors to this one, itself first, then backwards."""
+        needed, order = {name}, [name]
+        for earlier in reversed(list(self.steps)):
+            if earlier in needed:
+                order += [earlier] if earlier != name else []
+                needed.update(self.sources[earlier])
+        return order
+
+    def compute(self, target: str, edits: Mapping[str, Edit]) -> NDArray | None:
+        """The tensor with these edits made; None where they cannot be."""
+        with np.errstate(all="ignore"):
+            try:
+                if list(edits) == [target]:
+                    step = self.steps[target]
+                    result = edits[target](step, step.compute, *step.inputs)
+                else:
+                    result = self.setting.with_edits(edits).run(target.__eq__, target, self.steps)[target]
+            except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
+                return None  # not every edit can be made of every shape
+        rows = len(self.targets[target].theirs)
+        return result.reshape(self.steps[target].result.shape)[-rows:] if self.targets[target].theirs.shape != self.steps[target].result.shape else result
+
+
+@dataclass
+class Explanation:
+    """A description with its constant solved, of the steps `names` of one site. share: of the wrong values."""
+
+    cost: float
+    text: str
+    edit: Edit
+    names: tuple[str, ...]
+    where: str = ""
+    share: float = 1.0
+
+
+class Site:
+    """A wrong tensor, and the search for what explains it."""
+
+    def __init__(self, evidence: Evidence, name: str, step: Callable[[str], None]) -> None:
+        self.evidence, self.name, self.report = evidence, name, step
+        self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
+        self.partial: Explanation | None = None
+
+    def explanations(self) -> list[Explanation]:
+        """What explains the whole tensor, the simplest first; empty if nothing does."""
+        trials: list[tuple[float, int, tuple[str, ...], Description | Family]] = []
+        for unit in self.units():
+            step = self.evidence.steps[unit[0]]
+            distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
+            own: list[Description | Family] = [*descriptions(step), *families(step)]
+            if unit == (self.name,) and self.target.alone:
+                own += list(solved(step, self.target))
+            for d in own:
+                if "{in" in d.text and len(self.stretch) > 1 and self._made_in_stretch(step, d.text):
+                    continue  # the same change of the step that computes this input is tried
+                slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
+                trials.append((d.cost + distance + slow, len(trials), unit, d))
+        trials.sort(key=lambda trial: trial[:2])
+        good: list[Explanation] = []
+        for cost, _, unit, d in trials:
+            if good and cost > good[0].cost + ENOUGH:
+                break
+            self.report(say(d.text, self.evidence.steps[unit[0]]))
+            result = self.solve(unit, d, cost) if isinstance(d, Family) else self.attempt(unit, d.edit, d.text, cost)
+            if result is not None:
+                good.append(result)
+        return good
+
+    def _made_in_stretch(self, step: Step, text: str) -> bool:
+        index = int(text[text.index("{in") + 3])
+        x = step.inputs[index]
+        return any(np.may_share_memory(x, self.evidence.steps[name].result) for name in self.stretch[1:])
+
+    def units(self) -> Iterator[tuple[str, ...]]:
+        """The sets of steps that one mistake may be in: each step, and those of one kind."""
+        yield from ((name,) for name in self.stretch)
+        if len(self.stretch) == 1:
+            return
+        by_kind: dict[str, list[str]] = {}
+        for name in self.stretch:
+            by_kind.setdefault(name.rpartition(".")[2], []).append(name)
+        for kind, names in by_kind.items():
+            groups = [names, [n for n in names if ".attn." in n], [n for n in names if ".mlp." in n]]
+            groups += [[n for n in names if any(f".{p}_proj." in n for p in "qkv")], [n for n in names if ".ln" in n], [n for n in names if "sub_norm" in n]]
+            groups += [[n for n in names if "gate_proj" in n or "up_proj" in n]]
+            groups += [[n for n in names if n.split(".", 2)[-1] == r] for r in {n.split(".", 2)[-1] for n in names}]  # in all layers
+            done = [[n] for n in names]
+            for group in groups:
+                if len(group) > 1 and group not in done:
+                    done.append(group)
+                    yield tuple(group)
+            if kind == "hook_rot_q" and "hook_rot_k" in by_kind:
+                yield (*names, *by_kind["hook_rot_k"])
+        for pair in (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k")):
+            names = [n for n in self.stretch if n.endswith(pair)]
+            if len(names) > 1:
+                yield tuple(names)
+
+    def compute(self, unit: Iterable[str], edit: Edit) -> NDArray | None:
+        return self.evidence.compute(self.name, dict.fromkeys(unit, edit))
+
+    def attempt(self, unit: tuple[str, ...], edit: Edit, text: str, cost: float) -> Explanation | None:
+        mine = self.compute(unit, edit)
+        match = None if mine is None else self.target.match(mine)
+        if match is None:
+            return None
+        if match.whole:
+            return Explanation(cost, text, edit, unit)
+        if match.region is None:
+            if match.share > (self.partial.share if self.partial else 0.5):
+                self.partial = Explanation(cost, text, edit, unit, share=match.share)
+            return None
+        axis, indices = match.region
+        of_step = axis if self.target.alone else int(unit[0].endswith(("hook_attn_scores", "hook_pattern")))
+        part = regional(edit, of_step, indices)
+        again = self.compute(unit, part)
+        found = None if again is None else self.target.match(again)
+        if found is None or not found.whole:
+            return None
+        shape, by_head = self.target.theirs.shape, self.target.by_head
+        where = place_in_words(shape, by_head, self.evidence.setting.config, axis, indices)
+        return Explanation(cost + 0.1, text, part, unit, where)
+
+    def solve(self, unit: tuple[str, ...], family: Family, cost: float) -> Explanation | None:
+        """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
+        target = self.target
+        mask = np.isfinite(target.theirs) & (~target.right_close if target.alone else True)
+        best, best_error = family.right, np.inf
+        for start in (family.right, *family.starts):
+            c, y = start, self._values(unit, family, start, mask)
+            if y is None:
+                continue
+            error = float(np.linalg.norm(y))
+            for _ in range(8):
+                h = c * 1e-3 if family.log else max(abs(c), 0.1) * 1e-3
+                shifted = self._values(unit, family, c + h, mask)
+                if shifted is None:
+                    break
+                slope = (y - shifted) / h
+                norm = float(slope @ slope)
+                if not norm > 0 or not np.isfinite(norm):
+                    break
+                delta, moved_to = float(slope @ y) / norm, None
+                for _ in range(4):
+                    trial = c * float(np.exp(np.clip(delta / c, -3, 3))) if family.log else c + delta
+                    values = self._values(unit, family, trial, mask)
+                    if values is not None and np.linalg.norm(values) < error:
+                        moved_to = trial, values
+                        break
+                    delta /= 3
+                if moved_to is None:
+                    break
+                (c, y), last = moved_to, c
+                error = float(np.linalg.norm(y))
+                if abs(c - last) <= 1e-8 * abs(c):
+                    break
+            if error < best_error:
+                best, best_error = c, error
+            first = self._values(unit, family, family.right, mask) if start == family.right else None
+            if first is not None and error < 1e-4 * np.linalg.norm(first):
+                break
+        whole = float(np.linalg.norm((target.theirs - target.right)[mask]))
+        if not best_error < 0.5 * whole or best == family.right:
+            return None
+        near = 1e-5 if target.alone and not target.exact else 0.02
+        step = self.evidence.steps[unit[0]]
+        for words, constant in _first(names_of(best, step, near), 12):
+            result = self.attempt(unit, _by_constants(family, constant), family.text.replace("{c}", words), cost)
+            if result is not None:
+                return result
+        return self.attempt(unit, family.edit(best), family.text.replace("{c}", f"{best:.8g}"), cost + 0.3)
+
+    def _values(self, unit: tuple[str, ...], family: Family, c: float, mask: NDArray[np.bool_]) -> NDArray | None:
+        """The differences from the engine's tensor; None where they are not finite."""
+        mine = self.compute(unit, family.edit(c))
+        if mine is None:
+            return None
+        apart = (self.target.theirs - mine.reshape(self.target.theirs.shape))[mask]
+        return apart if np.isfinite(apart).all() else None
+
+
+def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
+    return lambda step, compute, *inputs: family.edit(constant(constants(step)))(step, compute, *inputs)
+
+
+def _first(items: Iterable[Any], count: int) -> Iterator[Any]:
+    return (item for _, item in zip(range(count), items, strict=False))
+
+
+def say(text: str, step: Step) -> str:
+    """A description's text with nouns for its places."""
+
+    def word(match: re.Match[str]) -> str:
+        key = match[1]
+        if key in ("it", "w", "c"):
+            return {"it": "it", "w": "the matrix", "c": "another constant"}[key]
+        if key.startswith("in"):
+            x = step.inputs[int(key[2:])]
+            names = [n for n, y in step.seen.items() if isinstance(x, np.ndarray) and np.may_share_memory(x, y)]
+            return noun(names[-1]) if names else ("the stream" if key == "in0" else f"input {int(key[2:]) + 1}")
+        own = layer_of(step.name)
+        return noun(key) + ("" if layer_of(key) in (None, own) else f" of layer {layer_of(key)}")
+
+    return re.sub(r"{([^{}]+)}", word, text)
+
+
+def solved(step: Step, target: Target) -> Iterator[Description]:
+    """Descriptions that the engine's tensor itself suggests."""
+    theirs, right, kind = target.theirs, target.right, step.name.rpartition(".")[2]
+    if theirs.shape != step.result.shape or not np.isfinite(np.where(np.isneginf(theirs), 0, theirs)).all():
+        return
+    if kind == "hook_x_int8":
+        low, high = theirs.min(), theirs.max()
+        yield Description(1, f"activations are clipped to {low:g} and {high:g}", instead(lambda x, s: np.clip(np.rint(x * s), low, high)))
+        offset = float(np.median(theirs - right))
+        if offset:
+            yield Description(1.2, f"{offset:g} is added to the int8 values", after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127)))
+    if len(step.inputs) == 2 and isinstance(step.inputs[1], LinearWeight):
+        yield from _cut_sums(step, target)
+    wrong = ~target.right_close
+    if target.by_head or theirs.ndim < 2:
+        return
+    flat, flat_right = theirs.reshape(len(theirs), -1), right.reshape(len(theirs), -1)
+    allowed = np.broadcast_to(target.allowed, theirs.shape).reshape(flat.shape)
+    bad = np.flatnonzero(wrong.reshape(flat.shape).any(axis=0))
+    if 1 < len(bad) <= 1024 and len(flat) > 1:  # columns in another order
+        order = np.arange(flat.shape[1])
+        for j in bad:
+            apart = np.abs(flat_right - flat[:, j : j + 1]) <= (0 if target.exact else allowed)
+            same = np.flatnonzero(apart.all(axis=0))
+            if not len(same):
+                break
+            order[j] = same[0]
+        else:
+            pairs = ", ".join(f"{j} is that of {order[j]}" for j in bad[:3].tolist())
+            yield Description(1.8, f"its columns are in another order: column {pairs}, ...", after(lambda x, o=order: x.reshape(len(x), -1)[:, o]))
+    rows = np.flatnonzero(wrong.reshape(flat.shape).any(axis=1))
+    order = np.arange(len(flat))
+    for t in rows:
+        same = np.flatnonzero((np.abs(flat_right - flat[t]) <= (0 if target.exact else allowed[t])).all(axis=1))
+        if not len(same):
+            break
+        order[t] = same[0]
+    else:
+        pairs = ", ".join(f"{t} has that of {order[t]}" for t in rows[:4].tolist())
+        yield Description(1.8, f"its tokens are in another order: token {pairs}", after(lambda x, o=order: x[o]))
+    if step.result.dtype.kind == "f":
+        yield from _sums_of_two(step, target, rows)
+
+
+def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
+    """Where a product's sums stop or start, from one of them."""
+    x, m = step.inputs[0].astype(np.float64), matrix(step.inputs[1]).astype(np.float64)
+    i, j = np.unravel_index(int(np.abs(target.theirs - target.right).argmax()), target.theirs.shape)
+    sums = np.cumsum(x[i] * m[j])
+    n, slack = len(sums), 0.0 if target.exact else float(np.broadcast_to(target.allowed, target.theirs.shape)[i, j])
+    for k in np.flatnonzero(np.abs(sums - target.theirs[i, j]) <= slack)[:20].tolist():
+        yield Description(1.1, f"the sums stop after {k + 1} of {n} inputs", before(0, lambda x, k=k: np.where(np.arange(n) <= k, x, x.dtype.type(0))))
+    for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
+        yield Description(1.1, f"the sums start at input {k + 1} of {n}", before(0, lambda x, k=k: np.where(np.arange(n) > k, x, x.dtype.type(0))))
+    missing = sums[-1] - target.theirs[i, j]
+    before_sum = np.concatenate([[0.0], sums])
+    for width in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if width >= n:
+            break
+        for a in np.flatnonzero(np.abs(before_sum[width:] - before_sum[:-width] - missing) <= slack)[:10].tolist():
+            yield Description(1.3, f"inputs {a} to {a + width - 1} are left out", before(0, lambda x, a=a, b=a + width: np.where((np.arange(n) >= a) & (np.arange(n) < b), x.dtype.type(0), x)))
+
+
+def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterator[Description]:
+    """a A + b B, of tensors that the run has, the right result among them."""
+    block = step.name.split(".")[:2]
+    given = {name: x for name, x in step.seen.items() if x.size == step.result.size and x.dtype == step.result.dtype and (name.split(".")[:2] == block or "resid" in name or "embed" in name)}
+    arrays = {"": step.result, **dict(list(given.items())[-16:])}
+    names = list(arrays)
+    columns = {name: arrays[name].reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for name in names}
+    y = target.theirs[rows].reshape(-1)
+    limit = np.broadcast_to(target.allowed, target.theirs.shape)[rows].reshape(-1)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            pair = np.stack([columns[a], columns[b]], axis=1)
+            gram = pair.T @ pair
+            if np.linalg.det(gram) <= 1e-9 * gram[0, 0] * gram[1, 1]:
+                continue
+            factors = np.linalg.solve(gram, pair.T @ y)
+            if (np.abs(pair @ factors - y) > 4 * limit).mean() > 0.01:
+                continue
+            exact = [next((c for _, c in names_of(float(f), step, 1e-5)), lambda _, f=f: float(f)) if abs(f) > 1e-6 else (lambda _: 0.0) for f in factors]
+            words = [next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0" for f in factors]
+            said = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
+            text = " + ".join(s if w == "1" else f"{w} times {s}" for w, s in zip(words, said, strict=True) if w != "0")
+            yield Description(1.5, f"it is {text}", _sum_edit((a, b), exact, step.name))
+
+
+def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right, given = compute(*inputs), constants(step)
+        parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
+        return sum(np.float32(f(given)) * part for f, part in zip(factors, parts, strict=True)).astype(right.dtype)  # type: ignore[union-attr]
+
+    return edit
+
+
+# -- from a site to the whole run --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Finding:
+    """What was found of one mistake. edits: of the whole run.   left: the tensors that are wrong with it, in order."""
+
+    text: str
+    remedy: str
+    example: str
+    edits: dict[str, Edit]
+    left: list[str]
+    share: float = 1.0
+
+
+def find(setting: Setting, view: View, report: Callable[[str], None], evidence: Evidence | None = None) -> list[Finding]:
+    """What the first wrong tensor of the engine is. Each finding explains it; those that explain most come first."""
+    evidence = evidence or Evidence(setting, view)
+    if not evidence.wrong:
+        return []
+    name = evidence.wrong[0]
+    site = Site(evidence, name, report)
+    findings = []
+    step, target = evidence.steps[name], evidence.targets[name]
+    shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
+    explanations = site.explanations()
+    for explanation in explanations[:6]:
+        edits = spread(evidence, explanation)
+        left = Evidence(setting.with_edits(edits), view).wrong
+        if name in left:
+            continue
+        first = evidence.steps[explanation.names[0]]
+        text = say(explanation.text, first)
+        scope = scope_in_words(edits, evidence.steps)
+        where = f" ({explanation.where})" if explanation.where else ""
+        findings.append(Finding(f"{scope}: {text}{where}", remedy(first), shown, edits, left))
+        if not left and len(findings) >= 3:
+            break
+    return sorted(findings, key=lambda finding: len(finding.left))
+
+
+def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
+    """The explanation's edit in all steps where it explains the engine's tensors."""
+    edits = dict.fromkeys(explanation.names, explanation.edit)
+    kinds = {name.rpartition(".")[2] for name in explanation.names}
+    for name in evidence.wrong[1:]:
+        if name in edits:
+            continue
+        layer = layer_of(name)
+        steps = [n if layer is None or layer_of(n) is None else ".".join(["blocks", str(layer), *n.split(".")[2:]]) for n in explanation.names]
+        tries = [[s for s in steps if s in evidence.stretch(name)]]
+        if name.rpartition(".")[2] in kinds:
+            tries.append([name])
+        tries += [[n] for n in evidence.stretch(name)[1:8] if n.rpartition(".")[2] in kinds]
+        for unit in tries:
+            if unit and all(n in evidence.steps for n in unit):
+                mine = evidence.compute(name, {**{n: e for n, e in edits.items() if n in evidence.stretch(name)}, **dict.fromkeys(unit, explanation.edit)})
+                match = None if mine is None else evidence.targets[name].match(mine)
+                if match is not None and match.whole:
+                    edits.update(dict.fromkeys(unit, explanation.edit))
+                    break
+    return edits
