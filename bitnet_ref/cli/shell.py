@@ -231,10 +231,10 @@ def make_table(
     """A table without a frame. columns: ">size" is right-aligned, "|name" never wrapped, ">|size" both; all empty: no
     header.
 
-    style: of the first column.
+    style: of the first column.   A row may have fewer cells.
     """
     cells = [[printable(cell, keep="") if isinstance(cell, str) else cell for cell in row] for row in rows]
-    return WholeTable(columns, cells, title, style)
+    return WholeTable(columns, [[*row, *[""] * (len(columns) - len(row))] for row in cells], title, style)
 
 
 @dataclass
