@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,47 @@ from ...reference.weights import LinearWeight
 from ..compare import View, fits
 from ..names import op_kind
 from ..tolerances import EPSILON, tolerance_of
-from .edits import Description, Family, after, before, constants, descriptions, families, instead, matrix, moved, names_of
+from .edits import (
+    Description,
+    Family,
+    after,
+    before,
+    constants,
+    descriptions,
+    families,
+    instead,
+    matrix,
+    moved,
+    names_of,
+)
 from .variants import Edit, Setting, Step
 from .wording import example, layer_of, noun, place_in_words, remedy, scope_in_words
 
+
+class Report(Protocol):
+    """What is told of each test before it starts; it may end the search. `add` says how many are to come."""
+
+    def __call__(self, text: str) -> None: ...
+
+    def add(self, count: int) -> None: ...
+
+
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+BETWEEN_TOKENS = (
+    "hook_rot_q",
+    "hook_rot_k",
+    "hook_attn_scores",
+    "hook_pattern",
+    "hook_z",
+    "hook_q",
+    "hook_k",
+    "hook_v",
+)
+RELATED = (
+    {"hook_rot_q", "hook_rot_k"},
+    {"hook_attn_scores", "hook_z"},
+    {"hook_q", "hook_k", "hook_v"},
+)  # one mistake in both
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
 
@@ -56,7 +92,9 @@ class Target:
         self.right = right.astype(np.float64)
         with np.errstate(all="ignore"):
             size = np.where(np.isfinite(self.theirs), np.abs(self.theirs), 0).max(axis=self.row_axes, keepdims=True)
-        self.allowed = self.relative * np.maximum(size, 1.0 if self.by_head else 0.0) + (dtype in NARROW) * (kind == "activation int8")
+        self.allowed = self.relative * np.maximum(size, 1.0 if self.by_head else 0.0) + (dtype in NARROW) * (
+            kind == "activation int8"
+        )
         self.right_close = self.close(self.right)
         self.error = self.distance(self.right)
 
@@ -134,7 +172,9 @@ class Evidence:
         self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
         self.steps: dict[str, Step] = {}
         self.targets: dict[str, Target] = {}
-        self.sources: dict[str, list[str]] = {}  # of each step: the steps that computed its inputs and were not recorded
+        self.sources: dict[
+            str, list[str]
+        ] = {}  # of each step: the steps that computed its inputs and were not recorded
         self.recorded: set[str] = set()
         setting.run(settle=self._settle)
         self.wrong = [name for name, target in self.targets.items() if not target.agrees]
@@ -178,7 +218,11 @@ class Evidence:
                 theirs = np.asarray(self.view[given])
                 shape = step.result.shape
                 if fits(shape, theirs.shape) or theirs.size == step.result.size:
-                    return np.where(theirs <= -1e9, -np.inf, theirs).reshape(shape) if name.endswith("scores") else theirs.reshape(shape)
+                    return (
+                        np.where(theirs <= -1e9, -np.inf, theirs).reshape(shape)
+                        if name.endswith("scores")
+                        else theirs.reshape(shape)
+                    )
                 if name == "lm_head.hook_out" and theirs.size == shape[-1]:
                     return theirs.reshape(1, -1)
         return None
@@ -203,8 +247,11 @@ class Evidence:
                     result = self.setting.with_edits(edits).run(target.__eq__, target, self.steps)[target]
             except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
                 return None  # not every edit can be made of every shape
-        rows = len(self.targets[target].theirs)
-        return result.reshape(self.steps[target].result.shape)[-rows:] if self.targets[target].theirs.shape != self.steps[target].result.shape else result
+        shape = self.steps[target].result.shape
+        if result.size != np.prod(shape):
+            return None
+        theirs = self.targets[target].theirs
+        return result.reshape(shape)[-len(theirs) :] if theirs.shape != shape else result
 
 
 @dataclass
@@ -222,17 +269,20 @@ class Explanation:
 class Site:
     """A wrong tensor, and the search for what explains it."""
 
-    def __init__(self, evidence: Evidence, name: str, step: Callable[[str], None]) -> None:
-        self.evidence, self.name, self.report = evidence, name, step
+    def __init__(self, evidence: Evidence, name: str, report: Report) -> None:
+        self.evidence, self.name, self.report = evidence, name, report
         self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
         self.partial: Explanation | None = None
 
     def explanations(self) -> list[Explanation]:
         """What explains the whole tensor, the simplest first; empty if nothing does."""
         trials: list[tuple[float, int, tuple[str, ...], Description | Family]] = []
+        first_right = not self.target.by_head and bool(self.target.right_close[:1].all())
         for unit in self.units():
             step = self.evidence.steps[unit[0]]
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
+            if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
+                distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [*descriptions(step), *families(step)]
             if unit == (self.name,) and self.target.alone:
                 own += list(solved(step, self.target))
@@ -242,9 +292,11 @@ class Site:
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, len(trials), unit, d))
         trials.sort(key=lambda trial: trial[:2])
+        self.report.add(len(trials))
         good: list[Explanation] = []
-        for cost, _, unit, d in trials:
+        for i, (cost, _, unit, d) in enumerate(trials):
             if good and cost > good[0].cost + ENOUGH:
+                self.report.add(i - len(trials))
                 break
             self.report(say(d.text, self.evidence.steps[unit[0]]))
             result = self.solve(unit, d, cost) if isinstance(d, Family) else self.attempt(unit, d.edit, d.text, cost)
@@ -267,9 +319,15 @@ class Site:
             by_kind.setdefault(name.rpartition(".")[2], []).append(name)
         for kind, names in by_kind.items():
             groups = [names, [n for n in names if ".attn." in n], [n for n in names if ".mlp." in n]]
-            groups += [[n for n in names if any(f".{p}_proj." in n for p in "qkv")], [n for n in names if ".ln" in n], [n for n in names if "sub_norm" in n]]
+            groups += [
+                [n for n in names if any(f".{p}_proj." in n for p in "qkv")],
+                [n for n in names if ".ln" in n],
+                [n for n in names if "sub_norm" in n],
+            ]
             groups += [[n for n in names if "gate_proj" in n or "up_proj" in n]]
-            groups += [[n for n in names if n.split(".", 2)[-1] == r] for r in {n.split(".", 2)[-1] for n in names}]  # in all layers
+            groups += [
+                [n for n in names if n.split(".", 2)[-1] == r] for r in {n.split(".", 2)[-1] for n in names}
+            ]  # in all layers
             done = [[n] for n in names]
             for group in groups:
                 if len(group) > 1 and group not in done:
@@ -345,7 +403,10 @@ class Site:
             first = self._values(unit, family, family.right, mask) if start == family.right else None
             if first is not None and error < 1e-4 * np.linalg.norm(first):
                 break
-        whole = float(np.linalg.norm((target.theirs - target.right)[mask]))
+        with np.errstate(all="ignore"):
+            whole = float(
+                np.linalg.norm(np.nan_to_num((target.theirs - target.right)[mask], posinf=1e30, neginf=-1e30))
+            )
         if not best_error < 0.5 * whole or best == family.right:
             return None
         near = 1e-5 if target.alone and not target.exact else 0.02
@@ -361,7 +422,8 @@ class Site:
         mine = self.compute(unit, family.edit(c))
         if mine is None:
             return None
-        apart = (self.target.theirs - mine.reshape(self.target.theirs.shape))[mask]
+        with np.errstate(all="ignore"):
+            apart = (self.target.theirs - mine.reshape(self.target.theirs.shape))[mask]
         return apart if np.isfinite(apart).all() else None
 
 
@@ -397,10 +459,18 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         return
     if kind == "hook_x_int8":
         low, high = theirs.min(), theirs.max()
-        yield Description(1, f"activations are clipped to {low:g} and {high:g}", instead(lambda x, s: np.clip(np.rint(x * s), low, high)))
+        yield Description(
+            1,
+            f"activations are clipped to {low:g} and {high:g}",
+            instead(lambda x, s: np.clip(np.rint(x * s), low, high)),
+        )
         offset = float(np.median(theirs - right))
         if offset:
-            yield Description(1.2, f"{offset:g} is added to the int8 values", after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127)))
+            yield Description(
+                1.2,
+                f"{offset:g} is added to the int8 values",
+                after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127)),
+            )
     if len(step.inputs) == 2 and isinstance(step.inputs[1], LinearWeight):
         yield from _cut_sums(step, target)
     wrong = ~target.right_close
@@ -419,7 +489,11 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
             order[j] = same[0]
         else:
             pairs = ", ".join(f"{j} is that of {order[j]}" for j in bad[:3].tolist())
-            yield Description(1.8, f"its columns are in another order: column {pairs}, ...", after(lambda x, o=order: x.reshape(len(x), -1)[:, o]))
+            yield Description(
+                1.8,
+                f"its columns are in another order: column {pairs}, ...",
+                after(lambda x, o=order: x.reshape(len(x), -1)[:, o]),
+            )
     rows = np.flatnonzero(wrong.reshape(flat.shape).any(axis=1))
     order = np.arange(len(flat))
     for t in rows:
@@ -441,22 +515,43 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
     sums = np.cumsum(x[i] * m[j])
     n, slack = len(sums), 0.0 if target.exact else float(np.broadcast_to(target.allowed, target.theirs.shape)[i, j])
     for k in np.flatnonzero(np.abs(sums - target.theirs[i, j]) <= slack)[:20].tolist():
-        yield Description(1.1, f"the sums stop after {k + 1} of {n} inputs", before(0, lambda x, k=k: np.where(np.arange(n) <= k, x, x.dtype.type(0))))
+        yield Description(
+            1.1,
+            f"the sums stop after {k + 1} of {n} inputs",
+            before(0, lambda x, k=k: np.where(np.arange(n) <= k, x, x.dtype.type(0))),
+        )
     for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
-        yield Description(1.1, f"the sums start at input {k + 1} of {n}", before(0, lambda x, k=k: np.where(np.arange(n) > k, x, x.dtype.type(0))))
+        yield Description(
+            1.1,
+            f"the sums start at input {k + 1} of {n}",
+            before(0, lambda x, k=k: np.where(np.arange(n) > k, x, x.dtype.type(0))),
+        )
     missing = sums[-1] - target.theirs[i, j]
     before_sum = np.concatenate([[0.0], sums])
     for width in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         if width >= n:
             break
         for a in np.flatnonzero(np.abs(before_sum[width:] - before_sum[:-width] - missing) <= slack)[:10].tolist():
-            yield Description(1.3, f"inputs {a} to {a + width - 1} are left out", before(0, lambda x, a=a, b=a + width: np.where((np.arange(n) >= a) & (np.arange(n) < b), x.dtype.type(0), x)))
+            yield Description(
+                1.3,
+                f"inputs {a} to {a + width - 1} are left out",
+                before(
+                    0,
+                    lambda x, a=a, b=a + width: np.where((np.arange(n) >= a) & (np.arange(n) < b), x.dtype.type(0), x),
+                ),
+            )
 
 
 def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterator[Description]:
     """a A + b B, of tensors that the run has, the right result among them."""
     block = step.name.split(".")[:2]
-    given = {name: x for name, x in step.seen.items() if x.size == step.result.size and x.dtype == step.result.dtype and (name.split(".")[:2] == block or "resid" in name or "embed" in name)}
+    given = {
+        name: x
+        for name, x in step.seen.items()
+        if x.size == step.result.size
+        and x.dtype == step.result.dtype
+        and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
+    }
     arrays = {"": step.result, **dict(list(given.items())[-16:])}
     names = list(arrays)
     columns = {name: arrays[name].reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for name in names}
@@ -471,8 +566,16 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
             factors = np.linalg.solve(gram, pair.T @ y)
             if (np.abs(pair @ factors - y) > 4 * limit).mean() > 0.01:
                 continue
-            exact = [next((c for _, c in names_of(float(f), step, 1e-5)), lambda _, f=f: float(f)) if abs(f) > 1e-6 else (lambda _: 0.0) for f in factors]
-            words = [next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0" for f in factors]
+            exact = [
+                next((c for _, c in names_of(float(f), step, 1e-5)), lambda _, f=f: float(f))
+                if abs(f) > 1e-6
+                else (lambda _: 0.0)
+                for f in factors
+            ]
+            words = [
+                next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0"
+                for f in factors
+            ]
             said = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
             text = " + ".join(s if w == "1" else f"{w} times {s}" for w, s in zip(words, said, strict=True) if w != "0")
             yield Description(1.5, f"it is {text}", _sum_edit((a, b), exact, step.name))
@@ -502,7 +605,7 @@ class Finding:
     share: float = 1.0
 
 
-def find(setting: Setting, view: View, report: Callable[[str], None], evidence: Evidence | None = None) -> list[Finding]:
+def find(setting: Setting, view: View, report: Report, evidence: Evidence | None = None) -> list[Finding]:
     """What the first wrong tensor of the engine is. Each finding explains it; those that explain most come first."""
     evidence = evidence or Evidence(setting, view)
     if not evidence.wrong:
@@ -532,20 +635,36 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     """The explanation's edit in all steps where it explains the engine's tensors."""
     edits = dict.fromkeys(explanation.names, explanation.edit)
     kinds = {name.rpartition(".")[2] for name in explanation.names}
+    kinds |= {kind for group in RELATED if kinds & group for kind in group}
     for name in evidence.wrong[1:]:
         if name in edits:
             continue
         layer = layer_of(name)
-        steps = [n if layer is None or layer_of(n) is None else ".".join(["blocks", str(layer), *n.split(".")[2:]]) for n in explanation.names]
+        steps = [
+            n if layer is None or layer_of(n) is None else ".".join(["blocks", str(layer), *n.split(".")[2:]])
+            for n in explanation.names
+        ]
         tries = [[s for s in steps if s in evidence.stretch(name)]]
         if name.rpartition(".")[2] in kinds:
             tries.append([name])
         tries += [[n] for n in evidence.stretch(name)[1:8] if n.rpartition(".")[2] in kinds]
         for unit in tries:
             if unit and all(n in evidence.steps for n in unit):
-                mine = evidence.compute(name, {**{n: e for n, e in edits.items() if n in evidence.stretch(name)}, **dict.fromkeys(unit, explanation.edit)})
+                mine = evidence.compute(
+                    name,
+                    {
+                        **{n: e for n, e in edits.items() if n in evidence.stretch(name)},
+                        **dict.fromkeys(unit, explanation.edit),
+                    },
+                )
                 match = None if mine is None else evidence.targets[name].match(mine)
                 if match is not None and match.whole:
                     edits.update(dict.fromkeys(unit, explanation.edit))
                     break
     return edits
+
+
+def first_difference(one: Setting, other: Setting, view: View) -> str | None:
+    """The first tensor that the engine has not recorded and in which two explanations differ."""
+    first, second = one.run(), other.run()
+    return next((n for n in first if n not in view and n in second and not np.array_equal(first[n], second[n])), None)

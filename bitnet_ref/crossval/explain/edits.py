@@ -145,8 +145,10 @@ def changes(x: NDArray, by_head: bool = False) -> Iterator[tuple[float, str, Cha
     if x.shape[tokens] > 1 and x.ndim > 1:
         for words, by in (("previous", 1), ("next", -1)):
             yield 1.2, f"each token has {{x}} of the {words} token", partial(np.roll, shift=by, axis=tokens)
-            yield 1.3, f"each token has {{x}} of the {words} token, the one at the end has zeros", partial(
-                _shifted, by=by, axis=tokens, fill=True
+            yield (
+                1.3,
+                f"each token has {{x}} of the {words} token, the one at the end has zeros",
+                partial(_shifted, by=by, axis=tokens, fill=True),
             )
         yield 1.2, "every token has {x} of the first", lambda x: np.repeat(x.take([0], tokens), x.shape[tokens], tokens)
         yield 1.2, "every token has {x} of the last", lambda x: np.repeat(x.take([-1], tokens), x.shape[tokens], tokens)
@@ -165,11 +167,15 @@ def changes(x: NDArray, by_head: bool = False) -> Iterator[tuple[float, str, Cha
             for words, order in orders(x.shape[2]):
                 yield 1.4, f"numbers of each head of {{x}} are {words}", partial(np.take, indices=order, axis=2)
             yield 1.4, "{x} is stored as (head_dim, heads) and read as (heads, head_dim)", lambda x: x.swapaxes(1, 2)
-            yield 1.5, "{x} is (heads, head_dim) and read as (head_dim, heads)", lambda x: (
-                x.reshape(len(x), x.shape[2], x.shape[1]).swapaxes(1, 2)
+            yield (
+                1.5,
+                "{x} is (heads, head_dim) and read as (head_dim, heads)",
+                lambda x: x.reshape(len(x), x.shape[2], x.shape[1]).swapaxes(1, 2),
             )
-            yield 1.6, "{x} is laid out as (heads, tokens, head_dim) and read as (tokens, heads, head_dim)", lambda x: (
-                np.ascontiguousarray(x.swapaxes(0, 1))
+            yield (
+                1.6,
+                "{x} is laid out as (heads, tokens, head_dim) and read as (tokens, heads, head_dim)",
+                lambda x: np.ascontiguousarray(x.swapaxes(0, 1)),
             )
         elif x.shape[1] == x.shape[2]:
             yield 1.3, "{x} is transposed", lambda x: x.swapaxes(1, 2)
@@ -325,10 +331,22 @@ def _gates(activation: str) -> Iterator[tuple[float, str, Callable[..., Any]]]:
     yield 1, "gate and up are added, not multiplied", lambda gate, up, name: act(wide(gate)) + wide(up)
     yield 1.1, "up is taken plus 1", lambda gate, up, name: act(wide(gate)) * (wide(up) + 1)
     yield 1.2, "the activation is applied twice", lambda gate, up, name: act(act(wide(gate))) * wide(up)
-    yield 1.2, "gate * up is taken without the activation, squared", lambda gate, up, name: np.square(wide(gate) * wide(up))
+    yield (
+        1.2,
+        "gate * up is taken without the activation, squared",
+        lambda gate, up, name: np.square(wide(gate) * wide(up)),
+    )
     yield 1.2, "the gate is multiplied twice", lambda gate, up, name: act(wide(gate)) * wide(up) * wide(gate)
-    yield 1.3, "the activation is rounded to bfloat16", lambda gate, up, name: wide(act(wide(gate)).astype(ml_dtypes.bfloat16)) * up
-    yield 1.3, "the activation is rounded to float16", lambda gate, up, name: wide(act(wide(gate)).astype(np.float16)) * up
+    yield (
+        1.3,
+        "the activation is rounded to bfloat16",
+        lambda gate, up, name: wide(act(wide(gate)).astype(ml_dtypes.bfloat16)) * up,
+    )
+    yield (
+        1.3,
+        "the activation is rounded to float16",
+        lambda gate, up, name: wide(act(wide(gate)).astype(np.float16)) * up,
+    )
 
 
 def _softmax(s: NDArray, extra: float = 0.0, base: float = math.e, axis: int = -1) -> NDArray:
@@ -506,10 +524,22 @@ def _rope(step: Step) -> Iterator[Description]:
     for part in sorted({d // 2, d // 4, 3 * d // 4 // 2 * 2, d - 2} - {0}):
         own, angles = theta ** (-2 * np.arange(part // 2) / part), p * f[: part // 2]
         text = f"RoPE turns only the first {part} of the {d} numbers of a head"
-        yield Description(1, text + ", with frequencies of their own", instead(lambda x, c, s, n=part, a=p * own: _partly(x, n, a)))
-        yield Description(1, text + ", with the first frequencies", instead(lambda x, c, s, n=part, a=angles: _partly(x, n, a)))
-        yield Description(1.1, f"RoPE leaves out the pairs from {part // 2} on", instead(lambda x, c, s, a=p * np.where(j < part // 2, f, 0): _turn(x, a)))
-        yield Description(1.1, f"RoPE leaves out the pairs before {part // 2}", instead(lambda x, c, s, a=p * np.where(j >= part // 2, f, 0): _turn(x, a)))
+        yield Description(
+            1, text + ", with frequencies of their own", instead(lambda x, c, s, n=part, a=p * own: _partly(x, n, a))
+        )
+        yield Description(
+            1, text + ", with the first frequencies", instead(lambda x, c, s, n=part, a=angles: _partly(x, n, a))
+        )
+        yield Description(
+            1.1,
+            f"RoPE leaves out the pairs from {part // 2} on",
+            instead(lambda x, c, s, a=p * np.where(j < part // 2, f, 0): _turn(x, a)),
+        )
+        yield Description(
+            1.1,
+            f"RoPE leaves out the pairs before {part // 2}",
+            instead(lambda x, c, s, a=p * np.where(j >= part // 2, f, 0): _turn(x, a)),
+        )
     rows: list[tuple[float, str, Callable[..., Any]]] = [
         (1, "RoPE is left out", lambda x, c, s: x),
         (1, "RoPE turns the pairs (2j, 2j+1), not (j, j + d/2)", _interleaved),
@@ -561,10 +591,14 @@ def _products(step: Step) -> Iterator[Description]:
     if ternary:
         for words, codes in CODES.items():
             table = np.array(codes, dtype=np.float32)
-            yield Description(1, f"the codes of {{w}} are {words}", with_matrix(lambda m, t=table: t[m.astype(int) + 1]))
+            yield Description(
+                1, f"the codes of {{w}} are {words}", with_matrix(lambda m, t=table: t[m.astype(int) + 1])
+            )
         for bits in (16, 15, 14, 13, 12, 8):
             top = 2 ** (bits - 1)
-            yield Description(1, f"accumulators wrap round at {bits} bits", after(lambda y, t=top: (y + t) % (2 * t) - t))
+            yield Description(
+                1, f"accumulators wrap round at {bits} bits", after(lambda y, t=top: (y + t) % (2 * t) - t)
+            )
             yield Description(1, f"accumulators saturate at {bits} bits", after(lambda y, t=top: np.clip(y, -t, t - 1)))
         for mantissa, words in ((8, "bfloat16"), (11, "float16")):
             yield Description(1, f"accumulators are rounded to {words}", after(partial(_cut, bits=mantissa)))
@@ -574,27 +608,45 @@ def _products(step: Step) -> Iterator[Description]:
         yield Description(1.1, "{w} is quantised to int8, a scale per row", with_matrix(partial(_int8, axis=1)))
         yield Description(1.2, "{w} is quantised to int8, one scale", with_matrix(partial(_int8, axis=None)))
         yield Description(1.3, "the bias of {w} is left out", instead(lambda x, w: product(x, matrix(w))))
-    for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
+    for k in sorted(
+        {n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}
+    ):
         if 0 < k < n:
             zeroed = partial(_part, first=0, stop=k)
             yield Description(1.1, f"the sums stop after {k} of {n} inputs", before(0, zeroed))
             yield Description(1.2, f"the sums start at input {n - k}", before(0, partial(_part, first=n - k, stop=n)))
-    yield Description(1.3, "every second input is left out", before(0, lambda x: x * (np.arange(x.shape[1]) % 2 == 0).astype(x.dtype)))
+    yield Description(
+        1.3, "every second input is left out", before(0, lambda x: x * (np.arange(x.shape[1]) % 2 == 0).astype(x.dtype))
+    )
     for k in (8, 16, 32, 64, 128):
         if n % k == 0 and n > k:
             for part in range(n // k):
-                yield Description(1.4, f"inputs {part * k} to {part * k + k - 1} are left out", before(0, partial(_hole, first=part * k, stop=part * k + k)))
-                yield Description(1.5, f"inputs {part * k} to {part * k + k - 1} count twice", before(0, partial(_hole, first=part * k, stop=part * k + k, factor=2)))
+                yield Description(
+                    1.4,
+                    f"inputs {part * k} to {part * k + k - 1} are left out",
+                    before(0, partial(_hole, first=part * k, stop=part * k + k)),
+                )
+                yield Description(
+                    1.5,
+                    f"inputs {part * k} to {part * k + k - 1} count twice",
+                    before(0, partial(_hole, first=part * k, stop=part * k + k, factor=2)),
+                )
     if w.shape[0] == w.shape[1]:
         yield Description(1, "{w} is transposed", with_matrix(lambda m: m.T))
     else:
-        yield Description(1.2, "{w} is stored the other way round: (in, out)", with_matrix(lambda m: m.reshape(m.shape[::-1]).T))
+        yield Description(
+            1.2, "{w} is stored the other way round: (in, out)", with_matrix(lambda m: m.reshape(m.shape[::-1]).T)
+        )
     for name, other in step.setting.weights.linears():
         if other is not w and other.shape == w.shape and isinstance(other, type(w)):
             yield from _others(1.1, "the matrix of {} is taken", name, step, _other_matrix)
     embedding = step.setting.weights.embedding
     if embedding is not w and embedding.shape == w.shape and not ternary:
-        yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
+        yield Description(
+            1,
+            "the embedding is taken for {w}, as if they were tied",
+            instead(lambda x, w: product(x, matrix(embedding))),
+        )
 
 
 def _others(cost: float, text: str, name: str, step: Step, edit: Callable[[str, str], Edit]) -> Iterator[Description]:
@@ -702,13 +754,29 @@ def own_descriptions(step: Step) -> Iterator[Description]:
         cfg = step.setting.config
         for words, size in (("head", cfg.head_dim), ("kv group", cfg.query_size // cfg.num_key_value_heads), ("block of 32", 32), ("block of 64", 64)):  # fmt: skip
             if 0 < size < step.inputs[0].shape[1] and step.inputs[0].shape[1] % size == 0:
-                yield Description(1.2, f"the mean of squares is that of the last {words} only", instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, -n:]) + eps)))
-                yield Description(1.2, f"the mean of squares is that of the first {words} only", instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, :n]) + eps)))
+                yield Description(
+                    1.2,
+                    f"the mean of squares is that of the last {words} only",
+                    instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, -n:]) + eps)),
+                )
+                yield Description(
+                    1.2,
+                    f"the mean of squares is that of the first {words} only",
+                    instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, :n]) + eps)),
+                )
     if kind == "hook_normalized":
         x, _, weight = step.inputs
         for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, len(weight) // 2}):
             if len(weight) % size == 0 and size < len(weight):
-                yield Description(1.2, f"each {size} columns are divided by their own length", instead(lambda x, r, w, n=size: (lambda b: (b / np.sqrt(_ms(b) + 1e-6)).reshape(x.shape) * w)(x.reshape(-1, n))))
+                yield Description(
+                    1.2,
+                    f"each {size} columns are divided by their own length",
+                    instead(
+                        lambda x, r, w, n=size: (lambda b: (b / np.sqrt(_ms(b) + 1e-6)).reshape(x.shape) * w)(
+                            x.reshape(-1, n)
+                        )
+                    ),
+                )
         for name, other in norms_of(step).items():
             if other is not weight and other.shape == weight.shape:
                 yield from _others(1.1, "the weight of {} is taken", name, step, _other_norm)
@@ -725,9 +793,15 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     if kind == "hook_embed":
         table = step.inputs[0]
         for words, shift in (("next", 1), ("previous", -1)):
-            yield Description(1, f"the row of the {words} id is taken", before(1, lambda ids, n=shift: (ids + n) % table.shape[0]))
+            yield Description(
+                1, f"the row of the {words} id is taken", before(1, lambda ids, n=shift: (ids + n) % table.shape[0])
+            )
         if step.setting.weights.lm_head is not table and isinstance(step.setting.weights.lm_head, DenseWeight):
-            yield Description(1, "the rows of lm_head are taken for those of the embedding", before(0, lambda w: step.setting.weights.lm_head))
+            yield Description(
+                1,
+                "the rows of lm_head are taken for those of the embedding",
+                before(0, lambda w: step.setting.weights.lm_head),
+            )
     if kind in ("hook_resid_mid", "hook_resid_post"):
         yield Description(1, "the residual is left out: the block's result is the stream", instead(lambda x, y: y))
         yield Description(1, "the block's result is left out", instead(lambda x, y: x))
@@ -777,65 +851,292 @@ def families(step: Step) -> Iterator[Family]:
         eps = float(step.inputs[1])
         yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-3, 1e-2, 1e-1))  # fmt: skip
         yield Family(1.3, "{c} is added to the length", with_c(lambda c, x, eps: np.sqrt(_ms(x)) + c), eps, True)
-        yield Family(1.4, "the sum of squares is divided by {c} times its number of terms", with_c(lambda c, x, eps: np.sqrt(_ms(x) / c + eps)), 1, True)
+        yield Family(
+            1.4,
+            "the sum of squares is divided by {c} times its number of terms",
+            with_c(lambda c, x, eps: np.sqrt(_ms(x) / c + eps)),
+            1,
+            True,
+        )
     if kind == "hook_normalized":
-        yield Family(1.2, "the weight of the norm is taken to the power {c}", with_c(lambda c, x, r, w: x / r * np.sign(w) * np.abs(w) ** c), 1)
-        yield Family(1.2, "{c} is added to the weight of the norm", with_c(lambda c, x, r, w: x / r * (w + c)), 0, False, (1,))
+        yield Family(
+            1.2,
+            "the weight of the norm is taken to the power {c}",
+            with_c(lambda c, x, r, w: x / r * np.sign(w) * np.abs(w) ** c),
+            1,
+        )
+        yield Family(
+            1.2, "{c} is added to the weight of the norm", with_c(lambda c, x, r, w: x / r * (w + c)), 0, False, (1,)
+        )
         yield Family(1.3, "the length is taken to the power {c}", with_c(lambda c, x, r, w: x / r**c * w), 1)
     if kind == "hook_x_scale":
-        yield Family(1, "the activation scale is {c} / max|x|, where 127 belongs", with_c(lambda c, x: np.float32(c) / _absmax(x)), 127, True)
-        yield Family(1.2, "the floor of max|x| is {c}, not 1e-5", with_c(lambda c, x: 127 / np.maximum(np.abs(x).max(-1, keepdims=True), c)), 1e-5, True, (1e-3, 0.1, 1))
-        yield Family(1.3, "{c} is added to max|x|", with_c(lambda c, x: 127 / (np.abs(x).max(-1, keepdims=True) + c)), 1e-5, True, (1e-3, 0.1))
+        yield Family(
+            1,
+            "the activation scale is {c} / max|x|, where 127 belongs",
+            with_c(lambda c, x: np.float32(c) / _absmax(x)),
+            127,
+            True,
+        )
+        yield Family(
+            1.2,
+            "the floor of max|x| is {c}, not 1e-5",
+            with_c(lambda c, x: 127 / np.maximum(np.abs(x).max(-1, keepdims=True), c)),
+            1e-5,
+            True,
+            (1e-3, 0.1, 1),
+        )
+        yield Family(
+            1.3,
+            "{c} is added to max|x|",
+            with_c(lambda c, x: 127 / (np.abs(x).max(-1, keepdims=True) + c)),
+            1e-5,
+            True,
+            (1e-3, 0.1),
+        )
     if kind == "hook_x_int8":
-        yield Family(1.2, "{c} is added before the rounding", with_c(lambda c, x, s: np.clip(np.rint(x * s + c), -128, 127)), 0)
-        yield Family(1.2, "x * scale is multiplied by {c} before the rounding", with_c(lambda c, x, s: np.clip(np.rint(x * s * np.float32(c)), -128, 127)), 1, True)
+        yield Family(
+            1.2, "{c} is added before the rounding", with_c(lambda c, x, s: np.clip(np.rint(x * s + c), -128, 127)), 0
+        )
+        yield Family(
+            1.2,
+            "x * scale is multiplied by {c} before the rounding",
+            with_c(lambda c, x, s: np.clip(np.rint(x * s * np.float32(c)), -128, 127)),
+            1,
+            True,
+        )
     if kind == "hook_pattern":
-        yield Family(1, "scores are multiplied by {c} in the softmax", with_c(lambda c, s: _softmax(np.where(s > -np.inf, s * np.float32(c), s))), 1, True)
-        yield Family(1.2, "{c} is added to the softmax's sum, an attention sink", with_c(lambda c, s: _softmax(s, extra=c)), 0, False, (1,))
-        yield Family(1.3, "{c} is added to the softmax's sum after the maximum is subtracted", with_c(lambda c, s: _e(s) / (_e(s).sum(-1, keepdims=True) + c)), 0, False, (0.1, 1))
-        yield Family(1.2, "scores are capped by {c} tanh(s / {c}) before the softmax", with_c(lambda c, s: _softmax(np.where(s > -np.inf, c * np.tanh(wide(s) / c), s))), 1e4, True, (1, 5, 30))
-        yield Family(1.3, "the weight of the first token has {c} added to its score", with_c(lambda c, s: _softmax(s + c * (np.arange(s.shape[2]) == 0))), 0)
-        yield Family(1.2, "the distance times {c} is subtracted from the scores", with_c(lambda c, s: _softmax(s - c * (_ij(s)[0] - _ij(s)[1]))), 0)
+        yield Family(
+            1,
+            "scores are multiplied by {c} in the softmax",
+            with_c(lambda c, s: _softmax(np.where(s > -np.inf, s * np.float32(c), s))),
+            1,
+            True,
+        )
+        yield Family(
+            1.2,
+            "{c} is added to the softmax's sum, an attention sink",
+            with_c(lambda c, s: _softmax(s, extra=c)),
+            0,
+            False,
+            (1,),
+        )
+        yield Family(
+            1.3,
+            "{c} is added to the softmax's sum after the maximum is subtracted",
+            with_c(lambda c, s: _e(s) / (_e(s).sum(-1, keepdims=True) + c)),
+            0,
+            False,
+            (0.1, 1),
+        )
+        yield Family(
+            1.2,
+            "scores are capped by {c} tanh(s / {c}) before the softmax",
+            with_c(lambda c, s: _softmax(np.where(s > -np.inf, c * np.tanh(wide(s) / c), s))),
+            1e4,
+            True,
+            (1, 5, 30),
+        )
+        yield Family(
+            1.3,
+            "the weight of the first token has {c} added to its score",
+            with_c(lambda c, s: _softmax(s + c * (np.arange(s.shape[2]) == 0))),
+            0,
+        )
+        yield Family(
+            1.2,
+            "the distance times {c} is subtracted from the scores",
+            with_c(lambda c, s: _softmax(s - c * (_ij(s)[0] - _ij(s)[1]))),
+            0,
+        )
     if kind == "hook_attn_scores":
-        yield Family(1, "scores are multiplied by {c} more than 1/sqrt(head_dim)", lambda c: after(lambda x: x * np.float32(c)), 1, True, (0.1, 4))
-        yield Family(1.1, "scores are capped by {c} tanh(s / {c})", lambda c: after(lambda x: np.where(x > -np.inf, c * np.tanh(x / np.float32(c)), x)), 1e4, True, (1, 5, 30))
-        yield Family(1.2, "the distance times {c} is subtracted from the scores, as in ALiBi", lambda c: after(lambda x: x - np.float32(c) * (_ij(x)[0] - _ij(x)[1]) * (x > -np.inf)), 0)
-        yield Family(1.3, "{c}^(h + 1) times the distance is subtracted from the scores, as in ALiBi", lambda c: after(lambda x: x - (np.float32(c) ** (np.arange(len(x)) + 1))[:, None, None] * (_ij(x)[0] - _ij(x)[1]) * (x > -np.inf)), 0.01, True, (0.25, 0.5))
-        yield Family(1.3, "{c} is added to all scores that are seen", lambda c: after(lambda x: np.where(x > -np.inf, x + np.float32(c), x)), 0)
-        yield Family(1.3, "scores are clipped to {c}", lambda c: after(lambda x: np.where(x > -np.inf, np.clip(x, -c, c), x)), 1e3, True, (0.1, 1, 5, 10))
+        yield Family(
+            1,
+            "scores are multiplied by {c} more than 1/sqrt(head_dim)",
+            lambda c: after(lambda x: x * np.float32(c)),
+            1,
+            True,
+            (0.1, 4),
+        )
+        yield Family(
+            1.1,
+            "scores are capped by {c} tanh(s / {c})",
+            lambda c: after(lambda x: np.where(x > -np.inf, c * np.tanh(x / np.float32(c)), x)),
+            1e4,
+            True,
+            (1, 5, 30),
+        )
+        yield Family(
+            1.2,
+            "the distance times {c} is subtracted from the scores, as in ALiBi",
+            lambda c: after(lambda x: x - np.float32(c) * (_ij(x)[0] - _ij(x)[1]) * (x > -np.inf)),
+            0,
+        )
+        yield Family(
+            1.3,
+            "{c}^(h + 1) times the distance is subtracted from the scores, as in ALiBi",
+            lambda c: after(
+                lambda x: (
+                    x
+                    - (np.float32(c) ** (np.arange(len(x)) + 1))[:, None, None]
+                    * (_ij(x)[0] - _ij(x)[1])
+                    * (x > -np.inf)
+                )
+            ),
+            0.01,
+            True,
+            (0.25, 0.5),
+        )
+        yield Family(
+            1.3,
+            "{c} is added to all scores that are seen",
+            lambda c: after(lambda x: np.where(x > -np.inf, x + np.float32(c), x)),
+            0,
+        )
+        yield Family(
+            1.3,
+            "scores are clipped to {c}",
+            lambda c: after(lambda x: np.where(x > -np.inf, np.clip(x, -c, c), x)),
+            1e3,
+            True,
+            (0.1, 1, 5, 10),
+        )
         for b in (0, 1):
-            yield Family(1.2, "{in" + str(b) + "} is normalised to the length {c}", lambda c, b=b: before(b, lambda x: x / np.sqrt(_ms(x)) * c / math.sqrt(x.shape[-1])), 1, True)
+            yield Family(
+                1.2,
+                "{in" + str(b) + "} is normalised to the length {c}",
+                lambda c, b=b: before(b, lambda x: x / np.sqrt(_ms(x)) * c / math.sqrt(x.shape[-1])),
+                1,
+                True,
+            )
     if kind in ("hook_rot_q", "hook_rot_k"):
         p, f = _angles(step, step.inputs[1].shape[1])
         half = len(f)
         e, theta = np.arange(half) / half, cfg.rope.theta
         yield Family(1, "RoPE's theta is {c}" + f" where {theta:g} belongs", with_c(lambda c, x, co, si: _turn(x, p * c**-e)), theta, True, (1e3, 1e4, 1e5, 5e5, 1e6, 1e2))  # fmt: skip
-        yield Family(1.1, "RoPE's positions are multiplied by {c}", with_c(lambda c, x, co, si: _turn(x, p * c * f)), 1, True, (0.1, 0.25, 0.5, 1.5, 2, 4))
-        yield Family(1.1, "{c} is added to RoPE's positions", with_c(lambda c, x, co, si: _turn(x, (p + c) * f)), 0, False, (-1, 2, 3, 4, 5, 7, 10))
+        yield Family(
+            1.1,
+            "RoPE's positions are multiplied by {c}",
+            with_c(lambda c, x, co, si: _turn(x, p * c * f)),
+            1,
+            True,
+            (0.1, 0.25, 0.5, 1.5, 2, 4),
+        )
+        yield Family(
+            1.1,
+            "{c} is added to RoPE's positions",
+            with_c(lambda c, x, co, si: _turn(x, (p + c) * f)),
+            0,
+            False,
+            (-1, 2, 3, 4, 5, 7, 10),
+        )
     if kind == "hook_post":
         act = ACTIVATIONS[RIGHT_ACTIVATIONS[step.inputs[2]]]
-        yield Family(1.1, "the activation's argument is multiplied by {c}", with_c(lambda c, g, u, n: act(wide(g) * c) * u), 1, False, (0.5, 2))
-        yield Family(1.1, "the activation is x sigmoid({c} x)", with_c(lambda c, g, u, n: wide(g) * _sig(c * wide(g)) * u), 1.5, False, (0.5, 3))
-        yield Family(1.1, "the gate is clipped at {c} from above", with_c(lambda c, g, u, n: act(np.minimum(wide(g), c)) * u), 1e3, True, (0.1, 0.5, 1, 2, 5))
-        yield Family(1.1, "gate and up are clipped to {c}", with_c(lambda c, g, u, n: act(np.clip(wide(g), -c, c)) * np.clip(u, -c, c)), 1e3, True, (0.1, 0.5, 1, 2, 5))
-        yield Family(1.1, "up is clipped to {c}", with_c(lambda c, g, u, n: act(wide(g)) * np.clip(u, -c, c)), 1e3, True, (0.1, 0.5, 1, 2, 5))
-        yield Family(1.1, "the activation is a leaky relu of slope {c}", with_c(lambda c, g, u, n: np.where(g > 0, g, c * wide(g)) * u), 0)
-        yield Family(1.2, "the activation is the square of a leaky relu of slope {c}", with_c(lambda c, g, u, n: np.square(np.where(g > 0, g, c * wide(g))) * u), 0, False, (0.3,))
+        yield Family(
+            1.1,
+            "the activation's argument is multiplied by {c}",
+            with_c(lambda c, g, u, n: act(wide(g) * c) * u),
+            1,
+            False,
+            (0.5, 2),
+        )
+        yield Family(
+            1.1,
+            "the activation is x sigmoid({c} x)",
+            with_c(lambda c, g, u, n: wide(g) * _sig(c * wide(g)) * u),
+            1.5,
+            False,
+            (0.5, 3),
+        )
+        yield Family(
+            1.1,
+            "the gate is clipped at {c} from above",
+            with_c(lambda c, g, u, n: act(np.minimum(wide(g), c)) * u),
+            1e3,
+            True,
+            (0.1, 0.5, 1, 2, 5),
+        )
+        yield Family(
+            1.1,
+            "gate and up are clipped to {c}",
+            with_c(lambda c, g, u, n: act(np.clip(wide(g), -c, c)) * np.clip(u, -c, c)),
+            1e3,
+            True,
+            (0.1, 0.5, 1, 2, 5),
+        )
+        yield Family(
+            1.1,
+            "up is clipped to {c}",
+            with_c(lambda c, g, u, n: act(wide(g)) * np.clip(u, -c, c)),
+            1e3,
+            True,
+            (0.1, 0.5, 1, 2, 5),
+        )
+        yield Family(
+            1.1,
+            "the activation is a leaky relu of slope {c}",
+            with_c(lambda c, g, u, n: np.where(g > 0, g, c * wide(g)) * u),
+            0,
+        )
+        yield Family(
+            1.2,
+            "the activation is the square of a leaky relu of slope {c}",
+            with_c(lambda c, g, u, n: np.square(np.where(g > 0, g, c * wide(g))) * u),
+            0,
+            False,
+            (0.3,),
+        )
         yield Family(1.2, "{c} is added to up", with_c(lambda c, g, u, n: act(wide(g)) * (wide(u) + c)), 0)
         yield Family(1.2, "{c} is added to the gate", with_c(lambda c, g, u, n: act(wide(g) + c) * wide(u)), 0)
         yield Family(1.3, "{c} is added to the activation", with_c(lambda c, g, u, n: (act(wide(g)) + c) * wide(u)), 0)
-        yield Family(1.3, "the activation is relu to the power {c}", with_c(lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u), 2, True, (1.5, 3))
+        yield Family(
+            1.3,
+            "the activation is relu to the power {c}",
+            with_c(lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u),
+            2,
+            True,
+            (1.5, 3),
+        )
     for index, x in enumerate(step.inputs):
-        if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f" and kind not in ("hook_pattern", "hook_rot_q", "hook_rot_k", "hook_attn_scores"):
-            yield Family(1.2, f"{{in{index}}} is multiplied by {{c}}", lambda c, i=index: before(i, lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
+        if (
+            isinstance(x, np.ndarray)
+            and x.ndim > 1
+            and x.dtype.kind == "f"
+            and kind not in ("hook_pattern", "hook_rot_q", "hook_rot_k", "hook_attn_scores")
+        ):
+            yield Family(
+                1.2,
+                f"{{in{index}}} is multiplied by {{c}}",
+                lambda c, i=index: before(i, lambda x: x * x.dtype.type(c)),
+                1,
+                False,
+                (0.1, 8),
+            )
     if step.result.dtype.kind == "f" and kind not in ("hook_attn_scores",):
-        yield Family(1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
+        yield Family(
+            1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8)
+        )
         yield Family(1.3, "{c} is added to {it}", lambda c: after(lambda x: x + x.dtype.type(c)), 0)
-        yield Family(1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10))
-        yield Family(1.3, "{it} is capped by {c} tanh(x / {c})", lambda c: after(lambda x: c * np.tanh(wide(x) / c)), 1e4, True, (0.1, 1, 10, 30))
+        yield Family(
+            1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10)
+        )
+        yield Family(
+            1.3,
+            "{it} is capped by {c} tanh(x / {c})",
+            lambda c: after(lambda x: c * np.tanh(wide(x) / c)),
+            1e4,
+            True,
+            (0.1, 1, 10, 30),
+        )
     elif kind == "hook_acc_int32":
         yield Family(1.2, "{it} is multiplied by {c}", lambda c: after(lambda x: np.rint(wide(x) * c)), 1, False, (2,))
-        yield Family(1.2, "{c} times the sum of the inputs is added to the accumulators: codes have an offset", lambda c: instead(lambda x, w: product(x, matrix(w)) + c * wide(x).sum(1, keepdims=True)), 0, False, (1, -1))
+        yield Family(
+            1.2,
+            "{c} times the sum of the inputs is added to the accumulators: codes have an offset",
+            lambda c: instead(lambda x, w: product(x, matrix(w)) + c * wide(x).sum(1, keepdims=True)),
+            0,
+            False,
+            (1, -1),
+        )
         yield Family(1.3, "{c} is added to the accumulators", lambda c: after(lambda x: x + round(c)), 0)
 
 
@@ -873,7 +1174,11 @@ def names_of(value: float, step: Step, near: float) -> Iterator[tuple[str, Const
     forms = [fixed(0.0), *(fixed(float(f"{value:.{digits}g}")) for digits in (1, 2))]
     forms += [named("1/{}", lambda x: 1 / x, name) for name in given]
     for name in given:
-        forms += [named("{}", float, name), named("sqrt({})", math.sqrt, name), named("1/sqrt({})", lambda x: x**-0.5, name)]
+        forms += [
+            named("{}", float, name),
+            named("sqrt({})", math.sqrt, name),
+            named("1/sqrt({})", lambda x: x**-0.5, name),
+        ]
         forms.append(named("({})^2", lambda x: x * x, name))
     forms.append(fixed(float(f"{value:.3g}")))
     for name in given:
@@ -881,7 +1186,10 @@ def names_of(value: float, step: Step, near: float) -> Iterator[tuple[str, Const
     for a in given:
         for b in given:
             if a != b:
-                forms += [named("{} / {}", lambda x, y: x / y, a, b), named("sqrt({} / {})", lambda x, y: abs(x / y) ** 0.5, a, b)]
+                forms += [
+                    named("{} / {}", lambda x, y: x / y, a, b),
+                    named("sqrt({} / {})", lambda x, y: abs(x / y) ** 0.5, a, b),
+                ]
     forms += [fixed(float(f"{value:.{digits}g}")) for digits in (4, 5, 6)]
     tried: list[float] = []
     for words, constant in forms:

@@ -146,8 +146,10 @@ class Setting:
         recorder = _VariantRecorder(self, be, names_filter, until, tape or {}, settle)
         batch, cache = TokenBatch.of([(0, 0, self.tokens)]), KVCache(self.config, slots=1, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
-            logits = forward(observe(be, recorder), self.weights, self.config, batch, cache)
-            recorder.keep("lm_head.hook_out", logits)  # capped, where the model has a cap
+            uncapped = replace(self.config, logit_softcap=None)
+            logits = forward(observe(be, recorder), self.weights, uncapped, batch, cache)
+            if self.config.logit_softcap is not None:
+                recorder.step("lm_head.hook_out", layers.softcap, logits, self.config.logit_softcap)
         return recorder.seen
 
 
@@ -249,7 +251,7 @@ class _VariantRecorder(Recorder):
     def _product(self, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
         """A linear's output; without its bias, which is another step, it has another name."""
         name = f"{self.linear}.{'hook_out' if w.bias is None else 'product'}"
-        if self.linear == "lm_head" and self.cfg.logit_softcap is not None:
+        if self.linear == "lm_head" and self.setting.config.logit_softcap is not None:
             name = "lm_head.uncapped"
         return self.step(name, call, x, w, *scale)
 

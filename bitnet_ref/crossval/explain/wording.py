@@ -54,7 +54,9 @@ def noun(name: str) -> str:
     if part in NOUNS:
         return NOUNS[part]
     owner, _, hook = part.rpartition(".")
-    return HOOKS.get(hook, hook + " of {}").format(NOUNS.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner))
+    return HOOKS.get(hook, hook + " of {}").format(
+        NOUNS.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+    )
 
 
 def numbers_in_words(numbers: Sequence[int], total: int) -> str:
@@ -73,7 +75,13 @@ def numbers_in_words(numbers: Sequence[int], total: int) -> str:
 
 def place_in_words(shape: tuple[int, ...], by_head: bool, cfg: ModelConfig, axis: int, indices: Sequence[int]) -> str:
     """Where a tensor is wrong: "heads 0 and 2", with what is right."""
-    names = ("head", "token", "key") if by_head else ("token", "head", "number of each head") if len(shape) == 3 else ("token", "column")
+    names = (
+        ("head", "token", "key")
+        if by_head
+        else ("token", "head", "number of each head")
+        if len(shape) == 3
+        else ("token", "column")
+    )
     what, total = names[axis], shape[axis]
     d = cfg.head_dim
     if what == "column" and total % d == 0 and total > d:
@@ -110,7 +118,9 @@ def remedy(step: Step) -> str:
     kind = step.name.rpartition(".")[2]
     function, mark = FUNCTIONS.get(kind, (model.forward, "return"))
     if kind == "hook_out" and len(step.inputs) == 2:
-        function, mark = (ops.Ops.add, "return") if isinstance(step.inputs[1], np.ndarray) else (layers.dense_matmul, "y[i")
+        function, mark = (
+            (ops.Ops.add, "return") if isinstance(step.inputs[1], np.ndarray) else (layers.dense_matmul, "y[i")
+        )
     if kind == "hook_scale":
         mark = "return"
     lines, first = inspect.getsourcelines(function)
@@ -121,7 +131,11 @@ def remedy(step: Step) -> str:
 
 def _some(values: NDArray) -> str:
     flat = np.asarray(values).reshape(-1)
-    return "[" + ", ".join(f"{v:.5g}" for v in flat[:4].tolist()) + (f", ... {flat.size} numbers]" if flat.size > 4 else "]")
+    return (
+        "["
+        + ", ".join(f"{v:.5g}" for v in flat[:4].tolist())
+        + (f", ... {flat.size} numbers]" if flat.size > 4 else "]")
+    )
 
 
 def example(step: Step, theirs: NDArray, right: NDArray) -> str:
@@ -134,21 +148,41 @@ def example(step: Step, theirs: NDArray, right: NDArray) -> str:
     lines: list[str] = []
     if kind == "hook_scale":
         ms = float(np.square(a[0][i[0]].astype(np.float64)).mean())
-        lines = [f"x = {_some(a[0][i[0]])}", f"mean(x^2) = {ms:.6g}, + eps {a[1]:g} = {ms + a[1]:.6g}, its root = {right[i]:.6g}"]
+        lines = [
+            f"x = {_some(a[0][i[0]])}",
+            f"mean(x^2) = {ms:.6g}, + eps {a[1]:g} = {ms + a[1]:.6g}, its root = {right[i]:.6g}",
+        ]
     elif kind == "hook_normalized":
-        lines = [f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][j]):.6g}", f"x / length * weight = {right[i]:.6g}"]
+        lines = [
+            f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][j]):.6g}",
+            f"x / length * weight = {right[i]:.6g}",
+        ]
     elif kind == "hook_x_scale":
-        lines = [f"x = {_some(a[0][i[0]])}", f"max|x| = {float(np.abs(a[0][i[0]]).max()):.6g}, 127 / max|x| = {right[i]:.6g}"]
+        lines = [
+            f"x = {_some(a[0][i[0]])}",
+            f"max|x| = {float(np.abs(a[0][i[0]]).max()):.6g}, 127 / max|x| = {right[i]:.6g}",
+        ]
     elif kind == "hook_x_int8":
-        lines = [f"x = {a[0][i]:.6g}, scale = {float(a[1][i[0], 0]):.6g}, x * scale = {float(a[0][i] * a[1][i[0], 0]):.6f}, rounded to even = {right[i]:g}"]
+        lines = [
+            f"x = {a[0][i]:.6g}, scale = {float(a[1][i[0], 0]):.6g}, x * scale = {float(a[0][i] * a[1][i[0], 0]):.6f}, rounded to even = {right[i]:g}"
+        ]
     elif kind == "hook_acc_int32":
-        lines = [f"x = {_some(a[0][i[0]])}, row {j} of the matrix = {_some(a[1].ternary()[j])}", f"their sum of products = {right[i]:g}"]
+        lines = [
+            f"x = {_some(a[0][i[0]])}, row {j} of the matrix = {_some(a[1].ternary()[j])}",
+            f"their sum of products = {right[i]:g}",
+        ]
     elif kind in ("hook_out", "product") and len(a) == 3:
-        lines = [f"accumulator = {a[0][i]}, w_scale = {float(a[1].w_dequant_scale):.6g}, x_scale = {float(a[2][i[0], 0]):.6g}", f"accumulator * (w_scale / x_scale) = {right[i]:.6g}"]
+        lines = [
+            f"accumulator = {a[0][i]}, w_scale = {float(a[1].w_dequant_scale):.6g}, x_scale = {float(a[2][i[0], 0]):.6g}",
+            f"accumulator * (w_scale / x_scale) = {right[i]:.6g}",
+        ]
     elif kind == "hook_attn_scores":
         key = a[1][j, i[0] * a[1].shape[1] // a[0].shape[1]]
         dot = float(a[0][i[1], i[0]].astype(np.float64) @ key)
-        lines = [f"q = {_some(a[0][i[1], i[0]])}, k = {_some(key)}", f"q k = {dot:.6g}, / sqrt({len(key)}) = {right[i]:.6g}"]
+        lines = [
+            f"q = {_some(a[0][i[1], i[0]])}, k = {_some(key)}",
+            f"q k = {dot:.6g}, / sqrt({len(key)}) = {right[i]:.6g}",
+        ]
     elif kind == "hook_pattern":
         lines = [f"scores = {_some(a[0][i[0], i[1]])}", f"exp(s - max) / sum = {right[i]:.6g}"]
     elif kind == "hook_post":
@@ -157,5 +191,9 @@ def example(step: Step, theirs: NDArray, right: NDArray) -> str:
         lines = [f"x = {a[0][i]:.6g}, the block's result = {a[1][i]:.6g}", f"their sum = {right[i]:.6g}"]
     else:
         lines = [f"the reference computes {right[i]:.6g}"]
-    ratio = f", {theirs[i] / right[i]:.6g} times as much" if right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i]) else ""
+    ratio = (
+        f", {theirs[i] / right[i]:.6g} times as much"
+        if right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i])
+        else ""
+    )
     return "\n".join([f"{step.name}[{', '.join(map(str, index))}]", *lines, f"the engine has {theirs[i]:.6g}{ratio}"])
