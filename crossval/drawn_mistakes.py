@@ -259,7 +259,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def model_of(family: str, size: int) -> tuple[Any, Any, Any]:
     """A random model: as the reference loads it, the engine's weights, the engine's numbers."""
     config = {**BASE, **FAMILIES[family]}
-    config |= {"hidden_size": (64, 96, 128)[size % 3], "intermediate_size": (96, 160, 192)[size % 3], "num_hidden_layers": 2 + size % 2}
+    config |= {
+        "hidden_size": (64, 96, 128)[size % 3],
+        "intermediate_size": (96, 160, 192)[size % 3],
+        "num_hidden_layers": 2 + size % 2,
+    }
     config |= {"num_attention_heads": 4, "num_key_value_heads": (2, 4, 1, 2)[size % 4], "max_position_embeddings": 64}
     config["head_dim"] = config["hidden_size"] // 4 if size % 2 or family != "qwen3" else 32
     config = {key: value for key, value in config.items() if value is not None}
@@ -267,14 +271,20 @@ def model_of(family: str, size: int) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(size)
     for i in range(config["num_hidden_layers"]):
         for name in ("q_norm", "k_norm") if family == "qwen3" else ():
-            tensors[f"model.layers.{i}.self_attn.{name}.weight"] = (1 + 0.2 * rng.standard_normal(config["head_dim"])).astype(np.float32)
+            tensors[f"model.layers.{i}.self_attn.{name}.weight"] = (
+                1 + 0.2 * rng.standard_normal(config["head_dim"])
+            ).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:
         model = bitnet_ref.load(write(Path(folder) / "m", config, tensors), backend="numpy", threads=1)
         w = Setting.of(model, [1]).weights
 
     def plain(linear: Any) -> Any:
         ternary = isinstance(linear, TernaryLinear)
-        return (linear.ternary().astype(np.float32), linear.w_dequant_scale) if ternary else (linear.array.astype(np.float32), None)
+        return (
+            (linear.ternary().astype(np.float32), linear.w_dequant_scale)
+            if ternary
+            else (linear.array.astype(np.float32), None)
+        )
 
     weights: dict[Any, Any] = {"embed": plain(w.embedding)[0], "final_norm": w.final_norm, "head": plain(w.lm_head)[0]}
     for i, layer in enumerate(w.layers):
@@ -294,7 +304,9 @@ class EngineTrace(dict[str, np.ndarray]):
 SOURCE = {"forward": inspect.getsource(forward), "linear": inspect.getsource(linear)}
 
 
-def run(ids: Sequence[int], weights: Any, engine: Engine, mistake: Mistake | None = None, dtype: str = "float32") -> EngineTrace:
+def run(
+    ids: Sequence[int], weights: Any, engine: Engine, mistake: Mistake | None = None, dtype: str = "float32"
+) -> EngineTrace:
     """The engine's tensors, with the mistake."""
     kind, trace = DTYPES[dtype], EngineTrace()
     trace.engine_dtype = dtype
@@ -325,13 +337,19 @@ def draw(rng: np.random.Generator, family: str, engine: Engine) -> Mistake | Non
     """A mistake that this family's text can have; None where the draw does not apply."""
     ternary, specific = family == "bitnet", rng.random() < 0.55
     rules = [rule for rule in RULES if rule[0] in VARIABLES or rule[0] in LINES]
-    variable, old, new = rules[rng.integers(len(rules))] if specific else (list(VARIABLES)[rng.integers(len(VARIABLES))], "", "")
+    variable, old, new = (
+        rules[rng.integers(len(rules))] if specific else (list(VARIABLES)[rng.integers(len(VARIABLES))], "", "")
+    )
     begin, names = (VARIABLES | LINES)[variable]
-    if (variable in ("r2", "zn", "r4", "an", "xs", "xq", "acc", "yl", "amax") and not ternary) or (variable == "yd" and ternary):
+    if (variable in ("r2", "zn", "r4", "an", "xs", "xq", "acc", "yl", "amax") and not ternary) or (
+        variable == "yd" and ternary
+    ):
         return None
     function = "linear" if variable in ("xs", "xq", "acc", "yl", "yd", "amax") else "forward"
     (line,) = [text for text in SOURCE[function].split("\n") if text.strip().startswith(begin)]
-    width = {"h1": engine.D, "v": engine.d, "a": engine.F, "z": engine.d, "q": engine.d, "k": engine.d}.get(variable, engine.D)
+    width = {"h1": engine.D, "v": engine.d, "a": engine.F, "z": engine.d, "q": engine.d, "k": engine.d}.get(
+        variable, engine.D
+    )
     if variable in ("g", "u", "an", "a"):
         width = engine.F
     if variable in ("rq", "rk"):
@@ -371,17 +389,28 @@ def draw(rng: np.random.Generator, family: str, engine: Engine) -> Mistake | Non
             n = getattr(engine, SHAPES[variable])
             if n == 1:
                 return None
-            added = ("{v} = {v}[:, np.random.default_rng(%d).permutation(%d)]" % (rng.integers(99), n), "{v}[:, %d] = 0" % rng.integers(n), "{v}[:, %d] = {v}[:, %d]" % tuple(rng.permutation(n)[:2]), "{v}[:, %d] = {v}[:, %d] * {c}" % (rng.integers(n), rng.integers(n)), "{v} = {v}.reshape({v}.shape[0], -1, {v}.shape[1]).swapaxes(1, 2).reshape({v}.shape)")[rng.integers(5)]  # fmt: skip
+            one, two, three = int(rng.integers(n)), *(int(i) for i in rng.permutation(n)[:2])
+            added = (
+                f"{{v}} = {{v}}[:, np.random.default_rng({rng.integers(99)}).permutation({n})]",
+                f"{{v}}[:, {one}] = 0",
+                f"{{v}}[:, {two}] = {{v}}[:, {three}]",
+                f"{{v}}[:, {one}] = {{v}}[:, {one}] * {{c}}",
+                "{v} = {v}.reshape({v}.shape[0], -1, {v}.shape[1]).swapaxes(1, 2).reshape({v}.shape)",
+            )[rng.integers(5)]
         added = added.replace("{other}", other)
         for key, value in values.items():
             added = added.replace("{" + key + "}", value)
         statement = added.replace("{v}", name)
     layers = [*range(engine.L)]
     which = rng.random()
-    chosen = layers if which < 0.65 or variable in ("x0", "r5", "y5", "logits") else sorted(rng.permutation(layers)[: 1 if which < 0.9 else max(1, engine.L - 1)].tolist())
+    chosen = (
+        layers
+        if which < 0.65 or variable in ("x0", "r5", "y5", "logits")
+        else sorted(rng.permutation(layers)[: 1 if which < 0.9 else max(1, engine.L - 1)].tolist())
+    )
     guard = f"layer in {chosen}" if len(chosen) < len(layers) else "True"
     if function == "linear" and rng.random() < 0.4:
-        guard += f" and proj in {tuple(rng.permutation(['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'])[:rng.integers(1, 3)].tolist())}"
+        guard += f" and proj in {tuple(rng.permutation(['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'])[: rng.integers(1, 3)].tolist())}"
     copied = "" if specific else f"\n    {name} = np.array({name})"
     text = f"if {guard}:{copied}\n    {statement}"
     return Mistake(function, begin, f"{line.strip()}\n{text}", names, text.replace("\n    ", " "))
@@ -423,7 +452,7 @@ def outcome(seed: int, is_thin: bool = False, budget_s: float = 20.0) -> Outcome
             continue
         try:
             trace = run(tokens, weights, engine, mistake)
-        except (ValueError, IndexError, TypeError):
+        except (ValueError, IndexError, TypeError, NameError):
             continue  # a drawn shape that does not fit
         if not all(np.isfinite(np.where(np.isneginf(x), 0, x)).all() for x in trace.values()):
             continue
@@ -443,7 +472,9 @@ def outcome(seed: int, is_thin: bool = False, budget_s: float = 20.0) -> Outcome
         setting = change(Setting.of(model, other))
         right_cause = setting is not None and not Evidence(setting, View(run(other, weights, engine, mistake))).wrong
     first_right = is_thin or (first is not None and (any(name in first for name in names)))
-    return Outcome(seed, family, mistake.text, first, first_right, confirmed[0].cause if confirmed else None, right_cause, seconds)
+    return Outcome(
+        seed, family, mistake.text, first, first_right, confirmed[0].cause if confirmed else None, right_cause, seconds
+    )
 
 
 @cache
@@ -461,14 +492,20 @@ def false_alarm(seed: int) -> str | None:
     trace = run(tokens, weights, engine, None, dtype)
     for shown in (trace, thin(trace)):
         comparison = compare(model.run_with_cache(tokens)[1], shown, model.config, tokens)
-        confirmed = [d for d in diagnose(model, tokens, shown, comparison, deadline=time.monotonic() + 10) if d.confirmed or d.partly]
+        confirmed = [
+            d
+            for d in diagnose(model, tokens, shown, comparison, deadline=time.monotonic() + 10)
+            if d.confirmed or d.partly
+        ]
         if confirmed:
             return f"{dtype} {engine.sums} {family}: {comparison.verdict[:150]}: {confirmed[0].cause}"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Draw mistakes, plant them in an engine, count what crossval explains.")
+    parser = argparse.ArgumentParser(
+        description="Draw mistakes, plant them in an engine, count what crossval explains."
+    )
     parser.add_argument("--seeds", default="0:500", help="first:stop")
     parser.add_argument("--thin", action="store_true", help="show hook_resid_post and the logits alone")
     parser.add_argument("--correct", action="store_true", help="engines without a mistake")
@@ -487,9 +524,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         o = outcome(seed, options.thin, options.budget)
         outcomes.append(o)
         if not (o.first_right and o.cause_right):
-            print(f"{o.seed} {o.family} | {o.mistake} | first {o.first} {'' if o.first_right else 'WRONG'} | {o.cause} | {o.seconds:.1f} s", flush=True)
+            print(
+                f"{o.seed} {o.family} | {o.mistake} | first {o.first} {'' if o.first_right else 'WRONG'} | {o.cause} | {o.seconds:.1f} s",
+                flush=True,
+            )
     n, seconds = len(outcomes), sum(o.seconds for o in outcomes)
-    print(f"{n} mistakes: first op {sum(o.first_right for o in outcomes)}, cause {sum(o.cause_right for o in outcomes)}; {seconds:.0f} s")
+    print(
+        f"{n} mistakes: first op {sum(o.first_right for o in outcomes)}, cause {sum(o.cause_right for o in outcomes)}; {seconds:.0f} s"
+    )
     if options.json:
         options.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
     return int(not all(o.cause_right for o in outcomes))

@@ -9,15 +9,16 @@ the simplest first, and compared with the engine's tensor. What explains one sit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BitNetRefError
-from ...reference.weights import LinearWeight
+from ...reference.weights import DenseWeight, LinearWeight
 from ..compare import View, fits
 from ..names import op_kind
 from ..tolerances import EPSILON, tolerance_of
@@ -29,12 +30,15 @@ from .edits import (
     constants,
     descriptions,
     families,
+    hole,
     instead,
+    kept_columns,
     matrix,
     moved,
     names_of,
+    next_id,
 )
-from .variants import Edit, Setting, Step
+from .variants import Edit, Setting, Step, edit_copies
 from .wording import example, layer_of, noun, place_in_words, remedy, scope_in_words
 
 
@@ -68,7 +72,7 @@ ENOUGH = 0.35  # descriptions that cost so much more than the simplest that expl
 
 @dataclass
 class Match:
-    """How a computed tensor fits the engine's. region: (axis, indices) where it fits, right elsewhere; None: all of it."""
+    """How a computed tensor fits the engine's. region: (axis, indices) where it does; elsewhere the right one fits."""
 
     whole: bool
     region: tuple[int, tuple[int, ...]] | None = None
@@ -176,10 +180,15 @@ class Evidence:
             str, list[str]
         ] = {}  # of each step: the steps that computed its inputs and were not recorded
         self.recorded: set[str] = set()
-        setting.run(settle=self._settle)
+        self.settled: dict[str, NDArray] = {}  # the tensors that the run goes on with
+        setting.run(names_filter=(), settle=self._settle)
         self.wrong = [name for name, target in self.targets.items() if not target.agrees]
 
     def _settle(self, step: Step) -> NDArray:
+        self.settled[step.name] = result = self._judge(step)
+        return result
+
+    def _judge(self, step: Step) -> NDArray:
         step.seen = dict(step.seen)
         arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
         if step.name.endswith("hook_attn_scores"):
@@ -207,9 +216,6 @@ class Evidence:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
         block, name = step.name.rpartition(".")[0], step.name
         names = [name]
-        for end, alias in (("attn.o_proj.hook_out", "hook_attn_out"), ("mlp.down_proj.hook_out", "hook_mlp_out")):
-            if name.endswith(end):
-                names.append(name.removesuffix(end) + alias)
         if name.endswith("hook_resid_post"):
             layer = int(block.split(".")[1])
             names.append(f"blocks.{layer + 1}.hook_resid_pre")
@@ -236,6 +242,47 @@ class Evidence:
                 needed.update(self.sources[earlier])
         return order
 
+    @cached_property
+    def copies(self) -> int:
+        """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
+        numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
+        return max(1, min(32, 200_000 // numbers))
+
+    @cached_property
+    def tape(self) -> dict[str, Step]:
+        """The steps of this run with so many copies of the tokens."""
+        tape: dict[str, Step] = {}
+
+        def settle(step: Step) -> NDArray:
+            by_head = step.name.endswith(("hook_attn_scores", "hook_pattern"))
+            step.result = np.tile(
+                self.settled[step.name],
+                (1, self.copies, 1) if by_head else (self.copies,) + (1,) * (step.result.ndim - 1),
+            )
+            tape[step.name] = step
+            return step.result
+
+        self.setting.run(names_filter=(), settle=settle, copies=self.copies)
+        return tape
+
+    def compute_all(self, target: str, trials: Sequence[Mapping[str, Edit]]) -> list[NDArray | None]:
+        """`compute` of several edits, in as few runs as possible."""
+        if self.copies == 1 or len(trials) == 1 or all(list(edits) == [target] for edits in trials):
+            return [self.compute(target, edits) for edits in trials]
+        trials, failed = list(trials)[: self.copies], set[int]()
+        names = {name for edits in trials for name in edits}
+        padded = [*trials, *[{}] * (self.copies - len(trials))]
+        edits = {n: edit_copies([each.get(n) for each in padded], len(self.setting.tokens), failed) for n in names}
+        changed = self.setting.with_edits(edits)
+        try:
+            whole = changed.run(target.__eq__, target, self.tape, copies=self.copies)[target]
+        except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
+            half = len(trials) // 2
+            return self.compute_all(target, trials[:half]) + self.compute_all(target, trials[half:])
+        by_head = target.endswith(("hook_attn_scores", "hook_pattern"))
+        parts = np.split(whole, self.copies, axis=int(by_head))
+        return [None if i in failed else self._as_recorded(target, parts[i]) for i in range(len(trials))]
+
     def compute(self, target: str, edits: Mapping[str, Edit]) -> NDArray | None:
         """The tensor with these edits made; None where they cannot be."""
         with np.errstate(all="ignore"):
@@ -247,6 +294,9 @@ class Evidence:
                     result = self.setting.with_edits(edits).run(target.__eq__, target, self.steps)[target]
             except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
                 return None  # not every edit can be made of every shape
+        return self._as_recorded(target, result)
+
+    def _as_recorded(self, target: str, result: NDArray) -> NDArray | None:
         shape = self.steps[target].result.shape
         if result.size != np.prod(shape):
             return None
@@ -264,6 +314,7 @@ class Explanation:
     names: tuple[str, ...]
     where: str = ""
     share: float = 1.0
+    error: float = 0.0
 
 
 class Site:
@@ -273,6 +324,7 @@ class Site:
         self.evidence, self.name, self.report = evidence, name, report
         self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
         self.partial: Explanation | None = None
+        self.mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
 
     def explanations(self) -> list[Explanation]:
         """What explains the whole tensor, the simplest first; empty if nothing does."""
@@ -294,15 +346,38 @@ class Site:
         trials.sort(key=lambda trial: trial[:2])
         self.report.add(len(trials))
         good: list[Explanation] = []
-        for i, (cost, _, unit, d) in enumerate(trials):
-            if good and cost > good[0].cost + ENOUGH:
-                self.report.add(i - len(trials))
+        size = self.evidence.copies
+        for start in range(0, len(trials), size):
+            if good and trials[start][0] > good[0].cost + ENOUGH:
+                self.report.add(start - len(trials))
                 break
-            self.report(say(d.text, self.evidence.steps[unit[0]]))
-            result = self.solve(unit, d, cost) if isinstance(d, Family) else self.attempt(unit, d.edit, d.text, cost)
-            if result is not None:
-                good.append(result)
-        return good
+            chunk = trials[start : start + size]
+            changed = [
+                dict.fromkeys(unit, d.edit if isinstance(d, Description) else d.nudged) for _, _, unit, d in chunk
+            ]
+            for (cost, _, unit, d), mine in zip(chunk, self.evidence.compute_all(self.name, changed), strict=True):
+                self.report(say(d.text, self.evidence.steps[unit[0]]))
+                if mine is None:
+                    continue
+                if isinstance(d, Family):
+                    promises = self._promises(mine)
+                    result = self.solve(unit, d, cost, promises) if promises or (d.starts and d.cost < 1.15) else None
+                else:
+                    result = self.attempt(unit, d.edit, d.text, cost, mine)
+                if result is not None:
+                    good.append(result)
+        closest = min((e.error for e in good), default=0.0)
+        return [e for e in good if e.error <= 20 * closest + 8 * EPSILON]
+
+    def _promises(self, nudged: NDArray) -> bool:
+        """Whether the constant moves the tensor towards the engine's, judged by a small change of it."""
+        if self.target.alone:
+            return True
+        with np.errstate(all="ignore"):
+            slope = (nudged.reshape(self.target.theirs.shape) - self.target.right)[self.mask]
+            wanted = (self.target.theirs - self.target.right)[self.mask]
+            norms = float(np.linalg.norm(slope) * np.linalg.norm(wanted))
+        return norms > 0 and abs(float(slope @ wanted)) > 0.3 * norms
 
     def _made_in_stretch(self, step: Step, text: str) -> bool:
         index = int(text[text.index("{in") + 3])
@@ -311,13 +386,14 @@ class Site:
 
     def units(self) -> Iterator[tuple[str, ...]]:
         """The sets of steps that one mistake may be in: each step, and those of one kind."""
-        yield from ((name,) for name in self.stretch)
+        renamed = ("hook_pre", "hook_pre_linear", "hook_attn_out", "hook_mlp_out")  # a tensor's second name
+        yield from ((name,) for name in self.stretch if len(self.stretch) == 1 or not name.endswith(renamed))
         if len(self.stretch) == 1:
             return
         by_kind: dict[str, list[str]] = {}
         for name in self.stretch:
             by_kind.setdefault(name.rpartition(".")[2], []).append(name)
-        for kind, names in by_kind.items():
+        for names in by_kind.values():
             groups = [names, [n for n in names if ".attn." in n], [n for n in names if ".mlp." in n]]
             groups += [
                 [n for n in names if any(f".{p}_proj." in n for p in "qkv")],
@@ -333,9 +409,7 @@ class Site:
                 if len(group) > 1 and group not in done:
                     done.append(group)
                     yield tuple(group)
-            if kind == "hook_rot_q" and "hook_rot_k" in by_kind:
-                yield (*names, *by_kind["hook_rot_k"])
-        for pair in (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k")):
+        for pair in (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"), ("hook_attn_scores", "hook_z")):
             names = [n for n in self.stretch if n.endswith(pair)]
             if len(names) > 1:
                 yield tuple(names)
@@ -343,13 +417,18 @@ class Site:
     def compute(self, unit: Iterable[str], edit: Edit) -> NDArray | None:
         return self.evidence.compute(self.name, dict.fromkeys(unit, edit))
 
-    def attempt(self, unit: tuple[str, ...], edit: Edit, text: str, cost: float) -> Explanation | None:
-        mine = self.compute(unit, edit)
+    def attempt(
+        self, unit: tuple[str, ...], edit: Edit, text: str, cost: float, mine: NDArray | None = None
+    ) -> Explanation | None:
+        mine = self.compute(unit, edit) if mine is None else mine
         match = None if mine is None else self.target.match(mine)
-        if match is None:
+        if match is None or mine is None:
             return None
         if match.whole:
-            return Explanation(cost, text, edit, unit)
+            error = self.target.distance(mine)
+            if not self.target.alone and error > 0.05 * self.target.error:
+                return None  # among so many descriptions one is near by chance
+            return Explanation(cost, text, edit, unit, error=error)
         if match.region is None:
             if match.share > (self.partial.share if self.partial else 0.5):
                 self.partial = Explanation(cost, text, edit, unit, share=match.share)
@@ -359,54 +438,53 @@ class Site:
         part = regional(edit, of_step, indices)
         again = self.compute(unit, part)
         found = None if again is None else self.target.match(again)
-        if found is None or not found.whole:
+        if again is None or found is None or not found.whole:
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
         where = place_in_words(shape, by_head, self.evidence.setting.config, axis, indices)
-        return Explanation(cost + 0.1, text, part, unit, where)
+        return Explanation(cost + 0.1, text, part, unit, where, error=self.target.distance(again))
 
-    def solve(self, unit: tuple[str, ...], family: Family, cost: float) -> Explanation | None:
+    def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
         """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
         target = self.target
-        mask = np.isfinite(target.theirs) & (~target.right_close if target.alone else True)
+        with np.errstate(all="ignore"):
+            whole = float(
+                np.linalg.norm(np.nan_to_num((target.theirs - target.right)[self.mask], posinf=1e30, neginf=-1e30))
+            )
+        starts = [c for c in (family.right, *family.starts) if not np.isnan(c)]
+        values = self._values(unit, family, starts)
+        errors = [np.inf if y is None else float(np.linalg.norm(y)) for y in values]
+        order = sorted(range(len(starts)), key=errors.__getitem__)
+        if not target.alone and not errors[order[0]] < 0.97 * whole and not promises:
+            return None
         best, best_error = family.right, np.inf
-        for start in (family.right, *family.starts):
-            c, y = start, self._values(unit, family, start, mask)
-            if y is None:
-                continue
-            error = float(np.linalg.norm(y))
-            for _ in range(8):
+        for i in order[: len(order) if target.alone else 2]:
+            c, y, error = starts[i], values[i], errors[i]
+            for _ in range(10):
+                if y is None:
+                    break
                 h = c * 1e-3 if family.log else max(abs(c), 0.1) * 1e-3
-                shifted = self._values(unit, family, c + h, mask)
+                (shifted,) = self._values(unit, family, [c + h])
                 if shifted is None:
                     break
                 slope = (y - shifted) / h
                 norm = float(slope @ slope)
                 if not norm > 0 or not np.isfinite(norm):
                     break
-                delta, moved_to = float(slope @ y) / norm, None
-                for _ in range(4):
-                    trial = c * float(np.exp(np.clip(delta / c, -3, 3))) if family.log else c + delta
-                    values = self._values(unit, family, trial, mask)
-                    if values is not None and np.linalg.norm(values) < error:
-                        moved_to = trial, values
-                        break
-                    delta /= 3
-                if moved_to is None:
+                delta = float(slope @ y) / norm
+                steps = [delta, delta / 3, delta / 9, delta / 27]
+                trial = [c * float(np.exp(np.clip(s / c, -3, 3))) if family.log else c + s for s in steps]
+                tried = self._values(unit, family, trial)
+                lower = [(float(np.linalg.norm(v)), t, v) for t, v in zip(trial, tried, strict=True) if v is not None]
+                if not lower or min(lower, key=lambda item: item[0])[0] >= error:
                     break
-                (c, y), last = moved_to, c
-                error = float(np.linalg.norm(y))
+                last, (error, c, y) = c, min(lower, key=lambda item: item[0])
                 if abs(c - last) <= 1e-8 * abs(c):
                     break
             if error < best_error:
                 best, best_error = c, error
-            first = self._values(unit, family, family.right, mask) if start == family.right else None
-            if first is not None and error < 1e-4 * np.linalg.norm(first):
+            if best_error < 1e-4 * whole:
                 break
-        with np.errstate(all="ignore"):
-            whole = float(
-                np.linalg.norm(np.nan_to_num((target.theirs - target.right)[mask], posinf=1e30, neginf=-1e30))
-            )
         if not best_error < 0.5 * whole or best == family.right:
             return None
         near = 1e-5 if target.alone and not target.exact else 0.02
@@ -417,14 +495,17 @@ class Site:
                 return result
         return self.attempt(unit, family.edit(best), family.text.replace("{c}", f"{best:.8g}"), cost + 0.3)
 
-    def _values(self, unit: tuple[str, ...], family: Family, c: float, mask: NDArray[np.bool_]) -> NDArray | None:
-        """The differences from the engine's tensor; None where they are not finite."""
-        mine = self.compute(unit, family.edit(c))
-        if mine is None:
-            return None
-        with np.errstate(all="ignore"):
-            apart = (self.target.theirs - mine.reshape(self.target.theirs.shape))[mask]
-        return apart if np.isfinite(apart).all() else None
+    def _values(self, unit: tuple[str, ...], family: Family, constants: list[float]) -> list[NDArray | None]:
+        """The differences from the engine's tensor with each constant; None where they are not finite."""
+        trials = [dict.fromkeys(unit, family.edit(c)) for c in constants]
+        values: list[NDArray | None] = []
+        for mine in self.evidence.compute_all(self.name, trials):
+            with np.errstate(all="ignore"):
+                apart = (
+                    None if mine is None else (self.target.theirs - mine.reshape(self.target.theirs.shape))[self.mask]
+                )
+            values.append(apart if apart is not None and np.isfinite(apart).all() else None)
+        return values
 
 
 def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
@@ -471,6 +552,19 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
                 f"{offset:g} is added to the int8 values",
                 after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127)),
             )
+    if kind == "hook_embed":
+        table, ids = step.inputs
+        rows = table.array.astype(np.float32) if isinstance(table, DenseWeight) else table.rows(slice(None), np.float32)
+        taken = np.array([int(np.abs(rows - row).max(axis=1).argmin()) for row in theirs])
+        shifts = set(((taken - ids) % len(rows)).tolist())
+        if len(shifts) == 1 and (shift := shifts.pop()):
+            yield Description(
+                1, f"the row of id + {shift} is taken", before(1, partial(next_id, by=shift, rows=len(rows)))
+            )
+        elif shifts != {0}:
+            yield Description(1.5, f"the rows of other ids are taken: {taken.tolist()}", before(1, lambda ids: taken))
+    if kind in ("hook_scale", "hook_x_scale"):
+        yield from _cut_rows(step, target)
     if len(step.inputs) == 2 and isinstance(step.inputs[1], LinearWeight):
         yield from _cut_sums(step, target)
     wrong = ~target.right_close
@@ -492,7 +586,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
             yield Description(
                 1.8,
                 f"its columns are in another order: column {pairs}, ...",
-                after(lambda x, o=order: x.reshape(len(x), -1)[:, o]),
+                after(partial(_in_order, order=order)),
             )
     rows = np.flatnonzero(wrong.reshape(flat.shape).any(axis=1))
     order = np.arange(len(flat))
@@ -503,9 +597,45 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         order[t] = same[0]
     else:
         pairs = ", ".join(f"{t} has that of {order[t]}" for t in rows[:4].tolist())
-        yield Description(1.8, f"its tokens are in another order: token {pairs}", after(lambda x, o=order: x[o]))
+        yield Description(
+            1.8, f"its tokens are in another order: token {pairs}", after(partial(np.take, indices=order, axis=0))
+        )
     if step.result.dtype.kind == "f":
         yield from _sums_of_two(step, target, rows)
+
+
+def _in_order(x: NDArray, order: NDArray[np.int64]) -> NDArray:
+    return x.reshape(len(x), -1)[:, order]
+
+
+def _columns(x: NDArray, part: slice) -> NDArray:
+    return x[:, part]
+
+
+def _cut_rows(step: Step, target: Target) -> Iterator[Description]:
+    """How many columns a norm's length, or an activation scale, is taken of."""
+    x = step.inputs[0].astype(np.float64)
+    n = x.shape[1]
+    if step.name.endswith("hook_x_scale"):
+        for reverse in (False, True):
+            most = 127 / np.maximum(np.maximum.accumulate(np.abs(x[:, ::-1] if reverse else x), axis=1), 1e-5)
+            for k in np.flatnonzero((np.abs(most - target.theirs) <= target.allowed).all(axis=0))[:3].tolist():
+                part = slice(n - k - 1, n) if reverse else slice(0, k + 1)
+                end = "last" if reverse else "first"
+                text = f"the activation scale takes the largest of the {end} {k + 1} of {n} columns only"
+                yield Description(1.2, text, before(0, partial(_columns, part=part)))
+        return
+    sums, count, eps = np.cumsum(np.square(x), axis=1), np.arange(1, n + 1), float(step.inputs[1])
+    for words, mean in (("", sums / count), (", divided by all", sums / n)):
+        for k in np.flatnonzero((np.abs(np.sqrt(mean + eps) - target.theirs) <= target.allowed).all(axis=0))[
+            :3
+        ].tolist():
+            text = f"the mean of squares runs over the first {k + 1} of {n} columns only{words}"
+            yield Description(1.2, text, instead(partial(_length_of, columns=k + 1, divisor=n if words else k + 1)))
+
+
+def _length_of(x: NDArray, eps: float, columns: int, divisor: int) -> NDArray:
+    return np.asarray(np.sqrt(np.square(x[:, :columns].astype(np.float64)).sum(-1, keepdims=True) / divisor + eps))
 
 
 def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
@@ -518,13 +648,13 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
         yield Description(
             1.1,
             f"the sums stop after {k + 1} of {n} inputs",
-            before(0, lambda x, k=k: np.where(np.arange(n) <= k, x, x.dtype.type(0))),
+            before(0, partial(kept_columns, first=0, stop=k + 1)),
         )
     for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
         yield Description(
             1.1,
             f"the sums start at input {k + 1} of {n}",
-            before(0, lambda x, k=k: np.where(np.arange(n) > k, x, x.dtype.type(0))),
+            before(0, partial(kept_columns, first=k + 1, stop=n)),
         )
     missing = sums[-1] - target.theirs[i, j]
     before_sum = np.concatenate([[0.0], sums])
@@ -535,10 +665,7 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
             yield Description(
                 1.3,
                 f"inputs {a} to {a + width - 1} are left out",
-                before(
-                    0,
-                    lambda x, a=a, b=a + width: np.where((np.arange(n) >= a) & (np.arange(n) < b), x.dtype.type(0), x),
-                ),
+                before(0, partial(hole, first=a, stop=a + width)),
             )
 
 
@@ -552,7 +679,7 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
         and x.dtype == step.result.dtype
         and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
     }
-    arrays = {"": step.result, **dict(list(given.items())[-16:])}
+    arrays = {"": step.result, **dict([(n, x) for n, x in given.items() if np.isfinite(x).all()][-16:])}
     names = list(arrays)
     columns = {name: arrays[name].reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for name in names}
     y = target.theirs[rows].reshape(-1)
@@ -607,7 +734,12 @@ class Finding:
 
 def find(setting: Setting, view: View, report: Report, evidence: Evidence | None = None) -> list[Finding]:
     """What the first wrong tensor of the engine is. Each finding explains it; those that explain most come first."""
-    evidence = evidence or Evidence(setting, view)
+    with np.errstate(all="ignore"):  # most descriptions are wrong, and some overflow
+        return _find(evidence or Evidence(setting, view), view, report)
+
+
+def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
+    setting = evidence.setting
     if not evidence.wrong:
         return []
     name = evidence.wrong[0]

@@ -291,8 +291,10 @@ class _Search:
             self.diagnoses.append(self._judge(hypothesis, confirmed, True, first, error, finding.example))
         names = [d.cause for d in self.diagnoses if d.confirmed and d.name == "described"]
         if len(names) > 1:
-            runs = [self.hypotheses[name].change(self.setting) for name in names[:2]]
-            decides = first_difference(*(run for run in runs if run is not None), self.candidate)
+            one, other = (self.hypotheses[name].change(self.setting) for name in names[:2])
+            assert one is not None
+            assert other is not None
+            decides = first_difference(one, other, self.candidate)
             self.diagnoses[:] = [replace(d, record_next=decides) if d.cause in names else d for d in self.diagnoses]
 
     def _judge(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import ml_dtypes
@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference import layers
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, linear_name
+from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
 from .variants import Edit, Step
 
+# In the tables below a row is a line.
+# fmt: off
 Change = Callable[[NDArray], NDArray]
 erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -48,6 +50,11 @@ class Family:
     right: float
     log: bool = False
     starts: tuple[float, ...] = ()
+
+    @property
+    def nudged(self) -> Edit:
+        """The edit with a constant that is a little off."""
+        return self.edit(self.right * 1.01 if self.log or self.right else 0.01)
 
 
 def wide(x: NDArray) -> NDArray[np.float64]:
@@ -145,11 +152,7 @@ def changes(x: NDArray, by_head: bool = False) -> Iterator[tuple[float, str, Cha
     if x.shape[tokens] > 1 and x.ndim > 1:
         for words, by in (("previous", 1), ("next", -1)):
             yield 1.2, f"each token has {{x}} of the {words} token", partial(np.roll, shift=by, axis=tokens)
-            yield (
-                1.3,
-                f"each token has {{x}} of the {words} token, the one at the end has zeros",
-                partial(_shifted, by=by, axis=tokens, fill=True),
-            )
+            yield (1.3, f"each token has {{x}} of the {words} token, the one at the end has zeros", partial(_shifted, by=by, axis=tokens, fill=True))
         yield 1.2, "every token has {x} of the first", lambda x: np.repeat(x.take([0], tokens), x.shape[tokens], tokens)
         yield 1.2, "every token has {x} of the last", lambda x: np.repeat(x.take([-1], tokens), x.shape[tokens], tokens)
         yield 1.4, "tokens of {x} are in reverse", lambda x: np.flip(x, tokens)
@@ -167,18 +170,13 @@ def changes(x: NDArray, by_head: bool = False) -> Iterator[tuple[float, str, Cha
             for words, order in orders(x.shape[2]):
                 yield 1.4, f"numbers of each head of {{x}} are {words}", partial(np.take, indices=order, axis=2)
             yield 1.4, "{x} is stored as (head_dim, heads) and read as (heads, head_dim)", lambda x: x.swapaxes(1, 2)
-            yield (
-                1.5,
-                "{x} is (heads, head_dim) and read as (head_dim, heads)",
-                lambda x: x.reshape(len(x), x.shape[2], x.shape[1]).swapaxes(1, 2),
-            )
-            yield (
-                1.6,
-                "{x} is laid out as (heads, tokens, head_dim) and read as (tokens, heads, head_dim)",
-                lambda x: np.ascontiguousarray(x.swapaxes(0, 1)),
-            )
+            yield (1.5, "{x} is (heads, head_dim) and read as (head_dim, heads)", lambda x: x.reshape(len(x), x.shape[2], x.shape[1]).swapaxes(1, 2))
+            yield (1.6, "{x} is laid out as (heads, tokens, head_dim) and read as (tokens, heads, head_dim)", lambda x: np.ascontiguousarray(x.swapaxes(0, 1)))
         elif x.shape[1] == x.shape[2]:
             yield 1.3, "{x} is transposed", lambda x: x.swapaxes(1, 2)
+        if by_head:
+            for words, order in orders(x.shape[2])[:3]:
+                yield 1.4, f"the keys of {{x}} are {words}", partial(np.take, indices=order, axis=2)
 
 
 # -- the formula of each step ------------------------------------------------------------------------------------------
@@ -190,12 +188,16 @@ def _ms(x: NDArray) -> NDArray:
 
 
 PARTS: list[tuple[str, Change]] = [
-    ("first half", lambda x: x[:, : x.shape[1] // 2]), ("second half", lambda x: x[:, x.shape[1] // 2 :]),
-    ("first quarter", lambda x: x[:, : x.shape[1] // 4]), ("first three quarters", lambda x: x[:, : 3 * x.shape[1] // 4]),
-    ("even columns", lambda x: x[:, ::2]), ("odd columns", lambda x: x[:, 1::2]), ("columns but the first", lambda x: x[:, 1:]),
+    ("first half", lambda x: x[:, : x.shape[1] // 2]),
+    ("second half", lambda x: x[:, x.shape[1] // 2 :]),
+    ("first quarter", lambda x: x[:, : x.shape[1] // 4]),
+    ("first three quarters", lambda x: x[:, : 3 * x.shape[1] // 4]),
+    ("even columns", lambda x: x[:, ::2]),
+    ("odd columns", lambda x: x[:, 1::2]),
+    ("columns but the first", lambda x: x[:, 1:]),
     *((f"first {n} columns", lambda x, n=n: x[:, :n]) for n in (16, 32, 64, 128)),
     *((f"columns but the last {n}", lambda x, n=n: x[:, :-n] if n < x.shape[1] else x) for n in (1, 4, 8, 16, 32, 64)),
-]  # fmt: skip
+]
 LENGTHS: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "eps is added to the root, not under it", lambda x, eps: np.sqrt(_ms(x)) + eps),
     (1.1, "eps is a floor of the mean of squares, not added", lambda x, eps: np.sqrt(np.maximum(_ms(x), eps))),
@@ -213,7 +215,7 @@ LENGTHS: list[tuple[float, str, Callable[..., Any]]] = [
     (1.3, "x is rounded to float16 before it is squared", lambda x, eps: np.sqrt(_ms(x.astype(np.float16)) + eps)),
     (1.3, "x is rounded to bfloat16 before it is squared", lambda x, eps: np.sqrt(_ms(x.astype(ml_dtypes.bfloat16)) + eps)),
     *((1.4, f"the mean of squares runs over the {words} only", lambda x, eps, part=part: np.sqrt(_ms(part(x)) + eps)) for words, part in PARTS),
-]  # fmt: skip
+]
 NORMS: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "the weight of the norm is left out", lambda x, r, w: x / r),
     (1, "the norm multiplies by 1 + weight, as Gemma's", lambda x, r, w: x / r * (1 + w)),
@@ -233,7 +235,7 @@ NORMS: list[tuple[float, str, Callable[..., Any]]] = [
     (1.3, "the weight of the norm is rounded to float16", lambda x, r, w: x / r * w.astype(np.float16).astype(np.float32)),
     (1.3, "the input is added to the norm's result", lambda x, r, w: x / r * w + x),
     (1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, 1e-6)),
-]  # fmt: skip
+]
 
 
 def _absmax(x: NDArray) -> NDArray:
@@ -261,7 +263,7 @@ ACTIVATION_SCALES: list[tuple[float, str, Callable[..., Any]]] = [
     (1.4, "the activation scale is rounded to a power of two below", lambda x: 2.0 ** np.floor(np.log2(127 / _absmax(x)))),
     (1.2, "each token has the activation scale of the token before it", lambda x: 127 / np.roll(_absmax(x), 1, 0)),
     *((1.3, f"the activation scale takes the largest of the {words} only", lambda x, part=part: 127 / _absmax(part(x))) for words, part in PARTS),
-]  # fmt: skip
+]
 INT8_RULES: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "ties are rounded away from zero, not to even", lambda x, s: np.clip(np.copysign(np.floor(np.abs(x * s) + 0.5), x), -128, 127)),
     (1, "activations are rounded by floor(x + 0.5)", lambda x, s: np.clip(np.floor(x * s + np.float32(0.5)), -128, 127)),
@@ -269,16 +271,27 @@ INT8_RULES: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "activations are rounded down", lambda x, s: np.clip(np.floor(x * s), -128, 127)),
     (1, "activations are rounded up", lambda x, s: np.clip(np.ceil(x * s), -128, 127)),
     (1.2, "activations are rounded away from zero", lambda x, s: np.clip(np.copysign(np.ceil(np.abs(x * s)), x), -128, 127)),
-    (1.2, "x * scale is rounded to bfloat16 before it is rounded to int8", lambda x, s: np.clip(np.rint((x * s).astype(ml_dtypes.bfloat16).astype(np.float32)), -128, 127)),
+    (
+        1.2,
+        "x * scale is rounded to bfloat16 before it is rounded to int8",
+        lambda x, s: np.clip(np.rint((x * s).astype(ml_dtypes.bfloat16).astype(np.float32)), -128, 127),
+    ),
     (1.2, "x * scale is rounded to float16 before it is rounded to int8", lambda x, s: np.clip(np.rint((x * s).astype(np.float16).astype(np.float32)), -128, 127)),
     (1.2, "values beyond int8 wrap round instead of being clipped", lambda x, s: np.rint(x * s).astype(np.int64).astype(np.int8)),
     (1.3, "activations are rounded to even numbers only to the next odd: floor(x) | 1", lambda x, s: np.clip(np.floor(x * s).astype(int) | 1, -128, 127)),
     *((1.2, f"activations have {n} bits, not 8: they are multiples of {2 ** (8 - n)}", _bits(n)) for n in (7, 6, 5, 4, 3, 2)),
-    *((1.1, f"activations have {n} bits, clipped to {-(2 ** (n - 1))} and {2 ** (n - 1) - 1}", lambda x, s, n=n: np.clip(np.rint(x * s), -(2 ** (n - 1)), 2 ** (n - 1) - 1)) for n in (7, 6, 5, 4)),
+    *(
+        (
+            1.1,
+            f"activations have {n} bits, clipped to {-(2 ** (n - 1))} and {2 ** (n - 1) - 1}",
+            lambda x, s, n=n: np.clip(np.rint(x * s), -(2 ** (n - 1)), 2 ** (n - 1) - 1),
+        )
+        for n in (7, 6, 5, 4)
+    ),
     (1.3, "activations are unsigned: 128 is added", lambda x, s: (np.clip(np.rint(x * s), -128, 127) + 128).astype(np.uint8).astype(np.int8)),
     *((1.1, f"activations are clipped to {-n} and {n}", lambda x, s, n=n: np.clip(np.rint(x * s), -n, n)) for n in (126, 125, 124, 120, 112, 100, 96, 80, 64)),
     (1.4, "negative activations are clipped to 0", lambda x, s: np.clip(np.rint(x * s), 0, 127)),
-]  # fmt: skip
+]
 
 
 def _act(function: Callable[[NDArray], NDArray]) -> Callable[..., Any]:
@@ -327,26 +340,15 @@ def _gates(activation: str) -> Iterator[tuple[float, str, Callable[..., Any]]]:
     yield 1, "up is left out", lambda gate, up, name: act(wide(gate))
     yield 1.1, "gate is left out", lambda gate, up, name: wide(up)
     yield 1.1, "only up's activation is left", lambda gate, up, name: act(wide(up))
+    yield 1.1, "the activation is squared once more", lambda gate, up, name: np.square(act(wide(gate))) * wide(up)
     yield 1.1, "the activation is on gate and on up", lambda gate, up, name: act(wide(gate)) * act(wide(up))
     yield 1, "gate and up are added, not multiplied", lambda gate, up, name: act(wide(gate)) + wide(up)
     yield 1.1, "up is taken plus 1", lambda gate, up, name: act(wide(gate)) * (wide(up) + 1)
     yield 1.2, "the activation is applied twice", lambda gate, up, name: act(act(wide(gate))) * wide(up)
-    yield (
-        1.2,
-        "gate * up is taken without the activation, squared",
-        lambda gate, up, name: np.square(wide(gate) * wide(up)),
-    )
+    yield (1.2, "gate * up is taken without the activation, squared", lambda gate, up, name: np.square(wide(gate) * wide(up)))
     yield 1.2, "the gate is multiplied twice", lambda gate, up, name: act(wide(gate)) * wide(up) * wide(gate)
-    yield (
-        1.3,
-        "the activation is rounded to bfloat16",
-        lambda gate, up, name: wide(act(wide(gate)).astype(ml_dtypes.bfloat16)) * up,
-    )
-    yield (
-        1.3,
-        "the activation is rounded to float16",
-        lambda gate, up, name: wide(act(wide(gate)).astype(np.float16)) * up,
-    )
+    yield (1.3, "the activation is rounded to bfloat16", lambda gate, up, name: wide(act(wide(gate)).astype(ml_dtypes.bfloat16)) * up)
+    yield (1.3, "the activation is rounded to float16", lambda gate, up, name: wide(act(wide(gate)).astype(np.float16)) * up)
 
 
 def _softmax(s: NDArray, extra: float = 0.0, base: float = math.e, axis: int = -1) -> NDArray:
@@ -377,7 +379,13 @@ PATTERNS: list[tuple[float, str, Callable[..., Any]]] = [
     (1.1, "the softmax's sum has exp(max) too much: 1 / (1 + sum) after the maximum is subtracted", lambda s: _e(s) / (_e(s).sum(-1, keepdims=True) + 1)),
     (1.1, "the softmax's sum lacks the token itself", lambda s: _e(s) / np.maximum((_e(s) * (_ij(s)[0] != _ij(s)[1])).sum(-1, keepdims=True), 1e-30)),
     (1.1, "the softmax's sum lacks the first token", lambda s: _e(s) / np.maximum((_e(s) * (_ij(s)[1] > 0)).sum(-1, keepdims=True), 1e-30)),
-    (1.1, "the softmax's sum counts masked tokens as exp(0) each", lambda s: _softmax(s) * _e(s).sum(-1, keepdims=True) / (_e(s).sum(-1, keepdims=True) + (s == -np.inf).sum(-1, keepdims=True) * np.exp(-wide(s.max(-1, keepdims=True))))),
+    (
+        1.1,
+        "the softmax's sum counts masked tokens as exp(0) each",
+        lambda s: (
+            _softmax(s) * _e(s).sum(-1, keepdims=True) / (_e(s).sum(-1, keepdims=True) + (s == -np.inf).sum(-1, keepdims=True) * np.exp(-wide(s.max(-1, keepdims=True))))
+        ),
+    ),
     (1, "the softmax takes 2^s, not e^s", lambda s: _softmax(s, base=2)),
     (1, "the softmax runs over the wrong axis: over the tokens that look, not over those seen", lambda s: np.nan_to_num(_softmax(s, axis=1)) * (s > -np.inf)),
     (1.2, "the softmax runs over the heads", lambda s: np.nan_to_num(_softmax(s, axis=0)) * (s > -np.inf)),
@@ -391,7 +399,7 @@ PATTERNS: list[tuple[float, str, Callable[..., Any]]] = [
     (1.3, "exp(s) is rounded to bfloat16", lambda s: (lambda e: e / e.sum(-1, keepdims=True))(wide(_e(s).astype(ml_dtypes.bfloat16)))),
     (1.3, "exp(s) is rounded to float16", lambda s: (lambda e: e / e.sum(-1, keepdims=True))(wide(_e(s).astype(np.float16)))),
     *((1.3, f"only the {n} largest scores count", lambda s, n=n: _kept(s, s < np.sort(s, -1)[..., -min(n, s.shape[-1])][..., None])) for n in (1, 2, 3, 4, 8)),
-]  # fmt: skip
+]
 
 
 def _sees(s: Step, keep: Callable[[NDArray, NDArray], NDArray]) -> Edit:
@@ -410,7 +418,7 @@ def _unmasked(step: Step, q: NDArray, keys: NDArray) -> NDArray:
 
 
 def _scores(step: Step) -> Iterator[Description]:
-    q, keys, window = step.inputs
+    q, _, window = step.inputs
     rules: list[tuple[float, str, Callable[[NDArray, NDArray], NDArray]]] = [
         (1, "there is no causal mask", lambda i, j: (i >= 0) & (j >= 0)),
         (1, "a token sees the one after it: the mask is off by one", lambda i, j: j <= i + 1),
@@ -424,7 +432,7 @@ def _scores(step: Step) -> Iterator[Description]:
         *((1.3, f"the first {n} tokens are seen by all", lambda i, j, n=n: (j <= i) | (j < n)) for n in range(2, len(q))),
         *((1.3, f"the first {n} tokens are not seen by later ones", lambda i, j, n=n: (j <= i) & ((j >= n) | (i < n))) for n in range(2, len(q))),
         *((1.3, f"attention is in blocks of {n} tokens", lambda i, j, n=n: (j <= i) & (j // n == i // n)) for n in (2, 3, 4, 6, 8, 16)),
-    ]  # fmt: skip
+    ]
     if window is not None:
         rules.append((1, "the sliding window is ignored", lambda i, j: j <= i))
     for cost, text, keep in rules:
@@ -505,64 +513,96 @@ def _rope(step: Step) -> Iterator[Description]:
     j = np.arange(half, dtype=np.float64)
     n = len(p)
     positions = {
-        "one too high": p + 1, "one too low": p - 1, "in reverse": p[::-1], "all 0": p * 0, "all 1": p * 0 + 1, "doubled": p * 2, "halved": p / 2,
-        "halved and rounded down": p // 2, "those of the last token for all": p * 0 + n - 1, "negative": -p, "0 for the first two tokens": np.maximum(p - 1, 0),
-        "counted mod 2": p % 2, "counted mod 4": p % 4, "counted mod 8": p % 8, "two too high": p + 2,
-    }  # fmt: skip
+        "one too high": p + 1,
+        "one too low": p - 1,
+        "in reverse": p[::-1],
+        "all 0": p * 0,
+        "all 1": p * 0 + 1,
+        "doubled": p * 2,
+        "halved": p / 2,
+        "halved and rounded down": p // 2,
+        "those of the last token for all": p * 0 + n - 1,
+        "negative": -p,
+        "0 for the first two tokens": np.maximum(p - 1, 0),
+        "counted mod 2": p % 2,
+        "counted mod 4": p % 4,
+        "counted mod 8": p % 8,
+        "two too high": p + 2,
+    }
     for words, places in positions.items():
         yield Description(1, f"RoPE's positions are {words}", instead(lambda x, c, s, a=places * f: _turn(x, a)))
     frequencies = {
-        "theta^(-j/d), half the exponent": theta ** (-j / d), "theta^(-2j/D), over the hidden size": theta ** (-2 * j / cfg.hidden_size),
-        "theta^(-4j/d), twice the exponent": theta ** (-4 * j / d), "in reverse": f[::-1], "theta^(-2(j+1)/d), one too far": theta ** (-2 * (j + 1) / d),
-        "theta^(-2j/(d-2))": theta ** (-2 * j / max(d - 2, 1)), "the same for all pairs": f * 0 + 1, "each taken for two pairs": np.repeat(f[::2], 2)[:half],
-        "theta^(2j/d), growing": theta ** (2 * j / d), "in pairs per head, j mod (d/4)": f[np.arange(half) % max(1, half // 2)],
-        "divided by 2 pi": f / (2 * np.pi), "times 2 pi": f * 2 * np.pi, "1 / (theta j)": 1 / (theta * np.maximum(j, 1)),
-        "those without the scaling": theta ** (-2 * j / d), "theta^(-j)": theta ** -np.minimum(j, 40), "rounded to bfloat16": wide(f.astype(ml_dtypes.bfloat16)),
-    }  # fmt: skip
+        "theta^(-j/d), half the exponent": theta ** (-j / d),
+        "theta^(-2j/D), over the hidden size": theta ** (-2 * j / cfg.hidden_size),
+        "theta^(-4j/d), twice the exponent": theta ** (-4 * j / d),
+        "in reverse": f[::-1],
+        "theta^(-2(j+1)/d), one too far": theta ** (-2 * (j + 1) / d),
+        "theta^(-2j/(d-2))": theta ** (-2 * j / max(d - 2, 1)),
+        "the same for all pairs": f * 0 + 1,
+        "each taken for two pairs": np.repeat(f[::2], 2)[:half],
+        "theta^(2j/d), growing": theta ** (2 * j / d),
+        "in pairs per head, j mod (d/4)": f[np.arange(half) % max(1, half // 2)],
+        "divided by 2 pi": f / (2 * np.pi),
+        "times 2 pi": f * 2 * np.pi,
+        "1 / (theta j)": 1 / (theta * np.maximum(j, 1)),
+        "those without the scaling": theta ** (-2 * j / d),
+        "theta^(-j)": theta ** -np.minimum(j, 40),
+        "rounded to bfloat16": wide(f.astype(ml_dtypes.bfloat16)),
+    }
     for words, freq in frequencies.items():
         yield Description(1, f"RoPE's frequencies are {words}", instead(lambda x, c, s, a=p * freq: _turn(x, a)))
     for part in sorted({d // 2, d // 4, 3 * d // 4 // 2 * 2, d - 2} - {0}):
         own, angles = theta ** (-2 * np.arange(part // 2) / part), p * f[: part // 2]
         text = f"RoPE turns only the first {part} of the {d} numbers of a head"
-        yield Description(
-            1, text + ", with frequencies of their own", instead(lambda x, c, s, n=part, a=p * own: _partly(x, n, a))
-        )
-        yield Description(
-            1, text + ", with the first frequencies", instead(lambda x, c, s, n=part, a=angles: _partly(x, n, a))
-        )
-        yield Description(
-            1.1,
-            f"RoPE leaves out the pairs from {part // 2} on",
-            instead(lambda x, c, s, a=p * np.where(j < part // 2, f, 0): _turn(x, a)),
-        )
-        yield Description(
-            1.1,
-            f"RoPE leaves out the pairs before {part // 2}",
-            instead(lambda x, c, s, a=p * np.where(j >= part // 2, f, 0): _turn(x, a)),
-        )
+        yield Description(1, text + ", with frequencies of their own", instead(lambda x, c, s, n=part, a=p * own: _partly(x, n, a)))
+        yield Description(1, text + ", with the first frequencies", instead(lambda x, c, s, n=part, a=angles: _partly(x, n, a)))
+        yield Description(1.1, f"RoPE leaves out the pairs from {part // 2} on", instead(lambda x, c, s, a=p * f * (j < part // 2): _turn(x, a)))
+        yield Description(1.1, f"RoPE leaves out the pairs before {part // 2}", instead(lambda x, c, s, a=p * f * (j >= part // 2): _turn(x, a)))
     rows: list[tuple[float, str, Callable[..., Any]]] = [
         (1, "RoPE is left out", lambda x, c, s: x),
         (1, "RoPE turns the pairs (2j, 2j+1), not (j, j + d/2)", _interleaved),
         (1, "RoPE turns the other way", lambda x, c, s: layers.apply_rope(x, c, -s)),
         (1.1, "RoPE is applied twice", lambda x, c, s: layers.apply_rope(layers.apply_rope(x, c, s), c, s)),
+        (1.1, "RoPE takes sin for cos as well", lambda x, c, s: layers.apply_rope(x, s, s)),
+        (1.1, "RoPE takes cos for sin as well", lambda x, c, s: layers.apply_rope(x, c, c)),
         (1.1, "RoPE's cos and sin are exchanged", lambda x, c, s: layers.apply_rope(x, s, c)),
         (1.2, "RoPE turns the pairs (2j, 2j+1) the other way", lambda x, c, s: _interleaved(x, c, -s)),
         (1.1, "the sin terms of RoPE are left out", lambda x, c, s: layers.apply_rope(x, c, 0 * s)),
-        (1.1, "RoPE adds x sin with the wrong sign in both halves", lambda x, c, s: np.concatenate([x[..., :half] * c[:, None] + x[..., half:] * s[:, None], x[..., half:] * c[:, None] + x[..., :half] * s[:, None]], -1)),
-        (1.1, "RoPE's second half has a minus", lambda x, c, s: np.concatenate([x[..., :half] * c[:, None] - x[..., half:] * s[:, None], x[..., half:] * c[:, None] - x[..., :half] * s[:, None]], -1)),
+        (
+            1.1,
+            "RoPE adds x sin with the wrong sign in both halves",
+            lambda x, c, s: np.concatenate([x[..., :half] * c[:, None] + x[..., half:] * s[:, None], x[..., half:] * c[:, None] + x[..., :half] * s[:, None]], -1),
+        ),
+        (
+            1.1,
+            "RoPE's second half has a minus",
+            lambda x, c, s: np.concatenate([x[..., :half] * c[:, None] - x[..., half:] * s[:, None], x[..., half:] * c[:, None] - x[..., :half] * s[:, None]], -1),
+        ),
         (1.2, "RoPE's result has its first half only", lambda x, c, s: np.concatenate([layers.apply_rope(x, c, s)[..., :half], x[..., half:]], -1)),
-        (1.2, "RoPE's second half is not turned from the original first half but from its turned one", lambda x, c, s: (lambda a: np.concatenate([a, x[..., half:] * c[:, None] + a * s[:, None]], -1))(x[..., :half] * c[:, None] - x[..., half:] * s[:, None])),
+        (
+            1.2,
+            "RoPE's second half is not turned from the original first half but from its turned one",
+            lambda x, c, s: (lambda a: np.concatenate([a, x[..., half:] * c[:, None] + a * s[:, None]], -1))(x[..., :half] * c[:, None] - x[..., half:] * s[:, None]),
+        ),
         (1.2, "RoPE takes the head's number for the position", lambda x, c, s: _turn(x.swapaxes(0, 1), np.arange(x.shape[1])[:, None] * f).swapaxes(0, 1)),
-        (1.3, "cos and sin are rounded to bfloat16", lambda x, c, s: layers.apply_rope(x, c.astype(ml_dtypes.bfloat16).astype(np.float32), s.astype(ml_dtypes.bfloat16).astype(np.float32))),
-        (1.3, "cos and sin are rounded to float16", lambda x, c, s: layers.apply_rope(x, c.astype(np.float16).astype(np.float32), s.astype(np.float16).astype(np.float32))),
-    ]  # fmt: skip
+        (
+            1.3,
+            "cos and sin are rounded to bfloat16",
+            lambda x, c, s: layers.apply_rope(x, c.astype(ml_dtypes.bfloat16).astype(np.float32), s.astype(ml_dtypes.bfloat16).astype(np.float32)),
+        ),
+        (
+            1.3,
+            "cos and sin are rounded to float16",
+            lambda x, c, s: layers.apply_rope(x, c.astype(np.float16).astype(np.float32), s.astype(np.float16).astype(np.float32)),
+        ),
+    ]
     yield from (Description(cost, text, instead(function)) for cost, text, function in rows)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(maxsize=8)
 def matrix(w: LinearWeight) -> NDArray[np.float32]:
     """The matrix itself, (out, K); a ternary one in integers."""
     if isinstance(w, TernaryLinear):
@@ -578,9 +618,21 @@ def with_matrix(change: Callable[[NDArray], NDArray]) -> Edit:
     return instead(lambda x, w: product(x, change(matrix(w))))
 
 
-CODES = {"0 and +1 exchanged": (-1, 1, 0), "-1 and 0 exchanged": (0, -1, 1), "taken as 0, 1, 2": (0, 1, 2), "taken as 1, 0, -1": (1, 0, -1),
-         "shifted: 0, +1, -1": (0, 1, -1), "shifted: +1, -1, 0": (1, -1, 0), "without zeros: -1, +1, +1": (-1, 1, 1), "without zeros: -1, -1, +1": (-1, -1, 1),
-         "taken without their sign": (1, 0, 1), "without -1": (0, 0, 1), "without +1": (-1, 0, 0), "taken as -2, -1, 0": (-2, -1, 0), "taken as -1, 0, 2": (-1, 0, 2)}  # fmt: skip
+CODES = {
+    "0 and +1 exchanged": (-1, 1, 0),
+    "-1 and 0 exchanged": (0, -1, 1),
+    "taken as 0, 1, 2": (0, 1, 2),
+    "taken as 1, 0, -1": (1, 0, -1),
+    "shifted: 0, +1, -1": (0, 1, -1),
+    "shifted: +1, -1, 0": (1, -1, 0),
+    "without zeros: -1, +1, +1": (-1, 1, 1),
+    "without zeros: -1, -1, +1": (-1, -1, 1),
+    "taken without their sign": (1, 0, 1),
+    "without -1": (0, 0, 1),
+    "without +1": (-1, 0, 0),
+    "taken as -2, -1, 0": (-2, -1, 0),
+    "taken as -1, 0, 2": (-1, 0, 2),
+}
 
 
 def _products(step: Step) -> Iterator[Description]:
@@ -591,15 +643,11 @@ def _products(step: Step) -> Iterator[Description]:
     if ternary:
         for words, codes in CODES.items():
             table = np.array(codes, dtype=np.float32)
-            yield Description(
-                1, f"the codes of {{w}} are {words}", with_matrix(lambda m, t=table: t[m.astype(int) + 1])
-            )
+            yield Description(1, f"the codes of {{w}} are {words}", with_matrix(partial(_recoded, table=table)))
         for bits in (16, 15, 14, 13, 12, 8):
             top = 2 ** (bits - 1)
-            yield Description(
-                1, f"accumulators wrap round at {bits} bits", after(lambda y, t=top: (y + t) % (2 * t) - t)
-            )
-            yield Description(1, f"accumulators saturate at {bits} bits", after(lambda y, t=top: np.clip(y, -t, t - 1)))
+            yield Description(1, f"accumulators wrap round at {bits} bits", after(partial(_wrapped, top=top)))
+            yield Description(1, f"accumulators saturate at {bits} bits", after(partial(np.clip, a_min=-top, a_max=top - 1)))
         for mantissa, words in ((8, "bfloat16"), (11, "float16")):
             yield Description(1, f"accumulators are rounded to {words}", after(partial(_cut, bits=mantissa)))
     else:
@@ -608,45 +656,27 @@ def _products(step: Step) -> Iterator[Description]:
         yield Description(1.1, "{w} is quantised to int8, a scale per row", with_matrix(partial(_int8, axis=1)))
         yield Description(1.2, "{w} is quantised to int8, one scale", with_matrix(partial(_int8, axis=None)))
         yield Description(1.3, "the bias of {w} is left out", instead(lambda x, w: product(x, matrix(w))))
-    for k in sorted(
-        {n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}
-    ):
+    for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
         if 0 < k < n:
-            zeroed = partial(_part, first=0, stop=k)
+            zeroed = partial(kept_columns, first=0, stop=k)
             yield Description(1.1, f"the sums stop after {k} of {n} inputs", before(0, zeroed))
-            yield Description(1.2, f"the sums start at input {n - k}", before(0, partial(_part, first=n - k, stop=n)))
-    yield Description(
-        1.3, "every second input is left out", before(0, lambda x: x * (np.arange(x.shape[1]) % 2 == 0).astype(x.dtype))
-    )
+            yield Description(1.2, f"the sums start at input {n - k}", before(0, partial(kept_columns, first=n - k, stop=n)))
+    yield Description(1.3, "every second input is left out", before(0, lambda x: x * (np.arange(x.shape[1]) % 2 == 0).astype(x.dtype)))
     for k in (8, 16, 32, 64, 128):
         if n % k == 0 and n > k:
             for part in range(n // k):
-                yield Description(
-                    1.4,
-                    f"inputs {part * k} to {part * k + k - 1} are left out",
-                    before(0, partial(_hole, first=part * k, stop=part * k + k)),
-                )
-                yield Description(
-                    1.5,
-                    f"inputs {part * k} to {part * k + k - 1} count twice",
-                    before(0, partial(_hole, first=part * k, stop=part * k + k, factor=2)),
-                )
+                yield Description(1.4, f"inputs {part * k} to {part * k + k - 1} are left out", before(0, partial(hole, first=part * k, stop=part * k + k)))
+                yield Description(1.5, f"inputs {part * k} to {part * k + k - 1} count twice", before(0, partial(hole, first=part * k, stop=part * k + k, factor=2)))
     if w.shape[0] == w.shape[1]:
         yield Description(1, "{w} is transposed", with_matrix(lambda m: m.T))
     else:
-        yield Description(
-            1.2, "{w} is stored the other way round: (in, out)", with_matrix(lambda m: m.reshape(m.shape[::-1]).T)
-        )
+        yield Description(1.2, "{w} is stored the other way round: (in, out)", with_matrix(lambda m: m.reshape(m.shape[::-1]).T))
     for name, other in step.setting.weights.linears():
         if other is not w and other.shape == w.shape and isinstance(other, type(w)):
             yield from _others(1.1, "the matrix of {} is taken", name, step, _other_matrix)
     embedding = step.setting.weights.embedding
     if embedding is not w and embedding.shape == w.shape and not ternary:
-        yield Description(
-            1,
-            "the embedding is taken for {w}, as if they were tied",
-            instead(lambda x, w: product(x, matrix(embedding))),
-        )
+        yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
 
 
 def _others(cost: float, text: str, name: str, step: Step, edit: Callable[[str, str], Edit]) -> Iterator[Description]:
@@ -667,6 +697,26 @@ def linears_of(step: Step) -> dict[str, LinearWeight]:
     return dict(step.setting.weights.linears())
 
 
+def _recoded(m: NDArray, table: NDArray) -> NDArray:
+    return table[m.astype(int) + 1]
+
+
+def _wrapped(y: NDArray, top: int) -> NDArray:
+    return (y + top) % (2 * top) - top
+
+
+def next_id(ids: NDArray, by: int, rows: int) -> NDArray:
+    return (ids + by) % rows
+
+
+def _times(index: int) -> Callable[[float], Edit]:
+    return lambda c: before(index, lambda x: x * x.dtype.type(c))
+
+
+def _of_length(index: int) -> Callable[[float], Edit]:
+    return lambda c: before(index, lambda x: x / np.sqrt(_ms(x)) * c / math.sqrt(x.shape[-1]))
+
+
 def _cut(y: NDArray, bits: int) -> NDArray:
     mantissa, exponent = np.frexp(wide(y))
     return np.ldexp(np.rint(mantissa * 2**bits) / 2**bits, exponent)
@@ -677,13 +727,13 @@ def _int8(m: NDArray, axis: int | None) -> NDArray:
     return np.rint(m / step) * step
 
 
-def _part(x: NDArray, first: int, stop: int) -> NDArray:
+def kept_columns(x: NDArray, first: int, stop: int) -> NDArray:
     kept = np.zeros_like(x)
     kept[:, first:stop] = x[:, first:stop]
     return kept
 
 
-def _hole(x: NDArray, first: int, stop: int, factor: int = 0) -> NDArray:
+def hole(x: NDArray, first: int, stop: int, factor: int = 0) -> NDArray:
     changed = x.astype(np.int16) if x.dtype == np.int8 else x.copy()
     changed[:, first:stop] *= factor
     return np.clip(changed, -128, 127).astype(x.dtype)
@@ -712,7 +762,7 @@ def _dequantized(step: Step) -> Iterator[Description]:
         (1.2, "the mean of the activation scales is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.mean())),
         (1.2, "the smallest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.min())),
         (1.2, "the largest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.max())),
-    ]  # fmt: skip
+    ]
     yield from (Description(cost, text, instead(function)) for cost, text, function in rows)
     for name, other in step.setting.weights.linears():
         if isinstance(other, TernaryLinear) and other is not step.inputs[1]:
@@ -746,36 +796,28 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     """Other formulas of this step."""
     kind = step.name.rpartition(".")[2]
     tables: dict[str, list[tuple[float, str, Callable[..., Any]]]] = {
-        "hook_scale": LENGTHS, "hook_normalized": NORMS, "hook_x_scale": ACTIVATION_SCALES, "hook_x_int8": INT8_RULES, "hook_pattern": PATTERNS,
-    }  # fmt: skip
+        "hook_scale": LENGTHS,
+        "hook_normalized": NORMS,
+        "hook_x_scale": ACTIVATION_SCALES,
+        "hook_x_int8": INT8_RULES,
+        "hook_pattern": PATTERNS,
+    }
     for cost, text, function in tables.get(kind, ()):
         yield Description(cost, text, instead(function))
     if kind == "hook_scale" and step.inputs[0].shape[1] > 8:
         cfg = step.setting.config
-        for words, size in (("head", cfg.head_dim), ("kv group", cfg.query_size // cfg.num_key_value_heads), ("block of 32", 32), ("block of 64", 64)):  # fmt: skip
+        for words, size in (("head", cfg.head_dim), ("kv group", cfg.query_size // cfg.num_key_value_heads), ("block of 32", 32), ("block of 64", 64)):
             if 0 < size < step.inputs[0].shape[1] and step.inputs[0].shape[1] % size == 0:
-                yield Description(
-                    1.2,
-                    f"the mean of squares is that of the last {words} only",
-                    instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, -n:]) + eps)),
-                )
-                yield Description(
-                    1.2,
-                    f"the mean of squares is that of the first {words} only",
-                    instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, :n]) + eps)),
-                )
+                yield Description(1.2, f"the mean of squares is that of the last {words} only", instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, -n:]) + eps)))
+                yield Description(1.2, f"the mean of squares is that of the first {words} only", instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, :n]) + eps)))
     if kind == "hook_normalized":
-        x, _, weight = step.inputs
+        weight = step.inputs[2]
         for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, len(weight) // 2}):
             if len(weight) % size == 0 and size < len(weight):
                 yield Description(
                     1.2,
                     f"each {size} columns are divided by their own length",
-                    instead(
-                        lambda x, r, w, n=size: (lambda b: (b / np.sqrt(_ms(b) + 1e-6)).reshape(x.shape) * w)(
-                            x.reshape(-1, n)
-                        )
-                    ),
+                    instead(lambda x, r, w, n=size: (lambda b: (b / np.sqrt(_ms(b) + 1e-6)).reshape(r.shape[0], -1) * w)(x.reshape(-1, n))),
                 )
         for name, other in norms_of(step).items():
             if other is not weight and other.shape == weight.shape:
@@ -793,15 +835,9 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     if kind == "hook_embed":
         table = step.inputs[0]
         for words, shift in (("next", 1), ("previous", -1)):
-            yield Description(
-                1, f"the row of the {words} id is taken", before(1, lambda ids, n=shift: (ids + n) % table.shape[0])
-            )
+            yield Description(1, f"the row of the {words} id is taken", before(1, partial(next_id, by=shift, rows=table.shape[0])))
         if step.setting.weights.lm_head is not table and isinstance(step.setting.weights.lm_head, DenseWeight):
-            yield Description(
-                1,
-                "the rows of lm_head are taken for those of the embedding",
-                before(0, lambda w: step.setting.weights.lm_head),
-            )
+            yield Description(1, "the rows of lm_head are taken for those of the embedding", before(0, lambda w: step.setting.weights.lm_head))
     if kind in ("hook_resid_mid", "hook_resid_post"):
         yield Description(1, "the residual is left out: the block's result is the stream", instead(lambda x, y: y))
         yield Description(1, "the block's result is left out", instead(lambda x, y: x))
@@ -849,84 +885,25 @@ def families(step: Step) -> Iterator[Family]:
 
     if kind == "hook_scale":
         eps = float(step.inputs[1])
-        yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-3, 1e-2, 1e-1))  # fmt: skip
+        yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-3, 1e-2, 1e-1))
         yield Family(1.3, "{c} is added to the length", with_c(lambda c, x, eps: np.sqrt(_ms(x)) + c), eps, True)
-        yield Family(
-            1.4,
-            "the sum of squares is divided by {c} times its number of terms",
-            with_c(lambda c, x, eps: np.sqrt(_ms(x) / c + eps)),
-            1,
-            True,
-        )
+        yield Family(1.4, "the sum of squares is divided by {c} times its number of terms", with_c(lambda c, x, eps: np.sqrt(_ms(x) / c + eps)), 1, True)
     if kind == "hook_normalized":
-        yield Family(
-            1.2,
-            "the weight of the norm is taken to the power {c}",
-            with_c(lambda c, x, r, w: x / r * np.sign(w) * np.abs(w) ** c),
-            1,
-        )
-        yield Family(
-            1.2, "{c} is added to the weight of the norm", with_c(lambda c, x, r, w: x / r * (w + c)), 0, False, (1,)
-        )
+        yield Family(1.2, "the weight of the norm is taken to the power {c}", with_c(lambda c, x, r, w: x / r * np.sign(w) * np.abs(w) ** c), 1)
+        yield Family(1.2, "{c} is added to the weight of the norm", with_c(lambda c, x, r, w: x / r * (w + c)), 0, False, (1,))
         yield Family(1.3, "the length is taken to the power {c}", with_c(lambda c, x, r, w: x / r**c * w), 1)
     if kind == "hook_x_scale":
-        yield Family(
-            1,
-            "the activation scale is {c} / max|x|, where 127 belongs",
-            with_c(lambda c, x: np.float32(c) / _absmax(x)),
-            127,
-            True,
-        )
-        yield Family(
-            1.2,
-            "the floor of max|x| is {c}, not 1e-5",
-            with_c(lambda c, x: 127 / np.maximum(np.abs(x).max(-1, keepdims=True), c)),
-            1e-5,
-            True,
-            (1e-3, 0.1, 1),
-        )
-        yield Family(
-            1.3,
-            "{c} is added to max|x|",
-            with_c(lambda c, x: 127 / (np.abs(x).max(-1, keepdims=True) + c)),
-            1e-5,
-            True,
-            (1e-3, 0.1),
-        )
+        yield Family(1, "the activation scale is {c} / max|x|, where 127 belongs", with_c(lambda c, x: np.float32(c) / _absmax(x)), 127, True)
+        yield Family(1.2, "the floor of max|x| is {c}, not 1e-5", with_c(lambda c, x: 127 / np.maximum(np.abs(x).max(-1, keepdims=True), c)), 1e-5, True, (1e-3, 0.1, 1))
+        yield Family(1.3, "{c} is added to max|x|", with_c(lambda c, x: 127 / (np.abs(x).max(-1, keepdims=True) + c)), 1e-5, True, (1e-3, 0.1))
     if kind == "hook_x_int8":
-        yield Family(
-            1.2, "{c} is added before the rounding", with_c(lambda c, x, s: np.clip(np.rint(x * s + c), -128, 127)), 0
-        )
-        yield Family(
-            1.2,
-            "x * scale is multiplied by {c} before the rounding",
-            with_c(lambda c, x, s: np.clip(np.rint(x * s * np.float32(c)), -128, 127)),
-            1,
-            True,
-        )
+        yield Family(1.2, "{c} is added before the rounding", with_c(lambda c, x, s: np.clip(np.rint(x * s + c), -128, 127)), 0)
+        yield Family(1.2, "x * scale is multiplied by {c} before the rounding", with_c(lambda c, x, s: np.clip(np.rint(x * s * np.float32(c)), -128, 127)), 1, True)
     if kind == "hook_pattern":
+        yield Family(1, "scores are multiplied by {c} in the softmax", with_c(lambda c, s: _softmax(s * np.float32(c))), 1, True)
+        yield Family(1.2, "{c} is added to the softmax's sum, an attention sink", with_c(lambda c, s: _softmax(s, extra=c)), 0, False, (1,))
         yield Family(
-            1,
-            "scores are multiplied by {c} in the softmax",
-            with_c(lambda c, s: _softmax(np.where(s > -np.inf, s * np.float32(c), s))),
-            1,
-            True,
-        )
-        yield Family(
-            1.2,
-            "{c} is added to the softmax's sum, an attention sink",
-            with_c(lambda c, s: _softmax(s, extra=c)),
-            0,
-            False,
-            (1,),
-        )
-        yield Family(
-            1.3,
-            "{c} is added to the softmax's sum after the maximum is subtracted",
-            with_c(lambda c, s: _e(s) / (_e(s).sum(-1, keepdims=True) + c)),
-            0,
-            False,
-            (0.1, 1),
+            1.3, "{c} is added to the softmax's sum after the maximum is subtracted", with_c(lambda c, s: _e(s) / (_e(s).sum(-1, keepdims=True) + c)), 0, False, (0.1, 1)
         )
         yield Family(
             1.2,
@@ -936,34 +913,12 @@ def families(step: Step) -> Iterator[Family]:
             True,
             (1, 5, 30),
         )
-        yield Family(
-            1.3,
-            "the weight of the first token has {c} added to its score",
-            with_c(lambda c, s: _softmax(s + c * (np.arange(s.shape[2]) == 0))),
-            0,
-        )
-        yield Family(
-            1.2,
-            "the distance times {c} is subtracted from the scores",
-            with_c(lambda c, s: _softmax(s - c * (_ij(s)[0] - _ij(s)[1]))),
-            0,
-        )
+        yield Family(1.3, "the weight of the first token has {c} added to its score", with_c(lambda c, s: _softmax(s + c * (np.arange(s.shape[2]) == 0))), 0)
+        yield Family(1.2, "the distance times {c} is subtracted from the scores", with_c(lambda c, s: _softmax(s - c * (_ij(s)[0] - _ij(s)[1]))), 0)
     if kind == "hook_attn_scores":
+        yield Family(1, "scores are multiplied by {c} more than 1/sqrt(head_dim)", lambda c: after(lambda x: x * np.float32(c)), 1, True, (0.1, 4))
         yield Family(
-            1,
-            "scores are multiplied by {c} more than 1/sqrt(head_dim)",
-            lambda c: after(lambda x: x * np.float32(c)),
-            1,
-            True,
-            (0.1, 4),
-        )
-        yield Family(
-            1.1,
-            "scores are capped by {c} tanh(s / {c})",
-            lambda c: after(lambda x: np.where(x > -np.inf, c * np.tanh(x / np.float32(c)), x)),
-            1e4,
-            True,
-            (1, 5, 30),
+            1.1, "scores are capped by {c} tanh(s / {c})", lambda c: after(lambda x: np.where(x > -np.inf, c * np.tanh(x / np.float32(c)), x)), 1e4, True, (1, 5, 30)
         )
         yield Family(
             1.2,
@@ -974,159 +929,52 @@ def families(step: Step) -> Iterator[Family]:
         yield Family(
             1.3,
             "{c}^(h + 1) times the distance is subtracted from the scores, as in ALiBi",
-            lambda c: after(
-                lambda x: (
-                    x
-                    - (np.float32(c) ** (np.arange(len(x)) + 1))[:, None, None]
-                    * (_ij(x)[0] - _ij(x)[1])
-                    * (x > -np.inf)
-                )
-            ),
+            lambda c: after(lambda x: x - (np.float32(c) ** (np.arange(len(x)) + 1))[:, None, None] * (_ij(x)[0] - _ij(x)[1]) * (x > -np.inf)),
             0.01,
             True,
             (0.25, 0.5),
         )
-        yield Family(
-            1.3,
-            "{c} is added to all scores that are seen",
-            lambda c: after(lambda x: np.where(x > -np.inf, x + np.float32(c), x)),
-            0,
-        )
-        yield Family(
-            1.3,
-            "scores are clipped to {c}",
-            lambda c: after(lambda x: np.where(x > -np.inf, np.clip(x, -c, c), x)),
-            1e3,
-            True,
-            (0.1, 1, 5, 10),
-        )
+        yield Family(1.3, "{c} is added to all scores that are seen", lambda c: after(lambda x: np.where(x > -np.inf, x + np.float32(c), x)), 0)
+        yield Family(1.3, "scores are clipped to {c}", lambda c: after(lambda x: np.where(x > -np.inf, np.clip(x, -c, c), x)), 1e3, True, (0.1, 1, 5, 10))
         for b in (0, 1):
             yield Family(
-                1.2,
-                "{in" + str(b) + "} is normalised to the length {c}",
-                lambda c, b=b: before(b, lambda x: x / np.sqrt(_ms(x)) * c / math.sqrt(x.shape[-1])),
-                1,
-                True,
+                1.2, "{in" + str(b) + "} is normalised to the length {c}", _of_length(b), 1, True
             )
     if kind in ("hook_rot_q", "hook_rot_k"):
         p, f = _angles(step, step.inputs[1].shape[1])
         half = len(f)
         e, theta = np.arange(half) / half, cfg.rope.theta
-        yield Family(1, "RoPE's theta is {c}" + f" where {theta:g} belongs", with_c(lambda c, x, co, si: _turn(x, p * c**-e)), theta, True, (1e3, 1e4, 1e5, 5e5, 1e6, 1e2))  # fmt: skip
+        yield Family(1.2, "RoPE's cos is multiplied by {c}", with_c(lambda c, x, co, si: layers.apply_rope(x, co * np.float32(c), si)), 1)
+        yield Family(1.2, "RoPE's sin is multiplied by {c}", with_c(lambda c, x, co, si: layers.apply_rope(x, co, si * np.float32(c))), 1)
+        yield Family(1.2, "RoPE's cos and sin are multiplied by {c}", with_c(lambda c, x, co, si: layers.apply_rope(x, co, si) * c), 1)
         yield Family(
-            1.1,
-            "RoPE's positions are multiplied by {c}",
-            with_c(lambda c, x, co, si: _turn(x, p * c * f)),
-            1,
-            True,
-            (0.1, 0.25, 0.5, 1.5, 2, 4),
+            1, "RoPE's theta is {c}" + f" where {theta:g} belongs", with_c(lambda c, x, co, si: _turn(x, p * c**-e)), theta, True, (1e3, 1e4, 1e5, 5e5, 1e6, 1e2)
         )
-        yield Family(
-            1.1,
-            "{c} is added to RoPE's positions",
-            with_c(lambda c, x, co, si: _turn(x, (p + c) * f)),
-            0,
-            False,
-            (-1, 2, 3, 4, 5, 7, 10),
-        )
+        yield Family(1.1, "RoPE's positions are multiplied by {c}", with_c(lambda c, x, co, si: _turn(x, p * c * f)), 1, True, (0.1, 0.25, 0.5, 1.5, 2, 4))
+        yield Family(1.1, "{c} is added to RoPE's positions", with_c(lambda c, x, co, si: _turn(x, (p + c) * f)), 0, False, (-1, 2, 3, 4, 5, 7, 10))
     if kind == "hook_post":
         act = ACTIVATIONS[RIGHT_ACTIVATIONS[step.inputs[2]]]
+        yield Family(1.1, "the activation's argument is multiplied by {c}", with_c(lambda c, g, u, n: act(wide(g) * c) * u), 1, False, (0.5, 2))
+        yield Family(1.1, "the activation is x sigmoid({c} x)", with_c(lambda c, g, u, n: wide(g) * _sig(c * wide(g)) * u), 1.5, False, (0.5, 3))
+        yield Family(1.1, "the gate is clipped at {c} from above", with_c(lambda c, g, u, n: act(np.minimum(wide(g), c)) * u), 1e3, True, (0.1, 0.5, 1, 2, 5))
+        yield Family(1.1, "gate and up are clipped to {c}", with_c(lambda c, g, u, n: act(np.clip(wide(g), -c, c)) * np.clip(u, -c, c)), 1e3, True, (0.1, 0.5, 1, 2, 5))
+        yield Family(1.1, "up is clipped to {c}", with_c(lambda c, g, u, n: act(wide(g)) * np.clip(u, -c, c)), 1e3, True, (0.1, 0.5, 1, 2, 5))
+        yield Family(1.1, "the activation is a leaky relu of slope {c}", with_c(lambda c, g, u, n: np.where(g > 0, g, c * wide(g)) * u), 0)
         yield Family(
-            1.1,
-            "the activation's argument is multiplied by {c}",
-            with_c(lambda c, g, u, n: act(wide(g) * c) * u),
-            1,
-            False,
-            (0.5, 2),
-        )
-        yield Family(
-            1.1,
-            "the activation is x sigmoid({c} x)",
-            with_c(lambda c, g, u, n: wide(g) * _sig(c * wide(g)) * u),
-            1.5,
-            False,
-            (0.5, 3),
-        )
-        yield Family(
-            1.1,
-            "the gate is clipped at {c} from above",
-            with_c(lambda c, g, u, n: act(np.minimum(wide(g), c)) * u),
-            1e3,
-            True,
-            (0.1, 0.5, 1, 2, 5),
-        )
-        yield Family(
-            1.1,
-            "gate and up are clipped to {c}",
-            with_c(lambda c, g, u, n: act(np.clip(wide(g), -c, c)) * np.clip(u, -c, c)),
-            1e3,
-            True,
-            (0.1, 0.5, 1, 2, 5),
-        )
-        yield Family(
-            1.1,
-            "up is clipped to {c}",
-            with_c(lambda c, g, u, n: act(wide(g)) * np.clip(u, -c, c)),
-            1e3,
-            True,
-            (0.1, 0.5, 1, 2, 5),
-        )
-        yield Family(
-            1.1,
-            "the activation is a leaky relu of slope {c}",
-            with_c(lambda c, g, u, n: np.where(g > 0, g, c * wide(g)) * u),
-            0,
-        )
-        yield Family(
-            1.2,
-            "the activation is the square of a leaky relu of slope {c}",
-            with_c(lambda c, g, u, n: np.square(np.where(g > 0, g, c * wide(g))) * u),
-            0,
-            False,
-            (0.3,),
+            1.2, "the activation is the square of a leaky relu of slope {c}", with_c(lambda c, g, u, n: np.square(np.where(g > 0, g, c * wide(g))) * u), 0, False, (0.3,)
         )
         yield Family(1.2, "{c} is added to up", with_c(lambda c, g, u, n: act(wide(g)) * (wide(u) + c)), 0)
         yield Family(1.2, "{c} is added to the gate", with_c(lambda c, g, u, n: act(wide(g) + c) * wide(u)), 0)
         yield Family(1.3, "{c} is added to the activation", with_c(lambda c, g, u, n: (act(wide(g)) + c) * wide(u)), 0)
-        yield Family(
-            1.3,
-            "the activation is relu to the power {c}",
-            with_c(lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u),
-            2,
-            True,
-            (1.5, 3),
-        )
+        yield Family(1.3, "the activation is relu to the power {c}", with_c(lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u), 2, True, (1.5, 3))
     for index, x in enumerate(step.inputs):
-        if (
-            isinstance(x, np.ndarray)
-            and x.ndim > 1
-            and x.dtype.kind == "f"
-            and kind not in ("hook_pattern", "hook_rot_q", "hook_rot_k", "hook_attn_scores")
-        ):
-            yield Family(
-                1.2,
-                f"{{in{index}}} is multiplied by {{c}}",
-                lambda c, i=index: before(i, lambda x: x * x.dtype.type(c)),
-                1,
-                False,
-                (0.1, 8),
-            )
+        if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f" and kind not in ("hook_pattern", "hook_rot_q", "hook_rot_k", "hook_attn_scores"):
+            yield Family(1.2, f"{{in{index}}} is multiplied by {{c}}", _times(index), 1, False, (0.1, 8))
     if step.result.dtype.kind == "f" and kind not in ("hook_attn_scores",):
-        yield Family(
-            1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8)
-        )
+        yield Family(1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
         yield Family(1.3, "{c} is added to {it}", lambda c: after(lambda x: x + x.dtype.type(c)), 0)
-        yield Family(
-            1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10)
-        )
-        yield Family(
-            1.3,
-            "{it} is capped by {c} tanh(x / {c})",
-            lambda c: after(lambda x: c * np.tanh(wide(x) / c)),
-            1e4,
-            True,
-            (0.1, 1, 10, 30),
-        )
+        yield Family(1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10))
+        yield Family(1.3, "{it} is capped by {c} tanh(x / {c})", lambda c: after(lambda x: c * np.tanh(wide(x) / c)), 1e4, True, (0.1, 1, 10, 30))
     elif kind == "hook_acc_int32":
         yield Family(1.2, "{it} is multiplied by {c}", lambda c: after(lambda x: np.rint(wide(x) * c)), 1, False, (2,))
         yield Family(
@@ -1144,11 +992,29 @@ def constants(step: Step) -> dict[str, float]:
     """The numbers that this step's model has, by their names."""
     cfg = step.setting.config
     given = {
-        "2": 2.0, "3": 3.0, "10": 10.0, "127": 127.0, "128": 128.0, "255": 255.0, "pi": math.pi, "ln 2": math.log(2), "head_dim": cfg.head_dim, "hidden_size": cfg.hidden_size,
-        "heads": cfg.num_attention_heads, "kv heads": cfg.num_key_value_heads, "heads per kv head": cfg.num_attention_heads / cfg.num_key_value_heads,
-        "intermediate_size": cfg.intermediate_size, "layers": cfg.num_hidden_layers, "vocab_size": cfg.vocab_size, "tokens": len(step.setting.tokens),
-        "theta": cfg.rope.theta, "eps": cfg.norm_eps, "embedding_scale": cfg.embedding_scale, "residual_scale": cfg.residual_scale, "query_scale": cfg.query_scale,
-    }  # fmt: skip
+        "2": 2.0,
+        "3": 3.0,
+        "10": 10.0,
+        "127": 127.0,
+        "128": 128.0,
+        "255": 255.0,
+        "pi": math.pi,
+        "ln 2": math.log(2),
+        "head_dim": cfg.head_dim,
+        "hidden_size": cfg.hidden_size,
+        "heads": cfg.num_attention_heads,
+        "kv heads": cfg.num_key_value_heads,
+        "heads per kv head": cfg.num_attention_heads / cfg.num_key_value_heads,
+        "intermediate_size": cfg.intermediate_size,
+        "layers": cfg.num_hidden_layers,
+        "vocab_size": cfg.vocab_size,
+        "tokens": len(step.setting.tokens),
+        "theta": cfg.rope.theta,
+        "eps": cfg.norm_eps,
+        "embedding_scale": cfg.embedding_scale,
+        "residual_scale": cfg.residual_scale,
+        "query_scale": cfg.query_scale,
+    }
     for w in step.inputs:
         if isinstance(w, TernaryLinear):
             given["this matrix's scale"] = float(w.w_dequant_scale)
@@ -1174,11 +1040,7 @@ def names_of(value: float, step: Step, near: float) -> Iterator[tuple[str, Const
     forms = [fixed(0.0), *(fixed(float(f"{value:.{digits}g}")) for digits in (1, 2))]
     forms += [named("1/{}", lambda x: 1 / x, name) for name in given]
     for name in given:
-        forms += [
-            named("{}", float, name),
-            named("sqrt({})", math.sqrt, name),
-            named("1/sqrt({})", lambda x: x**-0.5, name),
-        ]
+        forms += [named("{}", float, name), named("sqrt({})", math.sqrt, name), named("1/sqrt({})", lambda x: x**-0.5, name)]
         forms.append(named("({})^2", lambda x: x * x, name))
     forms.append(fixed(float(f"{value:.3g}")))
     for name in given:
@@ -1186,14 +1048,12 @@ def names_of(value: float, step: Step, near: float) -> Iterator[tuple[str, Const
     for a in given:
         for b in given:
             if a != b:
-                forms += [
-                    named("{} / {}", lambda x, y: x / y, a, b),
-                    named("sqrt({} / {})", lambda x, y: abs(x / y) ** 0.5, a, b),
-                ]
+                forms += [named("{} / {}", lambda x, y: x / y, a, b), named("sqrt({} / {})", lambda x, y: abs(x / y) ** 0.5, a, b)]
     forms += [fixed(float(f"{value:.{digits}g}")) for digits in (4, 5, 6)]
     tried: list[float] = []
     for words, constant in forms:
         exact = constant(given)
-        if abs(exact - value) <= near * max(abs(value), 1e-30) and exact not in tried:
+        close = abs(exact - value) <= near * max(abs(value), 1e-30) or (exact == 0 and abs(value) < near)
+        if close and exact not in tried:
             tried.append(exact)
             yield (words if words == f"{exact:.7g}" else f"{words} = {exact:.6g}"), constant

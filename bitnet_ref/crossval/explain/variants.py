@@ -9,10 +9,10 @@ one step another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ...backends import Backend
 from ...backends.loaded import LoadedModel
 from ...backends.observe import observe
 from ...backends.record import Call, NamesFilter, Recorder
+from ...errors import BitNetRefError
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -135,16 +136,19 @@ class Setting:
         until: str | None = None,
         tape: Mapping[str, Step] | None = None,
         settle: Callable[[Step], NDArray] | None = None,
+        copies: int = 1,
     ) -> dict[str, NDArray]:
         """One forward pass, recorded: {name: array} in the order of the computation.
 
         until: the pass ends when the tensor of that name has been computed.
         tape: the steps of an earlier run; those without an edit whose inputs are the same are not computed again.
         settle: called with each step that was computed; the run goes on with the tensor that it returns.
+        copies: so many sequences of the tokens, laid end to end; `edit_copies` edits each in its own way.
         """
         be = Backend("float32", threads=1)
         recorder = _VariantRecorder(self, be, names_filter, until, tape or {}, settle)
-        batch, cache = TokenBatch.of([(0, 0, self.tokens)]), KVCache(self.config, slots=1, capacity=len(self.tokens))
+        batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
+        cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
             uncapped = replace(self.config, logit_softcap=None)
             logits = forward(observe(be, recorder), self.weights, uncapped, batch, cache)
@@ -225,6 +229,9 @@ class _VariantRecorder(Recorder):
         self.in_linears = True
         outputs = super()._on_linears(call, x, ws)
         self.in_linears = False
+        ends = {"o_proj": "hook_attn_out", "down_proj": "hook_mlp_out"}
+        if (end := ends.get(self.linear.rpartition(".")[2])) is not None:
+            return (self.step(f"{self.block}.{end}", np.asarray, outputs[0]),)
         return outputs
 
     def _on_quantize_activations(self, call: Call, x: NDArray) -> Any:
@@ -237,6 +244,8 @@ class _VariantRecorder(Recorder):
     def _on_ternary_matmul(self, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
         self.keep(f"{self.linear}.hook_x_int8", x_q)
         self.keep(f"{self.linear}.hook_x_scale", self.x_scale)
+        if w.nbytes < 1 << 17 and "ternary_matmul" not in self.setting.ops:
+            call = _small_product
         return self.step(f"{self.linear}.hook_acc_int32", call, x_q, w)
 
     def _on_dequantize(self, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> Any:
@@ -282,14 +291,23 @@ class _VariantRecorder(Recorder):
         attn, group = f"{self.block}.attn", q.shape[1] // self.keys.shape[1]
         heads = list(self.rule.kv_heads or (h // group for h in range(q.shape[1])))
 
+        n = len(self.setting.tokens)
+
         def scores(q: NDArray, keys: NDArray, window: int | None) -> NDArray:
-            wide = np.einsum("ihd,jhd->hij", q.astype(np.float64), keys[:, heads].astype(np.float64), optimize=True)
-            given = (wide * q.shape[2] ** -0.5).astype(q.dtype) * q.dtype.type(self.rule.factor)
-            return np.where(_visible(self.rule.sees, len(q), window), given, q.dtype.type(-np.inf))
+            q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, keys[:, heads]))
+            wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
+            given = wide.astype(q.dtype) * q.dtype.type(self.rule.factor)
+            given[:, :, ~_visible(self.rule.sees, n, window)] = -np.inf
+            return given.reshape(q.shape[1], len(q), n)
 
         def values(pattern: NDArray, v: NDArray) -> NDArray:
-            wide = np.einsum("hij,jhd->ihd", pattern.astype(np.float64), v[:, heads].astype(np.float64), optimize=True)
-            return wide.astype(v.dtype)
+            p_of = pattern.astype(np.float64).reshape(len(pattern), -1, n, n)
+            v_of = v[:, heads].astype(np.float64).reshape(-1, n, len(heads), v.shape[2])
+            return (
+                np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
+                .reshape(-1, len(heads), v.shape[2])
+                .astype(v.dtype)
+            )
 
         given = self.step(f"{attn}.hook_attn_scores", scores, q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
@@ -299,6 +317,54 @@ class _VariantRecorder(Recorder):
         mlp = f"{self.block}.mlp"
         gate, up = self.step(f"{mlp}.hook_pre", np.asarray, gate), self.step(f"{mlp}.hook_pre_linear", np.asarray, up)
         return self.step(f"{mlp}.hook_post", call, gate, up, activation)
+
+
+def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> Edit:
+    """The edit of a step of a run with copies: copy i is edited by edits[i]. `failed` gets those that cannot be."""
+
+    def part(x: Any, i: int) -> Any:
+        rows = len(edits) * tokens
+        own = slice(i * tokens, (i + 1) * tokens)
+        if isinstance(x, np.ndarray) and x.ndim == 3 and x.shape[1:] == (rows, tokens):  # scores, patterns
+            return x[:, own]
+        return x[own] if isinstance(x, np.ndarray) and x.ndim and len(x) == rows else x
+
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right = compute(*inputs)
+        result = right.copy()
+        for i, own in enumerate(edits):
+            if own is None:
+                continue
+            given = tuple(part(x, i) for x in inputs)
+            seen = _Parts(step.seen, partial(part, i=i))
+            place = part(result, i)
+            try:
+                value = own(Step(step.name, step.setting, seen, given, part(right, i), compute), compute, *given)
+                value = value.reshape(place.shape)
+                if not np.isfinite(np.where(np.isneginf(value), 0, value)).all():
+                    raise FloatingPointError
+                place[:] = value
+            except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
+                failed.add(i)  # not every edit can be made of every shape
+        return result
+
+    return edit
+
+
+class _Parts(Mapping[str, NDArray]):
+    """One copy's part of each tensor."""
+
+    def __init__(self, seen: Mapping[str, NDArray], part: Callable[[NDArray], NDArray]) -> None:
+        self.seen, self.part = seen, part
+
+    def __getitem__(self, name: str) -> NDArray:
+        return self.part(self.seen[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.seen)
+
+    def __len__(self) -> int:
+        return len(self.seen)
 
 
 def _same_inputs(earlier: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
@@ -313,6 +379,16 @@ def _same_inputs(earlier: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
 
 def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
     return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
+
+
+@lru_cache(maxsize=64)
+def _transposed(w: TernaryLinear) -> NDArray[np.float32]:
+    return np.ascontiguousarray(w.ternary().T.astype(np.float32))
+
+
+def _small_product(x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
+    """`quantization.ternary_matmul` of a small matrix that is not unpacked each time: a search multiplies often."""
+    return (x_q.astype(np.float32) @ _transposed(w)).astype(np.int32)
 
 
 @cache
