@@ -398,7 +398,7 @@ HYPOTHESES = (
         "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.",
         lambda s: _rotated(s, _NoTurn),
     ),
-    rotation_mistake(
+    rotated_table_mistake(
         "rotation_and_inverse_ignored",
         "matrices and the embedding in a Hadamard basis are used as plain ones",
         "Multiply by R x, and turn rows of the embedding back, as the keys prism.hadamard.* say.",
