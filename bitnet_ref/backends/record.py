@@ -43,7 +43,7 @@ from ..errors import NumericsError
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import DeltaConfig, ModelConfig
-from ..reference.delta_net import delta_inputs, delta_recurrence
+from ..reference.delta_net import DeltaInputs, delta_inputs, delta_recurrence
 from ..reference.weights import GroupTernaryWeight, ModelWeights, TernaryLinear
 from .backend import Backend
 
@@ -231,32 +231,22 @@ class Recorder:
         batch: TokenBatch,
     ) -> Any:
         if self.wants(f"{self.block}.attn.hook_state"):
-            self._keep_states(*map(self.be.to_host, (mixed, log_alpha, beta)), cfg, cache, layer, batch.on_host)
+            host = self.be.to_host
+            self._keep_states(delta_inputs(host(mixed), host(log_alpha), host(beta), cfg), cache, layer, batch.on_host)
         y = call(mixed, log_alpha, beta, cfg, cache, layer, batch)
         self.keep(f"{self.block}.attn.hook_delta_out", y)
         return y
 
-    def _keep_states(
-        self,
-        mixed: NDArray,
-        log_alpha: NDArray,
-        beta: NDArray,
-        cfg: DeltaConfig,
-        cache: KVCache,
-        layer: int,
-        batch: TokenBatch,
-    ) -> None:
+    def _keep_states(self, inputs: DeltaInputs, cache: KVCache, layer: int, batch: TokenBatch) -> None:
         """The memory after each token, computed by the reference: the op only leaves the last one."""
         assert cache.states is not None
-        shape = (len(batch), cfg.value_heads, cfg.key_dim, cfg.value_dim)
-        after = np.empty(shape, dtype=mixed.dtype)
+        after = []
         for slot, _, rows in batch.sequences():
             memory = cache.states.memory_of(layer, slot).copy()
             for i in range(rows.start, rows.stop):
-                one = slice(i, i + 1)
-                delta_recurrence(delta_inputs(mixed[one], log_alpha[one], beta[one], cfg), memory)
-                after[i] = memory
-        self.keep(f"{self.block}.attn.hook_state", after)
+                delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
+                after.append(memory.copy())
+        self.keep(f"{self.block}.attn.hook_state", np.stack(after))
 
     def _on_attention(
         self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None

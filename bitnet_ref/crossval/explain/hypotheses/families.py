@@ -149,9 +149,13 @@ def _grouped(s: Setting, change: Callable[[GroupTernaryWeight], LinearWeight | N
         count += other is not None
         return weight if other is None else other
 
-    layers = tuple(replace(w, **{name: changed(each) for name, each in w.linears()}) for w in s.weights.layers)
-    weights = replace(s.weights, layers=layers, lm_head=changed(s.weights.lm_head))
-    return replace(s, weights=weights) if count else None
+    def layer(w: LayerWeights) -> LayerWeights:
+        linears: dict[str, Any] = {name: changed(each) for name, each in w.linears()}
+        return replace(w, **linears)
+
+    other = s.map_layers(layer)
+    other = replace(other, weights=replace(other.weights, lm_head=changed(s.weights.lm_head)))
+    return other if count else None
 
 
 def _with_scales(w: GroupTernaryWeight, scales: NDArray) -> DenseWeight:
