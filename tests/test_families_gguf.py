@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
-from bitnet_ref.crossval.paths import check_paths
+from bitnet_ref.crossval import paths as crossval_paths
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import convert
@@ -172,8 +173,9 @@ def test_a_rotated_model_in_other_files(tmp_path, backend_name):
 
 def test_the_folded_rotation_is_a_path_of_crossval(backend_name):
     reference = bitnet_ref.load(ROTATED, backend="numpy")
-    checks = check_paths(lambda **settings: choose_backend(backend_name, **settings), reference, list(range(5)))
-    assert [check.passed for check in checks if check.path == "folded rotation"] == [True]
+    checks = dict(crossval_paths._checks(partial(choose_backend, backend_name), reference, [5, 6, 7], True))
+    compared, problem, words = checks["folded rotation"]()
+    assert (compared, problem) == (3 * reference.config.vocab_size, None), words
 
 
 @pytest.mark.parametrize("tensor", ["signs", "order"])
@@ -232,7 +234,7 @@ def test_qwen35_as_llama_cpps_converter_writes_it(tmp_path):
 def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
     """ssm_out reads R x of the inputs in the file's order of heads."""
     path, source = tmp_path / "x.gguf", tmp_path / "source.gguf"
-    convert(HYBRID, source, "gguf-pq2_0")
+    convert(HYBRID, source, "gguf-pq2_0", verify=False)
     with GgufFile(source) as file:
         planes = [t.name for t in file.tensors.values() if t.type.name == "PQ2_0"]
         wide = [t for t in file.tensors.values() if t.name.endswith("ssm_out.weight")]
@@ -267,7 +269,7 @@ def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
     assert sorted(rotation.order) == list(range(256)) != rotation.order.tolist()
     np.testing.assert_allclose(folded.logits(tokens), m.logits(tokens), rtol=0, atol=1e-4)
     for target, again in (("gguf-pq2_0", tmp_path / "y.gguf"), ("native", tmp_path / "y.bitnet.safetensors")):
-        assert convert(path, again, target).exact
+        convert(path, again, target, verify=False)
         np.testing.assert_array_equal(bitnet_ref.load(again, backend="numpy").logits(tokens), m.logits(tokens))
 
 

@@ -190,8 +190,8 @@ class _ModelTensors:
     def _check_groups(self) -> None:
         """Errors for a model without matrices that are ternary by groups."""
         if self.config.quantization is not None and self.config.quantization.int8_activations:
-            message = f"gguf-{self.kind} means that activations stay floats, and here they are int8; use "
-            raise FormatError(message + self._fitting_kind(), field="quantization")
+            message = f"gguf-{self.kind} means that activations stay floats, and here they are int8"
+            raise FormatError(f"{message}; use native, or {self._fitting_kind()}", field="quantization")
         if self.checkpoint.rotations and not self.checkpoint.is_folded and self.kind == "q2_0":
             self.checkpoint.refuse_rotation("gguf-q2_0")
         if not any(self._groups(name) for name in linear_names(self.config)):
