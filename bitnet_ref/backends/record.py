@@ -84,7 +84,7 @@ class RecordedTensors(dict[str, NDArray]):
     def _repr_html_(self) -> str:
         rows = [f"<tr><td>{name}</td><td>{a.dtype} {a.shape}</td></tr>" for name, a in list(self.items())[:SHOWN_ROWS]]
         rows += [f"<tr><td colspan=2>and {len(self) - SHOWN_ROWS} more</td></tr>"] * (len(self) > SHOWN_ROWS)
-        return f"<table>{''.join(rows)}</table>"
+        return f"<table style='white-space:nowrap'>{''.join(rows)}</table>"
 
 
 class Recorder:
