@@ -63,11 +63,17 @@ def forward(ids, W, C, R, record):  # type: ignore[no-untyped-def]
         q = q.reshape(N, H, d)
         k = k.reshape(N, G, d)
         v = v.reshape(N, G, d)
-        if C.qk_norm:
-            q = R(q / R(np.sqrt(C.mean(q * q) + eps)) * w["q_norm"])
-            k = R(k / R(np.sqrt(C.mean(k * k) + eps)) * w["k_norm"])
         record(b + "attn.hook_q", q)
         record(b + "attn.hook_k", k)
+        if C.qk_norm:
+            rq = R(np.sqrt(C.mean(q * q) + eps))
+            rk = R(np.sqrt(C.mean(k * k) + eps))
+            q = R(q / rq * w["q_norm"])
+            k = R(k / rk * w["k_norm"])
+            record(b + "attn.q_norm.hook_scale", rq[..., 0])
+            record(b + "attn.q_norm.hook_normalized", q.reshape(N, -1))
+            record(b + "attn.k_norm.hook_scale", rk[..., 0])
+            record(b + "attn.k_norm.hook_normalized", k.reshape(N, -1))
         pos = np.arange(N)
         freq = C.theta ** (-np.arange(0, d, 2) / d)
         ang = pos[:, None] * freq
@@ -148,8 +154,9 @@ def linear(x, m, C, R, record, name, layer):  # type: ignore[no-untyped-def]
 # -- the mistakes: changes of that text --------------------------------------------------------------------------------
 
 VARIABLES = {  # the variable, the beginning of the line that assigns it, the ends of the trace names that then may differ
-    "x0": ("x = R(W", "hook_embed"), "r1": ("r1 =", "ln1.hook_scale"), "h1": ("h = R(x / r1", "ln1.hook_normalized"),
-    "q": ("q = q.reshape", "hook_q q_norm"), "k": ("k = k.reshape", "hook_k k_norm"), "v": ("v = v.reshape", "hook_v"),
+    "x0": ("x = R(W", "hook_embed"), "rqn": ("rq =", "q_norm.hook_scale"), "rkn": ("rk =", "k_norm.hook_scale"), "qn": ("q = R(q /", "q_norm.hook_normalized"), "kn": ("k = R(k /", "k_norm.hook_normalized"),
+    "r1": ("r1 =", "ln1.hook_scale"), "h1": ("h = R(x / r1", "ln1.hook_normalized"),
+    "q": ("q = q.reshape", "hook_q"), "k": ("k = k.reshape", "hook_k"), "v": ("v = v.reshape", "hook_v"),
     "rq": ("q = R(np.con", "hook_rot_q"), "rk": ("k = R(np.con", "hook_rot_k"), "s": ("s = np.where", "hook_attn_scores"),
     "p": ("p =", "hook_pattern"), "z": ("z = R(C.dot", "hook_z"), "r2": ("r2 =", "attn.sub_norm.hook_scale"),
     "zn": ("z = R(z / r2", "attn.sub_norm.hook_normalized"), "o": ("o =", "hook_attn_out"), "x1": ("x = R(x + o", "hook_resid_mid"),
@@ -168,6 +175,7 @@ RULES: tuple[Rule, ...] = (
     ("r1", "np.sqrt(C.mean(x * x) + eps)", "np.abs(x).max(-1, keepdims=True)"), ("r3", "np.sqrt(C.mean(x * x) + eps)", "C.mean(np.abs(x))"),
     ("r1", "C.mean(x * x)", "C.mean(x * x) * D / (D - 1)"), ("r3", "C.mean(x * x)", "C.mean(x[:, :{cut}] ** 2)"), ("r5", "C.mean(x * x)", "C.mean(x[:, :{cut}] ** 2)"),
     ("r4", "C.mean(a * a)", "(a * a).sum(-1, keepdims=True)"), ("r2", "C.mean(z * z)", "(z * z).sum(-1, keepdims=True)"),
+    ("qn", "R(q / rq * w[\"q_norm\"])", "q"), ("kn", "* w[\"k_norm\"]", ""), ("qn", "w[\"q_norm\"]", "w[\"k_norm\"]"), ("rqn", "+ eps", "+ {eps}"), ("rkn", "np.sqrt(", "("),
     ("h1", "* w[\"attn_norm\"]", ""), ("h1", "w[\"attn_norm\"]", "w[\"ffn_norm\"]"), ("h2", "w[\"ffn_norm\"]", "w[\"attn_norm\"]"), ("h1", "w[\"attn_norm\"]", "(1 + w[\"attn_norm\"])"),
     ("h1", "x / r1", "x"), ("h2", "x / r3", "x"), ("h2", "x / r3", "x * r3"), ("y5", "x / r5", "x"), ("y5", "W[\"final_norm\"]", "W[0][\"attn_norm\"]"), ("y5", "* W[\"final_norm\"]", ""),
     ("h1", "w[\"attn_norm\"]", "W[(layer + 1) % C.L][\"attn_norm\"]"), ("h2", "R(x / r3 * w[\"ffn_norm\"])", "x"), ("h1", "R(x / r1 * w[\"attn_norm\"])", "x"),
@@ -345,6 +353,8 @@ def draw(rng: np.random.Generator, family: str, engine: Engine) -> Mistake | Non
         variable == "yd" and ternary
     ):
         return None
+    if variable in ("rqn", "rkn", "qn", "kn") and family != "qwen3":
+        return None
     function = "linear" if variable in ("xs", "xq", "acc", "yl", "yd", "amax") else "forward"
     (line,) = [text for text in SOURCE[function].split("\n") if text.strip().startswith(begin)]
     width = {"h1": engine.D, "v": engine.d, "a": engine.F, "z": engine.d, "q": engine.d, "k": engine.d}.get(
@@ -356,7 +366,7 @@ def draw(rng: np.random.Generator, family: str, engine: Engine) -> Mistake | Non
         width = engine.d
     if variable in ("s", "p"):
         width = 8
-    if variable in ("r1", "r2", "r3", "r4", "r5", "xs"):
+    if variable in ("r1", "r2", "r3", "r4", "r5", "xs", "rqn", "rkn"):
         width = 1
     start = int(rng.integers(0, max(1, width - 4)))
     values = {

@@ -377,7 +377,7 @@ PATTERNS: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "the softmax is of exp(s) without its sum", lambda s: np.exp(np.minimum(wide(s), 80))),
     (1, "the softmax's sum has 1 too much: exp(s) / (1 + sum), an attention sink", lambda s: _softmax(s, extra=1)),
     (1.1, "the softmax's sum has exp(max) too much: 1 / (1 + sum) after the maximum is subtracted", lambda s: _e(s) / (_e(s).sum(-1, keepdims=True) + 1)),
-    (1.1, "the softmax's sum lacks the token itself", lambda s: _e(s) / np.maximum((_e(s) * (_ij(s)[0] != _ij(s)[1])).sum(-1, keepdims=True), 1e-30)),
+    (1.1, "the softmax's sum lacks the token itself", lambda s: _e(s) / np.maximum((_e(s) * ((_ij(s)[0] != _ij(s)[1]) | (_ij(s)[0] == 0))).sum(-1, keepdims=True), 1e-30)),
     (1.1, "the softmax's sum lacks the first token", lambda s: _e(s) / np.maximum((_e(s) * (_ij(s)[1] > 0)).sum(-1, keepdims=True), 1e-30)),
     (
         1.1,

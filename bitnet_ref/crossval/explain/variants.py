@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ...backends.loaded import LoadedModel
 from ...backends.observe import observe
 from ...backends.record import Call, NamesFilter, Recorder
 from ...errors import BitNetRefError
-from ...reference import layers
+from ...reference import layers, model
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import forward
@@ -41,7 +42,16 @@ from ...reference.weights import (
 Op = Callable[..., NDArray]
 Edit = Callable[..., NDArray]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
 Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
-NORMS = ("attn_norm", "ffn_norm", "attn_sub_norm", "ffn_sub_norm")
+NORMS = (
+    "attn_norm",
+    "ffn_norm",
+    "attn_sub_norm",
+    "ffn_sub_norm",
+    "q_norm",
+    "k_norm",
+    "attn_post_norm",
+    "ffn_post_norm",
+)
 
 
 def causal(position: int, window: int | None) -> tuple[int, int]:
@@ -80,6 +90,7 @@ class Setting:
 
     tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
     edits: of steps, by name.
+    texts: replacements of functions of `reference.model` by name, for mistakes in the order of the ops.
     """
 
     config: ModelConfig
@@ -88,17 +99,21 @@ class Setting:
     ops: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     attention: AttentionRule = AttentionRule()
     edits: Mapping[str, Edit] = field(default_factory=dict)
+    texts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: LoadedModel, token_ids: Any) -> Setting:
+    def of(cls, loaded: LoadedModel, token_ids: Any) -> Setting:
         """The reference's own setting, whatever backend the model was loaded for."""
-        return cls(model.config, plain_weights(model.weights), model.check_tokens(token_ids))
+        return cls(loaded.config, plain_weights(loaded.weights), loaded.check_tokens(token_ids))
 
     def with_ops(self, **ops: Callable[..., Any]) -> Setting:
         return replace(self, ops={**self.ops, **ops})
 
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
         return replace(self, edits={**self.edits, **edits})
+
+    def with_texts(self, **texts: Callable[..., Any]) -> Setting:
+        return replace(self, texts={**self.texts, **texts})
 
     def with_attention(self, **values: Any) -> Setting:
         return replace(self, attention=replace(self.attention, **values))
@@ -150,11 +165,19 @@ class Setting:
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
-            uncapped = replace(self.config, logit_softcap=None)
-            logits = forward(observe(be, recorder), self.weights, uncapped, batch, cache)
-            if self.config.logit_softcap is not None:
-                recorder.step("lm_head.hook_out", layers.softcap, logits, self.config.logit_softcap)
+            forward(self._with_its_texts(observe(be, recorder)), self.weights, self.config, batch, cache)
         return recorder.seen
+
+    def _with_its_texts(self, be: Backend) -> Backend:
+        """The backend with blocks that call the replaced functions of the model's text."""
+        if self.texts:
+            names = {**vars(model), **self.texts}
+            for name, function in vars(model).items():
+                if isinstance(function, FunctionType) and name not in self.texts:
+                    names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
+            for block in ("attention_block", "feed_forward"):
+                setattr(be, block, partial(names[block], be))
+        return be
 
 
 @dataclass(frozen=True)
@@ -197,6 +220,8 @@ class _VariantRecorder(Recorder):
         return super().__call__(op, lambda *inputs: self.setting.around(op, call, inputs), args)
 
     def keep(self, name: str, array: NDArray) -> None:
+        if name == "lm_head.hook_out" and name not in self.steps and self.setting.config.logit_softcap is not None:
+            return  # `_on_linears` has a step for it
         super().keep(name, array)
         if name == self.until:
             raise _Finished
@@ -211,7 +236,7 @@ class _VariantRecorder(Recorder):
             step.result = compute(*inputs) if edit is None else edit(step, compute, *inputs)
             result = step.result if self.settle is None else self.settle(step)
         self.steps[name] = result
-        if not name.endswith(("hook_x_scale", "product", "uncapped")):  # a trace has the scale after the int8 values
+        if not name.endswith(("hook_x_scale", "product", "proj_scaled")):  # a trace has the scale after the int8 values
             self.keep(name, self.by_token(name.rpartition(".")[0], result))
         return result
 
@@ -229,10 +254,23 @@ class _VariantRecorder(Recorder):
         self.in_linears = True
         outputs = super()._on_linears(call, x, ws)
         self.in_linears = False
-        ends = {"o_proj": "hook_attn_out", "down_proj": "hook_mlp_out"}
-        if (end := ends.get(self.linear.rpartition(".")[2])) is not None:
-            return (self.step(f"{self.block}.{end}", np.asarray, outputs[0]),)
+        if self.linear.endswith("v_proj"):
+            names = [f"{self.block}.attn.hook_{letter}" for letter in "qk"]
+            heads = [y.reshape(len(y), -1, self.cfg.head_dim) for y in outputs[:2]]
+            q, k = (self.step(name, np.asarray, y) for name, y in zip(names, heads, strict=True))
+            return (q.reshape(outputs[0].shape), k.reshape(outputs[1].shape), *outputs[2:])
+        if self.linear == "lm_head" and (cap := self.setting.config.logit_softcap) is not None:
+            self.step("lm_head.hook_out", layers.softcap, outputs[0], cap)
         return outputs
+
+    def _on_scale(self, call: Call, x: NDArray, factor: float) -> Any:
+        if x.ndim == 3:
+            return self.step(f"{self.block}.attn.hook_scaled_q", call, x, factor)
+        name = f"{self.block}.{self.linear.rpartition('.')[2]}_scaled" if self.block else "hook_embed_scaled"
+        return self.step("ln_final.hook_scaled" if self.current.startswith("ln_final") else name, call, x, factor)
+
+    def _on_output_gate(self, call: Call, z: NDArray, gate: NDArray, activation: str) -> Any:
+        return self.step(f"{self.block}.attn.hook_gated_z", call, z, gate, activation)
 
     def _on_quantize_activations(self, call: Call, x: NDArray) -> Any:
         if "quantize_activations" in self.setting.ops:
@@ -255,26 +293,27 @@ class _VariantRecorder(Recorder):
         return self._product(call, x, w)
 
     def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryWeight) -> Any:
-        return self._product(call, x, w)
+        return self._product(partial(super()._on_group_matmul, call), x, w)
 
     def _product(self, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
-        """A linear's output; without its bias, which is another step, it has another name."""
+        """A linear's output; without its bias or cap, which are other steps, it has another name."""
         name = f"{self.linear}.{'hook_out' if w.bias is None else 'product'}"
         if self.linear == "lm_head" and self.setting.config.logit_softcap is not None:
-            name = "lm_head.uncapped"
+            name = "lm_head.hook_uncapped"
         return self.step(name, call, x, w, *scale)
 
     def _on_add(self, call: Call, x: NDArray, y: NDArray) -> Any:
         if self.in_linears:
             return self.step(f"{self.linear}.hook_out", call, x, y)
+        half = "attn" if self.linear.endswith("o_proj") else "mlp"
+        y = self.step(f"{self.block}.hook_{half}_out", np.asarray, y)
         middle = f"{self.block}.hook_resid_mid"
         return self.step(middle if middle not in self.steps else f"{self.block}.hook_resid_post", call, x, y)
 
-    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
+    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *in_part: bool) -> Any:
         attn = f"{self.block}.attn"
-        q, k = self.step(f"{attn}.hook_q", np.asarray, q), self.step(f"{attn}.hook_k", np.asarray, k)
         if "rope" in self.setting.ops:
-            q, k = call(q, k, cos, sin)
+            q, k = call(q, k, cos, sin, *in_part)
             self.keep(f"{attn}.hook_rot_q", q)
             self.keep(f"{attn}.hook_rot_k", k)
             return q, k

@@ -20,17 +20,18 @@ NOUNS = {
     "attn.hook_rot_q": "q after RoPE", "attn.hook_rot_k": "k after RoPE", "attn.hook_attn_scores": "the attention scores",
     "attn.hook_pattern": "the attention pattern", "attn.hook_z": "attention's values", "mlp.hook_pre": "the gate", "mlp.hook_pre_linear": "up",
     "mlp.hook_post": "act(gate) * up", "hook_resid_mid": "the stream after attention", "hook_resid_post": "the stream after the feed-forward",
-    "hook_resid_pre": "the stream before the block",
+    "hook_resid_pre": "the stream before the block", "hook_attn_out": "attention's result", "hook_mlp_out": "the feed-forward's result",
+    "attn.hook_scaled_q": "q times the query scale", "hook_embed_scaled": "the scaled embedding", "ln_final.hook_scaled": "the head's scaled input", "attn.hook_gated_z": "attention's gated values",
 }  # fmt: skip
 HOOKS = {
     "hook_scale": "the length in {}", "hook_normalized": "{}", "hook_x_scale": "the activation scale of {}", "hook_x_int8": "the int8 input of {}",
-    "hook_acc_int32": "the accumulators of {}", "hook_out": "the output of {}", "product": "the output of {} before its bias", "uncapped": "the output of {} before its cap",
+    "hook_acc_int32": "the accumulators of {}", "hook_out": "the output of {}", "product": "the output of {} before its bias", "hook_uncapped": "the output of {} before its cap",
 }  # fmt: skip
 # What computes a step: the function and the line of it to compare with.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "hook_embed": (ops.Ops.embed, "return"), "hook_scale": (layers.rms_scale, "np.sqrt"), "hook_normalized": (layers.rms_norm, "return"),
     "hook_x_scale": (quantization.quantize_activations, "x_quant_scale ="), "hook_x_int8": (quantization.quantize_activations, "x_q ="),
-    "hook_acc_int32": (quantization.ternary_matmul, "acc["), "product": (layers.dense_matmul, "y[i"), "uncapped": (layers.dense_matmul, "y[i"),
+    "hook_acc_int32": (quantization.ternary_matmul, "acc["), "product": (layers.dense_matmul, "y[i"), "hook_uncapped": (layers.dense_matmul, "y[i"),
     "hook_out": (quantization.dequantize, "return"), "hook_q": (model.attention_block, "q = q.reshape"), "hook_k": (model.attention_block, "k = k.reshape"),
     "hook_v": (model.attention_block, "v = v.reshape"), "hook_rot_q": (layers.apply_rope, "return"), "hook_rot_k": (layers.apply_rope, "return"),
     "hook_attn_scores": (layers.attention_scores, "return"), "hook_pattern": (layers.softmax, "return"), "hook_z": (layers.attention_values, "z = "),
