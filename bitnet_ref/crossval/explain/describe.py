@@ -796,7 +796,13 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     return edits
 
 
-def first_difference(one: Setting, other: Setting, view: View) -> str | None:
-    """The first tensor that the engine has not recorded and in which two explanations differ."""
+def first_difference(one: Setting, other: Setting) -> str | None:
+    """The first tensor in which two explanations differ by more than rounding; None if they are one."""
     first, second = one.run(), other.run()
-    return next((n for n in first if n not in view and n in second and not np.array_equal(first[n], second[n])), None)
+    for name, a in first.items():
+        b = second.get(name)
+        if b is not None and not np.allclose(
+            np.nan_to_num(a), np.nan_to_num(b), rtol=1e-4, atol=1e-5 * float(np.abs(np.nan_to_num(a, neginf=0)).max())
+        ):
+            return name
+    return None

@@ -60,6 +60,8 @@ class Diagnosis:
             details.append(f"with it the logits' relative error goes {errors}")
         if self.first_difference is not None:
             details.append(f"the first difference is then at {self.first_difference}")
+        if self.record_next is not None:
+            details.append(f"{self.record_next} would tell it from the others: record it next")
         text = f"{verdict}: {self.cause}" + (f" ({'; '.join(details)})" if details else "")
         return f"{text}. {self.remedy}" if self.confirmed else text
 
@@ -289,13 +291,15 @@ class _Search:
             confirmed = comparison.agrees or not finding.left
             first = None if confirmed else finding.left[0] if finding.left else _first_name(comparison)
             self.diagnoses.append(self._judge(hypothesis, confirmed, True, first, error, finding.example))
-        names = [d.cause for d in self.diagnoses if d.confirmed and d.name == "described"]
-        if len(names) > 1:
-            one, other = (self.hypotheses[name].change(self.setting) for name in names[:2])
+        equal = [d for d in self.diagnoses if d.confirmed and d.name == "described"]
+        for d in equal[1:]:  # the same computation in other words, or one that another tensor would tell apart
+            one, other = (self.hypotheses[each.cause].change(self.setting) for each in (equal[0], d))
             assert one is not None
             assert other is not None
-            decides = first_difference(one, other, self.candidate)
-            self.diagnoses[:] = [replace(d, record_next=decides) if d.cause in names else d for d in self.diagnoses]
+            decides = first_difference(one, other)
+            self.diagnoses.remove(d)
+            if decides is not None:
+                self.diagnoses.append(replace(d, record_next=decides))
 
     def _judge(
         self,
