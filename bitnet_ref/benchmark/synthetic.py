@@ -129,7 +129,7 @@ def synthetic_model(
             raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
         config = replace(config, num_hidden_layers=layers)
     weights = read_weights(RandomCheckpoint(config, seed), progress, backend.prepare_for)
-    return Model(config, backend.prepare_model(weights), backend)
+    return Model(config, backend.prepare_model(weights, config), backend)
 
 
 def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:

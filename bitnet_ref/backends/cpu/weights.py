@@ -16,6 +16,9 @@ from .extension import DEFAULT_LAYOUT, _cpu, layout_number
 
 # A smaller head is read from the processor's cache, or nearly: the screen costs what it saves.
 MIN_SCREENED_BYTES = 16 << 20
+# Smaller matrices stay in the processor's cache, where reading all of them in order costs no more.
+MIN_STRIPS_BYTES = 1 << 20
+MAX_STRIP = 1 << 17  # rows, and columns: the kernels' sums fit int32
 # Beyond this share of the rows all of them are computed: single rows come from memory more slowly than rows in order.
 MAX_CANDIDATES = 1 / 8
 
@@ -32,11 +35,16 @@ class PanelWeight(TernaryLinear):
     bias: NDArray[np.float32] | None = None
     input_norm: InputNorm | None = None
     layout: str = DEFAULT_LAYOUT
+    strips: NDArray[np.uint8] | None = None  # of its rows or columns, each in one piece: `kernels/cpu/strips.h`
+    by_columns: bool = False
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
 
     def __post_init__(self) -> None:
         sizes = self.out_features, self.in_features
-        view = _cpu.Panels(self.panels, *sizes, self.w_dequant_scale, self.bias, layout_number(self.layout))
+        layout = layout_number(self.layout)
+        view = _cpu.Panels(
+            self.panels, *sizes, self.w_dequant_scale, self.bias, layout, self.strips, self.by_columns
+        )
         object.__setattr__(self, "kernel_view", view)
 
     @property
@@ -45,7 +53,7 @@ class PanelWeight(TernaryLinear):
 
     @property
     def nbytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(array.nbytes for array in (self.panels, self.bias, self.strips) if array is not None)
 
     def plain(self) -> TernaryWeight:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
