@@ -101,9 +101,10 @@ static const kernel_set KERNEL_SETS[] = {
      SCREEN(plain),
      STRIPS(plain)},
 #if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2)},
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
-    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2)},
+    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
+     STRIPS(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
@@ -116,8 +117,8 @@ static const kernel_set KERNEL_SETS[] = {
      FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512)},
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };

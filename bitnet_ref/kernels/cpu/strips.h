@@ -78,6 +78,77 @@ static void strip_columns_plain(const uint8_t *strips, size_t strip_vectors, siz
 
 #if defined(__x86_64__)
 #include "ternary_avx512.h"
+#include "ternary_ymm.h"
+
+enum { YMM_PAIRS = 32 /* sums of two products, each at most 2 * 2 * 128, that fit int16 */ };
+
+/* a field of 32 codes times 32 activations -> 16 sums of two, in int16 */
+AVX2_INLINE __m256i avx2_pairs(__m256i codes, int s, __m256i x) { return _mm256_maddubs_epi16(avx2_field(codes, s), x); }
+
+AVX2_TARGET static void strip_rows_avx2(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
+                                        const int32_t *rows, size_t count, int32_t *acc) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const size_t bytes = n_vectors * STRIP_BYTES;
+    for (size_t j = 0; j < count; j++) {
+        const uint8_t *strip = strips + (size_t)rows[j] * bytes;
+        const uint8_t *next = strips + (size_t)rows[j + STRIPS_AHEAD < count ? j + STRIPS_AHEAD : j] * bytes;
+        __m256i sum = _mm256_setzero_si256();
+        for (size_t v = 0; v < n_vectors; v++) {
+            _mm_prefetch((const char *)next + v * STRIP_BYTES, _MM_HINT_T1);
+            __m256i pairs = _mm256_setzero_si256(); /* of 8 products of 2: far from the limit */
+            for (int half = 0; half < 2; half++) {
+                const __m256i codes = _mm256_loadu_si256((const __m256i *)(strip + v * STRIP_BYTES + 32 * half));
+                const __m256i *xs = (const __m256i *)(x + v * STRIP_K + 32 * half);
+                for (int s = 0; s < 4; s++)
+                    pairs = _mm256_add_epi16(pairs, avx2_pairs(codes, s, _mm256_loadu_si256(xs + 2 * s)));
+            }
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        }
+        const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+        const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+        acc[j] = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1) - x_sum;
+    }
+}
+
+/* 64 outputs' sums of two columns' products in int16, of up to YMM_PAIRS pairs of columns; then widened. Low and high
+ * hold bytes 0-7, 16-23 and 8-15, 24-31 of a half: `unpack` works within 16 bytes. */
+AVX2_TARGET static void strip_columns_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
+                                           const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+    const size_t bytes = strip_vectors * STRIP_BYTES;
+    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
+    for (size_t first = 0; first < count; first += 2 * YMM_PAIRS) {
+        const size_t last = first + 2 * YMM_PAIRS < count ? first + 2 * YMM_PAIRS : count;
+        for (size_t half = 0; half < 2 * n_vectors; half++) {
+            const size_t offset = 32 * half;
+            __m256i low[4], high[4];
+            for (int s = 0; s < 4; s++) low[s] = high[s] = _mm256_setzero_si256();
+            for (size_t j = first; j < last; j += 2) {
+                const int is_pair = j + 1 < last;
+                const uint8_t *one = strips + (size_t)columns[j] * bytes + offset;
+                const uint8_t *two = strips + (size_t)columns[j + is_pair] * bytes + offset;
+                const __m256i a = _mm256_loadu_si256((const __m256i *)one), b = _mm256_loadu_si256((const __m256i *)two);
+                const uint16_t word = (uint16_t)((uint8_t)x[j] | (is_pair ? (uint8_t)x[j + 1] << 8 : 0));
+                const __m256i xs = _mm256_set1_epi16((short)word);
+                const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
+                if (half % 2 == 0 && last + j - first + 1 < count) {
+                    _mm_prefetch((const char *)strips + (size_t)columns[last + j - first] * bytes + offset, _MM_HINT_T1);
+                    _mm_prefetch((const char *)strips + (size_t)columns[last + j - first + 1] * bytes + offset, _MM_HINT_T1);
+                }
+#define STRIP_PAIRS(s)                                                                                                 \
+    low[s] = _mm256_add_epi16(low[s], avx2_pairs(ab_low, s, xs));                                                      \
+    high[s] = _mm256_add_epi16(high[s], avx2_pairs(ab_high, s, xs));
+                STRIP_PAIRS(0) STRIP_PAIRS(1) STRIP_PAIRS(2) STRIP_PAIRS(3)
+            }
+            for (size_t s = 0; s < 4; s++) {
+                int16_t sums[2][16];
+                int32_t *to = acc + half / 2 * STRIP_K + 64 * s + 32 * (half % 2);
+                _mm256_storeu_si256((__m256i *)sums[0], low[s]);
+                _mm256_storeu_si256((__m256i *)sums[1], high[s]);
+                for (size_t i = 0; i < 32; i++) to[i] += sums[i / 8 % 2][i % 8 + i / 16 * 8];
+            }
+        }
+    }
+}
 
 AVX512_INLINE void avx512_fetch(const uint8_t *strip, size_t n_vectors) {
     for (size_t v = 0; v < n_vectors; v++) _mm_prefetch((const char *)strip + v * STRIP_BYTES, _MM_HINT_T1);
@@ -166,6 +237,68 @@ AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t str
                 for (size_t l = 0; l < 4; l++)
                     for (size_t t = 0; t < 4; t++) to[16 * l + 4 * u + t] = sums[16 * u + 4 * l + t] >> 2 * s;
         }
+}
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+/* Sums of products of int8 in int16: at most 2 * 128 each. */
+static void strip_rows_neon(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum, const int32_t *rows,
+                            size_t count, int32_t *acc) {
+    const uint8x16_t field = vdupq_n_u8(3);
+    const size_t bytes = n_vectors * STRIP_BYTES;
+    for (size_t j = 0; j < count; j++) {
+        const uint8_t *strip = strips + (size_t)rows[j] * bytes;
+        const uint8_t *next = strips + (size_t)rows[j + STRIPS_AHEAD < count ? j + STRIPS_AHEAD : j] * bytes;
+        int32x4_t sum = vdupq_n_s32(0);
+        for (size_t v = 0; v < n_vectors; v++) {
+            int16x8_t pairs = vdupq_n_s16(0); /* of 32 products: at most 8192 */
+            __builtin_prefetch(next + v * STRIP_BYTES);
+            for (int quarter = 0; quarter < 4; quarter++) {
+                uint8x16_t codes = vld1q_u8(strip + v * STRIP_BYTES + 16 * quarter);
+                const int8_t *xs = x + v * STRIP_K + 16 * quarter;
+                for (int s = 0; s < 4; s++, codes = vshrq_n_u8(codes, 2)) {
+                    const int8x16_t part = vreinterpretq_s8_u8(vandq_u8(codes, field)), values = vld1q_s8(xs + 64 * s);
+                    pairs = vmlal_s8(pairs, vget_low_s8(part), vget_low_s8(values));
+                    pairs = vmlal_s8(pairs, vget_high_s8(part), vget_high_s8(values));
+                }
+            }
+            sum = vpadalq_s16(sum, pairs);
+        }
+        acc[j] = vaddvq_s32(sum) - x_sum;
+    }
+}
+
+static void strip_columns_neon(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
+                               const int8_t *x, size_t count, int32_t *acc) {
+    enum { COLUMNS = 96 /* whose products fit int16 together */ };
+    const uint8x16_t field = vdupq_n_u8(3);
+    const size_t bytes = strip_vectors * STRIP_BYTES;
+    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
+    for (size_t first = 0; first < count; first += COLUMNS) {
+        const size_t last = first + COLUMNS < count ? first + COLUMNS : count;
+        for (size_t quarter = 0; quarter < 4 * n_vectors; quarter++) {
+            int16x8_t low[4], high[4];
+            for (int s = 0; s < 4; s++) low[s] = high[s] = vdupq_n_s16(0);
+            for (size_t j = first; j < last; j++) {
+                uint8x16_t codes = vld1q_u8(strips + (size_t)columns[j] * bytes + 16 * quarter);
+                const int8x8_t value = vdup_n_s8(x[j]);
+                if (quarter % 4 == 0 && last + j - first < count)
+                    __builtin_prefetch(strips + (size_t)columns[last + j - first] * bytes + 16 * quarter);
+                for (int s = 0; s < 4; s++, codes = vshrq_n_u8(codes, 2)) {
+                    const int8x16_t part = vreinterpretq_s8_u8(vandq_u8(codes, field));
+                    low[s] = vmlal_s8(low[s], vget_low_s8(part), value);
+                    high[s] = vmlal_s8(high[s], vget_high_s8(part), value);
+                }
+            }
+            for (size_t s = 0; s < 4; s++) {
+                int16_t sums[16];
+                int32_t *to = acc + quarter / 4 * STRIP_K + 64 * s + 16 * (quarter % 4);
+                vst1q_s16(sums, low[s]);
+                vst1q_s16(sums + 8, high[s]);
+                for (size_t i = 0; i < 16; i++) to[i] += sums[i];
+            }
+        }
+    }
 }
 #endif
 
