@@ -60,8 +60,8 @@ SHAPES: dict[str, ModelConfig] = {
     "tinyllama-1.1b": _shape(32000, 2048, 5632, 22, (32, 4, 64), _DENSE),  # TinyLlama-1.1B
 }
 
-# The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one. 256 = 3 * 81 + 13: the 13
-# in the middle, each with its negative, are a third more frequent than the others, so that the mean of weights is 0.
+# The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one. 256 = 3 * 81 + 13: 13
+# are a third more frequent than the others, those in the middle with their negatives, so that weights have mean 0.
 VALID_BYTES = np.array([byte for byte in range(256) if not byte & (byte >> 1) & 0x55], dtype=np.uint8)
 BIAS_CHANNELS, BIAS_SIZE = 64, 1 / 64  # of a model whose gates are zeros: `RandomCheckpoint`
 MAX_DRAWN = 1 << 22  # values of a dense matrix that are drawn at a time: 8 MB

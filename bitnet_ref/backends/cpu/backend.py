@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import ml_dtypes
@@ -130,7 +131,7 @@ class CythonBackend(KernelBackend):
     def _add_strips(self, w: LayerWeights) -> LayerWeights:
         """Strips of up_proj's rows and of down_proj's columns, for tokens that need few of them."""
         least = MIN_STRIPS_BYTES if self.strips == "auto" else 0
-        added = {}
+        added: dict[str, Any] = {}
         for name, by_columns in (("up_proj", False), ("down_proj", True)):
             panels = getattr(w, name)
             if type(panels) is PanelWeight and panels.panels.nbytes >= least and max(panels.shape) < MAX_STRIP:

@@ -9,7 +9,7 @@ cdef enum:
 
 
 cdef struct strip_counts:
-    int64_t calls, active, total, whole  # calls, rows or columns that were needed, of how many, and how many were read whole
+    int64_t calls, needed, read, total  # rows or columns: those that met no zero, those that were read, all
 
 
 cdef class StripCounts:
@@ -20,8 +20,8 @@ cdef class StripCounts:
         memset(&self.values, 0, sizeof(self.values))
 
     def read(self):
-        """(calls, rows or columns needed, of how many, how many were read in calls that read the panels)"""
-        return self.values.calls, self.values.active, self.values.total, self.values.whole
+        """(calls, rows or columns that met no zero, those that were read, all)"""
+        return self.values.calls, self.values.needed, self.values.read, self.values.total
 
 
 cdef inline Py_ssize_t strip_vectors(Py_ssize_t length) noexcept nogil:
@@ -127,7 +127,7 @@ cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
     cdef const ternary_method *form = &METHODS[c.method]
     cdef Py_ssize_t K = c.K, n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k
     cdef Py_ssize_t wide = max(n_blocks * <Py_ssize_t> form.block_k, strip_vectors(K) * STRIP_K), parts, part, rows, count = 0
-    cdef Py_ssize_t n_panels = c.first[1], active = 0, whole = 0, needed, i
+    cdef Py_ssize_t n_panels = c.first[1], needed = 0, read = 0, of_part, i
     cdef int team = threads_for(c.n_bytes, PANEL_BYTES_PER_THREAD, c.threads)
     cdef one_token t
     cdef bint by_columns = c.gate == NO_GATE
@@ -162,9 +162,10 @@ cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
             ids[count], values[count] = <int32_t> i, x_q[i]
             count += x_q[i] != 0
         c.counts.total += K
-        c.counts.active += count
+        c.counts.needed += count
+        c.counts.read += count
         if count * 100 > MAX_ACTIVE_COLUMNS * K:
-            c.counts.whole += K
+            c.counts.read += K - count
             n_panels = c.first[1]
             with parallel(num_threads=team):
                 for part in prange(n_panels, schedule="static"):
@@ -177,13 +178,13 @@ cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
     else:
         for part in prange(parts, num_threads=team, schedule="static"):
             mine = scratch + part * part_bytes
-            needed = gated_rows(c, &t, n_panels * part // parts, n_panels * (part + 1) // parts,
+            of_part = gated_rows(c, &t, n_panels * part // parts, n_panels * (part + 1) // parts,
                                 <float *> (mine + SCRATCH_BYTES) + 3 * (part_rows + PANEL_ROWS), mine)
-            active += needed if needed > 0 else -needed
-            whole += n_panels * (part + 1) // parts - n_panels * part // parts if needed < 0 else 0
+            needed += of_part if of_part > 0 else -of_part
+            read += of_part if of_part >= 0 else (n_panels * (part + 1) // parts - n_panels * part // parts) * PANEL_ROWS
         c.counts.total += c.n_out[0]
-        c.counts.active += active
-        c.counts.whole += min(whole * PANEL_ROWS, c.n_out[0])
+        c.counts.needed += needed
+        c.counts.read += min(read, c.n_out[0])
     free(memory)
     return OK
 
