@@ -145,8 +145,8 @@ def linear(x, m, C, R, record, name, layer):  # type: ignore[no-untyped-def]
     acc = xq.astype(np.float64) @ m[0].T.astype(np.float64)
     y = R(acc.astype(np.float32) * (m[1] / xs))
     record(name + ".hook_x_int8", xq.astype(np.int32))
-    record(name + ".hook_x_scale", xs)
-    record(name + ".hook_acc_int32", np.rint(acc).astype(np.int64))
+    record(name + ".hook_x_scale", np.broadcast_to(xs, amax.shape))
+    record(name + ".hook_acc_int32", acc)
     record(name + ".hook_out", y)
     return y
 

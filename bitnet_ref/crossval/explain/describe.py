@@ -39,7 +39,7 @@ from .edits import (
     next_id,
 )
 from .variants import Edit, Setting, Step, edit_copies
-from .wording import example, layer_of, noun, place_in_words, remedy, scope_in_words
+from .wording import example, layer_of, noun, place_in_words, remedy, role, scope_in_words
 
 
 class Report(Protocol):
@@ -545,6 +545,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
             f"activations are clipped to {low:g} and {high:g}",
             instead(lambda x, s: np.clip(np.rint(x * s), low, high)),
         )
+        yield from _rounding(step, theirs)
         offset = float(np.median(theirs - right))
         if offset:
             yield Description(
@@ -602,6 +603,34 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         )
     if step.result.dtype.kind == "f":
         yield from _sums_of_two(step, target, rows)
+
+
+def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
+    """round(x * scale + c) or round(x * scale * c): the constants that give every integer."""
+    v = step.inputs[0].astype(np.float64) * step.inputs[1]
+    inside = np.abs(theirs) < min(127, np.abs(theirs).max())
+    if not inside.any():
+        return
+    v, t = v[inside], theirs[inside]
+    low, high = (t - 0.5 - v).max(), (t + 0.5 - v).min()
+    text = "{} is added to x * scale before the rounding"
+    if low < high and (c := _plainest(low, high)):
+        yield Description(
+            1.2, text.format(f"{c:g}"), instead(lambda x, s: np.clip(np.rint(x * s + np.float32(c)), -128, 127))
+        )
+    big = np.abs(v) > 1
+    if big.any():
+        ends = np.sort(np.stack([(t - 0.5)[big] / v[big], (t + 0.5)[big] / v[big]]), axis=0)
+        f = _plainest(ends[0].max(), ends[1].min())
+        if ends[0].max() < ends[1].min() and f not in (0.0, 1.0):
+            text = f"x * scale is multiplied by {f:g} before the rounding"
+            yield Description(1.2, text, instead(lambda x, s: np.clip(np.rint(x * s * np.float32(f)), -128, 127)))
+
+
+def _plainest(low: float, high: float) -> float:
+    """The number between two with the fewest digits."""
+    middle = (low + high) / 2
+    return next((c for n in range(1, 9) if low < (c := float(f"{middle:.{n}g}")) < high), middle)
 
 
 def _in_order(x: NDArray, order: NDArray[np.int64]) -> NDArray:
@@ -753,6 +782,10 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
         left = Evidence(setting.with_edits(edits), view).wrong
         if name in left:
             continue
+        for wider in wider_scopes(evidence, explanation, edits):
+            if Evidence(setting.with_edits(wider), view).wrong == left:
+                edits = wider
+                break
         first = evidence.steps[explanation.names[0]]
         text = say(explanation.text, first)
         scope = scope_in_words(edits, evidence.steps)
@@ -761,6 +794,17 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
         if not left and len(findings) >= 3:
             break
     return sorted(findings, key=lambda finding: len(finding.left))
+
+
+def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
+    """The same edit in more steps, the widest first: those in which it does not show may have it too."""
+    kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
+    layers = {layer_of(n) for n in edits}
+    for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
+        names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
+        names = [n for n in names if every_layer or layer_of(n) in layers]
+        if len(names) > len(edits) and len(edits) > 1:
+            yield {**dict.fromkeys(names, explanation.edit), **edits}
 
 
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:

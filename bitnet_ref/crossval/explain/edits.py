@@ -482,6 +482,7 @@ def _kv_maps(noun: str) -> Iterator[Description]:
 
         return mapped
 
+    maps |= {f"{i}, for all heads": lambda h, g, i=i: [i % g] * h for i in range(1, 4)}
     for words, order in maps.items():
         yield Description(1.1, f"query head h reads kv head {words} in {noun}", edit(order))
 
@@ -524,9 +525,7 @@ def _rope(step: Step) -> Iterator[Description]:
         "those of the last token for all": p * 0 + n - 1,
         "negative": -p,
         "0 for the first two tokens": np.maximum(p - 1, 0),
-        "counted mod 2": p % 2,
-        "counted mod 4": p % 4,
-        "counted mod 8": p % 8,
+        **{f"counted mod {m}": p % m for m in range(2, 9)},
         "two too high": p + 2,
     }
     for words, places in positions.items():
