@@ -133,20 +133,54 @@ class Rotation:
         return quantization.hadamard(z, self.block) * self.signs
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupTernaryWeight(LinearWeight):
-    """A ternary matrix with a scale for every few inputs of a row, whose input stays in float: W = w_t * its scale.
+class GroupTernaryLinear(LinearWeight):
+    """A ternary matrix with a scale for every few inputs of a row, in any layout; its input stays in float.
 
     Ternary-Bonsai has groups of 128 inputs, TriLM a few large ones; one group for the whole row is a BitLinear without
     the quantisation of activations.
     """
+
+    in_features: int  # K
+    group: int
+    rotation: Rotation | None  # the planes are those of the rotated matrix
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype:
+        """Of the scales, and of the same matrix as a dense one."""
+
+    @abstractmethod
+    def planes(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        """Some rows as the reference takes them: packed (n, ceil(K/4)) and scales (n, ceil(K/group))."""
+
+    def plain(self) -> GroupTernaryWeight:
+        """The same weight, packed as the reference takes it."""
+        packed, scales = self.planes(slice(None))
+        return GroupTernaryWeight(packed, self.in_features, scales, self.group, self.bias, self.rotation)
+
+    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+        """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
+        packed, scales = self.planes(index)
+        planes = packed, self.in_features, scales, self.group
+        if self.rotation is not None:
+            return self.rotation.turn_back(quantization.expand_groups(*planes, np.float64)).astype(dtype)
+        return quantization.expand_groups(*planes, dtype)
+
+    def dense(self) -> DenseWeight:
+        """The same matrix, not packed."""
+        return DenseWeight(self.rows(slice(None), self.dtype if self.rotation is None else np.float32), self.bias)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupTernaryWeight(GroupTernaryLinear):
+    """Ternary by groups, packed as `quantization` describes: W = w_t * the scale of its group."""
 
     packed: NDArray[np.uint8]  # (N, ceil(K/4))
     in_features: int  # K
     scales: NDArray  # (N, ceil(K/group)) in the dtype of the matrix that was packed
     group: int
     bias: NDArray[np.float32] | None = None  # (N,)
-    rotation: Rotation | None = None  # the planes are those of the rotated matrix
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         columns, groups = (-(-self.in_features // each) for each in (quantization.CODES_PER_BYTE, self.group))
@@ -169,19 +203,13 @@ class GroupTernaryWeight(LinearWeight):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the scales, and of the same matrix as a dense one."""
         return self.scales.dtype
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
-        """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
-        planes = self.packed[index], self.in_features, self.scales[index], self.group
-        if self.rotation is not None:
-            return self.rotation.turn_back(quantization.expand_groups(*planes, np.float64)).astype(dtype)
-        return quantization.expand_groups(*planes, dtype)
+    def planes(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        return self.packed[index], self.scales[index]
 
-    def dense(self) -> DenseWeight:
-        """The same matrix, not packed."""
-        return DenseWeight(self.rows(slice(None), self.dtype if self.rotation is None else np.float32), self.bias)
+    def plain(self) -> GroupTernaryWeight:
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +222,7 @@ class DeltaWeights:
     norm: NDArray[np.float32]  # (dv,)
 
 
-EmbeddingWeight = DenseWeight | GroupTernaryWeight
+EmbeddingWeight = DenseWeight | GroupTernaryLinear
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -303,7 +331,12 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
     """The same weights as the reference takes them, out of whatever layout a backend has given them."""
     layers = []
     for layer in w.layers:
-        ternary: dict[str, Any] = {name: w.plain() for name, w in layer.linears() if isinstance(w, TernaryLinear)}
-        layers.append(replace(layer, **ternary))
-    head = w.lm_head.plain() if isinstance(w.lm_head, TernaryLinear) else w.lm_head
-    return replace(w, layers=tuple(layers), lm_head=head)
+        plain: dict[str, Any] = {name: _plain(weight) for name, weight in layer.linears()}
+        layers.append(replace(layer, **plain))
+    head = _plain(w.lm_head)
+    embedding = head if w.tied and isinstance(head, GroupTernaryWeight) else w.embedding
+    return replace(w, layers=tuple(layers), embedding=embedding, lm_head=head)
+
+
+def _plain(w: LinearWeight) -> LinearWeight:
+    return w.plain() if isinstance(w, TernaryLinear | GroupTernaryLinear) else w
