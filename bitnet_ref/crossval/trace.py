@@ -276,7 +276,7 @@ def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
     if isinstance(w, DenseWeight):
         _add_array(digest, name, w.array)
     elif isinstance(w, GroupTernaryLinear):
-        packed, scales = w.planes(slice(None))
+        packed, scales = w.packed_rows(slice(None))
         _add_array(digest, name, packed)
         _add_array(digest, f"{name}.scales {w.group}", scales)
     elif isinstance(w, TernaryLinear):

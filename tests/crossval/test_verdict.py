@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -179,6 +180,15 @@ def test_a_crossing_is_whole(width, seen):
     assert TRUNCATED not in text
     assert {bad.name, f"{bad.max_abs:.2e}", f"{bad.relative_l2:.1e}", "cosine"} <= words_of(text)
     assert words_of(crossing.verdict) <= words_of(text)
+
+
+def test_html_breaks_no_number(seen):
+    """A browser may break a line after any hyphen outside of "nowrap"."""
+    wrong = {**seen, LOGITS: seen[LOGITS] + np.float32(1e-3)}
+    crossing = Crossing("theirs", [compare(seen, wrong, model(CASE).config, IDS)])
+    assert re.search(r"\de-\d", crossing.verdict)
+    free = re.sub(r"<(span|table) style='white-space:nowrap'>.*?</\1>|<svg.*?</svg>", "", crossing._repr_html_())
+    assert not re.search(r"\de-\d", free)
 
 
 # -- the search for causes ---------------------------------------------------------------------------------------------

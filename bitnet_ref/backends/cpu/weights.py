@@ -79,7 +79,9 @@ class GroupPanelWeight(GroupTernaryLinear):
 
     def __post_init__(self) -> None:
         sizes = self.out_features, self.in_features, self.group, self.layout
-        turn = (None, 0) if self.rotation is None else (self.rotation.signs, self.rotation.block)
+        turn: tuple[NDArray | None, NDArray | None, int] = (None, None, 0)
+        if self.rotation is not None:
+            turn = self.rotation.signs, self.rotation.order, self.rotation.block
         view = _cpu.GroupPanels(self.panels, view_bits(self.scales), *sizes, self.bias, *turn)
         object.__setattr__(self, "kernel_view", view)
 
@@ -111,7 +113,7 @@ class GroupPanelWeight(GroupTernaryLinear):
     def dtype(self) -> np.dtype:
         return self.scales.dtype
 
-    def planes(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
         ids = np.arange(self.out_features)[index]
         packed = np.empty((len(ids), -(-self.in_features // quantization.CODES_PER_BYTE)), dtype=np.uint8)
         self.kernel_view.rows(ids, packed)

@@ -41,13 +41,15 @@ cdef class GroupPanels:
     cdef object scales
     cdef const void *scale_values
     cdef const float[::1] bias, signs
+    cdef const int64_t[::1] order
     cdef int kind
     cdef Py_ssize_t n_out, block
     cdef group_shape shape
 
     def __cinit__(self, const uint8_t[:, ::1] panels, scales, Py_ssize_t n_out, Py_ssize_t n_in, Py_ssize_t group,
-                  int layout, bias, signs, Py_ssize_t block):
-        """scales: (panels * chunks, GROUP_ROWS), of the dtypes of dense_matmul.  signs (n_in): of a rotation by blocks."""
+                  int layout, bias, signs, order, Py_ssize_t block):
+        """scales: (panels * chunks, GROUP_ROWS), of the dtypes of dense_matmul.  signs, order
+        (n_in): of a rotation by blocks."""
         cdef Py_ssize_t rows, columns
         count, size, chunks = group_sizes(n_out, n_in, group, layout)[:3]
         self.panels, self.scales, self.n_out, self.block = panels, scales, n_out, block
@@ -56,11 +58,14 @@ cdef class GroupPanels:
         if (n_out < 1 or panels.shape[0] != count or panels.shape[1] != size or rows != count * chunks
                 or columns != GROUP_ROWS):
             raise ValueError(f"GroupPanels: {panels.shape[0], panels.shape[1]}, scales {rows, columns} for {n_out, n_in}")
-        self.bias, self.signs = bias, signs
+        self.bias, self.signs, self.order = bias, signs, order
         if bias is not None and self.bias.shape[0] != n_out:
             raise ValueError(f"GroupPanels: bias {self.bias.shape[0]}, expected {n_out}")
         if signs is not None and (self.signs.shape[0] != n_in or block < 1 or block & (block - 1) or n_in % block):
             raise ValueError(f"GroupPanels: {self.signs.shape[0]} signs in blocks of {block}, for {n_in} columns")
+
+        if order is not None and (signs is None or self.order.shape[0] != n_in or not 0 <= min(order) <= max(order) < n_in):
+            raise ValueError(f"GroupPanels: the order of the inputs has {self.order.shape[0]} numbers, for {n_in} columns")
 
     def rows(self, const int64_t[::1] ids, uint8_t[:, ::1] packed):
         """packed[i] = row ids[i], four codes per byte"""
@@ -78,6 +83,7 @@ cdef class GroupPanels:
 cdef struct group_call:
     const float *x
     const float *signs  # of a rotation, or NULL
+    const int64_t *order  # of its inputs, or NULL
     Py_ssize_t M, K, block, n_panels
     group_shape shape
     const kernel_set *chosen
@@ -138,7 +144,7 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
         tokens = (part + 1) * c.M // parts - start
         if turned != NULL:
             for m in prange(tokens, num_threads=team, schedule="static"):
-                group_turn(c.x + (start + m) * K, K, c.signs, c.block, turned + m * K)
+                group_turn(c.x + (start + m) * K, K, c.signs, c.order, c.block, turned + m * K)
         for item in range(n_chunks):
             chunks[item].tokens = payload + item * tokens * c.shape.token_bytes
             chunks[item].steps = steps + item * tokens
@@ -184,14 +190,17 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     if M == 0 or count == 0:
         return OK
     cdef GroupPanels one = ws[0]
-    c.shape, c.block, c.signs = one.shape, one.block, NULL
+    c.shape, c.block, c.signs, c.order = one.shape, one.block, NULL, NULL
     if one.signs is not None:
         c.signs = &one.signs[0]
+    if one.order is not None:
+        c.order = &one.order[0]
     for i in range(count):
         w, y = ws[i], ys[i]
         if (y is None or <Py_ssize_t> w.shape.K != K or w.shape.group != c.shape.group
                 or w.shape.layout != c.chosen.group_layout or w.block != c.block
                 or (w.signs is None) != (c.signs == NULL) or (c.signs != NULL and &w.signs[0] != c.signs)
+                or (w.order is None) != (c.order == NULL) or (c.order != NULL and &w.order[0] != c.order)
                 or y.shape[0] != M or y.shape[1] != w.n_out):
             raise ValueError(f"group_linears: x {M, K}, weight {w.n_out, w.shape.K}, groups of {w.shape.group}")
         c.first[i] = c.n_panels

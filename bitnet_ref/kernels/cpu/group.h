@@ -144,11 +144,12 @@ typedef struct {
     const double *steps;    /* (T) */
 } group_chunk;
 
-/* Turns a row into the basis of the weights, H (signs x) block by block: reference/quantization.py, `hadamard`, operation
+/* Turns a row into the basis of the weights, H (signs x[order]) block by block: reference/quantization.py, `hadamard`, operation
  * by operation. */
-static void group_turn(const float *x, size_t K, const float *signs, size_t block, double *turned) {
+static void group_turn(const float *x, size_t K, const float *signs, const int64_t *order, size_t block,
+                       double *turned) {
     const double root = sqrt((double)block);
-    for (size_t k = 0; k < K; k++) turned[k] = (double)(x[k]) * (double)signs[k];
+    for (size_t k = 0; k < K; k++) turned[k] = (double)x[order ? order[k] : (int64_t)k] * (double)signs[k];
     for (size_t half = 1; half < block; half *= 2)
         for (size_t i = 0; i < K; i += 2 * half)
             for (size_t j = i; j < i + half; j++) {
