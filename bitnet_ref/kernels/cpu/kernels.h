@@ -10,6 +10,7 @@
 #include "kv_cache.h"
 #include "peaks.h"
 #include "screen_avx512.h"
+#include "strips.h"
 #include "table_avx2.h"
 #include "ternary_amx.h"
 #include "ternary_avx2.h"
@@ -78,23 +79,25 @@ typedef struct {
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
-    void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
-                        float *, float *, size_t);
     /* ternary by groups: group.h */
     int group_layout;
     double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *, int32_t *);
     void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, const group_chunk *, size_t, double *,
                         ternary_panel_fn, void *);
+    void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
+                        float *, float *, size_t);
     /* makes what `screen_rows` reads instead of X for M > SCREEN_TILE_TOKENS: (M rounded up to 16, wide); or NULL */
     void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
+    strip_rows_fn strip_rows; /* NULL, as `strip_columns`: this set reads everything */
+    strip_columns_fn strip_columns;
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
         attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
-        screen_pack_##suffix, screen_token_##suffix
-#define GROUPS(layout, suffix) layout, group_token_##suffix, group_panel_##suffix
-#define SCREEN(suffix, layout) screen_rows_##suffix, GROUPS(layout, suffix), NULL
+        screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
+#define SCREEN(suffix) screen_rows_##suffix, NULL
+#define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
@@ -102,25 +105,27 @@ static const kernel_set KERNEL_SETS[] = {
      {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}},
      NULL,
      FLOAT_STEPS(plain),
-     SCREEN(plain, GROUP_BY_PLANES)},
+     SCREEN(plain),
+     STRIPS(plain)},
 #if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2, GROUP_BY_PLANES)},
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
-    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2, GROUP_BY_PLANES)},
+    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
+     STRIPS(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512, GROUP_BY_TABLES)},
+     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, GROUPS(GROUP_BY_TABLES, avx512), screen_arrange_amx},
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512)},
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain, GROUP_BY_PLANES)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain, GROUP_BY_PLANES)},
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };
