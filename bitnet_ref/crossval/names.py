@@ -6,15 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import cache
 
+from ..backends.record import NORM_NAMES
+from ..formats.names import gguf_name, hf_modules, part_names
 from ..reference.config import ModelConfig
-from ..reference.weights import ATTENTION_LINEARS
+from ..reference.weights import ATTENTION_LINEARS, linear_name
 
 LOGITS = "lm_head.hook_out"
 INT8, SCALE, ACC, OUT = "hook_x_int8", "hook_x_scale", "hook_acc_int32", "hook_out"
 NORM_SCALE, NORMALIZED = "hook_scale", "hook_normalized"
 SYNONYMS = {"logits": LOGITS, "lm_head.hook_logits": LOGITS, "hook_logits": LOGITS}
+
+_BLOCK = re.compile(r"blocks\.([0-9]{1,9})\.")
+_LAYER = re.compile(r"(?:(?:model\.)?layers|blocks|blk)\.([0-9]{1,9})\.")  # in the names of others too
 
 # Of norms and linears, whose inputs depend on the model.   last part of the name: kind of op
 _MODULE_HOOKS = {
@@ -93,8 +101,51 @@ def op_kind(name: str, is_ternary: Callable[[str], bool] = lambda linear: True) 
 
 def layer_of(name: str) -> int | None:
     """The block that a name belongs to; None for the embedding, the last norm and the head."""
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "blocks" else None
+    match = _BLOCK.match(name)
+    return None if match is None else int(match[1])
+
+
+def trace_name(part: str) -> str:
+    """The name of what a part of the model computes: "blocks.0.attn_norm" -> "blocks.0.ln1.hook_normalized"."""
+    if part in (outside := {"embedding": "hook_embed", "final_norm": f"ln_final.{NORMALIZED}", "lm_head": LOGITS}):
+        return outside[part]
+    _, layer, *_, last = part.split(".")
+    if last in NORM_NAMES:
+        return f"blocks.{layer}.{NORM_NAMES[last]}.{NORMALIZED}"
+    return f"{linear_name(int(layer), last)}.{OUT}"
+
+
+def weight_names() -> list[tuple[list[str], str, str]]:
+    """(Hugging Face's modules, GGUF's name, the trace name of its result) of each part of layer 0 and outside it.
+
+    Without the parts that GGUF stores in another form.
+    """
+    parts = (part for part in part_names() if not gguf_name(part).endswith("."))
+    return [(hf_modules(part), gguf_name(part), trace_name(part)) for part in parts]
+
+
+@cache
+def _names_of_others() -> dict[str, str]:
+    """{name of a weight below its layer: trace name below the block}"""
+    tables = ((theirs, ours) for hf, gguf, ours in weight_names() for theirs in (*hf, gguf))
+    return {_LAYER.sub("", theirs): ours.removeprefix("blocks.0.") for theirs, ours in tables}
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """Which of the names an unknown one means: by the table of weights, or the most similar one of the same layer.
+
+    >>> nearest_name("model.layers.3.input_layernorm", ["hook_embed", "blocks.3.ln1.hook_normalized"])
+    'blocks.3.ln1.hook_normalized'
+    """
+    if len(name) > 200:
+        return None
+    match = _LAYER.match(name)
+    block, rest = ("", name) if match is None else (f"blocks.{int(match[1])}.", name[match.end() :])
+    same_layer = (each for each in names if (each.startswith(block) if block else _LAYER.match(each) is None))
+    choices = [each.removeprefix(block) for each in same_layer]
+    meant = _names_of_others().get(rest.removesuffix(".weight"))
+    near = [meant] if meant in choices else get_close_matches(rest, choices, n=1)
+    return f"{block}{near[0]}" if near else None
 
 
 def linear_of(name: str) -> str:

@@ -22,7 +22,7 @@ from ..errors import printable
 from ..system.atomic import atomic_path
 from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View
-from .explain.diagnose import Diagnosis
+from .explain.diagnose import Diagnoses
 from .metrics import tensor_of
 from .names import LOGITS
 from .paths import PathCheck
@@ -52,19 +52,26 @@ class Crossing:
     unavailable: str | None = None  # why it could not run here
     failed: str | None = None  # the error that ended its run
     evidence: Evidence | None = None  # for the plots of the report
-    causes: list[Diagnosis] = field(default_factory=list)  # tested causes of a difference, the confirmed ones first
+    causes: Diagnoses = field(default_factory=Diagnoses)  # tested causes of a difference, the confirmed ones first
     # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
     rule: str | None = None
     contract: Comparison | None = None  # then: with the unchanged reference
     greedy: Greedy | None = None  # of an engine that prints tokens only
     paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
+    other_tokens: str | None = None  # the ids that a trace should have run on, and those that its embedding shows
+    strict: bool = False  # tensors that are missing or have unknown names are no agreement
+
+    @property
+    def gaps(self) -> list[str]:
+        """What the comparison of the whole run left out: names that no run has, tensors that were not recorded."""
+        return [gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps]
 
     @property
     def agrees(self) -> bool | None:
         """None when it could not run: neither agreement nor difference."""
         if self.unavailable is not None:
             return None
-        if self.greedy is not None and not self.greedy.agrees:
+        if (self.greedy is not None and not self.greedy.agrees) or self.other_tokens or (self.strict and self.gaps):
             return False
         compared = bool(self.comparisons) or self.greedy is not None
         agree = all(comparison.agrees for comparison in self.comparisons) and all(check.passed for check in self.paths)
@@ -87,6 +94,11 @@ class Crossing:
         shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
+        if self.other_tokens is not None:
+            then = "" if "?" in self.other_tokens else f". On these: {verdict}"
+            return f"DIFFERS: the engine ran on other tokens, as its hook_embed shows: {self.other_tokens}{then}"
+        if shown.agrees and self.strict and self.gaps:
+            verdict = f"INCOMPLETE: {'; '.join(self.gaps)}. The others: {verdict}"
         if self.rule is None:
             return verdict
         verdict += f". Compared by its own rule: {self.rule}"
@@ -100,7 +112,11 @@ class Crossing:
     def diagnosis(self) -> list[str]:
         """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
         sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
-        return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
+        if self.causes and not sentences:
+            sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
+        if stopped := self.causes.stopped:
+            sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
+        return sentences
 
     def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
         """As plain JSON values; `describe` gives those of a comparison."""
@@ -110,6 +126,9 @@ class Crossing:
             "verdict": self.verdict,
             "unavailable": self.unavailable,
             "failed": self.failed,
+            "gaps": self.gaps,
+            "other_tokens": self.other_tokens,
+            "diagnosis": self.diagnosis(),
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "paths": [check.to_dict() for check in self.paths],

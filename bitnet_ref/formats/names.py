@@ -58,6 +58,11 @@ _HF_LINEAR = re.compile(rf"(?:model\.)?layers\.([0-9]{{1,18}})\.(?:self_attn|mlp
 _GGUF_LINEAR = re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(_PART_OF_GGUF)})\.weight")
 
 
+def part_names() -> list[str]:
+    """Our name of every part, those of a block under "blocks.0"."""
+    return ["embedding", *(f"blocks.0.{part}" for part in _IN_BLOCK), "final_norm", "lm_head"]
+
+
 def hf_modules(name: str, post_norms: bool = False) -> list[str]:
     """Every Hugging Face name of a part, transformers' first, without ".weight".
 
