@@ -130,12 +130,12 @@ FLIP_CEILING = 0.35
 # ulp of x * scale at 127, the rounding of the product itself.
 FLIP_FLOOR = 127 * EPSILON
 # Another engine may compute x / (max / 127), or in float64: what is a tie in float32 here is none there, and falls on
-# either side. So many, all on the same side: that engine rounds halves up, or away from zero (by chance 1 in 8 million).
+# either side. So many, all on the same side: that engine rounds halves up, or away from zero (by chance 1 in 8e6).
 TIES_IN_A_ROW = 24
 
 
 def angle_drift(kind: str, depth: int | None, tokens: int) -> NDArray[np.float64]:
-    """What another engine's tensor may be off by beyond its tolerance, because its angles are float32.   -> (tokens,)"""
+    """What another engine's tensor may be off by beyond its tolerance, its angles being float32.   -> (tokens,)"""
     affected = kind == "rope" or (depth is not None and tolerance_of(kind, own_engine=False).chain > 0)
     return np.arange(tokens) * (OTHER_ANGLES * EPSILON * affected)
 
