@@ -16,11 +16,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bug_list import LAYERS, MODEL
+from bug_list_families import TURN, WEIGHTS
 from bug_list_linears import FROM_HF, HF_FOLDER, I2S_AS_ARM, I2S_WRITTEN, QUANT, ROUNDED
 from numpy.typing import NDArray
 from planted_models import BASE, MODELS, TOKENS, tensors_for, write
@@ -33,8 +35,9 @@ from bitnet_ref.crossval.engines.engine import ExternalEngine
 from bitnet_ref.crossval.opponents import cross_trace
 from bitnet_ref.crossval.trace import Trace, write_trace
 from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.gguf.blocks import dequantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf, write_gguf_model
-from bitnet_ref.formats.gguf.file import GgufFile
+from bitnet_ref.formats.gguf.file import GgufFile, GgufTensor
 from bitnet_ref.formats.open import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,14 +71,14 @@ def of_copy(model: str | Path, *edits: tuple[str, str, str], tokens: Sequence[in
     def judge(folder: Path, python: str) -> Crossing:
         path = model if isinstance(model, Path) else (MODELS | OWN_MODELS)[model](folder / "model")
         with planted([Edit(*edit) for edit in edits]) as engine:
-            _, tensors = engine.load(path, backend="numpy", threads=1).run_with_cache(list(tokens))
+            _, tensors = load(path, engine).run_with_cache(list(tokens))
         return of_tensors(path, tensors, tokens, folder)
 
     return judge
 
 
-def load(path: Path) -> bitnet_ref.Model:
-    return bitnet_ref.load(path, backend="numpy", threads=1, allow_unquantized=True)
+def load(path: Path, package: Any = bitnet_ref) -> Any:
+    return package.load(path, backend="numpy", threads=1, allow_unquantized=True)
 
 
 def of_tensors(path: Path, tensors: Any, tokens: Sequence[int], folder: Path) -> Crossing:
@@ -140,23 +143,17 @@ def groups_of_128_in_llama_cpp(folder: Path, python: str) -> Crossing:
 
 
 def rotated_planes_in_llama_cpp(folder: Path, python: str) -> Crossing:
-    """The rotated planes with type 42, which llama.cpp knows: groups of 128 become two of 64 with the same scale."""
-    file = folder / "rotated.gguf"
-    with GgufFile(GROUPS / "pq2_0-hadamard.gguf") as source:
+    """The same planes as float32, so that activations are floats on both sides; the keys prism.hadamard.* stay."""
+    file, rotated = folder / "rotated.gguf", GROUPS / "pq2_0-hadamard.gguf"
+    with GgufFile(rotated) as source:
 
-        def halves(name: str) -> NDArray[np.uint8]:
-            blocks = np.frombuffer(source.read_raw(name), dtype=np.uint8).reshape(-1, 34)
-            d, first, second = blocks[:, :2], blocks[:, 2:18], blocks[:, 18:]
-            return np.concatenate([d, first, d, second], axis=1).reshape(-1)
+        def floats(t: GgufTensor) -> NDArray[np.uint8]:
+            raw = source.read_raw(t.name)
+            return raw if t.type.name == "F32" else dequantize(raw, t.type.name, t.shape).reshape(-1).view(np.uint8)
 
-        tensors = []
-        for t in source.tensors.values():
-            wide = t.type.name == "PQ2_0"
-            make = (lambda n=t.name: halves(n)) if wide else (lambda n=t.name: source.read_raw(n))
-            size = t.nbytes // 34 * 36 if wide else t.nbytes
-            tensors.append(TensorToWrite(t.name, t.shape, "Q2_0" if wide else t.type.name, make, size))
+        tensors = [TensorToWrite(t.name, t.shape, "F32", partial(floats, t)) for t in source.tensors.values()]
         write_gguf(file, source.typed, tensors)
-    return llama_cpp_on_gguf(file, file, folder, python)
+    return llama_cpp_on_gguf(file, rotated, folder, python)
 
 
 def weight_only(folder: Path) -> Path:
@@ -190,17 +187,13 @@ READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
     ("formats/gguf/model.py", "array = array.astype(np.float16)  # exact", "pass  # exact"),
 )
-NO_TURN = ("reference/ops.py", " if w.rotation is None else w.rotation.turn(x)", "")
-UNIT = "np.ones(x.shape[1:], dtype=np.float32) if weight is None else weight"
-FORCED = (
-    (MODEL, "    if w.attn_sub_norm is not None:  # BitNet\n", "    if True:\n"),
-    (MODEL, "    if w.ffn_sub_norm is not None:  # BitNet\n", "    if True:\n"),
-    (
-        "reference/ops.py",
-        "x: NDArray, weight: NDArray, eps: float) -> NDArray:\n",
-        f"x, weight, eps):\n        weight = {UNIT}\n",
-    ),
-)
+FORCE = """    {x} = {x} / np.sqrt(np.square({x}, dtype=np.float64).mean(-1, keepdims=True) + cfg.norm_eps).astype(np.float32)
+    if w.{norm} is not None:
+"""
+FORCED = [
+    (MODEL, f"    if w.{norm} is not None:  # BitNet\n", FORCE.format(x=x, norm=norm))
+    for x, norm in (("z", "attn_sub_norm"), ("h", "ffn_sub_norm"))
+]
 OWN_MODELS = {"weight only": weight_only}
 FEW = range(1, 13)  # token ids of the models of GROUPS
 
@@ -256,9 +249,9 @@ CASES = (
     Case(
         "hadamard",
         "hadamard-ignored",
-        OUT,
+        "blocks.0.attn.q_proj.hook_x_rotated",
         "rotation_ignored",
-        of_copy(GROUPS / "pq2_0-hadamard.gguf", NO_TURN, tokens=FEW),
+        of_copy(GROUPS / "pq2_0-hadamard.gguf", (WEIGHTS, TURN, "return x.astype(np.float64)"), tokens=FEW),
     ),
     Case(
         "hadamard-llama.cpp",

@@ -1,4 +1,4 @@
-"""Python packages that claim b1.58, as they install: which lines of their BitLinear differ from the reference's, and how.
+"""Python packages that claim b1.58, as they install: which lines of their BitLinear are wrong, and how.
 
     python crossval/packages.py [--write] bitnet=PYTHON bitlinear=PYTHON onebitllms=PYTHON transformers=PYTHON
 

@@ -239,12 +239,12 @@ class Walk:
     def refuse(self, name: str, shape: tuple[int, ...], note: str) -> OpResult:
         """The result for a tensor that cannot be compared."""
         figures = (0, 0, math.inf, None, math.inf, math.nan, math.nan)
-        kind, reason = op_kind(name, self._is_ternary), "what cannot be compared does not agree"
+        kind, reason = op_kind(name, self._is_ternary, self.config), "what cannot be compared does not agree"
         return OpResult(*figures, name, kind, shape, DIFFERS, None, math.inf, 0.0, reason, note)
 
     def judge(self, name: str, mine: Rows, theirs: Rows, depth: int | None = None, note: str = "") -> OpResult:
         """The candidate's tensor `theirs` against the reference's. depth: see `Tolerance.relative`."""
-        kind = op_kind(name, self._is_ternary)
+        kind = op_kind(name, self._is_ternary, self.config)
         by_head = kind in ("attention scores", "attention pattern")
         whole, reached, first_row = mine, self.reached, 0
         shape, given = mine.shape, theirs.shape

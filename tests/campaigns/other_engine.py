@@ -39,7 +39,9 @@ def run(model, tokens):
         return keep(f"{name}.hook_out", y if weight.bias is None else y + weight.bias)
 
     def head_norm(name, x, weight):
-        return norm(name, x.reshape(-1, d), weight).reshape(x.shape)
+        y = norm(name, x.reshape(-1, d), weight).reshape(x.shape)
+        out.update({key: out[key].reshape(n, -1) for key in (f"{name}.hook_scale", f"{name}.hook_normalized")})
+        return y
 
     def rope(x):
         inv_freq = F(cfg.rope.theta) ** (-np.arange(0, d, 2, dtype=F) / F(d))

@@ -208,7 +208,7 @@ class CythonBackend(KernelBackend):
         return self.kernels.rms_norm(x, weight, eps)
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin)
+        check_rope(q, k, cos, sin, whole=False)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:

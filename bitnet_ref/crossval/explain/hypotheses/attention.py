@@ -17,10 +17,12 @@ WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
 def _interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Rotate the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2)"""
+    """Rotate the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2), or narrower"""
+    x, rest = np.split(x, [2 * cos.shape[-1]], axis=-1)
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos[:, None], sin[:, None]
-    return np.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
+    turned = np.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
+    return np.concatenate([turned, rest], axis=-1)
 
 
 def _rope_interleaved(op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....reference.quantization import unpack_ternary
 from ....reference.weights import DenseWeight, GroupTernaryWeight, LayerWeights, LinearWeight, TernaryWeight
 from ..variants import Hypothesis, Setting, with_matrix
 
@@ -55,6 +53,8 @@ def _take_rows(w: LinearWeight, order: NDArray) -> LinearWeight:
     bias = None if w.bias is None else w.bias[order]
     if isinstance(w, TernaryWeight):
         return replace(w, packed=w.packed[order], bias=bias)
+    if isinstance(w, GroupTernaryWeight):
+        return replace(w, packed=w.packed[order], scales=w.scales[order], bias=bias)
     assert isinstance(w, DenseWeight)
     return replace(w, array=w.array[order], bias=bias)
 
@@ -64,38 +64,13 @@ def permute_qk(s: Setting, *, back: bool = False) -> Setting:
     q, k = (interleaving(n, s.config.head_dim) for n in (s.config.num_attention_heads, s.config.num_key_value_heads))
     if back:
         q, k = np.argsort(q), np.argsort(k)
-    return s.map_layers(lambda w: replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k)))
-
-
-def _as_blocks_of_64(w_t: NDArray[np.int8], scales: NDArray) -> NDArray[np.float32]:
-    """The matrix that a reader of 18-byte blocks makes of the file's 34-byte blocks. What the span lacks is zeros."""
-    codes = (w_t + 1).astype(np.uint8).reshape(-1, 32, 4)
-    packed = codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
-    blocks = np.concatenate([scales.astype(np.float16).reshape(-1, 1).view(np.uint8), packed], axis=1)
-    data = np.zeros(w_t.size // 64 * 18, dtype=np.uint8)
-    data[: blocks.size] = blocks.reshape(-1)
-    narrow = data.reshape(-1, 18)
-    quarters = narrow[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
-    d = np.ascontiguousarray(narrow[:, :2]).view(np.float16).astype(np.float32)
-    return (d * (quarters.reshape(-1, 64).astype(np.float32) - 1)).reshape(w_t.shape)
-
-
-def _q2_0_of_128_read_as_64(s: Setting) -> Setting | None:
-    changed: dict[int, DenseWeight] = {}
-    for w in (s.weights.embedding, *(w for _, w in s.weights.linears())):
-        if isinstance(w, GroupTernaryWeight) and w.group == 128 and w.in_features % 128 == 0:
-            w_t = unpack_ternary(w.packed, w.in_features)
-            changed[id(w)] = DenseWeight(_as_blocks_of_64(w_t, w.scales), w.bias, wide=True)
-    if not changed:
-        return None
 
     def layer(w: LayerWeights) -> LayerWeights:
-        linears: dict[str, Any] = {name: changed.get(id(weight), weight) for name, weight in w.linears()}
-        return replace(w, **linears)
+        if w.delta is not None:  # it has no RoPE
+            return w
+        return replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k))
 
-    embedding: Any = changed.get(id(s.weights.embedding), s.weights.embedding)
-    head: Any = changed.get(id(s.weights.lm_head), s.weights.lm_head)
-    return replace(s.map_layers(layer), weights=replace(s.map_layers(layer).weights, embedding=embedding, lm_head=head))
+    return s.map_layers(layer)
 
 
 HYPOTHESES = (
@@ -134,13 +109,6 @@ HYPOTHESES = (
         "I2_S bytes are read as four neighbouring weights each",
         "Byte j of a block of 128 holds the weights j, j+32, j+64 and j+96, from the high bits down.",
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.arange(128).reshape(4, 32).T.reshape(-1))),
-    ),
-    Hypothesis(
-        "hook_embed *_proj.hook_out lm_head.hook_out",
-        "q2_0_of_128_read_as_64",
-        "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
-        "Both have type id 42: a tensor's bytes divided by its weights tell which it is.",
-        _q2_0_of_128_read_as_64,
     ),
     layout_mistake(
         "four_in_a_byte_reversed",
