@@ -187,7 +187,7 @@ READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
     ("formats/gguf/model.py", "array = array.astype(np.float16)  # exact", "pass  # exact"),
 )
-FORCE = """    {x} = {x} / np.sqrt(np.square({x}, dtype=np.float64).mean(-1, keepdims=True) + cfg.norm_eps).astype(np.float32)
+FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32(cfg.norm_eps))
     if w.{norm} is not None:
 """
 FORCED = [
