@@ -84,7 +84,7 @@ class RecordedTensors(dict[str, NDArray]):
     def _repr_html_(self) -> str:
         rows = [f"<tr><td>{name}</td><td>{a.dtype} {a.shape}</td></tr>" for name, a in list(self.items())[:SHOWN_ROWS]]
         rows += [f"<tr><td colspan=2>and {len(self) - SHOWN_ROWS} more</td></tr>"] * (len(self) > SHOWN_ROWS)
-        return f"<table>{''.join(rows)}</table>"
+        return f"<table style='white-space:nowrap'>{''.join(rows)}</table>"
 
 
 class Recorder:
@@ -143,8 +143,8 @@ class Recorder:
         """A row for each token, of a norm over each head too."""
         return array.reshape(self.tokens, -1) if norm.endswith(HEAD_NORMS) else array
 
-    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
-        q, k = call(q, k, cos, sin)
+    def _on_rope(self, call: Call, *args: Any) -> Any:
+        q, k = call(*args)
         self.keep(f"{self.block}.attn.hook_rot_q", q)
         self.keep(f"{self.block}.attn.hook_rot_k", k)
         return q, k

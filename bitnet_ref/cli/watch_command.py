@@ -37,12 +37,13 @@ Stamps = dict[Path, tuple[int, int] | None]  # path -> (time of the last change 
 @trace_options
 @common_options
 def watch(command: tuple[str, ...], model: str, trace: Path | None, files: tuple[Path, ...], **options: Any) -> None:
-    """Run CMD, which writes a trace of MODEL, and compare the trace; again whenever CMD's files change.
+    """Run CMD, which writes a trace of a run of --model, and compare the trace; again whenever CMD's files change.
 
     Its files are the program, those of its arguments that are files, and each --file. A round shows the verdict, and
     which op was the first wrong one before and is now. Ctrl-C ends the watch with the exit code of the last round.
 
-        bitnet-ref crossval watch --model storyteller -- ./my_engine run.safetensors
+    \b
+        bitnet-ref crossval watch -- ./my_engine run.safetensors
     """
     loaded, before, code = load_reference(model), None, INTERRUPTED
     try:
@@ -164,7 +165,8 @@ def _find_trace(words: str, trace: Path | None, before: Stamps) -> Path:
     paths = set(before) if trace is not None else {*before, *Path().glob("*.safetensors")}
     changed = {path: stamp for path, stamp in _stamps(paths).items() if stamp is not None and stamp != before.get(path)}
     if not changed:
-        raise FormatError(f"{words} has not written a trace; name it with --trace", path=trace or Path("*.safetensors"))
+        what = "a file *.safetensors here; name the trace with --trace" if trace is None else "it"
+        raise FormatError(f"{words} has not written {what}", path=trace)
     return max(changed, key=lambda path: changed[path] or (0, 0))
 
 

@@ -10,6 +10,7 @@ import html
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,10 @@ class Crossing:
             sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
         return sentences
 
+    def _repr_html_(self) -> str:
+        """For notebooks: its part of the page that `write_html` writes."""
+        return _section("crossing", self)
+
     def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
         """As plain JSON values; `describe` gives those of a comparison."""
         return {
@@ -198,7 +203,8 @@ def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Cro
     about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
     rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in about.items())
     overview = "".join(
-        f'<tr><td><a href="#s{i}">{_e(c.opponent)}</a></td><td class="{_class(c.agrees)}">{_e(c.verdict)}</td></tr>'
+        f'<tr><td><a href="#s{i}">{_e(c.opponent)}</a></td>'
+        f'<td class="{_class(c.agrees)}">{_sentence(c.verdict)}</td></tr>'
         for i, c in enumerate(crossings)
     )
     body = "".join(_section(f"s{i}", crossing) for i, crossing in enumerate(crossings))
@@ -221,6 +227,7 @@ details{margin:.8em 0}.scroll{overflow-x:auto}
 """
 
 
+_WHOLE = "style='white-space:nowrap'"  # also in notebooks, without the style sheet
 _BY_DEPTH = (
     "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are layers. "
     "Equal tensors lie on the bottom line."
@@ -229,11 +236,17 @@ _BY_KIND = "By kind of op: smallest, median and largest relative L2 of the tenso
 
 
 def _section(anchor: str, c: Crossing) -> str:
-    parts = [f'<h2 id="{anchor}">{_e(c.opponent)}</h2><p class="{_class(c.agrees)}">{_e(c.verdict)}</p>']
+    parts = [f'<h2 id="{anchor}">{_e(c.opponent)}</h2><p class="{_class(c.agrees)}">{_sentence(c.verdict)}</p>']
+    parts += [f"<p>{_sentence(gap)}</p>" for gap in c.gaps]
     if causes := c.diagnosis():
-        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_e(cause)}</li>' for cause in causes)}</ul>")
+        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_sentence(cause)}</li>' for cause in causes)}</ul>")
+        parts += [
+            f"<pre>{_e(cause.example)}</pre>"
+            for cause in c.causes
+            if cause.example and (cause.confirmed or cause.partly)
+        ]
     for comparison in c.comparisons:
-        parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_e(comparison.verdict)}</p>")
+        parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:
             continue
         ops = comparison.ops
@@ -267,7 +280,7 @@ def _by_kind(ops: Sequence[OpResult]) -> list[tuple[str, int, int, list[float]]]
 def _flips(comparison: Comparison) -> str:
     if not comparison.n_flips:
         return ""
-    shown = "".join(f"<li>{_e(str(flip))}</li>" for flip in comparison.flips[:20])
+    shown = "".join(f"<li>{_sentence(str(flip))}</li>" for flip in comparison.flips[:20])
     return f"<details><summary>{comparison.n_flips} rounding flips, expected</summary><ol>{shown}</ol></details>"
 
 
@@ -286,7 +299,7 @@ def _table(ops: Sequence[OpResult]) -> str:
             f"<td>{_e(op.note)}</td></tr>"
         )
     return (
-        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table><tr>{head}</tr>'
+        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table {_WHOLE}><tr>{head}</tr>'
         f"{''.join(rows)}</table></div></details>"
     )
 
@@ -305,3 +318,8 @@ def _class(agrees: bool | None) -> str:
 
 def _e(text: Any) -> str:
     return html.escape(printable(str(text)))
+
+
+def _sentence(text: str) -> str:
+    """Prose whose numbers (1.7e-05) and names are not broken at a hyphen or slash at the end of a line."""
+    return re.sub(r"\S*\w[-/]\w\S*", rf"<span {_WHOLE}>\g<0></span>", _e(text))

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -181,6 +182,15 @@ def test_a_crossing_is_whole(width, seen):
     assert words_of(crossing.verdict) <= words_of(text)
 
 
+def test_html_breaks_no_number(seen):
+    """A browser may break a line after any hyphen outside of "nowrap"."""
+    wrong = {**seen, LOGITS: seen[LOGITS] + np.float32(1e-3)}
+    crossing = Crossing("theirs", [compare(seen, wrong, model(CASE).config, IDS)])
+    assert re.search(r"\de-\d", crossing.verdict)
+    free = re.sub(r"<(span|table) style='white-space:nowrap'>.*?</\1>|<svg.*?</svg>", "", crossing._repr_html_())
+    assert not re.search(r"\de-\d", free)
+
+
 # -- the search for causes ---------------------------------------------------------------------------------------------
 
 
@@ -283,7 +293,7 @@ def test_watch(tmp_path, seen):
 
 def test_watch_without_a_trace(tmp_path):
     child = process("crossval", "watch", "--model", CASE, "true", stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert "has not written a trace; name it with --trace" in child.stdout.readline()
+    assert "has not written a file *.safetensors here; name the trace with --trace" in child.stdout.readline()
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=20)
     assert child.returncode == 3
