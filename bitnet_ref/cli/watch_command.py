@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import BitNetRefError, FormatError, printable
+from ..errors import BitNetRefError, FormatError
 from .crossval_command import load_reference, look_for_causes, trace_options
-from .shell import BAD_FILE, DIFFERS, INTERRUPTED, common_options, paint, print_json, wants_json
+from .shell import BAD_FILE, DIFFERS, INTERRUPTED, common_options, print_json, show, style_text, wants_json
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -97,7 +97,7 @@ def _run(
         path = _find_trace(words, trace, written)
         crossing = cross_trace(model, path, causes=False, strict=strict)
         if not wants_json():
-            _say_verdict(crossing.verdict, bool(crossing.agrees))
+            _say(crossing.verdict, "green" if crossing.agrees else "red")
         if not no_causes:
             look_for_causes(crossing, model, path, budget)
     except (OSError, BitNetRefError) as error:
@@ -122,22 +122,21 @@ def _show(result: _Round, before: _Round | None, sources: Stamps) -> None:
         print_json({**vars(result), "before": None if before is None else before.first})
         return
     if result.verdict.startswith("FAILED"):
-        _say_verdict(result.verdict, False)
+        _say(result.verdict, "red")
     for line in [*result.gaps, *result.diagnosis]:
-        click.echo(printable(line))
+        _say(line)
     if before is not None and before.first != result.first:
-        click.echo(
-            f"first wrong op before: {printable(before.first)}\n                  now: {printable(result.first)}"
-        )
+        _say(f"first wrong op before: {before.first}\n                  now: {result.first}")
     elif before is not None:
-        click.echo(f"as before: {printable(result.first)}")
+        _say(f"as before: {result.first}")
     names = ", ".join(path.name for path in sources)
-    line = f"{time.strftime('%H:%M:%S')}, the engine ran {result.seconds:.1f} s; waiting for a change of {names}"
-    click.echo(paint(f"{printable(line)} (Ctrl-C ends)\n", sys.stdout, dim=True))
+    now = time.strftime("%H:%M:%S")
+    _say(f"{now}, the engine ran {result.seconds:.1f} s; waiting for a change of {names} (Ctrl-C ends)\n", "dim")
 
 
-def _say_verdict(verdict: str, agrees: bool) -> None:
-    click.echo(paint(printable(verdict), sys.stdout, fg="green" if agrees else "red"))
+def _say(text: str, style: str = "") -> None:
+    show(lambda out: out.print(style_text(text, style)))
+    sys.stdout.flush()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
