@@ -10,7 +10,10 @@ DELTA_NET = "reference/delta_net.py"
 HEAD_NORMS = """    if w.q_norm is not None and w.k_norm is not None:  # over each head: Qwen3, Gemma3
         q, k = norm_heads(be, q, w.q_norm, cfg), norm_heads(be, k, w.k_norm, cfg)
 """
-ROPE = "    q, k = be.rope(q, k, *rope)  # in Qwen3.5 only the first numbers of each head\n"
+ROPE = (
+    "    q, k = be.rope(q, k, *rope) if cfg.rotary_dim is None else "
+    "be.rope(q, k, *rope, partial=True)  # Qwen3.5: in part\n"
+)
 POST_NORM = """    if post_norm is not None:  # Gemma3
         y = be.rms_norm(y, post_norm, cfg.norm_eps)
 """

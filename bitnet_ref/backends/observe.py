@@ -60,8 +60,10 @@ class Observed(Backend):
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         return self.around("rope_tables", self.inner.rope_tables, (positions, rope, head_dim))
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        return self.around("rope", self.inner.rope, (q, k, cos, sin))
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        return self.around("rope", self.inner.rope, (q, k, cos, sin, *[True] * partial))
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         return self.around("quantize_activations", self.inner.quantize_activations, (x,))

@@ -143,8 +143,8 @@ class Recorder:
         """A row for each token, of a norm over each head too."""
         return array.reshape(self.tokens, -1) if norm.endswith(HEAD_NORMS) else array
 
-    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
-        q, k = call(q, k, cos, sin)
+    def _on_rope(self, call: Call, *args: Any) -> Any:
+        q, k = call(*args)
         self.keep(f"{self.block}.attn.hook_rot_q", q)
         self.keep(f"{self.block}.attn.hook_rot_k", k)
         return q, k

@@ -43,7 +43,7 @@ def attention_block(
     v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
     if w.q_norm is not None and w.k_norm is not None:  # over each head: Qwen3, Gemma3
         q, k = norm_heads(be, q, w.q_norm, cfg), norm_heads(be, k, w.k_norm, cfg)
-    q, k = be.rope(q, k, *rope)  # in Qwen3.5 only the first numbers of each head
+    q, k = be.rope(q, k, *rope) if cfg.rotary_dim is None else be.rope(q, k, *rope, partial=True)  # Qwen3.5: in part
     if cfg.query_scale != 1:  # scores are q k / sqrt(query_pre_attn_scalar), not q k / sqrt(d): Gemma3
         q = be.scale(q, cfg.query_scale)
     be.append(cache, layer, batch, k, v)

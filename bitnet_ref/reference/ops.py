@@ -35,12 +35,12 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
         raise ShapeError(op, expected=expected, got=got)
 
 
-def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, whole: bool = True) -> None:
-    """whole: all numbers of a head are turned; False: perhaps only the first ones."""
+def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False) -> None:
+    """Raises a ShapeError. partial: only the first numbers of each head are turned."""
     ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and cos.shape == sin.shape and len(q) == len(cos)
     width, turned = q.shape[-1], 2 * cos.shape[-1]
-    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)" + " or narrower" * (not whole)
-    require("rope", ok and (turned == width or (turned < width and not whole)), expected, q=q, k=k, cos=cos, sin=sin)
+    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)" + " or narrower" * partial
+    require("rope", ok and (turned == width or (turned < width and partial)), expected, q=q, k=k, cos=cos, sin=sin)
 
 
 def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
@@ -76,9 +76,14 @@ class Ops:
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        """q (N, H, d), k (N, G, d), cos and sin (N, r/2) -> q and k with the first r numbers of each head rotated."""
-        check_rope(q, k, cos, sin, whole=False)
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated.
+
+        partial: cos and sin may be narrower, (N, r/2); then only the first r numbers of each head are rotated.
+        """
+        check_rope(q, k, cos, sin, partial)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
     # -- linears -------------------------------------------------------------------------------------------------------

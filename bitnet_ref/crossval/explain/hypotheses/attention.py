@@ -25,7 +25,9 @@ def _interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
     return np.concatenate([turned, rest], axis=-1)
 
 
-def _rope_interleaved(op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+def _rope_interleaved(
+    op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *partial: bool
+) -> tuple[NDArray, NDArray]:
     return _interleaved(q, cos, sin), _interleaved(k, cos, sin)
 
 
@@ -90,13 +92,13 @@ HYPOTHESES = (
         "rope_missing",
         "q and k are not rotated at all",
         "Apply RoPE to q and k.",
-        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: (q, k)),
+        lambda s: s.with_ops(rope=lambda op, q, k, *rest: (q, k)),
     ),
     rope_mistake(
         "rope_backwards",
         "RoPE rotates in the other direction",
         "x' = x cos - y sin, y' = y cos + x sin.",
-        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: op(q, k, cos, -sin)),
+        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin, *partial: op(q, k, cos, -sin, *partial)),
     ),
     rope_mistake(
         "positions_from_one",

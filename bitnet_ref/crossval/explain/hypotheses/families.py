@@ -91,7 +91,7 @@ def _norm_after_rope(
         return attention_block(be, x, w, cfg, rope, batch, cache, layer)
     h = be.rms_norm(x, w.attn_norm, cfg.norm_eps)
     q, k, v = (y.reshape(len(x), -1, cfg.head_dim) for y in be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))
-    q, k = be.rope(q, k, *rope)
+    q, k = be.rope(q, k, *rope, *[True] * (cfg.rotary_dim is not None))
     q, k = norm_heads(be, q, w.q_norm, cfg), norm_heads(be, k, w.k_norm, cfg)
     q = q if cfg.query_scale == 1 else be.scale(q, cfg.query_scale)
     be.append(cache, layer, batch, k, v)
