@@ -22,6 +22,7 @@ from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
+from .serve_command import serve
 from .shell import Interface, debug_option, prepare_streams, report_os_error
 from .train_command import train, train_tokenizer
 
@@ -45,6 +46,7 @@ def cli() -> None:
 COMMANDS = (
     generate,
     chat,
+    serve,
     inspect,
     pull,
     list_models,

@@ -162,6 +162,11 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         return self._ticket.stats
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, as in `Generation`."""
+        return self._ticket.request.given.tolist()
+
+    @property
     def echo(self) -> str:
         """What the text begins with, by the parameter `echo`: the prompt."""
         return self._ticket.rows[0].echo
