@@ -194,7 +194,7 @@ def check(value: Any, path: str) -> None:
         if error.rule == "required" and isinstance(error.value, dict):
             name = next(key for key in error.definition["required"] if key not in error.value)
             raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None
-        rule = _RULES.get(error.rule)
+        rule = _RULES.get(str(error.rule))
         expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
         got = describe(error.value)
         raise RequestError(f"{name or 'the body'}: expected {expected}, got {got}", name) from None
@@ -220,7 +220,7 @@ def _in_words(schema: Schema) -> str:
         return ", or ".join(map(_in_words, schema["anyOf"]))
     if schema.get("type") == "array":
         return f"a list of {_in_words(schema['items'])}"
-    kinds = schema.get("type", schema.get("enum", "something else"))
+    kinds: Any = schema.get("type", schema.get("enum", "something else"))
     return kinds if isinstance(kinds, str) else " or ".join("null" if kind is None else kind for kind in kinds)
 
 
