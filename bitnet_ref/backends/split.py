@@ -182,12 +182,14 @@ class SplitBackend(Backend):
             return self.op_by_op().hidden(w, cfg, batch, cache)
         assert isinstance(cache, SplitKVCache)
         x = self.parts[0].backend.embed_on_host(w.embedding, batch.tokens)  # (N, D)
-        x = x if cfg.embedding_scale == 1 else Backend.scale(self, x, cfg.embedding_scale)
         for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
             self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
             ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(part.first, part.stop)
-            x = decoder_layers(be, be.from_host(x), w.layers[part.first : part.stop], own, ropes, placed, own_cache)
+            x = be.from_host(x)
+            if number == 0 and cfg.embedding_scale != 1:
+                x = be.scale(x, cfg.embedding_scale)
+            x = decoder_layers(be, x, w.layers[part.first : part.stop], own, ropes, placed, own_cache)
             if part is self.parts[-1]:
                 x = x if placed.wanted is None else be.take_rows(x, placed.wanted)
                 return head_input(be, w, cfg, x)

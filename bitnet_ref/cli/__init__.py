@@ -25,6 +25,7 @@ from .models_commands import list_models, pull, rm
 from .serve_command import serve
 from .shell import Interface, debug_option, prepare_streams, report_os_error
 from .train_command import train, train_tokenizer
+from .watch_command import watch
 
 EPILOG = """Each command has --help, and --json for programs.
 
@@ -61,6 +62,7 @@ COMMANDS = (
 )
 for command in COMMANDS:  # in the order of --help
     cli.add_command(command)
+crossval.add_command(watch)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

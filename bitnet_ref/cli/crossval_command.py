@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from functools import wraps
@@ -21,7 +22,9 @@ from .shell import (
     common_options,
     make_table,
     report,
+    show,
     style_text,
+    wants_json,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +73,36 @@ def outputs(function: AnyFunction) -> AnyFunction:
     return apply_options(function, options)
 
 
+def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """ "90", "60s" or "2m" in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|)", value.strip())
+    if match is None:
+        raise click.BadParameter(f"expected seconds or minutes, such as 90, 60s or 2m; got {value!r}", ctx, param)
+    return float(match[1]) * (60 if match[2] == "m" else 1)
+
+
+def trace_options(function: AnyFunction) -> AnyFunction:
+    """How a trace is judged."""
+    budget = "How long to look for the cause of a difference: 90, 60s, 2m."
+    options = [
+        click.option("--budget", default="60s", show_default=True, metavar="TIME", callback=seconds, help=budget),
+        click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference."),
+        click.option("--strict", is_flag=True, help="Fail for tensors that are missing or have unknown names."),
+    ]
+    return apply_options(function, options)
+
+
+def look_for_causes(crossing: Crossing, model: Model, file: Path, budget: float) -> None:
+    """`explain_trace` for so many seconds, with a line on the terminal that tells what is tested."""
+    from ..crossval.opponents import explain_trace
+
+    try:
+        with LoadingBar("looking for the cause") as bar:
+            explain_trace(crossing, model, file, progress=bar.tell, budget_s=budget)
+    except KeyboardInterrupt:  # outside the tests themselves
+        crossing.causes.stopped = "interrupted"
+
+
 @click.group(short_help="Compare the reference with other engines, op by op.")
 @common_options
 def crossval() -> None:
@@ -99,14 +132,18 @@ def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **
 @crossval.command(short_help="A trace file that some engine recorded.")
 @click.argument("model")
 @click.argument("file", type=_FILE)
-@click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference, which takes many runs.")
+@trace_options
 @outputs
 @common_options
-def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
-    """Compare the trace FILE of some engine with MODEL on the reference.
+def trace(model: str, file: Path, no_causes: bool, budget: float, strict: bool, **options: Any) -> None:
+    """Compare the trace FILE of some engine with MODEL on the reference: what is the first op that is wrong, and why?
 
-    The format of a trace is in crossval/README.md. A trace of a training step (tensors named grad.*, master.*) is
-    compared with the step that `bitnet-ref train` takes from MODEL, a folder of float masters.
+    The verdict comes first. Then the cause of a difference is looked for: the reference is run with one mistake after
+    the other. Ctrl-C ends the search and shows what is known by then.
+
+    The format of a trace, and how to write one from your engine, is in crossval/README.md. A trace of a training step
+    (tensors named grad.*, master.*) is compared with the step that `bitnet-ref train` takes from MODEL, a folder of
+    float masters.
     """
     from ..crossval import cross_trace
     from ..crossval.gradients import cross_gradients, is_training_trace
@@ -120,8 +157,12 @@ def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_reference(model)
-    crossings = [cross_trace(loaded, file, causes=not no_causes)]
-    finish("trace", model, loaded, ids, crossings, trace_file=file, **options)
+    crossing = cross_trace(loaded, file, causes=False, strict=strict)
+    if not wants_json():
+        show(lambda out: draw([crossing], [], out, causes=False))
+    if not no_causes:
+        look_for_causes(crossing, loaded, file, budget)
+    finish("trace", model, loaded, ids, [crossing], trace_file=file, draw_all=draw_causes, **options)
 
 
 @crossval.command(short_help="Record a run as a trace file.")
@@ -260,11 +301,12 @@ def finish(
     crossings: list[Crossing],
     *,
     trace_file: Path | None = None,
+    draw_all: Callable[[list[Crossing], list[str], Console], None] | None = None,
     html_path: Path | None,
     receipt: Path | None,
     require: bool,
 ) -> None:
-    """Show the comparisons, write the report and the receipt, and exit with the verdict."""
+    """Show the comparisons, write the report and the receipt, and exit with the verdict. draw_all: None is `draw`."""
     from ..crossval import make_receipt, write_html
     from ..crossval.receipt import write_receipt
 
@@ -280,10 +322,10 @@ def finish(
     results = [crossing.to_dict() for crossing in crossings]
     facts = {"model": name, "tokens": tokens, "agrees": agrees, "missing": missing, "results": results}
     code = 0 if agrees else DIFFERS if ran or require else UNAVAILABLE
-    report(facts, lambda out: draw(crossings, missing if require else [], out), code)
+    report(facts, lambda out: (draw_all or draw)(crossings, missing if require else [], out), code)
 
 
-def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
+def draw(crossings: list[Crossing], required: list[str], out: Console, causes: bool = True) -> None:
     """The verdicts, each execution path of our backends, and the first wrong op of each opponent that differs."""
     styles = {None: "yellow", True: "green", False: "red"}
     rows = [(crossing.opponent, style_text(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
@@ -292,13 +334,29 @@ def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
         if crossing.paths:
             out.print(style_text(f"\n{crossing.opponent}, by every execution path", "bold"))
             out.print(make_table(("|", "|", ""), path_rows(crossing.paths)))
-        for comparison in crossing.comparisons:
-            if comparison.first_divergence is not None:
-                _draw_neighbourhood(crossing.opponent, comparison, out)
-        for line in crossing.diagnosis():
-            out.print(style_text(f"{crossing.opponent}: {line}"), soft_wrap=True)
+        for gap in crossing.gaps:  # that tensors are missing, the verdict says
+            if crossing.strict or any(comparison.unknown for comparison in crossing.comparisons):
+                out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
+        differing = [each for each in crossing.comparisons if each.first_divergence is not None]
+        if differing:  # where the runs as a whole differ says little beside the op that is wrong on its own inputs
+            _draw_neighbourhood(crossing.opponent, differing[0], out)
+    if causes:
+        draw_causes(crossings, required, out)
     for name in required:
         out.print(style_text(f"{name} is required and not available", "red"))
+
+
+def draw_causes(crossings: list[Crossing], required: list[str], out: Console) -> None:
+    """The causes of the differences, each with one value computed by hand."""
+    for crossing in crossings:
+        lines = crossing.diagnosis()
+        if lines:
+            out.print()
+        for line in lines:
+            out.print(style_text(f"{crossing.opponent}: {line}"))
+        for cause in crossing.causes:
+            if cause.confirmed and cause.example:
+                out.print(style_text(f"\n{cause.example}"))
 
 
 def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> None:
@@ -309,9 +367,9 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
         figures = (f"{op.n_differ:,}", f"{op.max_abs:.2e}", f"{op.relative_l2:.1e}")
         rows.append((op.name, status, *figures, f"{op.cosine:.5f}", f"{op.scale_ratio:.5f}"))
     out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
-    columns = ("tensor", "status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
-    shown = len(columns) if out.width >= 100 else 5  # else the names of tensors take three lines each
-    out.print(make_table(columns[:shown], [row[:shown] for row in rows]))
+    columns = ("tensor", "|status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
+    tables = [make_table(columns[:shown], [row[:shown] for row in rows]) for shown in (7, 5)]
+    out.print(next((table for table in tables if table.fits(out, out.width)), tables[0]))
 
 
 def _draw_precision(bench: PrecisionBench, out: Console) -> None:

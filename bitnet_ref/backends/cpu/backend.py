@@ -207,8 +207,10 @@ class CythonBackend(KernelBackend):
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
         return self.kernels.rms_norm(x, weight, eps)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin)
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin, partial)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:

@@ -311,8 +311,10 @@ class CupyBackend(Backend):
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return self.rope_positions.of(positions, rope, head_dim)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin)
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin)  # the kernel turns whole heads
         (n, heads, head_dim), kv_heads = q.shape, k.shape[1]
         rotated = self.ws.empty(q.shape, np.float32), self.ws.empty(k.shape, np.float32)
         grid = (-(-(heads + kv_heads) * (head_dim // 2) // 128), n)
