@@ -7,12 +7,14 @@ import time
 
 import numpy as np
 import pytest
-from cli_runs import BACKEND, FAST, process
+from cli_runs import BACKEND, FAST, invoke, invoke_json, process
 from engine_checks import check, until
 from helpers import GOLDEN, chat_folder, model
 from server_runs import RunningServer, ServerLimits, events
 
+from bitnet_ref.cli import serve_command
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.tools import ToolReader
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 STORY, PROMPT = ASSETS / "storyteller", "Once upon a time"
@@ -231,6 +233,35 @@ def test_tools(talker):
                 client.chat.completions.create(tool_choice=wrong, **params)
 
 
+CALL = '{"name": "clock", "arguments": {"zone": "utc"}}'
+REPLIES = [
+    ("It is five.", "It is five.", []),
+    (f"<tool_call>\n{CALL}\n</tool_call>", "", ["utc"]),
+    (
+        f"Let me see.\n<tool_call>{CALL}</tool_call> <tool_call>{CALL.replace('utc', 'cet')}",
+        "Let me see.",
+        ["utc", "cet"],
+    ),
+    (f" {CALL.replace('arguments', 'parameters')}", "", ["utc"]),
+    ("a <tool_cat> <tool_call>{]</tool_call>", None, []),  # what is no call stays text
+    ("<tool_call>" + CALL.replace("clock", "cook"), None, []),
+    ('{"a": 1}', None, []),
+    ("x <tool", None, []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "zones"), REPLIES, ids=range(len(REPLIES)))
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
+    reader, said = ToolReader(["clock"], is_forced=False), ""
+    for start in range(0, len(text), size):
+        part, calls = reader.push(text[start : start + size], "stop" if start + size >= len(text) else None)
+        assert calls == [] or start + size >= len(text)
+        said += part
+    assert said.strip() == (text if content is None else content).strip()
+    assert [json.loads(call["function"]["arguments"])["zone"] for call in calls] == zones
+
+
 # -- the rest of the API -----------------------------------------------------------------------------------------------
 
 
@@ -373,7 +404,7 @@ def sleepy(ids, logits, generator):
 def test_models_come_and_go():
     tiny = GOLDEN / "bitnet-packed-offline"
     sources = {"a": STORY, "b": tiny}
-    with RunningServer(sources, budget=105_000_000, idle_s=0.4, settings={"cache_tokens": 256}) as server:
+    with RunningServer(sources, budget=105_000_000, idle_s=0.2, settings={"cache_tokens": 256}) as server:
         held = [place.name for place in server.shelf.places.values() if place.engine is not None]
         assert held == ["a", "b"]
         until(lambda: all(place.engine is None for place in server.shelf.places.values()))
@@ -384,7 +415,7 @@ def test_models_come_and_go():
         stream = server.open_request(
             "/v1/completions", {"model": "a", "prompt": "Alice", "stream": True, "max_tokens": 50}
         )
-        until(lambda: server.shelf.places["a"].users)
+        until(lambda: (engine := server.shelf.places["a"].engine) is not None and engine.requests)
         assert server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 503
         stream.close()
         until(lambda: server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 400)
@@ -483,3 +514,16 @@ def test_the_command_drains_when_it_is_ended(whole):
     finally:
         command.kill()
         command.communicate()
+
+
+def test_a_server_that_cannot_start_says_why(monkeypatch, running):
+    assert invoke_json("serve", "--port", running.port, code=3)["error"]["message"].startswith(
+        "cannot listen on 127.0.0.1"
+    )
+    assert "no address of this machine" in invoke_json("serve", "--host", "8.8.8.8.8", code=2)["error"]["message"]
+    assert invoke_json("serve", "nothing-here", code=3)["error"]["type"] == "FormatError"
+    assert invoke("serve", "a=storyteller", "a=storyteller").exit_code == 2
+    assert invoke("serve", "--memory-budget", "much").exit_code == 2
+    monkeypatch.setattr(serve_command, "NEEDED", ("starlette", "no_such_package"))
+    error = invoke_json("serve", code=4)["error"]
+    assert error["message"] == "serve needs no_such_package: pip install 'bitnet-ref[server]'"

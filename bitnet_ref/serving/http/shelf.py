@@ -27,7 +27,8 @@ class Place:
     name: str
     source: Path
     engine: Engine | None = None
-    nbytes: int = 0  # of weights and cache, once loaded
+    nbytes: int = 0  # of weights and cache, once loaded; before, an estimate
+    is_loading: bool = False
     users: int = 0
     last_used_s: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # while it is loaded or dropped
@@ -98,20 +99,23 @@ class ModelShelf:
         while self._budget is not None and self._held() + needed > self._budget:
             idle = [each for each in self.places.values() if each.is_idle]
             if not idle:
-                held = ", ".join(each.name for each in self.places.values() if each.engine is not None)
+                held = ", ".join(each.name for each in self.places.values() if each.engine or each.is_loading)
                 text = f"needs {needed:,} bytes, and the server's budget of {self._budget:,} is held by: {held}"
                 if not held:
                     raise OutOfMemory(f"model {place.name} needs {needed:,} bytes; the budget is {self._budget:,}")
                 raise RequestError(f"model: {place.name} {text}; try again later", "model", 503, "model_unavailable")
             await self._drop(min(idle, key=lambda each: each.last_used_s))
-        started = time.monotonic()
-        place.engine = await asyncio.to_thread(self._open, place.source)
+        started, place.nbytes, place.is_loading = time.monotonic(), needed, True
+        try:
+            place.engine = await asyncio.to_thread(self._open, place.source)
+        finally:
+            place.is_loading = False
         place.engine.metrics.model_name = place.name
         place.nbytes = _weight_bytes(place.engine.model) + place.engine.cache.nbytes
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
 
     def _held(self) -> int:
-        return sum(place.nbytes for place in self.places.values() if place.engine is not None)
+        return sum(place.nbytes for place in self.places.values() if place.engine is not None or place.is_loading)
 
     async def _drop(self, place: Place) -> None:
         async with place.lock:
