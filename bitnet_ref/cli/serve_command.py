@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import __version__
 from ..backends import NAMES
 from ..backends.cuda.workspace import parse_bytes
 from ..errors import BackendUnavailable, ConfigError, StorageError
@@ -95,6 +96,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         chat_template=content_of(options["chat_template"]),
         origins=options["origins"],
         hosts=hosts,
+        version=__version__,
     )
     if host not in LOOPBACK and not options["api_keys"]:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")

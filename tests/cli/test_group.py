@@ -30,6 +30,7 @@ def test_version_and_help():
     assert list(cli.commands) == [
         "generate",
         "chat",
+        "serve",
         "inspect",
         *models,
         "bench",

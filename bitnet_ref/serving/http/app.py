@@ -29,7 +29,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ... import __version__
 from ...errors import (
     BackendError,
     BitNetRefError,
@@ -80,8 +79,8 @@ class ServerLimits:
 class Server:
     """The routes. chat_template: Jinja source, instead of the models' own."""
 
-    def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None = None) -> None:
-        self.shelf, self.limits, self.chat_template = shelf, limits, chat_template
+    def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str) -> None:
+        self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
         self.streams = 0
         self._embedding = asyncio.Semaphore(1)  # an embedding takes the processor beside the engines
 
@@ -204,7 +203,7 @@ class Server:
         return Response(text, headers={"content-type": kind})
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(schemas.describe_api(__version__))
+        return JSONResponse(schemas.describe_api(self.version))
 
     @asynccontextmanager
     async def _borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:
@@ -426,13 +425,15 @@ def create_app(
     chat_template: str | None = None,
     origins: tuple[str, ...] = (),
     hosts: tuple[str, ...] = (),
+    version: str = "0",
 ) -> Starlette:
     """The application.
 
     api_keys: one of them is needed, if there are any. origins: web pages that may use the server (CORS). hosts: names
-    under which it may be called, since a web page can give 127.0.0.1 a name of its own; none: all.
+    under which it may be called, since a web page can give 127.0.0.1 a name of its own; none: all. version: of the
+    OpenAPI page.
     """
-    server = Server(shelf, limits or ServerLimits(), chat_template)
+    server = Server(shelf, limits or ServerLimits(), chat_template, version)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ... import __version__
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
 from ...generation.params import SamplingParams
@@ -72,7 +71,7 @@ class Asked:
         """The object around the choices."""
         kind = f"chat.completion{'.chunk' * is_chunk}" if self.is_chat else "text_completion"
         facts = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
-        return {**facts, "system_fingerprint": f"bitnet_ref-{__version__}", "choices": list(choices)}
+        return {**facts, "system_fingerprint": "bitnet_ref", "choices": list(choices)}
 
     def response(self, choices: Sequence[Choice], results: Sequence[Generation]) -> dict[str, Any]:
         """All texts in one object; the best `n` of each prompt where more were generated."""
