@@ -133,7 +133,7 @@ def load(
             return Model(*stored, chosen, path, cache_dtype=cache_dtype, load_again=again)
         with open_checkpoint(path, reading) as checkpoint:
             be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
-            weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
+            weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
         return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype, load_again=again)

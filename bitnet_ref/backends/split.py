@@ -159,7 +159,7 @@ class SplitBackend(Backend):
             return self._last.prepare
         return next(part.backend.prepare for part in self.parts if layer < part.stop)
 
-    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+    def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Each part prepares a model of its layers, the last one with the head; the others get one row of zeros."""
         none = DenseWeight(np.zeros((1, w.embedding.shape[1]), dtype=ml_dtypes.bfloat16))
         prepared = []
@@ -167,7 +167,7 @@ class SplitBackend(Backend):
             head = w.lm_head if part is self.parts[-1] else none
             table = head if isinstance(head, DenseWeight) and w.tied else none
             model = ModelWeights(table, w.layers[part.first : part.stop], w.final_norm, head)
-            prepared.append(part.backend.prepare_model(model))
+            prepared.append(part.backend.prepare_model(model, cfg))
         head = prepared[-1].lm_head
         embedding = head if w.tied and isinstance(head, DenseWeight) else w.embedding
         layers = tuple(layer for each in prepared for layer in each.layers)

@@ -18,6 +18,7 @@ from .shell import (
     UNAVAILABLE,
     AnyFunction,
     LoadingBar,
+    OrderedGroup,
     OutputFile,
     common_options,
     make_table,
@@ -103,33 +104,19 @@ def look_for_causes(crossing: Crossing, model: Model, file: Path, budget: float)
         crossing.causes.stopped = "interrupted"
 
 
-@click.group(short_help="Compare the reference with other engines, op by op.")
+@click.group(cls=OrderedGroup, short_help="Compare the reference with other engines, op by op.")
 @common_options
 def crossval() -> None:
     """Compare the reference with another engine, op by op, and name the first op that is wrong.
+
+    To check an engine of your own, let it write a trace, a file of named arrays, and run `trace`. The page
+    crossval/README.md says which arrays, under which names, with a writer in C and recorders for PyTorch and llama.cpp.
 
     Exits with 1 when an opponent differs, or is missing and --require was given; with 4 when none could run.
     """
 
 
-@crossval.command(short_help="Every backend and kernel set of this package.")
-@_MODEL
-@sentence_options
-@click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
-@outputs
-@common_options
-def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
-    """Run MODEL on every backend of this package and compare each op with the reference's.
-
-    Each backend is fed the reference's inputs, op by op, and then runs by itself.
-    """
-    from ..crossval import cross_backends
-
-    loaded, ids = load_and_encode(model, text)
-    finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
-
-
-@crossval.command(short_help="A trace file that some engine recorded.")
+@crossval.command(short_help="A trace that your engine, or any other, recorded.")
 @click.argument("model")
 @click.argument("file", type=_FILE)
 @trace_options
@@ -165,7 +152,7 @@ def trace(model: str, file: Path, no_causes: bool, budget: float, strict: bool, 
     finish("trace", model, loaded, ids, [crossing], trace_file=file, draw_all=draw_causes, **options)
 
 
-@crossval.command(short_help="Record a run as a trace file.")
+@crossval.command(short_help="Write a trace of the reference's own run.")
 @_MODEL
 @click.argument("file", type=_OUTPUT)
 @sentence_options
@@ -187,42 +174,21 @@ def record(model: str, file: Path, text: str | list[int] | None, names: tuple[st
     )
 
 
-@crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
+@crossval.command(short_help="Every backend and kernel set of this package.")
 @_MODEL
-@click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
-@click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
-@text_options("The text, or @FILE.  [default: a short story]")
+@sentence_options
+@click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
+@outputs
 @common_options
-def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:
-    """Measure how much the logits of a text in a dtype of a backend differ from the float32 reference's.
+def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
+    """Run MODEL on every backend of this package and compare each op with the reference's.
 
-    16 bits are not part of the contract: there is no verdict, and the exit code is 0.
+    Each backend is fed the reference's inputs, op by op, and then runs by itself.
     """
-    from ..crossval import measure_precision
-    from ..crossval.precision import DTYPES
+    from ..crossval import cross_backends
 
-    if isinstance(text, str):
-        text = content_of(text)
-    loaded = load_reference(model)
-    with LoadingBar("measuring"):
-        bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
-
-
-@crossval.command(short_help="Check a receipt by running its comparisons again.")
-@click.argument("receipt", type=_FILE)
-@click.option("--model", help="Where the model is now, if not where the receipt says.")
-@click.option("--trace", help="Where the trace is now, if not where the receipt says.")
-@click.option("--python", help="The interpreter that has the receipt's engine.  [default: this one]")
-@click.option("--require", is_flag=True, help="Fail when something cannot be checked here.")
-@common_options
-def verify(receipt: Path, model: str | None, trace: str | None, python: str | None, require: bool) -> None:
-    """Check the seal of RECEIPT, run its comparisons again, and compare the figures."""
-    from ..crossval import verify_receipt
-
-    verification = verify_receipt(receipt, model, trace, python)
-    code = DIFFERS if not verification.holds or (require and verification.unchecked) else 0
-    report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
+    loaded, ids = load_and_encode(model, text)
+    finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
 
 
 def _register(name: str, summary: str) -> None:
@@ -281,6 +247,44 @@ def bitnet_cpp(
     finish("bitnet_cpp", model, loaded, ids, [crossing], **outputs)
 
 
+@crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
+@_MODEL
+@click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
+@click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
+@text_options("The text, or @FILE.  [default: a short story]")
+@common_options
+def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:
+    """Measure how much the logits of a text in a dtype of a backend differ from the float32 reference's.
+
+    16 bits are not part of the contract: there is no verdict, and the exit code is 0.
+    """
+    from ..crossval import measure_precision
+    from ..crossval.precision import DTYPES
+
+    if isinstance(text, str):
+        text = content_of(text)
+    loaded = load_reference(model)
+    with LoadingBar("measuring"):
+        bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
+    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
+
+
+@crossval.command(short_help="Check a receipt by running its comparisons again.")
+@click.argument("receipt", type=_FILE)
+@click.option("--model", help="Where the model is now, if not where the receipt says.")
+@click.option("--trace", help="Where the trace is now, if not where the receipt says.")
+@click.option("--python", help="The interpreter that has the receipt's engine.  [default: this one]")
+@click.option("--require", is_flag=True, help="Fail when something cannot be checked here.")
+@common_options
+def verify(receipt: Path, model: str | None, trace: str | None, python: str | None, require: bool) -> None:
+    """Check the seal of RECEIPT, run its comparisons again, and compare the figures."""
+    from ..crossval import verify_receipt
+
+    verification = verify_receipt(receipt, model, trace, python)
+    code = DIFFERS if not verification.holds or (require and verification.unchecked) else 0
+    report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
+
+
 def load_reference(model: str, **options: Any) -> Model:
     return load_model({"model": model, "backend": "numpy", **options})
 
@@ -335,9 +339,11 @@ def draw(crossings: list[Crossing], required: list[str], out: Console, causes: b
             out.print(style_text(f"\n{crossing.opponent}, by every execution path", "bold"))
             out.print(make_table(("|", "|", ""), path_rows(crossing.paths)))
         for gap in crossing.gaps:  # that tensors are missing, the verdict says
-            if crossing.strict or any(comparison.unknown for comparison in crossing.comparisons):
+            if (crossing.strict or any(each.unknown for each in crossing.comparisons)) and gap not in crossing.verdict:
                 out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
-        differing = [each for each in crossing.comparisons if each.first_divergence is not None]
+        differing = [
+            each for each in crossing.comparisons if (bad := each.first_divergence) is not None and bad.n_values
+        ]
         if differing:  # where the runs as a whole differ says little beside the op that is wrong on its own inputs
             _draw_neighbourhood(crossing.opponent, differing[0], out)
     if causes:
@@ -355,7 +361,7 @@ def draw_causes(crossings: list[Crossing], required: list[str], out: Console) ->
         for line in lines:
             out.print(style_text(f"{crossing.opponent}: {line}"))
         for cause in crossing.causes:
-            if cause.confirmed and cause.example:
+            if cause.example and (cause.confirmed or cause.partly):
                 out.print(style_text(f"\n{cause.example}"))
 
 

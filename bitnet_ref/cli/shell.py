@@ -52,11 +52,15 @@ class State:
     command: click.Command | None = None  # the one whose options messages name
 
 
-class Interface(click.Group):
-    """A group of commands whose exceptions become one message and an exit code."""
+class OrderedGroup(click.Group):
+    """A group whose --help lists the commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which they were added
+        return list(self.commands)
+
+
+class Interface(OrderedGroup):
+    """A group of commands whose exceptions become one message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import BitNetRefError, FormatError, printable
+from ..errors import BitNetRefError, FormatError
 from .crossval_command import load_reference, look_for_causes, trace_options
-from .shell import BAD_FILE, DIFFERS, INTERRUPTED, common_options, paint, print_json, wants_json
+from .shell import BAD_FILE, DIFFERS, INTERRUPTED, common_options, print_json, show, style_text, wants_json
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -37,12 +37,13 @@ Stamps = dict[Path, tuple[int, int] | None]  # path -> (time of the last change 
 @trace_options
 @common_options
 def watch(command: tuple[str, ...], model: str, trace: Path | None, files: tuple[Path, ...], **options: Any) -> None:
-    """Run CMD, which writes a trace of MODEL, and compare the trace; again whenever CMD's files change.
+    """Run CMD, which writes a trace of a run of --model, and compare the trace; again whenever CMD's files change.
 
     Its files are the program, those of its arguments that are files, and each --file. A round shows the verdict, and
     which op was the first wrong one before and is now. Ctrl-C ends the watch with the exit code of the last round.
 
-        bitnet-ref crossval watch --model storyteller -- ./my_engine run.safetensors
+    \b
+        bitnet-ref crossval watch -- ./my_engine run.safetensors
     """
     loaded, before, code = load_reference(model), None, INTERRUPTED
     try:
@@ -96,7 +97,7 @@ def _run(
         path = _find_trace(words, trace, written)
         crossing = cross_trace(model, path, causes=False, strict=strict)
         if not wants_json():
-            _say_verdict(crossing.verdict, bool(crossing.agrees))
+            _say(crossing.verdict, "green" if crossing.agrees else "red")
         if not no_causes:
             look_for_causes(crossing, model, path, budget)
     except (OSError, BitNetRefError) as error:
@@ -121,22 +122,21 @@ def _show(result: _Round, before: _Round | None, sources: Stamps) -> None:
         print_json({**vars(result), "before": None if before is None else before.first})
         return
     if result.verdict.startswith("FAILED"):
-        _say_verdict(result.verdict, False)
+        _say(result.verdict, "red")
     for line in [*result.gaps, *result.diagnosis]:
-        click.echo(printable(line))
+        _say(line)
     if before is not None and before.first != result.first:
-        click.echo(
-            f"first wrong op before: {printable(before.first)}\n                  now: {printable(result.first)}"
-        )
+        _say(f"first wrong op before: {before.first}\n                  now: {result.first}")
     elif before is not None:
-        click.echo(f"as before: {printable(result.first)}")
+        _say(f"as before: {result.first}")
     names = ", ".join(path.name for path in sources)
-    line = f"{time.strftime('%H:%M:%S')}, the engine ran {result.seconds:.1f} s; waiting for a change of {names}"
-    click.echo(paint(f"{printable(line)} (Ctrl-C ends)\n", sys.stdout, dim=True))
+    now = time.strftime("%H:%M:%S")
+    _say(f"{now}, the engine ran {result.seconds:.1f} s; waiting for a change of {names} (Ctrl-C ends)\n", "dim")
 
 
-def _say_verdict(verdict: str, agrees: bool) -> None:
-    click.echo(paint(printable(verdict), sys.stdout, fg="green" if agrees else "red"))
+def _say(text: str, style: str = "") -> None:
+    show(lambda out: out.print(style_text(text, style)))
+    sys.stdout.flush()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,8 @@ def _find_trace(words: str, trace: Path | None, before: Stamps) -> Path:
     paths = set(before) if trace is not None else {*before, *Path().glob("*.safetensors")}
     changed = {path: stamp for path, stamp in _stamps(paths).items() if stamp is not None and stamp != before.get(path)}
     if not changed:
-        raise FormatError(f"{words} has not written a trace; name it with --trace", path=trace or Path("*.safetensors"))
+        what = "a file *.safetensors here; name the trace with --trace" if trace is None else "it"
+        raise FormatError(f"{words} has not written {what}", path=trace)
     return max(changed, key=lambda path: changed[path] or (0, 0))
 
 

@@ -240,7 +240,11 @@ def _section(anchor: str, c: Crossing) -> str:
     parts += [f"<p>{_sentence(gap)}</p>" for gap in c.gaps]
     if causes := c.diagnosis():
         parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_sentence(cause)}</li>' for cause in causes)}</ul>")
-        parts += [f"<pre>{_e(cause.example)}</pre>" for cause in c.causes if cause.confirmed and cause.example]
+        parts += [
+            f"<pre>{_e(cause.example)}</pre>"
+            for cause in c.causes
+            if cause.example and (cause.confirmed or cause.partly)
+        ]
     for comparison in c.comparisons:
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:

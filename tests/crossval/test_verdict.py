@@ -293,7 +293,7 @@ def test_watch(tmp_path, seen):
 
 def test_watch_without_a_trace(tmp_path):
     child = process("crossval", "watch", "--model", CASE, "true", stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert "has not written a trace; name it with --trace" in child.stdout.readline()
+    assert "has not written a file *.safetensors here; name the trace with --trace" in child.stdout.readline()
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=20)
     assert child.returncode == 3

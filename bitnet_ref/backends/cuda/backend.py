@@ -120,7 +120,7 @@ class CupyBackend(Backend):
         w = w.dense() if isinstance(w, GroupTernaryWeight) else w
         return self._denses.prepare(w) if type(w) is DenseWeight else w
 
-    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+    def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Puts the embedding, the norms and the biases on the device, and stacks the linears of one input."""
         embedding = self._dense(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
