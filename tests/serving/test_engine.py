@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import numpy as np
+from cli_runs import BACKEND
 from engine_checks import PROMPTS, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
@@ -160,7 +161,7 @@ def test_threads_share_one_engine(engine):
 
 
 def test_chats_beside_other_requests(tmp_path):
-    talker = model(chat_folder(tmp_path), threads=1)
+    talker = model(chat_folder(tmp_path), BACKEND, threads=1)
     session, history = talker.chat(max_tokens=6), []
     with talker.engine(max_batch=4, page_size=4) as engine:
         other = engine.submit("Alice", max_tokens=20)

@@ -412,6 +412,7 @@ def test_models_come_and_go():
         assert (status, "tokenizer" in answer["error"]["message"]) == (400, True)
         assert server.post("/v1/completions", {"model": "a", "prompt": "Alice"})[0] == 200
         server.shelf._budget = server.shelf.places["a"].nbytes
+        until(lambda: server.shelf.places["b"].engine is None)
         stream = server.open_request(
             "/v1/completions", {"model": "a", "prompt": "Alice", "stream": True, "max_tokens": 50}
         )
