@@ -31,6 +31,7 @@ def test_version_and_help():
         "generate",
         "chat",
         "serve",
+        "embed",
         "inspect",
         *models,
         "bench",
