@@ -7,13 +7,16 @@ each row gets the logits, and so the tokens, that it gets alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
+from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .params import SamplingOptions, SamplingParams, expand_params
@@ -120,21 +123,28 @@ def generate_chunks(
     while active:
         # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
         inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
+        drafts = propose_drafts(active, step_tokens)
+        inputs = [(s, p, np.append(ids, drafts[s]) if s in drafts else ids) for s, p, ids in inputs]
         for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
             started, prefill = time.perf_counter(), bool(followers)
             ending = [active[number] for _, number in complete]
-            batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete])
-            logits = model.run(batch, cache, [row.needs() for row in ending])
+            counts = [1 + len(drafts.get(row.slot, ())) for row in ending] if drafts else None
+            batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete], counts=counts)
+            logits = model.run(batch, cache, [need for row in ending for need in needs_of(row, drafts)])
             for slot, start, ids in parts:
-                by_slot[slot].computed = start + len(ids)
-            chunks = []
-            for row, token_logits in zip(ending, logits.tokens, strict=True):
+                by_slot[slot].computed = start + len(ids) - len(drafts.get(slot, ()))
+            chunks, in_order = [], iter(logits.tokens)
+            for row in ending:
                 group, computed = followers.pop(row.slot, []), row.computed
                 if group:
                     cache.copy([row.slot] * len(group), [each.slot for each in group], computed)
+                token_logits = next(in_order)
                 for each in (row, *group):
                     each.computed = computed
                     chunks.append(each.accept(token_logits, stats))
+                if row.drafts is not None and not prefill:
+                    draft = drafts.get(row.slot, ())
+                    chunks += accept_drafts(row, draft, [next(in_order) for _ in draft], stats)
             elapsed = time.perf_counter() - started
             if prefill:
                 stats.prefill_s += elapsed
@@ -143,3 +153,39 @@ def generate_chunks(
                 stats.decode_tokens += len(chunks)
             yield from chunks
         active = [row for row in rows if not row.finished]
+
+
+def propose_drafts(rows: Sequence[Continuation], step_tokens: int) -> dict[int, NDArray[np.int64]]:
+    """slot -> guessed tokens, of the rows that decode with drafts and have some. All fit in one step."""
+    drafts, room = {}, step_tokens - len(rows)
+    for row in rows:
+        if row.drafts is not None and row.chunks and row.context_tokens - row.computed == 1:
+            left = row.request.max_tokens - len(row.chunks) - 1  # after the token that this step gives anyway
+            draft = row.drafts.propose(row.ids, min(left, room))
+            if len(draft):
+                drafts[row.slot] = draft
+                room -= len(draft)
+    return drafts
+
+
+def needs_of(row: Continuation, drafts: Mapping[int, NDArray[np.int64]]) -> list[tuple[int | None, Ids]]:
+    """`Continuation.needs` of the next choice, and of the one after each guessed token."""
+    draft = drafts.get(row.slot)
+    return [row.needs()] if draft is None else [row.needs(draft[:i]) for i in range(len(draft) + 1)]
+
+
+def accept_drafts(
+    row: Continuation, draft: NDArray[np.int64] | tuple[()], logits: Sequence[TokenLogits], stats: GenerationStats
+) -> list[StreamChunk]:
+    """The tokens after the one that the row has just chosen, as far as choices equal guesses.   logits: after each"""
+    chunks: list[StreamChunk] = []
+    for guess, token_logits in zip(draft, logits, strict=True):
+        if row.finished or row.chunks[-1].token_id != guess:
+            break
+        row.computed += 1
+        chunks.append(row.accept(token_logits, stats))
+    assert row.drafts is not None
+    row.drafts.learn(len(draft), len(chunks))
+    stats.drafted_tokens += len(draft)
+    stats.accepted_tokens += len(chunks)
+    return chunks
