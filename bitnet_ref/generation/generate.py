@@ -7,22 +7,21 @@ each row gets the logits, and so the tokens, that it gets alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..reference.cache import KVCache, TokenBatch, TokenIds
+from ..reference.cache import KVCache, TokenIds
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
-from .sequence import Continuation, Request, split_into_steps
+from .sequence import Continuation, Piece, Request, run_pieces, split_into_steps
 
 Prompt = str | TokenIds
 Prompts = Prompt | Sequence[str] | Sequence[TokenIds]
@@ -79,7 +78,9 @@ def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]
 
 
 def check_streamable(params: SamplingParams) -> None:
-    """Raise GenerationError for parameters that give several texts, or none before the end."""
+    """Raise GenerationError for parameters that give several texts, none before the end, or what no chunk holds."""
+    if params.prompt_logprobs is not None:
+        raise GenerationError("prompt_logprobs: a stream yields new tokens only; use generate, or an engine's submit")
     for name in ("n", "num_beams"):
         if getattr(params, name) > 1:
             raise GenerationError(f"{name}: a stream is one continuation, got {getattr(params, name)}; use generate")
@@ -124,27 +125,29 @@ def generate_chunks(
         # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
         inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
         drafts = propose_drafts(active, step_tokens)
-        inputs = [(s, p, np.append(ids, drafts[s]) if s in drafts else ids) for s, p, ids in inputs]
         for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
             started, prefill = time.perf_counter(), bool(followers)
-            ending = [active[number] for _, number in complete]
-            counts = [1 + len(drafts.get(row.slot, ())) for row in ending] if drafts else None
-            batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete], counts=counts)
-            logits = model.run(batch, cache, [need for row in ending for need in needs_of(row, drafts)])
+            ending, pieces = {part: active[number] for part, number in complete}, []
+            for part, (slot, start, ids) in enumerate(parts):
+                need = ending[part].needs() if part in ending else None
+                pieces.append(Piece(by_slot[slot], slot, start, ids, need))
+                if part in ending and slot in drafts:
+                    pieces += pieces_of_draft(by_slot[slot], start + len(ids), drafts[slot])
+            logits = iter(run_pieces(model, cache, pieces))
             for slot, start, ids in parts:
-                by_slot[slot].computed = start + len(ids) - len(drafts.get(slot, ()))
-            chunks, in_order = [], iter(logits.tokens)
-            for row in ending:
+                by_slot[slot].computed = start + len(ids)
+            chunks = []
+            for row in ending.values():
                 group, computed = followers.pop(row.slot, []), row.computed
                 if group:
                     cache.copy([row.slot] * len(group), [each.slot for each in group], computed)
-                token_logits = next(in_order)
+                token_logits = next(logits)
                 for each in (row, *group):
                     each.computed = computed
                     chunks.append(each.accept(token_logits, stats))
                 if row.drafts is not None and not prefill:
                     draft = drafts.get(row.slot, ())
-                    chunks += accept_drafts(row, draft, [next(in_order) for _ in draft], stats)
+                    chunks += accept_drafts(row, draft, [next(logits) for _ in draft], stats)
             elapsed = time.perf_counter() - started
             if prefill:
                 stats.prefill_s += elapsed
@@ -168,10 +171,9 @@ def propose_drafts(rows: Sequence[Continuation], step_tokens: int) -> dict[int, 
     return drafts
 
 
-def needs_of(row: Continuation, drafts: Mapping[int, NDArray[np.int64]]) -> list[tuple[int | None, Ids]]:
-    """`Continuation.needs` of the next choice, and of the one after each guessed token."""
-    draft = drafts.get(row.slot)
-    return [row.needs()] if draft is None else [row.needs(draft[:i]) for i in range(len(draft) + 1)]
+def pieces_of_draft(row: Continuation, position: int, draft: NDArray[np.int64]) -> list[Piece]:
+    """The guessed tokens, each with what the choice after it needs. position: of the first."""
+    return [Piece(row, row.slot, position + i, draft[i : i + 1], row.needs(draft[: i + 1])) for i in range(len(draft))]
 
 
 def accept_drafts(

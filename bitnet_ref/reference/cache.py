@@ -53,16 +53,10 @@ class TokenBatch:
             yield int(self.slots[first]), int(self.positions[first]), slice(first, stop)
 
     @classmethod
-    def of(
-        cls,
-        parts: Sequence[tuple[int, int, TokenIds]],
-        logits_of_last: Sequence[int] | None = None,
-        counts: Sequence[int] | None = None,
-    ) -> TokenBatch:
+    def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
         """From (slot, first position, token ids) of each part.
 
         logits_of_last: indices of the parts whose last token's logits are wanted. None: all tokens' logits are wanted.
-        counts: of how many last tokens of each of these parts, if not of one.
 
         >>> TokenBatch.of([(0, 0, [7, 8]), (1, 5, [9])]).positions.tolist()
         [0, 1, 5]
@@ -78,9 +72,6 @@ class TokenBatch:
         positions = np.arange(len(tokens)) + np.repeat([start for _, start, _ in parts] - (ends - lengths), lengths)
         slots = np.repeat([slot for slot, _, _ in parts], lengths)
         wanted = None if logits_of_last is None else ends[list(logits_of_last)] - 1
-        if wanted is not None and counts is not None:
-            firsts = wanted + 1 - counts
-            wanted = np.concatenate([np.arange(*ends) for ends in zip(firsts, wanted + 1, strict=True)])
         return cls(tokens, positions, slots, wanted)
 
 
