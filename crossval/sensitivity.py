@@ -2,8 +2,8 @@
 
     python crossval/sensitivity.py [--write]
 
-An engine that is right but for one error is judged as another engine's trace. The error is halved until it is no longer
-noticed. `--write` puts the table into docs/sensitivity.md.
+An engine that is right but for one error is judged as another engine's trace. The smallest error that is noticed is
+found by bisection. `--write` puts the table into docs/sensitivity.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from bitnet_ref.crossval.explain.variants import Setting, with_matrix
 from bitnet_ref.crossval.trace import write_trace
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sensitivity.md"
-CONFIG = {**BASE, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+WIDE = {**BASE, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+NARROW = {**BASE, "hidden_size": 256, "intermediate_size": 512}
 TOKENS = np.random.default_rng(3).integers(0, 64, 16).tolist()
 LEVELS: dict[str, Callable[[str], bool]] = {
     "everything": lambda name: True,
@@ -48,11 +49,14 @@ def one_weight(s: Setting, size: float) -> Setting:
     return s.map_ternary(change)
 
 
-def one_scale(s: Setting, size: float) -> Setting:
-    def change(name: str, w: Any) -> Any:
-        return replace(w, w_dequant_scale=np.float32(w.w_dequant_scale * (1 + size))) if name == "up_proj" else w
+def scale_of(linear: str) -> Callable[[Setting, float], Setting]:
+    def make(s: Setting, size: float) -> Setting:
+        def change(name: str, w: Any) -> Any:
+            return replace(w, w_dequant_scale=np.float32(w.w_dequant_scale * (1 + size))) if name == linear else w
 
-    return s.map_ternary(change)
+        return s.map_ternary(change)
+
+    return make
 
 
 def of_op(op: str, change: Callable[..., Any]) -> Callable[[Setting, float], Setting]:
@@ -106,7 +110,8 @@ FACTOR, SHARE = "x (1 + {:.1e})", "{:.1e} of the largest"
 KINDS: tuple[tuple[str, Callable[[Setting, float], Setting], tuple[float, ...], str], ...] = (
     ("one weight of 1,048,576", one_weight, (1,), "the sign"),
     ("one accumulator of each matrix", of_op("ternary_matmul", one_sum), (1024, 256, 64, 16, 4, 1), "{:.0f}"),
-    ("the weight scale of up_proj", one_scale, halves(6), FACTOR),
+    ("the weight scale of down_proj", scale_of("down_proj"), halves(6), FACTOR),
+    ("the weight scale of up_proj", scale_of("up_proj"), halves(6), FACTOR),
     ("RoPE at one position", one_position, halves(0), "{:.1e} positions"),
     ("the first token masked for one token", one_mask, (1,), "one"),
     ("norms of one token", of_op("rms_norm", at_one_token), halves(4), FACTOR),
@@ -120,32 +125,32 @@ KINDS: tuple[tuple[str, Callable[[Setting, float], Setting], tuple[float, ...], 
 
 
 def smallest(model: Any, make: Any, sizes: tuple[float, ...], folder: Path) -> Iterator[tuple[float | None, str]]:
-    """For each level: (the smallest size that is noticed, the first wrong op named then)."""
-    setting = Setting.of(model, TOKENS)
-    noticed: dict[str, tuple[float | None, str]] = dict.fromkeys(LEVELS, (None, ""))
-    open_levels = dict(LEVELS)
-    for size in sizes:
-        tensors = make(setting, size).run()
-        for level, wanted in list(open_levels.items()):
+    """For each level: (the smallest size that is noticed, the first wrong op named then). Found by bisection."""
+    setting, runs = Setting.of(model, TOKENS), {}
+    for wanted in LEVELS.values():
+        low, high, best = 0, len(sizes), (None, "")  # sizes before `low` are noticed, those from `high` on are not
+        while low < high:
+            middle = (low + high) // 2
+            size = sizes[middle]
+            tensors = runs[size] = runs.get(size) or make(setting, size).run()
             path = folder / "trace.safetensors"
             write_trace(path, {n: a for n, a in tensors.items() if wanted(n)}, TOKENS, engine="engine under test")
             crossing = cross_trace(model, path, causes=False)
             wrong = next((c.first_divergence for c in crossing.comparisons if not c.agrees), None)
             if wrong is None:
-                del open_levels[level]
+                high = middle
             else:
-                noticed[level] = size, wrong.name
-        if not open_levels:
-            break
-    yield from noticed.values()
+                low, best = middle + 1, (size, wrong.name)
+        yield best
 
 
 def table() -> str:
     lines = ["| error | " + " | ".join(LEVELS) + " | named |", "|---|" + "---|" * (len(LEVELS) + 1)]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = bitnet_ref.load(write(folder / "model", CONFIG, tensors_for(CONFIG)), backend="numpy", threads=1)
         for kind, make, sizes, words in KINDS:
+            config = WIDE if make is one_weight else NARROW
+            model = bitnet_ref.load(write(folder / "model", config, tensors_for(config)), backend="numpy", threads=1)
             results = list(smallest(model, make, sizes, folder))
             cells = ["not noticed" if size is None else words.format(size) for size, _ in results]
             lines.append(f"| {kind} | {' | '.join(cells)} | {results[0][1]} |")

@@ -2,7 +2,7 @@
 
 Each random model runs on every backend and kernel set that the processor has, by every execution path, and on two other
 engines that are right as well: one computes in float64, one in float32 with sums in another order (`other_engine`).
-Theirs are the int8 activations that flip. Counts of the full campaign are in docs/sensitivity.md.
+Theirs are the int8 activations that flip. docs/sensitivity.md has the counts.
 """
 
 import tempfile
