@@ -34,6 +34,7 @@ def random_model(folder, seed, long):
     kv_heads = int(random.choice([n for n in range(1, heads + 1) if heads % n == 0]))
     quantization = dict(BITNET["quantization_config"])
     packed = kind == KINDS[-1]
+    head_dim -= head_dim % 4 if packed else 0  # packed rows come in fours
     if not packed:
         quantization["quantization_mode"] = "online"
     if kind == "norm in each linear":
