@@ -32,6 +32,7 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
+from ...system.threads import check_team
 from ..backend import Backend, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec
 from .extension import (
@@ -78,6 +79,7 @@ class CythonBackend(KernelBackend):
         layout: str | None = None,
     ) -> None:
         super().__init__(dtype, threads, head=head)
+        check_team(self.threads)
         self.simd = choose_simd(simd)
         self.layout = choose_layout(layout, self.simd)
         self.kernels = CpuKernels(list(simd_variants()).index(self.simd), self.threads, Buffers())
@@ -137,6 +139,7 @@ class CythonBackend(KernelBackend):
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
+        check_team(self.threads)
         return nullcontext()  # the kernels get their thread count with each call, and no BLAS runs beside them
 
     def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
