@@ -61,6 +61,8 @@ class LoadOptions:
         processes share the memory, in a folder that no other user can write to; see `formats/prepared.py`.
     i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    rotation: "stored" runs matrices in a Hadamard basis (Bonsai 2) as they are, on rotated inputs; "folded" makes dense
+        float32 matrices in the plain basis of them.
     share: return the model that an earlier call with `share` loaded from the same files for the same backend, while it
         is still in use. It is dropped when its last user drops it.
     progress: called with (parts done, all parts) while the weights are read.
@@ -71,6 +73,7 @@ class LoadOptions:
     prepared: bool | str = False
     i2_s_layout: str | None = None
     tl_tiles: str | os.PathLike[str] | None = None
+    rotation: str = "stored"
     share: bool = False
     progress: Progress | None = None
 
@@ -114,7 +117,7 @@ def load(
     chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
-    reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, verify=options.verify)
+    reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, options.verify, options.rotation)
     alone = replace(options, share=False, progress=None)
 
     def again(name: str | None) -> Model:
@@ -130,7 +133,7 @@ def load(
             return Model(*stored, chosen, path, cache_dtype=cache_dtype, load_again=again)
         with open_checkpoint(path, reading) as checkpoint:
             be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
-            weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for))
+            weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
         return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype, load_again=again)

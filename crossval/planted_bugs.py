@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from bug_list import BLOCK_BUGS, Bug
+from bug_list_families import FAMILY_BUGS
 from bug_list_linears import LINEAR_BUGS
 from generation_causes import diagnose_generation
 from planted_models import CHAT, MODELS
@@ -30,7 +31,7 @@ from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_prompt
 from bitnet_ref.crossval.token_ids import token_parity
 
-BUGS = (*BLOCK_BUGS, *LINEAR_BUGS)
+BUGS = (*BLOCK_BUGS, *LINEAR_BUGS, *FAMILY_BUGS)
 NEW_TOKENS = 12
 
 

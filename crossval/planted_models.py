@@ -7,13 +7,14 @@ rounding rule needs exact ties.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -161,6 +162,26 @@ def chat(folder: Path) -> Path:
     return write(folder, config, tensors)
 
 
+def query_scaled(folder: Path) -> Path:
+    """The Gemma3 with scores divided by 4, not by the square root of its head_dim of 64."""
+    shutil.copytree(FAMILIES / "embedding-gemma3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"query_pre_attn_scalar": 16}))
+    return folder
+
+
+def groups_of_64(folder: Path) -> Path:
+    """The Qwen3 with the scale of every second 64 inputs doubled, which float16 holds exactly."""
+    shutil.copytree(FAMILIES / "qwen3-groups128", folder, ignore=shutil.ignore_patterns("*.gguf", "golden*"))
+    tensors = load_file(folder / "model.safetensors")
+    for array in tensors.values():
+        if array.ndim == 2:
+            array.reshape(len(array), -1, 64)[:, ::2] *= 2
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+FAMILIES = Path(__file__).parents[1] / "tests" / "data" / "families"  # tiny models of each, compared with transformers
 CHAT = [{"role": "user", "content": "Hello"}]
 
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -177,6 +198,13 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "faint token": faint_token,
     "exact ties": exact_ties,
     "chat": chat,
+    "embedding-qwen3": lambda folder: FAMILIES / "embedding-qwen3",
+    "qwen3": lambda folder: FAMILIES / "qwen3-groups128",
+    "hadamard": lambda folder: FAMILIES / "qwen3-groups128" / "pq2_0-hadamard.gguf",
+    "gemma3": lambda folder: FAMILIES / "embedding-gemma3",
+    "gemma3 with a query scale": query_scaled,
+    "groups of 64": groups_of_64,
+    "qwen3_5": lambda folder: FAMILIES / "qwen3_5-groups128-hybrid",
     "storyteller": lambda folder: Path(bitnet_ref.formats.open.ASSETS / "storyteller"),
 }
 TOKENS = [1, 17, 5, 23, 9, 42, 3, 3, 60, 11, 30, 8]

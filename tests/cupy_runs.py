@@ -36,5 +36,5 @@ def load(case=CASE, **options):
         type(layer)(**{**vars(layer), **{name: subject.prepare(w) for name, w in layer.linears()}})
         for layer in plain.weights.layers
     )
-    weights = subject.prepare_model(type(plain.weights)(**{**vars(plain.weights), "layers": layers}))
+    weights = subject.prepare_model(type(plain.weights)(**{**vars(plain.weights), "layers": layers}), plain.config)
     return bitnet_ref.Model(plain.config, weights, subject, case)

@@ -2,17 +2,22 @@
 
 import json
 import shutil
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers import DATA, rng
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
+from bitnet_ref.backends import choose_backend
+from bitnet_ref.crossval import paths as crossval_paths
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, dequantize
+from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.names import gguf_name
@@ -141,8 +146,131 @@ def test_identity_signs_and_no_keys(tmp_path):
     plain = changed(tmp_path / "plain.gguf", drop=(*keys, "inverse_weight_names"))
     with pytest.warns(UserWarning, match="taken as not rotated"):
         bitnet_ref.load(plain, backend="numpy")
-    with pytest.raises(ConfigError, match="Hadamard basis"):
-        convert(ROTATED, tmp_path / "x.bitnet.safetensors", "native")
+
+
+def test_a_rotated_model_in_other_files(tmp_path, backend_name):
+    """As stored: native, PQ2_0 and PTQ1_0 files. Folded into dense matrices: any. Elsewhere refused."""
+    tokens = [1, 2, 3, 300, 7]
+    expected = bitnet_ref.load(ROTATED, backend="numpy").logits(tokens)
+    paths = {"native": tmp_path / "x.bitnet.safetensors", "gguf-ptq1_0": tmp_path / "x.gguf"}
+    for target, path in paths.items():
+        assert convert(ROTATED, path, target).exact
+        again = bitnet_ref.load(path, backend="numpy")
+        np.testing.assert_array_equal(again.logits(tokens), expected)
+        assert again.weights.layers[1].down_proj.rotation.block == 128
+        folded = bitnet_ref.load(path, backend=backend_name, rotation="folded")
+        assert {type(w).__name__ for w in folded.weights.layers[0].linears()} & {"GroupTernaryWeight"} == set()
+        np.testing.assert_allclose(folded.logits(tokens), expected, rtol=0, atol=1e-4)
+    for target in ("hf-bf16", "hf-unpacked", "gguf-f16", "gguf-q2_0", "onnx"):
+        with pytest.raises(ConfigError, match='rotation="folded"'):
+            convert(paths["native"], tmp_path / f"y{'.gguf' * ('gguf' in target)}", target)
+    assert convert(ROTATED, tmp_path / "hf", "hf-unpacked", options=ReadOptions(rotation="folded")).exact
+    plain = bitnet_ref.load(tmp_path / "hf", backend="numpy").logits(tokens)
+    np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="stored or folded"):
+        bitnet_ref.load(ROTATED, rotation="undone")
+
+
+def test_the_folded_rotation_is_a_path_of_crossval(backend_name):
+    reference = bitnet_ref.load(ROTATED, backend="numpy")
+    checks = dict(crossval_paths._checks(partial(choose_backend, backend_name), reference, [5, 6, 7], True))
+    compared, problem, words = checks["folded rotation"]()
+    assert (compared, problem) == (3 * reference.config.vocab_size, None), words
+
+
+@pytest.mark.parametrize("tensor", ["signs", "order"])
+def test_a_bad_basis_in_a_native_file(tensor, tmp_path):
+    path = tmp_path / "x.bitnet.safetensors"
+    convert(ROTATED, path, "native")
+    arrays = load_file(path)
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata()
+    bad = {"signs": arrays["embedding.signs"] * 2, "order": np.zeros(256, dtype=np.int64)}
+    save_file(arrays | {f"embedding.{tensor}": bad[tensor]}, path, metadata)
+    with pytest.raises(FormatError, match=f"embedding.{tensor}"):
+        bitnet_ref.load(path, backend="numpy")
+
+
+# -- Qwen3.5 -----------------------------------------------------------------------------------------------------------
+
+HYBRID = FAMILIES / "qwen3_5-groups128-hybrid"
+
+
+def test_qwen35_as_llama_cpps_converter_writes_it(tmp_path):
+    """The transformations of conversion/qwen.py (Qwen3NextModel, _LinearAttentionVReorderBase), by loops."""
+    convert(HYBRID, tmp_path / "x.gguf", "gguf-f32")
+    raw, hf = json.loads((HYBRID / "config.json").read_text()), load_file(HYBRID / "model.safetensors")
+    key_heads, value_heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    tiled = [g * (value_heads // key_heads) + j for j in range(value_heads // key_heads) for g in range(key_heads)]
+    size = raw["linear_value_head_dim"]
+    channels = np.concatenate([np.arange(size) + head * size for head in tiled])
+    start = 2 * key_heads * raw["linear_key_head_dim"]
+    qkv = np.concatenate([np.arange(start), start + channels])
+    net = "model.layers.1.linear_attn."
+    expected = {
+        "blk.1.attn_qkv.weight": hf[net + "in_proj_qkv.weight"][qkv],
+        "blk.1.attn_gate.weight": hf[net + "in_proj_z.weight"][channels],
+        "blk.1.ssm_alpha.weight": hf[net + "in_proj_a.weight"][tiled],
+        "blk.1.ssm_beta.weight": hf[net + "in_proj_b.weight"][tiled],
+        "blk.1.ssm_out.weight": hf[net + "out_proj.weight"][:, channels],
+        "blk.1.ssm_a": -np.exp(hf[net + "A_log"].astype(np.float32))[tiled],
+        "blk.1.ssm_dt.bias": hf[net + "dt_bias"][tiled],
+        "blk.1.ssm_conv1d.weight": hf[net + "conv1d.weight"][qkv, 0],
+        "blk.1.ssm_norm.weight": hf[net + "norm.weight"],
+        "blk.1.post_attention_norm.weight": hf["model.layers.1.post_attention_layernorm.weight"] + np.float32(1),
+        "blk.3.attn_q.weight": hf["model.layers.3.self_attn.q_proj.weight"],
+        "blk.3.attn_k_norm.weight": hf["model.layers.3.self_attn.k_norm.weight"] + np.float32(1),
+    }
+    with GgufFile(tmp_path / "x.gguf") as file:
+        for name, array in expected.items():
+            np.testing.assert_array_equal(file.read(name), array.astype(np.float32), err_msg=name)
+        metadata = file.metadata
+    numbers = [metadata[f"qwen35.ssm.{key}"] for key in ("group_count", "time_step_rank", "state_size", "inner_size")]
+    assert numbers == [key_heads, value_heads, raw["linear_key_head_dim"], value_heads * size]
+    assert metadata["qwen35.attention.recurrent_layers"].tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*taken as not rotated")
+def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
+    """ssm_out reads R x of the inputs in the file's order of heads."""
+    path, source = tmp_path / "x.gguf", tmp_path / "source.gguf"
+    convert(HYBRID, source, "gguf-pq2_0", verify=False)
+    with GgufFile(source) as file:
+        planes = [t.name for t in file.tensors.values() if t.type.name == "PQ2_0"]
+        wide = [t for t in file.tensors.values() if t.name.endswith("ssm_out.weight")]
+        if wide[0].name not in planes:  # its blocks would mix scales: one scale for each row
+            planes += [tensor.name for tensor in wide]
+        tensors = []
+        for tensor in file.tensors.values():
+            raw, kind = file.read_raw(tensor.name), tensor.type.name
+            if tensor in wide:
+                kind = "PQ2_0"
+                w_t = np.sign(rng(5).standard_normal(tensor.shape)).astype(np.int8)
+                raw = blocks_from_groups(
+                    w_t, np.full((tensor.shape[0], tensor.shape[1] // 128), 0.01, np.float16), kind
+                )
+            tensors.append(TensorToWrite(tensor.name, tensor.shape, kind, lambda raw=raw: raw, raw.size))
+        signs = np.sign(rng(6).standard_normal(256 + 384)).astype(np.float32)
+        keys = {
+            "version": Typed("uint32", 1),
+            "block_size": Typed("uint32", 64),
+            "transform": Typed("string", "normalized-sylvester-walsh-hadamard"),
+            "axis": Typed("string", "input-last-dimension"),
+            "sign_mode": Typed("string", "explicit"),
+            "sign_widths": Typed("[int32]", np.array([256, 384], dtype=np.int32)),
+            "sign_values": Typed("[float32]", signs),
+            "weight_names": Typed("[string]", [name for name in planes if name != "token_embd.weight"]),
+            "inverse_weight_names": Typed("[string]", ["token_embd.weight"]),
+        }
+        write_gguf(path, file.typed | {KEYS + key: value for key, value in keys.items()}, tensors)
+    tokens = [1, 2, 3, 4, 5, 6]
+    m, folded = (bitnet_ref.load(path, backend="numpy", rotation=way) for way in ("stored", "folded"))
+    rotation = m.weights.layers[0].o_proj.rotation
+    assert sorted(rotation.order) == list(range(256)) != rotation.order.tolist()
+    np.testing.assert_allclose(folded.logits(tokens), m.logits(tokens), rtol=0, atol=1e-4)
+    for target, again in (("gguf-pq2_0", tmp_path / "y.gguf"), ("native", tmp_path / "y.bitnet.safetensors")):
+        convert(path, again, target, verify=False)
+        np.testing.assert_array_equal(bitnet_ref.load(again, backend="numpy").logits(tokens), m.logits(tokens))
 
 
 # -- architectures -----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Backend(PlainBackend):
         """`prepare` of the backend that computes this layer (None: the head)."""
         return self.prepare
 
-    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+    def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """All weights, each linear prepared, plus what the backend adds to the model as a whole."""
         return w
 

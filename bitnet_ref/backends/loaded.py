@@ -173,7 +173,7 @@ class LoadedModel:
             linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
             layers.append(replace(layer, **linears))
         head = w.embedding if w.tied else backend.prepare_for(None)(w.lm_head)
-        prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head))
+        prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head), self.config)
         settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
         return type(self)(self.config, prepared, backend, self.path, **settings)
 

@@ -60,8 +60,10 @@ class Observed(Backend):
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         return self.around("rope_tables", self.inner.rope_tables, (positions, rope, head_dim))
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        return self.around("rope", self.inner.rope, (q, k, cos, sin))
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        return self.around("rope", self.inner.rope, (q, k, cos, sin, *[True] * partial))
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         return self.around("quantize_activations", self.inner.quantize_activations, (x,))
@@ -87,18 +89,23 @@ class Observed(Backend):
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         return self.around("attention", self.inner.attention, (q, cache, batch, layer, window))
 
+    def delta_conv(self, qkv: NDArray, conv: NDArray, cache: KVCache, layer: int, batch: TokenBatch) -> NDArray:
+        return self.around("delta_conv", self.inner.delta_conv, (qkv, conv, cache, layer, batch))
+
+    def delta_gates(self, a: NDArray, b: NDArray, w: DeltaWeights) -> tuple[NDArray, NDArray]:
+        return self.around("delta_gates", self.inner.delta_gates, (a, b, w))
+
     def delta_rule(
         self,
-        qkv: NDArray,
-        a: NDArray,
-        b: NDArray,
-        w: DeltaWeights,
+        mixed: NDArray,
+        log_alpha: NDArray,
+        beta: NDArray,
         cfg: DeltaConfig,
         cache: KVCache,
         layer: int,
         batch: TokenBatch,
     ) -> NDArray:
-        return self.around("delta_rule", self.inner.delta_rule, (qkv, a, b, w, cfg, cache, layer, batch))
+        return self.around("delta_rule", self.inner.delta_rule, (mixed, log_alpha, beta, cfg, cache, layer, batch))
 
     def output_gate(self, z: NDArray, gate: NDArray, activation: str) -> NDArray:
         return self.around("output_gate", self.inner.output_gate, (z, gate, activation))

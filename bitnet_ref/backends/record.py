@@ -12,6 +12,22 @@ BitNet's own under each linear:
     blocks.0.mlp.hook_pre, hook_pre_linear, hook_post (N, F)    gate, up, act(gate) * up
     blocks.0.attn.q_proj.hook_x_int8 (N, K) int8, hook_x_scale (N, 1), hook_acc_int32 (N, out), hook_out (N, out)
     lm_head.hook_out (N, V)
+
+Of the families that have them (docs/families.md):
+
+    hook_embed_scaled, ln_final.hook_scaled (N, D)       embeddings, and the head's input, times a factor
+    blocks.0.attn.q_norm.hook_scale (N, H), .hook_normalized (N, H*d)   of heads; likewise k_norm, delta_norm
+    blocks.0.attn.hook_scaled_q (N, H, d)                q times the query scale, after RoPE
+    blocks.0.attn.hook_gated_z (N, H*d)                  attention's or DeltaNet's result times its gate
+    blocks.0.ln1_post.hook_scale (N, 1), .hook_normalized (N, D)   of o_proj's result; ln2_post of down_proj's;
+                                                         hook_attn_out and hook_mlp_out are what the stream gains
+    blocks.0.attn.hook_conv (N, C)                       a DeltaNet's q, k and v after the convolution
+    blocks.0.attn.hook_log_decay, hook_beta (N, Hv)      log alpha and beta
+    blocks.0.attn.hook_state (N, Hv, dk, dv)             the memory after each token
+    blocks.0.attn.hook_delta_out (N, Hv, dv)             what the memory answers
+    blocks.0.attn.q_proj.hook_x_rotated (N, K)           R x, of a matrix in a Hadamard basis
+    blocks.0.attn.q_proj.rms_norm.hook_scale, .hook_normalized   of a linear with a norm of its own
+    lm_head.hook_uncapped (N, V)                         logits before their soft cap
 """
 
 from __future__ import annotations
@@ -26,8 +42,9 @@ from numpy.typing import NDArray
 from ..errors import NumericsError
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig
-from ..reference.weights import ModelWeights, TernaryLinear
+from ..reference.config import DeltaConfig, ModelConfig
+from ..reference.delta_net import DeltaInputs, delta_inputs, delta_recurrence
+from ..reference.weights import GroupTernaryWeight, ModelWeights, TernaryLinear
 from .backend import Backend
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
@@ -67,7 +84,7 @@ class RecordedTensors(dict[str, NDArray]):
     def _repr_html_(self) -> str:
         rows = [f"<tr><td>{name}</td><td>{a.dtype} {a.shape}</td></tr>" for name, a in list(self.items())[:SHOWN_ROWS]]
         rows += [f"<tr><td colspan=2>and {len(self) - SHOWN_ROWS} more</td></tr>"] * (len(self) > SHOWN_ROWS)
-        return f"<table>{''.join(rows)}</table>"
+        return f"<table style='white-space:nowrap'>{''.join(rows)}</table>"
 
 
 class Recorder:
@@ -126,10 +143,8 @@ class Recorder:
         """A row for each token, of a norm over each head too."""
         return array.reshape(self.tokens, -1) if norm.endswith(HEAD_NORMS) else array
 
-    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
-        self.keep(f"{self.block}.attn.hook_q", q)
-        self.keep(f"{self.block}.attn.hook_k", k)
-        q, k = call(q, k, cos, sin)
+    def _on_rope(self, call: Call, *args: Any) -> Any:
+        q, k = call(*args)
         self.keep(f"{self.block}.attn.hook_rot_q", q)
         self.keep(f"{self.block}.attn.hook_rot_k", k)
         return q, k
@@ -156,13 +171,82 @@ class Recorder:
         for w in ws:  # one at a time, so that each quantisation is recorded under its linear; the values are the same
             self.linear = self.linear_names.get(id(w), "lm_head")
             (y,) = call(x, (w,))
-            self.keep(f"{self.linear}.hook_out", y)
+            shown = y
+            if self.linear == "lm_head" and self.cfg.logit_softcap is not None:
+                self.keep("lm_head.hook_uncapped", y)
+                shown = layers.softcap(self.be.to_host(y), self.cfg.logit_softcap)
+            self.keep(f"{self.linear}.hook_out", shown)
             outputs.append(y)
-        if self.linear.endswith("o_proj"):
-            self.keep(f"{self.block}.hook_attn_out", outputs[0])
-        elif self.linear.endswith("down_proj"):
-            self.keep(f"{self.block}.hook_mlp_out", outputs[0])
+        if self.linear.endswith("v_proj"):  # of attention; a DeltaNet's last one is b_proj
+            for letter, y in zip("qk", outputs, strict=False):
+                self.keep(f"{self.block}.attn.hook_{letter}", y.reshape(y.shape[0], -1, self.cfg.head_dim))
         return tuple(outputs)
+
+    def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryWeight) -> Any:
+        if w.rotation is not None and self.wants(f"{self.linear}.hook_x_rotated"):
+            self.keep(f"{self.linear}.hook_x_rotated", w.rotation.turn(self.be.to_host(x)).astype(x.dtype))
+        return call(x, w)
+
+    def _on_add(self, call: Call, x: NDArray, y: NDArray) -> Any:
+        if y.ndim == 2:  # not a bias
+            half = "attn" if self.linear.endswith("o_proj") else "mlp"
+            self.keep(f"{self.block}.hook_{half}_out", y)
+        return call(x, y)
+
+    def _on_scale(self, call: Call, x: NDArray, factor: float) -> Any:
+        y = call(x, factor)
+        if x.ndim == 3:
+            self.keep(f"{self.block}.attn.hook_scaled_q", y)
+        elif not self.block:
+            self.keep("hook_embed_scaled", y)
+        elif self.current.startswith("ln_final"):
+            self.keep("ln_final.hook_scaled", y)
+        return y  # a block's result is recorded when it is added
+
+    def _on_output_gate(self, call: Call, z: NDArray, gate: NDArray, activation: str) -> Any:
+        y = call(z, gate, activation)
+        self.keep(f"{self.block}.attn.hook_gated_z", y)
+        return y
+
+    def _on_delta_conv(self, call: Call, *args: Any) -> Any:
+        mixed = call(*args)
+        self.keep(f"{self.block}.attn.hook_conv", mixed)
+        return mixed
+
+    def _on_delta_gates(self, call: Call, *args: Any) -> Any:
+        gates = call(*args)
+        for name, gate in zip(("hook_log_decay", "hook_beta"), gates, strict=True):
+            self.keep(f"{self.block}.attn.{name}", gate)
+        return gates
+
+    def _on_delta_rule(
+        self,
+        call: Call,
+        mixed: NDArray,
+        log_alpha: NDArray,
+        beta: NDArray,
+        cfg: DeltaConfig,
+        cache: KVCache,
+        layer: int,
+        batch: TokenBatch,
+    ) -> Any:
+        if self.wants(f"{self.block}.attn.hook_state"):
+            host = self.be.to_host
+            self._keep_states(delta_inputs(host(mixed), host(log_alpha), host(beta), cfg), cache, layer, batch.on_host)
+        y = call(mixed, log_alpha, beta, cfg, cache, layer, batch)
+        self.keep(f"{self.block}.attn.hook_delta_out", y)
+        return y
+
+    def _keep_states(self, inputs: DeltaInputs, cache: KVCache, layer: int, batch: TokenBatch) -> None:
+        """The memory after each token, computed by the reference: the op only leaves the last one."""
+        assert cache.states is not None
+        after = []
+        for slot, _, rows in batch.sequences():
+            memory = cache.states.memory_of(layer, slot).copy()
+            for i in range(rows.start, rows.stop):
+                delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
+                after.append(memory.copy())
+        self.keep(f"{self.block}.attn.hook_state", np.stack(after))
 
     def _on_attention(
         self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None

@@ -159,7 +159,7 @@ class SplitBackend(Backend):
             return self._last.prepare
         return next(part.backend.prepare for part in self.parts if layer < part.stop)
 
-    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+    def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Each part prepares a model of its layers, the last one with the head; the others get one row of zeros."""
         none = DenseWeight(np.zeros((1, w.embedding.shape[1]), dtype=ml_dtypes.bfloat16))
         prepared = []
@@ -167,7 +167,7 @@ class SplitBackend(Backend):
             head = w.lm_head if part is self.parts[-1] else none
             table = head if isinstance(head, DenseWeight) and w.tied else none
             model = ModelWeights(table, w.layers[part.first : part.stop], w.final_norm, head)
-            prepared.append(part.backend.prepare_model(model))
+            prepared.append(part.backend.prepare_model(model, cfg))
         head = prepared[-1].lm_head
         embedding = head if w.tied and isinstance(head, DenseWeight) else w.embedding
         layers = tuple(layer for each in prepared for layer in each.layers)
@@ -182,12 +182,14 @@ class SplitBackend(Backend):
             return self.op_by_op().hidden(w, cfg, batch, cache)
         assert isinstance(cache, SplitKVCache)
         x = self.parts[0].backend.embed_on_host(w.embedding, batch.tokens)  # (N, D)
-        x = x if cfg.embedding_scale == 1 else Backend.scale(self, x, cfg.embedding_scale)
         for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
             self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
             ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(part.first, part.stop)
-            x = decoder_layers(be, be.from_host(x), w.layers[part.first : part.stop], own, ropes, placed, own_cache)
+            x = be.from_host(x)
+            if number == 0 and cfg.embedding_scale != 1:
+                x = be.scale(x, cfg.embedding_scale)
+            x = decoder_layers(be, x, w.layers[part.first : part.stop], own, ropes, placed, own_cache)
             if part is self.parts[-1]:
                 x = x if placed.wanted is None else be.take_rows(x, placed.wanted)
                 return head_input(be, w, cfg, x)

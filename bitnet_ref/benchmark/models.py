@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
+from ..backends.cpu.weights import PanelWeight, mean_skipped, strip_bytes, strip_uses
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..generation.sampling import log_probability
@@ -61,7 +62,7 @@ def bytes_of_step(
     for layer in weights.layers:
         for _, weight in layer.linears():
             if isinstance(weight, TernaryLinear):
-                ternary += weight.nbytes
+                ternary += weight.bytes_of_token if isinstance(weight, PanelWeight) else weight.nbytes
                 norms += 0 if weight.input_norm is None else weight.input_norm.weight.nbytes
             else:
                 dense += weight.nbytes
@@ -114,6 +115,8 @@ class ModelBench(Record):
     decode: Timing | None = None  # one token, through the model
     decode_s: float | None = None  # all new tokens
     choose: Timing | None = None  # the most likely token and, when all logits are known, its log probability
+    skipped: dict[str, float] = field(default_factory=dict)  # linear -> share of its rows or columns that is not read
+    strip_bytes: int = 0  # of second copies, by which they are skipped: see kernels/cpu/strips.h
     head_rows: float | None = None  # logits computed per token, on average
     peak_memory_bytes: int | None = None  # without the buffer of the plain read
     profiles: dict[str, PassProfile] = field(default_factory=dict)  # "prompt", "decode", when asked for
@@ -230,6 +233,7 @@ def measure_model(
     if profile:
         tick()
     step_bytes = bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows))
+    uses = strip_uses(model.weights)
     read, prompt_time, decode_time = Timing.of(reads), Timing.of(prompts), Timing.of(decodes)
     work_per_token = bench.ternary_multiply_adds
     peak_time = Timing.of(peaks) if peaks and work_per_token else None
@@ -244,6 +248,8 @@ def measure_model(
         decode=decode_time,
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
+        skipped={linear: mean_skipped(uses, linear) for linear in ("up_proj", "down_proj") if uses},
+        strip_bytes=strip_bytes(model.weights),
         head_rows=mean(head_rows),
         peak_memory_bytes=memory_bytes,
         profiles=profiles,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 
 import ml_dtypes
 import numpy as np
@@ -59,11 +60,12 @@ SHAPES: dict[str, ModelConfig] = {
     "tinyllama-1.1b": _shape(32000, 2048, 5632, 22, (32, 4, 64), _DENSE),  # TinyLlama-1.1B
 }
 
-# The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one; 13 of them are a third
-# more frequent than the others, which no speed depends on.
+# The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one. 256 = 3 * 81 + 13: 13
+# are a third more frequent than the others, those in the middle with their negatives, so that weights have mean 0.
 VALID_BYTES = np.array([byte for byte in range(256) if not byte & (byte >> 1) & 0x55], dtype=np.uint8)
+BIAS_CHANNELS, BIAS_SIZE = 64, 1 / 64  # of a model whose gates are zeros: `RandomCheckpoint`
 MAX_DRAWN = 1 << 22  # values of a dense matrix that are drawn at a time: 8 MB
-_ANY_TO_VALID = VALID_BYTES[np.arange(256) % len(VALID_BYTES)].tobytes()
+_ANY_TO_VALID = VALID_BYTES[np.r_[np.arange(243) % 81, 34:47]].tobytes()
 
 
 def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> TernaryWeight:
@@ -95,7 +97,18 @@ class RandomCheckpoint(Checkpoint):
     float16.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0, *, float16: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, seed: int = 0, *, float16: bool = False, gate_zeros: float | None = None
+    ) -> None:
+        """gate_zeros: the share of relu2's gates that are zero, by the weights alone; None: random, so a half.
+
+        Then BIAS_CHANNELS of the residual stream are constant (no layer writes them), gate_proj takes all of them with
+        -1, and ffn_norm gives them the size that moves the gates' mean so far below zero.
+        """
+        if gate_zeros is not None and not (config.activation == "relu2" and config.sub_norms and 0 < gate_zeros < 1):
+            message = f"expected a share between 0 and 1, and a shape with relu2 and sub-norms, got {gate_zeros}"
+            raise ConfigError(message, field="gate_zeros")
+        self._gate_zeros = gate_zeros
         self.path, self.config, self.kind, self.evidence = Path("random"), config, "random", []
         self._rng, self._float16 = np.random.default_rng(seed), float16
 
@@ -107,29 +120,55 @@ class RandomCheckpoint(Checkpoint):
 
     def embedding(self) -> DenseWeight:
         table = random_dense_weight(self._rng, self.config.vocab_size, self.config.hidden_size)
+        if self._gate_zeros is not None:
+            table.array[:, :BIAS_CHANNELS] = BIAS_SIZE
         return DenseWeight(table.array.astype(np.float16)) if self._float16 else table
 
     def norm(self, name: str) -> NDArray[np.float32]:
         sizes = {"final_norm": self.config.hidden_size, **norm_sizes(self.config)}
-        return np.ones(sizes[name], dtype=np.float32)
+        norm = np.ones(sizes[name], dtype=np.float32)
+        if self._gate_zeros is not None and name.endswith("ffn_norm"):
+            layer, hidden = int(name.split(".")[1]), self.config.hidden_size
+            # Each o_proj and down_proj before has added a variance of 1 (see `random_ternary_weight`).
+            rms = ((1 - BIAS_CHANNELS / hidden) * (2 * layer + 1)) ** 0.5
+            spread = (2 / 3 * (hidden - BIAS_CHANNELS)) ** 0.5  # of a gate, in units of the normed input
+            shift = NormalDist().inv_cdf(self._gate_zeros) * spread
+            norm[:BIAS_CHANNELS] = shift / BIAS_CHANNELS * rms / BIAS_SIZE
+        return norm
 
     def linear(self, name: str) -> LinearWeight:
         if name == "lm_head":
             return self.embedding()
         draw = random_ternary_weight if self.config.quantization else random_dense_weight
-        return draw(self._rng, *linear_shape(self.config, name))
+        weight = draw(self._rng, *linear_shape(self.config, name))
+        if self._gate_zeros is not None and isinstance(weight, TernaryWeight):
+            packed = weight.packed.copy()
+            if name.endswith("gate_proj"):
+                packed[:, : BIAS_CHANNELS // CODES_PER_BYTE] = 0b00000000  # four weights of -1
+            elif name.endswith(("o_proj", "down_proj")):
+                packed[:BIAS_CHANNELS] = 0b01010101  # four weights of 0
+            weight = replace(weight, packed=packed)
+        return weight
 
 
 def synthetic_model(
-    config: ModelConfig, backend: Backend, seed: int = 0, progress: Progress | None = None, layers: int | None = None
+    config: ModelConfig,
+    backend: Backend,
+    seed: int = 0,
+    progress: Progress | None = None,
+    layers: int | None = None,
+    gate_zeros: float | None = None,
 ) -> Model:
-    """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter."""
+    """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter.
+
+    gate_zeros: see `RandomCheckpoint`.
+    """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
         config = replace(config, num_hidden_layers=layers)
-    weights = read_weights(RandomCheckpoint(config, seed), progress, backend.prepare_for)
-    return Model(config, backend.prepare_model(weights), backend)
+    weights = read_weights(RandomCheckpoint(config, seed, gate_zeros=gate_zeros), progress, backend.prepare_for)
+    return Model(config, backend.prepare_model(weights, config), backend)
 
 
 def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:

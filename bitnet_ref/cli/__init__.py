@@ -24,6 +24,7 @@ from .lab_command import lab
 from .models_commands import list_models, pull, rm
 from .shell import Interface, debug_option, prepare_streams, report_os_error
 from .train_command import train, train_tokenizer
+from .watch_command import watch
 
 EPILOG = """Each command has --help, and --json for programs.
 
@@ -59,6 +60,7 @@ COMMANDS = (
 )
 for command in COMMANDS:  # in the order of --help
     cli.add_command(command)
+crossval.add_command(watch)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -104,6 +104,9 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
     if bench.head == "screened":
         rows = f"{bench.head_rows:,.0f} of {cfg['vocab_size']:,} logits computed per token"
         yield "head", f"screened: {rows}, proven bounds on the others"
+    if bench.skipped:
+        skipped = ", ".join(f"{share:.0%} of {linear}" for linear, share in bench.skipped.items())
+        yield "not read", f"{skipped}: it meets zeros (strips of {size_in_words(bench.strip_bytes)})"
     parts = {name: size for name, size in vars(bench.step_bytes).items() if size}
     pieces = ", ".join(f"{name} {size_in_words(size)}" for name, size in parts.items())
     yield "bytes per token", f"{size_in_words(bench.step_bytes.total)}: {pieces}"

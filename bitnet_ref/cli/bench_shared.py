@@ -75,6 +75,7 @@ class Subject:
     model: str | None
     synthetic: str | None
     layers: int | None
+    gate_zeros: float | None
     backend: str
     head: str
     threads: int | None
@@ -85,6 +86,8 @@ class Subject:
             raise click.UsageError("give a MODEL or --synthetic, not both")
         if self.layers is not None and self.synthetic is None:
             raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
+        if self.gate_zeros is not None and self.synthetic is None:
+            raise click.UsageError("--gate-zeros shapes a synthetic model; give --synthetic too")
         refuse_simd(self.simd, self.backend)
 
     @property
@@ -111,7 +114,7 @@ class Subject:
             from ..benchmark import SHAPES, synthetic_model
 
             with LoadingBar(f"making {self.synthetic}") as bar:
-                return synthetic_model(SHAPES[self.synthetic], chosen, progress=bar, layers=self.layers)
+                return synthetic_model(SHAPES[self.synthetic], chosen, 0, bar, self.layers, self.gate_zeros)
         with LoadingBar(f"loading {self.name}") as bar:
             loaded = load(self.name, backend=chosen.name, threads=self.threads, head=self.head, progress=bar)
         return Model(loaded.config, loaded.weights, chosen, loaded.path)  # all kernel sets read one layout
@@ -139,6 +142,9 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--shape", metavar="NAME|PATH", help="A name of --synthetic (also 2b4t), or a MODEL."),
             click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model."),
+            click.option(
+                "--gate-zeros", type=float, help="The share of zeros among the synthetic model's ReLU^2 gates."
+            ),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
             click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate."),
             machine_options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from functools import wraps
@@ -17,11 +18,14 @@ from .shell import (
     UNAVAILABLE,
     AnyFunction,
     LoadingBar,
+    OrderedGroup,
     OutputFile,
     common_options,
     make_table,
     report,
+    show,
     style_text,
+    wants_json,
 )
 
 if TYPE_CHECKING:
@@ -70,43 +74,63 @@ def outputs(function: AnyFunction) -> AnyFunction:
     return apply_options(function, options)
 
 
-@click.group(short_help="Compare the reference with other engines, op by op.")
+def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """ "90", "60s" or "2m" in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|)", value.strip())
+    if match is None:
+        raise click.BadParameter(f"expected seconds or minutes, such as 90, 60s or 2m; got {value!r}", ctx, param)
+    return float(match[1]) * (60 if match[2] == "m" else 1)
+
+
+def trace_options(function: AnyFunction) -> AnyFunction:
+    """How a trace is judged."""
+    budget = "How long to look for the cause of a difference: 90, 60s, 2m."
+    options = [
+        click.option("--budget", default="60s", show_default=True, metavar="TIME", callback=seconds, help=budget),
+        click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference."),
+        click.option("--strict", is_flag=True, help="Fail for tensors that are missing or have unknown names."),
+    ]
+    return apply_options(function, options)
+
+
+def look_for_causes(crossing: Crossing, model: Model, file: Path, budget: float) -> None:
+    """`explain_trace` for so many seconds, with a line on the terminal that tells what is tested."""
+    from ..crossval.opponents import explain_trace
+
+    try:
+        with LoadingBar("looking for the cause") as bar:
+            explain_trace(crossing, model, file, progress=bar.tell, budget_s=budget)
+    except KeyboardInterrupt:  # outside the tests themselves
+        crossing.causes.stopped = "interrupted"
+
+
+@click.group(cls=OrderedGroup, short_help="Compare the reference with other engines, op by op.")
 @common_options
 def crossval() -> None:
     """Compare the reference with another engine, op by op, and name the first op that is wrong.
+
+    To check an engine of your own, let it write a trace, a file of named arrays, and run `trace`. The page
+    crossval/README.md says which arrays, under which names, with a writer in C and recorders for PyTorch and llama.cpp.
 
     Exits with 1 when an opponent differs, or is missing and --require was given; with 4 when none could run.
     """
 
 
-@crossval.command(short_help="Every backend and kernel set of this package.")
-@_MODEL
-@sentence_options
-@click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
-@outputs
-@common_options
-def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
-    """Run MODEL on every backend of this package and compare each op with the reference's.
-
-    Each backend is fed the reference's inputs, op by op, and then runs by itself.
-    """
-    from ..crossval import cross_backends
-
-    loaded, ids = load_and_encode(model, text)
-    finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
-
-
-@crossval.command(short_help="A trace file that some engine recorded.")
+@crossval.command(short_help="A trace that your engine, or any other, recorded.")
 @click.argument("model")
 @click.argument("file", type=_FILE)
-@click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference, which takes many runs.")
+@trace_options
 @outputs
 @common_options
-def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
-    """Compare the trace FILE of some engine with MODEL on the reference.
+def trace(model: str, file: Path, no_causes: bool, budget: float, strict: bool, **options: Any) -> None:
+    """Compare the trace FILE of some engine with MODEL on the reference: what is the first op that is wrong, and why?
 
-    The format of a trace is in crossval/README.md. A trace of a training step (tensors named grad.*, master.*) is
-    compared with the step that `bitnet-ref train` takes from MODEL, a folder of float masters.
+    The verdict comes first. Then the cause of a difference is looked for: the reference is run with one mistake after
+    the other. Ctrl-C ends the search and shows what is known by then.
+
+    The format of a trace, and how to write one from your engine, is in crossval/README.md. A trace of a training step
+    (tensors named grad.*, master.*) is compared with the step that `bitnet-ref train` takes from MODEL, a folder of
+    float masters.
     """
     from ..crossval import cross_trace
     from ..crossval.gradients import cross_gradients, is_training_trace
@@ -120,11 +144,15 @@ def trace(model: str, file: Path, no_causes: bool, **options: Any) -> None:
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_reference(model)
-    crossings = [cross_trace(loaded, file, causes=not no_causes)]
-    finish("trace", model, loaded, ids, crossings, trace_file=file, **options)
+    crossing = cross_trace(loaded, file, causes=False, strict=strict)
+    if not wants_json():
+        show(lambda out: draw([crossing], [], out, causes=False))
+    if not no_causes:
+        look_for_causes(crossing, loaded, file, budget)
+    finish("trace", model, loaded, ids, [crossing], trace_file=file, draw_all=draw_causes, **options)
 
 
-@crossval.command(short_help="Record a run as a trace file.")
+@crossval.command(short_help="Write a trace of the reference's own run.")
 @_MODEL
 @click.argument("file", type=_OUTPUT)
 @sentence_options
@@ -146,42 +174,21 @@ def record(model: str, file: Path, text: str | list[int] | None, names: tuple[st
     )
 
 
-@crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
+@crossval.command(short_help="Every backend and kernel set of this package.")
 @_MODEL
-@click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
-@click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
-@text_options("The text, or @FILE.  [default: a short story]")
+@sentence_options
+@click.option("--only", multiple=True, metavar="NAME", help='One opponent, such as "cython avx2"; may be repeated.')
+@outputs
 @common_options
-def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:
-    """Measure how much the logits of a text in a dtype of a backend differ from the float32 reference's.
+def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
+    """Run MODEL on every backend of this package and compare each op with the reference's.
 
-    16 bits are not part of the contract: there is no verdict, and the exit code is 0.
+    Each backend is fed the reference's inputs, op by op, and then runs by itself.
     """
-    from ..crossval import measure_precision
-    from ..crossval.precision import DTYPES
+    from ..crossval import cross_backends
 
-    if isinstance(text, str):
-        text = content_of(text)
-    loaded = load_reference(model)
-    with LoadingBar("measuring"):
-        bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
-
-
-@crossval.command(short_help="Check a receipt by running its comparisons again.")
-@click.argument("receipt", type=_FILE)
-@click.option("--model", help="Where the model is now, if not where the receipt says.")
-@click.option("--trace", help="Where the trace is now, if not where the receipt says.")
-@click.option("--python", help="The interpreter that has the receipt's engine.  [default: this one]")
-@click.option("--require", is_flag=True, help="Fail when something cannot be checked here.")
-@common_options
-def verify(receipt: Path, model: str | None, trace: str | None, python: str | None, require: bool) -> None:
-    """Check the seal of RECEIPT, run its comparisons again, and compare the figures."""
-    from ..crossval import verify_receipt
-
-    verification = verify_receipt(receipt, model, trace, python)
-    code = DIFFERS if not verification.holds or (require and verification.unchecked) else 0
-    report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
+    loaded, ids = load_and_encode(model, text)
+    finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
 
 
 def _register(name: str, summary: str) -> None:
@@ -240,6 +247,44 @@ def bitnet_cpp(
     finish("bitnet_cpp", model, loaded, ids, [crossing], **outputs)
 
 
+@crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
+@_MODEL
+@click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
+@click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
+@text_options("The text, or @FILE.  [default: a short story]")
+@common_options
+def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:
+    """Measure how much the logits of a text in a dtype of a backend differ from the float32 reference's.
+
+    16 bits are not part of the contract: there is no verdict, and the exit code is 0.
+    """
+    from ..crossval import measure_precision
+    from ..crossval.precision import DTYPES
+
+    if isinstance(text, str):
+        text = content_of(text)
+    loaded = load_reference(model)
+    with LoadingBar("measuring"):
+        bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
+    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
+
+
+@crossval.command(short_help="Check a receipt by running its comparisons again.")
+@click.argument("receipt", type=_FILE)
+@click.option("--model", help="Where the model is now, if not where the receipt says.")
+@click.option("--trace", help="Where the trace is now, if not where the receipt says.")
+@click.option("--python", help="The interpreter that has the receipt's engine.  [default: this one]")
+@click.option("--require", is_flag=True, help="Fail when something cannot be checked here.")
+@common_options
+def verify(receipt: Path, model: str | None, trace: str | None, python: str | None, require: bool) -> None:
+    """Check the seal of RECEIPT, run its comparisons again, and compare the figures."""
+    from ..crossval import verify_receipt
+
+    verification = verify_receipt(receipt, model, trace, python)
+    code = DIFFERS if not verification.holds or (require and verification.unchecked) else 0
+    report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
+
+
 def load_reference(model: str, **options: Any) -> Model:
     return load_model({"model": model, "backend": "numpy", **options})
 
@@ -260,11 +305,12 @@ def finish(
     crossings: list[Crossing],
     *,
     trace_file: Path | None = None,
+    draw_all: Callable[[list[Crossing], list[str], Console], None] | None = None,
     html_path: Path | None,
     receipt: Path | None,
     require: bool,
 ) -> None:
-    """Show the comparisons, write the report and the receipt, and exit with the verdict."""
+    """Show the comparisons, write the report and the receipt, and exit with the verdict. draw_all: None is `draw`."""
     from ..crossval import make_receipt, write_html
     from ..crossval.receipt import write_receipt
 
@@ -280,10 +326,10 @@ def finish(
     results = [crossing.to_dict() for crossing in crossings]
     facts = {"model": name, "tokens": tokens, "agrees": agrees, "missing": missing, "results": results}
     code = 0 if agrees else DIFFERS if ran or require else UNAVAILABLE
-    report(facts, lambda out: draw(crossings, missing if require else [], out), code)
+    report(facts, lambda out: (draw_all or draw)(crossings, missing if require else [], out), code)
 
 
-def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
+def draw(crossings: list[Crossing], required: list[str], out: Console, causes: bool = True) -> None:
     """The verdicts, each execution path of our backends, and the first wrong op of each opponent that differs."""
     styles = {None: "yellow", True: "green", False: "red"}
     rows = [(crossing.opponent, style_text(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
@@ -292,13 +338,31 @@ def draw(crossings: list[Crossing], required: list[str], out: Console) -> None:
         if crossing.paths:
             out.print(style_text(f"\n{crossing.opponent}, by every execution path", "bold"))
             out.print(make_table(("|", "|", ""), path_rows(crossing.paths)))
-        for comparison in crossing.comparisons:
-            if comparison.first_divergence is not None:
-                _draw_neighbourhood(crossing.opponent, comparison, out)
-        for line in crossing.diagnosis():
-            out.print(style_text(f"{crossing.opponent}: {line}"), soft_wrap=True)
+        for gap in crossing.gaps:  # that tensors are missing, the verdict says
+            if (crossing.strict or any(each.unknown for each in crossing.comparisons)) and gap not in crossing.verdict:
+                out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
+        differing = [
+            each for each in crossing.comparisons if (bad := each.first_divergence) is not None and bad.n_values
+        ]
+        if differing:  # where the runs as a whole differ says little beside the op that is wrong on its own inputs
+            _draw_neighbourhood(crossing.opponent, differing[0], out)
+    if causes:
+        draw_causes(crossings, required, out)
     for name in required:
         out.print(style_text(f"{name} is required and not available", "red"))
+
+
+def draw_causes(crossings: list[Crossing], required: list[str], out: Console) -> None:
+    """The causes of the differences, each with one value computed by hand."""
+    for crossing in crossings:
+        lines = crossing.diagnosis()
+        if lines:
+            out.print()
+        for line in lines:
+            out.print(style_text(f"{crossing.opponent}: {line}"))
+        for cause in crossing.causes:
+            if cause.example and (cause.confirmed or cause.partly):
+                out.print(style_text(f"\n{cause.example}"))
 
 
 def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> None:
@@ -309,9 +373,9 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
         figures = (f"{op.n_differ:,}", f"{op.max_abs:.2e}", f"{op.relative_l2:.1e}")
         rows.append((op.name, status, *figures, f"{op.cosine:.5f}", f"{op.scale_ratio:.5f}"))
     out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
-    columns = ("tensor", "status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
-    shown = len(columns) if out.width >= 100 else 5  # else the names of tensors take three lines each
-    out.print(make_table(columns[:shown], [row[:shown] for row in rows]))
+    columns = ("tensor", "|status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
+    tables = [make_table(columns[:shown], [row[:shown] for row in rows]) for shown in (7, 5)]
+    out.print(next((table for table in tables if table.fits(out, out.width)), tables[0]))
 
 
 def _draw_precision(bench: PrecisionBench, out: Console) -> None:

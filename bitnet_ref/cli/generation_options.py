@@ -27,11 +27,16 @@ OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or drop the oldest 
 GPU_LAYERS_HELP = "Layers on GPUs, or all; the CPU has the rest.  [default: as many as fit]"
 LOAD_OPTIONS = (
     *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
-    *("devices", "gpu_layers", "memory_limit"),
+    *("devices", "gpu_layers", "memory_limit", "rotation"),
 )
 MAX_TEXT_BYTES = 64 << 20  # of @FILE
 INI_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+ROTATION_HELP = "Matrices in a Hadamard basis: run them as stored, or fold it into dense ones."
+rotations = click.Choice(("stored", "folded"))  # formats.checkpoint.ROTATIONS, which --help need not import
+rotation_option = partial(
+    click.option, "--rotation", type=rotations, default="stored", show_default=True, help=ROTATION_HELP
+)
 dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), default="float32", help=DTYPE_HELP)
 
 
@@ -60,6 +65,7 @@ def model_options(function: AnyFunction) -> AnyFunction:
         option("--devices", metavar="N,N", callback=read_numbers, help="GPUs that share the layers.  [default: 0]"),
         option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
         option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
+        rotation_option(cls=SectionOption, section="Model"),
         option("--allow-unquantized", is_flag=True, help="Accept a bitnet model without quantization_config."),
     ]
     return apply_options(function, options)
@@ -71,6 +77,7 @@ def layout_options(function: AnyFunction) -> AnyFunction:
     options = [
         click.option("--i2s-layout", "i2_s_layout", type=layouts, help="The layout of a GGUF's I2_S tensors."),
         click.option("--tl-tiles", type=INI_FILE, help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors."),
+        rotation_option(),
     ]
     return apply_options(function, options)
 

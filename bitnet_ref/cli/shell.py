@@ -31,7 +31,7 @@ from ..errors import (
 from ..system.atomic import check_target, storage_error
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
@@ -52,11 +52,15 @@ class State:
     command: click.Command | None = None  # the one whose options messages name
 
 
-class Interface(click.Group):
-    """A group of commands whose exceptions become one message and an exit code."""
+class OrderedGroup(click.Group):
+    """A group whose --help lists the commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which they were added
+        return list(self.commands)
+
+
+class Interface(OrderedGroup):
+    """A group of commands whose exceptions become one message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
@@ -227,24 +231,85 @@ def report(facts: Any, draw: Callable[[Console], None], code: int = 0) -> None:
 
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], title: str | None = None, style: str | None = None
-) -> Table:
+) -> WholeTable:
     """A table without a frame. columns: ">size" is right-aligned, "|name" never wrapped, ">|size" both; all empty: no
     header.
 
-    style: of the first column.
+    style: of the first column.   A row may have fewer cells.
     """
-    from rich.table import Table
+    cells = [[printable(cell, keep="") if isinstance(cell, str) else cell for cell in row] for row in rows]
+    return WholeTable(columns, [[*row, *[""] * (len(columns) - len(row))] for row in cells], title, style)
 
-    names = [column.lstrip(">|") for column in columns]
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.show_header = any(names)
-    for number, (column, name) in enumerate(zip(columns, names, strict=True)):
-        marks, first = column.removesuffix(name), style if number == 0 else None
-        side: Literal["left", "right"] = "right" if ">" in marks else "left"
-        table.add_column(name, header_style="dim", style=first, justify=side, overflow="fold", no_wrap="|" in marks)
-    for row in rows:
-        table.add_row(*(printable(cell, keep="") if isinstance(cell, str) else cell for cell in row))
-    return table
+
+@dataclass
+class WholeTable:
+    """A table that cuts nothing off at any width. Where it is too wide, the first cell of a row has a line of its own,
+    with a table of the others below it; where these are too wide as well, a line for each of them."""
+
+    columns: Sequence[str]
+    rows: list[list[RenderableType]]
+    title: str | None = None
+    style: str | None = None
+
+    def __rich_console__(self, out: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        from rich.padding import Padding
+
+        if self.fits(out, options.max_width):
+            yield self._table(self.rows, [0] * len(self.columns))
+            return
+        if self.title:
+            yield style_text(self.title, "bold")
+        below = WholeTable(self.columns[1:], [row[1:] for row in self.rows])
+        in_columns = len(self.columns) > 2 and below.fits(out, options.max_width - 2)
+        for number, (first, *others) in enumerate(self.rows):
+            yield style_text(first, self.style or "") if isinstance(first, str) else first
+            if in_columns:
+                yield Padding(below._table([others], below._widths(out), header=number == 0), (0, 0, 0, 2))
+                continue
+            for column, cell in zip(below.columns, others, strict=True):
+                name = column.lstrip(">|")
+                line = style_text(f"{name}: " * bool(name), "dim")
+                line.append(cell if isinstance(cell, str) else style_text(str(cell), getattr(cell, "style", "")))
+                yield Padding(line, (0, 0, 0, 2))
+
+    def fits(self, out: Console, width: int) -> bool:
+        """Whether no cell of a column that never wraps is cut off, and no word of the others."""
+        return sum(self._widths(out)) + 2 * (len(self.columns) - 1) <= width
+
+    def _widths(self, out: Console) -> list[int]:
+        """The narrowest width of each column."""
+        from rich.measure import Measurement
+
+        widths = []
+        for number, column in enumerate(self.columns):
+            cells = [Measurement.get(out, out.options.update(width=10_000), row[number]) for row in self.rows]
+            head = max((len(word) for word in column.lstrip(">|").split()), default=0)
+            widths.append(max([head, *(cell.maximum if "|" in column else cell.minimum for cell in cells)]))
+        return widths
+
+    def _table(self, rows: Iterable[Sequence[RenderableType]], widths: Sequence[int], header: bool = True) -> Table:
+        from rich.table import Table
+
+        names = [column.lstrip(">|") for column in self.columns]
+        table = Table(
+            title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        )
+        table.show_header = header and any(names)
+        for number, (column, name, width) in enumerate(zip(self.columns, names, widths, strict=True)):
+            marks, first = column.removesuffix(name), self.style if number == 0 else None
+            side: Literal["left", "right"] = "right" if ">" in marks else "left"
+            table.add_column(
+                name,
+                header_style="dim",
+                style=first,
+                justify=side,
+                no_wrap="|" in marks,
+                min_width=width,
+                overflow="fold",
+            )
+        for row in rows:
+            table.add_row(*row)
+        return table
 
 
 def style_text(text: str, style: str = "") -> Text:
@@ -254,7 +319,7 @@ def style_text(text: str, style: str = "") -> Text:
 
 
 class LoadingBar:
-    """Progress of `load` on stderr: on a terminal only, and only after half a second."""
+    """Progress of `load` or of a search on stderr: on a terminal only, and only after half a second."""
 
     PATIENCE_S = 0.5
 
@@ -262,15 +327,20 @@ class LoadingBar:
         self.what, self.started = what, time.monotonic()
         self.bar: Progress | None = None
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, what: str | None = None) -> None:
         if self.bar is None and sys.stderr.isatty() and time.monotonic() - self.started > self.PATIENCE_S:
-            from rich.progress import Progress
+            from rich.progress import Progress, TextColumn
 
-            self.bar = Progress(console=console(sys.stderr), transient=True)
+            columns = [TextColumn("{task.description}", markup=False)] if what else Progress.get_default_columns()
+            self.bar = Progress(*columns, console=console(sys.stderr), transient=True)
             self.bar.add_task(self.what, total=total)
             self.bar.start()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done)
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total, description=what or self.what)
+
+    def tell(self, done: int, total: int, text: str) -> None:
+        """Progress of a search, with what is tested now."""
+        self(done, total, f"testing {done + 1} of {total}: {printable(text, keep='')}")
 
     def __enter__(self) -> LoadingBar:
         return self

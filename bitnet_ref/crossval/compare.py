@@ -9,23 +9,26 @@ their ops one by one. The first op that fails its limit is `first_divergence`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import printable
 from ..reference.config import ModelConfig
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
-from .names import INT8, SYNONYMS, layer_of, linear_input, op_kind, op_order
+from .names import INT8, SYNONYMS, layer_of, linear_input, nearest_name, op_kind, op_order
 from .token_ids import token_parity
 from .tolerances import FLIP_CEILING, NARROW_FLOATS, tolerance_of
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
 _MAX_FLIPS = 100  # how many are kept; the count is exact
+_MAX_NEAREST = 100  # unknown names whose nearest right name is looked up
+_LISTED, _NAME_LENGTH = 4, 100  # names in a sentence, characters of one that is not ours
 
 Tensors = Mapping[str, NDArray]
 
@@ -78,7 +81,8 @@ class Comparison:
     flips: list[Flip] = field(default_factory=list)  # the first of them
     n_flips: int = 0
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
-    unknown: list[str] = field(default_factory=list)  # in the candidate, with names that no run has
+    # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
+    unknown: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def first_divergence(self) -> OpResult | None:
@@ -104,18 +108,30 @@ class Comparison:
         if (bad := self.first_divergence) is not None:
             return f"DIFFERS, {self.mode}, first at {bad}"
         total, differ = self.accumulators
-        unequal = sum(not op.equal for op in self.ops)
-        equal = "all equal" if not unequal else f"{len(self.ops) - unequal} equal, the others within tolerance"
-        parts = [f"{len(self.ops)} tensors compared, {equal}"]
+        missing = set(self.missing)
+        compared = [op for op in self.ops if op.name not in missing]
+        unequal = sum(not op.equal for op in compared)
+        equal = "all equal" if not unequal else f"{len(compared) - unequal} equal, the others within tolerance"
+        parts = [f"{len(compared)} of {len(compared) + len(self.missing)} tensors compared, {equal}"]
         if total:
             parts.append(f"{total:,} accumulators {f'compared, {differ:,} differ' if differ else 'equal'}")
-        if self.missing:
-            parts.append(f"{len(self.missing)} not recorded by the candidate")
         if self.logits is not None:
             parts.append(f"max KL {self.logits.kl_max:.1e}, top-1 agreement {self.logits.top1_agreement:.1%}")
         if self.n_flips:
             parts.insert(0, f"{self.n_flips} flips, expected, the first is {self.flips[0]}")
         return f"AGREES{' up to rounding' * bool(self.n_flips)}, {self.mode}: {'; '.join(parts)}"
+
+    @property
+    def gaps(self) -> list[str]:
+        """One sentence each for the names that nobody knows, and for tensors that the candidate has not recorded."""
+        last = f" (the layers are blocks.0 to blocks.{self.layers - 1})"
+        names = [
+            printable(name[:_NAME_LENGTH], keep="")
+            + (f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers))
+            for name, near in self.unknown.items()
+        ]
+        out = [f"{_count(self.unknown)} not compared, with a name that no run has: {_listed(names)}"] * bool(names)
+        return out + [f"{_count(self.missing)} not recorded: {_listed(self.missing)}"] * bool(self.missing)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
@@ -159,15 +175,16 @@ def compare(
         return comparison
     walk = Walk(reference, candidate, config, ids, comparison, own_engine, engine_dtype)
     order = op_order(config)
-    comparison.unknown = sorted(set(candidate) - set(order))
+    unknown, recorded = sorted(set(candidate) - set(order)), set(candidate)
+    expected = [name for name in order if name in reference and name not in recorded]
+    near = {name: nearest_name(name, expected) for name in unknown[:_MAX_NEAREST]}
+    comparison.unknown = {name: near.get(name) for name in unknown}
     with np.errstate(all="ignore"):  # values that are not finite are named below
         for name in order:
             walk.step(name)
     if not comparison.ops:
         comparison.problem = "the two runs have no tensor in common" + (
-            f"; the candidate's names are not of this model: {', '.join(comparison.unknown[:3])}"
-            if comparison.unknown
-            else ""
+            f"; {comparison.gaps[0]}" if comparison.unknown else ""
         )
     return comparison
 
@@ -215,19 +232,19 @@ class Walk:
             tokens = self.comparison.tokens
             if source in self.candidate and tensor_of(self.candidate, source).shape[:1] == (tokens,):
                 x = np.asarray(self.candidate[source], dtype=np.float32).reshape(tokens, -1)
-                result = self.judge(name, mine, implied_int8(x), depth, "implied by the linear's input")
-                if result.status != OK:  # it is not the candidate's own tensor: only the flips it shows matter
+                result = self.judge(name, mine, implied_int8(x), depth, f"not recorded, rounded from {source}")
+                if result.status == FLIP:  # it is not the candidate's own tensor: only the flips it shows matter
                     self.comparison.ops.append(result)
 
     def refuse(self, name: str, shape: tuple[int, ...], note: str) -> OpResult:
         """The result for a tensor that cannot be compared."""
         figures = (0, 0, math.inf, None, math.inf, math.nan, math.nan)
-        kind, reason = op_kind(name, self._is_ternary), "what cannot be compared does not agree"
+        kind, reason = op_kind(name, self._is_ternary, self.config), "what cannot be compared does not agree"
         return OpResult(*figures, name, kind, shape, DIFFERS, None, math.inf, 0.0, reason, note)
 
     def judge(self, name: str, mine: Rows, theirs: Rows, depth: int | None = None, note: str = "") -> OpResult:
         """The candidate's tensor `theirs` against the reference's. depth: see `Tolerance.relative`."""
-        kind = op_kind(name, self._is_ternary)
+        kind = op_kind(name, self._is_ternary, self.config)
         by_head = kind in ("attention scores", "attention pattern")
         whole, reached, first_row = mine, self.reached, 0
         shape, given = mine.shape, theirs.shape
@@ -312,6 +329,9 @@ class Walk:
 class View(Mapping[str, NDArray]):
     """A candidate's tensors, or those of some names, without synonyms: "logits" is "lm_head.hook_out"."""
 
+    token_ids: list[int]  # those of a trace, if it is one
+    prompt: str | None
+
     def __init__(self, candidate: Tensors, only: Container[str] | None = None) -> None:
         names = {SYNONYMS.get(name, name): name for name in candidate}
         self.candidate = candidate
@@ -344,6 +364,14 @@ def fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
         return True
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
+
+
+def _count(names: Collection[str]) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:_LISTED], f"and {len(names) - _LISTED} more"][: len(names)])
 
 
 def _first(rows: NDArray[np.bool_]) -> int | None:

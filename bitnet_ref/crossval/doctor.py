@@ -115,14 +115,18 @@ def _describe_backend(name: str, reason: str | None) -> BackendState:
 
 def _describe_cpu_kernels() -> str:
     """The kernel set that the compiled backend uses, and what this processor lacks for the others."""
-    from ..backends.cpu.weights import MIN_SCREENED_BYTES
+    from ..backends.cpu.weights import MIN_SCREENED_BYTES, MIN_STRIPS_BYTES
 
     try:
-        chosen = extension.choose_simd()
+        chosen, chosen_strips = extension.choose_simd(), extension.choose_strips(None)
     except BackendError as error:  # BITNET_REF_SIMD asks for a set that cannot run
         return str(error)
     others = [f"{name}: {lacks}" for name, lacks in extension.simd_variants().items() if lacks is not None]
     head = f"; heads from {MIN_SCREENED_BYTES >> 20} MiB on are screened"
+    if chosen_strips != "never":
+        least = f"of {MIN_STRIPS_BYTES >> 20} MiB on " if chosen_strips == "auto" else ""
+        head += f"; after ReLU², up_proj and down_proj {least}take twice their bytes, to skip what meets zeros "
+        head += "(BITNET_REF_STRIPS=never: not)"
     return f"{chosen} kernels{head}" + (f" (not here: {', '.join(others)})" if others else "")
 
 

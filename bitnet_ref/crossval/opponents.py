@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +17,14 @@ from pathlib import Path
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import BackendError, NumericsError, TokenizerError
-from .compare import compare
-from .explain.diagnose import Diagnosis, diagnose, diagnose_prompt
+from .compare import View, compare
+from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
 from .paths import check_paths
 from .report import Crossing, evidence
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
-from .token_ids import token_parity
+from .token_ids import beside, token_parity, used_ids
 from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
@@ -93,30 +94,78 @@ def _cross_backend(crossing: Crossing, make: Callable[..., Backend], reference: 
         path.unlink(missing_ok=True)
 
 
-def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True) -> Crossing:
+def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True, strict: bool = False) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
-    causes: look for the cause of a difference, which runs the reference once for each mistake that is tested.
-
+    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those.
+    causes: look for the cause of a difference, as `explain_trace` does.   strict: names that no run has, and tensors
+    that are not recorded, are no agreement.
     Raises FormatError for a file that is no trace.
     """
     reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as trace:
-        crossing = Crossing(trace.engine)
+        crossing = Crossing(trace.engine, strict=strict)
         outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
         if outside or len(trace.token_ids) > model.config.context_length:
             limit = f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the context holds"
             crossing.failed = f"{limit}: is this trace of another model?"
             return crossing
-        if (difference := _token_difference(model, trace)) is not None:
-            crossing.failed, crossing.causes = f"the tokens are not the same: {difference[0]}", difference[1]
+        run = _actual_run(crossing, reference, trace)
+        if (difference := _token_difference(model, run)) is not None:
+            crossing.failed = f"the tokens are not the same: {difference[0]}"
+            crossing.causes = Diagnoses(difference[1])
             return crossing
-        by_op = judge_trace(reference, trace)
+        by_op = judge_trace(reference, run)
         if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
             crossing.comparisons.append(by_op)
-        with record_reference(reference, trace.token_ids) as right:
-            compare_free(crossing, reference, right, trace, causes=causes)
+        with record_reference(reference, run.token_ids) as right:
+            compare_free(crossing, reference, right, run, causes=False)
+    if causes:
+        explain_trace(crossing, model, path)
     return crossing
+
+
+def explain_trace(
+    crossing: Crossing,
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
+) -> None:
+    """Look for the causes of the difference of a trace's `crossing`, which runs the reference once for each test.
+
+    progress: called before each test.   budget_s: the search ends after so many seconds, with what is known by then.
+    """
+    if crossing.failed is not None or not crossing.comparisons:
+        return
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    reference = model.on(Backend("float32", model.backend.threads))
+    with Trace(path) as trace:
+        run = _actual_run(crossing, reference, trace)
+        free = crossing.comparisons[-1]
+        causes = diagnose(reference, run.token_ids, run, free, progress=progress, deadline=deadline)
+        if crossing.other_tokens is not None:
+            prompt = diagnose_prompt(model, trace.token_ids, run.token_ids, trace.prompt)
+            causes[:0] = [cause for cause in prompt if cause.confirmed]
+        crossing.causes = causes
+
+
+def _actual_run(crossing: Crossing, reference: Model, trace: Trace) -> View:
+    """The trace with the tokens that its engine ran on, if its embedding tells them; they are noted in `crossing`."""
+    run, ids = View(trace), trace.token_ids
+    used = used_ids(reference, trace["hook_embed"], ids) if "hook_embed" in trace else None
+    known = [token for token in used or () if token is not None]
+    if (
+        used is None
+        or not known
+        or (len(used) == len(ids) and all(u in (None, i) for u, i in zip(used, ids, strict=True)))
+    ):
+        return run
+    crossing.other_tokens = beside(ids, used)
+    if len(known) == len(used) <= reference.config.context_length:
+        run.token_ids = known
+    return run
 
 
 @contextmanager
@@ -129,7 +178,9 @@ def record_reference(reference: Model, tokens: Sequence[int]) -> Iterator[Trace]
             yield trace
 
 
-def compare_free(crossing: Crossing, reference: Model, right: Trace, trace: Trace, *, causes: bool = True) -> None:
+def compare_free(
+    crossing: Crossing, reference: Model, right: Trace, trace: Trace | View, *, causes: bool = True
+) -> None:
     """Add the free-running comparison of a trace with the reference's, its evidence, and the causes of a difference."""
     free = compare(right, trace, reference.config)
     crossing.comparisons.append(free)
@@ -138,7 +189,7 @@ def compare_free(crossing: Crossing, reference: Model, right: Trace, trace: Trac
         crossing.causes = diagnose(reference, trace.token_ids, trace, free)
 
 
-def _token_difference(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]] | None:
+def _token_difference(model: Model, trace: View) -> tuple[str, list[Diagnosis]] | None:
     """How a trace's tokens differ from this tokenizer's for its prompt, and why. None: they are the same, or unknown.
 
     The prompt may be a text or a user's message, which the engine put into the model's chat template.
@@ -153,7 +204,8 @@ def _token_difference(model: Model, trace: Trace) -> tuple[str, list[Diagnosis]]
         return None
     if trace.token_ids == _as_message(model, trace.prompt):
         return None
-    return problem, diagnose_prompt(model, mine, trace.token_ids, trace.prompt)
+    causes = diagnose_prompt(model, mine, trace.token_ids, trace.prompt)
+    return f"{problem}; {beside(mine, trace.token_ids)}", causes
 
 
 def _as_message(model: Model, text: str) -> list[int] | None:

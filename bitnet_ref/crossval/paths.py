@@ -5,6 +5,7 @@ taken with whole prompts, prompts in chunks, decoding, several sequences at once
 divided layers, and as text. What is compared, and how strictly:
 
     ops      the plainest path: its logits against the reference's, by the contract's rule for float32
+    folded   a model in a Hadamard basis, folded into dense matrices: as "ops"
     others   the logits of every other path against those of "ops": equal, bit for bit
     caches   attention over a narrow cache against the reference's attention over the same stored numbers
     heads    the candidates of a screened head against the whole head: equal, and complete
@@ -27,6 +28,7 @@ from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..reference import layers
 from ..reference.cache import TokenBatch
+from ..reference.weights import fold_rotations, has_rotations
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 
 PAGE_SIZE = 8
@@ -93,6 +95,11 @@ def _checks(
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
     for layout, make_other in be.other_layouts().items():
         yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
+    if has_rotations(reference.weights):
+        yield (
+            "folded rotation",
+            lambda: _judge_logits(_whole(_folded(reference).on(make()), tokens, None), reference, tokens),
+        )
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
@@ -206,6 +213,11 @@ def _divide(make: MakeBackend, reference: Model) -> Model:
     if count < 2:
         return reference.on(make())
     return reference.on(SplitBackend([LayerRun(make(), 0, count // 2), LayerRun(make(), count // 2, count)]))
+
+
+def _folded(model: Model) -> Model:
+    """The model in the plain basis, its rotated matrices dense."""
+    return Model(model.config, fold_rotations(model.weights), model.backend)
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import html
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from ..errors import printable
 from ..system.atomic import atomic_path
 from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View
-from .explain.diagnose import Diagnosis
+from .explain.diagnose import Diagnoses
 from .metrics import tensor_of
 from .names import LOGITS
 from .paths import PathCheck
@@ -52,19 +53,26 @@ class Crossing:
     unavailable: str | None = None  # why it could not run here
     failed: str | None = None  # the error that ended its run
     evidence: Evidence | None = None  # for the plots of the report
-    causes: list[Diagnosis] = field(default_factory=list)  # tested causes of a difference, the confirmed ones first
+    causes: Diagnoses = field(default_factory=Diagnoses)  # tested causes of a difference, the confirmed ones first
     # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
     rule: str | None = None
     contract: Comparison | None = None  # then: with the unchanged reference
     greedy: Greedy | None = None  # of an engine that prints tokens only
     paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
+    other_tokens: str | None = None  # the ids that a trace should have run on, and those that its embedding shows
+    strict: bool = False  # tensors that are missing or have unknown names are no agreement
+
+    @property
+    def gaps(self) -> list[str]:
+        """What the comparison of the whole run left out: names that no run has, tensors that were not recorded."""
+        return [gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps]
 
     @property
     def agrees(self) -> bool | None:
         """None when it could not run: neither agreement nor difference."""
         if self.unavailable is not None:
             return None
-        if self.greedy is not None and not self.greedy.agrees:
+        if (self.greedy is not None and not self.greedy.agrees) or self.other_tokens or (self.strict and self.gaps):
             return False
         compared = bool(self.comparisons) or self.greedy is not None
         agree = all(comparison.agrees for comparison in self.comparisons) and all(check.passed for check in self.paths)
@@ -87,6 +95,11 @@ class Crossing:
         shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
+        if self.other_tokens is not None:
+            then = "" if "?" in self.other_tokens else f". On these: {verdict}"
+            return f"DIFFERS: the engine ran on other tokens, as its hook_embed shows: {self.other_tokens}{then}"
+        if shown.agrees and self.strict and self.gaps:
+            verdict = f"INCOMPLETE: {'; '.join(self.gaps)}. The others: {verdict}"
         if self.rule is None:
             return verdict
         verdict += f". Compared by its own rule: {self.rule}"
@@ -100,7 +113,15 @@ class Crossing:
     def diagnosis(self) -> list[str]:
         """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
         sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
-        return sentences or [f"none of {len(self.causes)} known mistakes explains the difference"] * bool(self.causes)
+        if self.causes and not sentences:
+            sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
+        if stopped := self.causes.stopped:
+            sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
+        return sentences
+
+    def _repr_html_(self) -> str:
+        """For notebooks: its part of the page that `write_html` writes."""
+        return _section("crossing", self)
 
     def to_dict(self, describe: Callable[[Comparison], dict[str, Any]] = Comparison.to_dict) -> dict[str, Any]:
         """As plain JSON values; `describe` gives those of a comparison."""
@@ -110,6 +131,9 @@ class Crossing:
             "verdict": self.verdict,
             "unavailable": self.unavailable,
             "failed": self.failed,
+            "gaps": self.gaps,
+            "other_tokens": self.other_tokens,
+            "diagnosis": self.diagnosis(),
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "paths": [check.to_dict() for check in self.paths],
@@ -179,7 +203,8 @@ def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Cro
     about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
     rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in about.items())
     overview = "".join(
-        f'<tr><td><a href="#s{i}">{_e(c.opponent)}</a></td><td class="{_class(c.agrees)}">{_e(c.verdict)}</td></tr>'
+        f'<tr><td><a href="#s{i}">{_e(c.opponent)}</a></td>'
+        f'<td class="{_class(c.agrees)}">{_sentence(c.verdict)}</td></tr>'
         for i, c in enumerate(crossings)
     )
     body = "".join(_section(f"s{i}", crossing) for i, crossing in enumerate(crossings))
@@ -202,6 +227,7 @@ details{margin:.8em 0}.scroll{overflow-x:auto}
 """
 
 
+_WHOLE = "style='white-space:nowrap'"  # also in notebooks, without the style sheet
 _BY_DEPTH = (
     "Divergence by depth: relative L2 of each tensor, in the order of the computation. Vertical lines are layers. "
     "Equal tensors lie on the bottom line."
@@ -210,11 +236,17 @@ _BY_KIND = "By kind of op: smallest, median and largest relative L2 of the tenso
 
 
 def _section(anchor: str, c: Crossing) -> str:
-    parts = [f'<h2 id="{anchor}">{_e(c.opponent)}</h2><p class="{_class(c.agrees)}">{_e(c.verdict)}</p>']
+    parts = [f'<h2 id="{anchor}">{_e(c.opponent)}</h2><p class="{_class(c.agrees)}">{_sentence(c.verdict)}</p>']
+    parts += [f"<p>{_sentence(gap)}</p>" for gap in c.gaps]
     if causes := c.diagnosis():
-        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_e(cause)}</li>' for cause in causes)}</ul>")
+        parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_sentence(cause)}</li>' for cause in causes)}</ul>")
+        parts += [
+            f"<pre>{_e(cause.example)}</pre>"
+            for cause in c.causes
+            if cause.example and (cause.confirmed or cause.partly)
+        ]
     for comparison in c.comparisons:
-        parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_e(comparison.verdict)}</p>")
+        parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:
             continue
         ops = comparison.ops
@@ -248,7 +280,7 @@ def _by_kind(ops: Sequence[OpResult]) -> list[tuple[str, int, int, list[float]]]
 def _flips(comparison: Comparison) -> str:
     if not comparison.n_flips:
         return ""
-    shown = "".join(f"<li>{_e(str(flip))}</li>" for flip in comparison.flips[:20])
+    shown = "".join(f"<li>{_sentence(str(flip))}</li>" for flip in comparison.flips[:20])
     return f"<details><summary>{comparison.n_flips} rounding flips, expected</summary><ol>{shown}</ol></details>"
 
 
@@ -267,7 +299,7 @@ def _table(ops: Sequence[OpResult]) -> str:
             f"<td>{_e(op.note)}</td></tr>"
         )
     return (
-        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table><tr>{head}</tr>'
+        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table {_WHOLE}><tr>{head}</tr>'
         f"{''.join(rows)}</table></div></details>"
     )
 
@@ -286,3 +318,8 @@ def _class(agrees: bool | None) -> str:
 
 def _e(text: Any) -> str:
     return html.escape(printable(str(text)))
+
+
+def _sentence(text: str) -> str:
+    """Prose whose numbers (1.7e-05) and names are not broken at a hyphen or slash at the end of a line."""
+    return re.sub(r"\S*\w[-/]\w\S*", rf"<span {_WHOLE}>\g<0></span>", _e(text))

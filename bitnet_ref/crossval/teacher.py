@@ -143,11 +143,13 @@ class _Teacher(Recorder):
         self.judge(f"{name}.{NORMALIZED}", self.by_token(name, y), self.by_token(name, other_y))
         return y
 
-    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        rotated: tuple[NDArray, NDArray] = super()._on_rope(call, q, k, cos, sin)
+    def _on_rope(
+        self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *partial: bool
+    ) -> tuple[NDArray, NDArray]:
+        rotated: tuple[NDArray, NDArray] = super()._on_rope(call, q, k, cos, sin, *partial)
         from_host = self.candidate.from_host
         other = self.candidate.rope(
-            from_host(q), from_host(k), *self.side.rope_of(int(self.block.removeprefix("blocks.")))
+            from_host(q), from_host(k), *self.side.rope_of(int(self.block.removeprefix("blocks."))), *partial
         )
         for letter, mine, theirs in zip("qk", rotated, other, strict=True):
             self.judge(f"{self.block}.attn.hook_rot_{letter}", mine, theirs)

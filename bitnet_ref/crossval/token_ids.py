@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends import Backend
+from ..backends.loaded import LoadedModel
 from ..reference.config import ModelConfig
+from ..reference.weights import plain_weights
 
 if TYPE_CHECKING:
     from ..api import Model
 
 # A single rounding flip moved a logit of storyteller by at most this much, as measured.
 NEAR_TIE = 0.15
+_ROW_ERROR = 0.02  # relative L2 of a row of the embedding: an engine may hold the table in 16 or 8 bits
+_BLOCK_VALUES = 1 << 22
+_SHOWN_IDS = 12
 
 
 def token_parity(
@@ -58,6 +64,45 @@ def token_parity(
     if head + tail and tail >= len(mine) // 4:
         return f"other tokens in the middle or at the start: another chat template or tokenizer ({counts}; {here})"
     return f"other tokens: another prompt, template or tokenizer ({counts}; {here})"
+
+
+def used_ids(model: LoadedModel, rows: NDArray, ids: Sequence[int]) -> list[int | None] | None:
+    """The tokens whose rows of the embedding an engine used, from its hook_embed (N, D).   ids: which it should have.
+
+    None for a row that the table does not have, and for all if the rows are those of `ids`. A row may be rounded.
+    """
+    be, w = Backend("float32", model.backend.threads), plain_weights(model.weights).embedding
+    rows = np.asarray(rows, dtype=np.float32)
+    rows = rows.reshape(-1, rows.shape[-1]) if rows.ndim else rows.reshape(1, 1)
+    right = be.embed(w, np.asarray(ids, dtype=np.int64))
+    if not rows.size or rows.shape[1] != right.shape[1] or not np.isfinite(rows).all():
+        return None
+    best = np.zeros(len(rows), dtype=np.int64)
+    best[: len(ids)] = ids[: len(rows)]  # of equal rows of the table the expected one is meant
+    error = np.full(len(rows), np.inf, dtype=np.float64)
+    error[: len(ids)] = np.linalg.norm((rows[: len(ids)] - right[: len(rows)]).astype(np.float64), axis=1)
+    limit = _ROW_ERROR * np.linalg.norm(rows, axis=1)
+    if len(rows) == len(ids) and (error <= limit).all():
+        return None
+    for start in range(0, w.shape[0], step := max(1, _BLOCK_VALUES // rows.shape[1])):
+        table = be.embed(w, np.arange(start, min(start + step, w.shape[0])))
+        nearest = (np.einsum("vd,vd->v", table, table) - 2 * (rows @ table.T)).argmin(axis=1)
+        distance = np.linalg.norm((rows - table[nearest]).astype(np.float64), axis=1)
+        closer = distance < error
+        best[closer], error[closer] = nearest[closer] + start, distance[closer]
+    return [int(token) if fits else None for token, fits in zip(best, error <= limit, strict=True)]
+
+
+def beside(expected: Sequence[int], used: Sequence[int | None]) -> str:
+    """Both lists of ids in words, cut to where they begin to differ."""
+    head = common_prefix(expected, [-1 if token is None else token for token in used])
+    start = max(0, head - 2)
+
+    def shown(ids: Sequence[int | None]) -> str:
+        inner = ", ".join("?" if token is None else str(token) for token in ids[start : start + _SHOWN_IDS])
+        return f"[{'..., ' * (start > 0)}{inner}{', ...' * (start + _SHOWN_IDS < len(ids))}]"
+
+    return f"expected {shown(expected)}, used {shown(used)}"
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

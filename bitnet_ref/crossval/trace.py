@@ -48,6 +48,7 @@ ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ENTRY_BYTES = 300  # reserved in the header for each tensor, besides its name
 _COPY_BYTES = 1 << 20
+_REMEDY = "crossval/README.md shows the metadata of a trace, with examples in Python and C"
 _weight_hashes: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()  # of models in memory
 
 
@@ -194,13 +195,13 @@ class Trace(SafetensorsFile, Mapping[str, NDArray]):
 
     def _check(self) -> None:
         if self.metadata.get("format") != FORMAT:
-            raise self._bad("format", f'expected "{FORMAT}": this safetensors file is not a trace')
+            raise self._bad("format", f'expected "{FORMAT}": this safetensors file is not a trace. {_REMEDY}')
         if self.metadata.get("version") != str(VERSION):
             raise self._bad("version", f'expected "{VERSION}", got {self.metadata.get("version")!r}')
         try:
             ids = json.loads(self.metadata.get("token_ids", ""))
         except (ValueError, RecursionError) as problem:
-            raise self._bad("token_ids", "expected a JSON list of the run's token ids") from problem
+            raise self._bad("token_ids", f"expected a JSON list of the run's token ids. {_REMEDY}") from problem
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise self._bad("token_ids", "expected a JSON list of the run's token ids, each 0 to 2^31 - 1")
         self.token_ids: list[int] = ids

@@ -7,18 +7,19 @@ Parts of a model are called by our own names, whatever the file calls them: "emb
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
-from ..reference.config import ModelConfig
+from ..reference.config import DeltaConfig, ModelConfig
 from ..reference.quantization import split_groups
 from ..reference.weights import (
     DeltaWeights,
@@ -39,6 +40,7 @@ from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
+ROTATIONS = ("stored", "folded")
 
 MAX_TOKENIZER_BYTES = 64 << 20
 # The files of a tokenizer in a hub repository; config.json is not among them.
@@ -56,12 +58,19 @@ class ReadOptions:
     i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file names.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
     verify: check a native file's content hash, which reads the file twice.
+    rotation: what becomes of matrices in a rotated basis (Bonsai 2). "stored": they are run as they are, on rotated
+        inputs. "folded": they become dense matrices in the plain basis.
     """
 
     allow_unquantized: bool = False
     i2_s_layout: str | None = None
     tl_tiles: Path | None = None
     verify: bool = False
+    rotation: str = "stored"
+
+    def __post_init__(self) -> None:
+        if self.rotation not in ROTATIONS:
+            raise ConfigError(f"expected {' or '.join(ROTATIONS)}, got {self.rotation!r}", field="rotation")
 
 
 class Checkpoint(Closeable, ABC):
@@ -70,6 +79,8 @@ class Checkpoint(Closeable, ABC):
     kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
     taken: the file's names of the tensors that were read so far.
+    rotations: the bases of matrices that are stored in a rotated one: name of a linear or "embedding" -> its basis.
+    is_folded: whether these matrices are given in the plain basis (`ReadOptions.rotation`).
     """
 
     path: Path
@@ -77,11 +88,12 @@ class Checkpoint(Closeable, ABC):
     kind: str
     evidence: list[str]
     taken: set[str]
-    is_rotated: bool = False  # whether matrices are in a rotated basis, which no writer of ours can say
+    rotations: Mapping[str, Rotation] = MappingProxyType({})
+    is_folded: bool = False
 
     def rotation(self, name: str) -> Rotation | None:
-        """The basis in which a linear or "embedding" is stored; None: the plain one."""
-        return None
+        """The basis of the matrix that is given for a linear or "embedding"; None: the plain one."""
+        return None if self.is_folded or not self.rotations else self.rotations.get(name)
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
@@ -127,6 +139,10 @@ class Checkpoint(Closeable, ABC):
         """`values` as this file's type for that matrix stores them, if the type has blocks of integers."""
         return values
 
+    def given_dtype(self, name: str) -> np.dtype:
+        """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
+        return np.dtype(np.float32) if self.is_folded and name in self.rotations else self.dense_dtype(name)
+
     def check_tied_head(self, embedding: DenseWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
 
@@ -134,14 +150,12 @@ class Checkpoint(Closeable, ABC):
         """The tokenizer as in a hub repository: file name ("tokenizer.json", ...) -> bytes. Empty if there is none."""
         return {}
 
-    def refuse_extras(self, writer: str) -> None:
-        """ConfigError where the model has what files of `writer` cannot say, or we do not write into them."""
-        if self.is_rotated:
-            raise ConfigError(f"matrices in a Hadamard basis are not written into {writer} files", path=self.path)
-        if extras := self.config.extras:
-            message = f"{writer} files of {self.config.model_type} models are not written"
-            message += "; convert to native instead" * (self.config.delta is None)
-            raise ConfigError(message, field=extras[0])
+    def refuse_rotation(self, writer: str) -> None:
+        """ConfigError where matrices are in a rotated basis, which files of `writer` cannot say."""
+        if self.rotations and not self.is_folded:
+            message = f"{writer} files cannot say that matrices are in a Hadamard basis; "
+            message += 'fold it first (rotation="folded"), or convert to native, gguf-pq2_0 or gguf-ptq1_0'
+            raise ConfigError(message, path=self.path)
 
     # -- checks that all readers make ----------------------------------------------------------------------------------
 
@@ -173,7 +187,7 @@ def element_bytes(checkpoint: Checkpoint) -> Callable[[str], int | None]:
             return None
         short = name.rpartition(".")[2]
         if short not in sizes:
-            sizes[short] = checkpoint.dense_dtype(name).itemsize
+            sizes[short] = checkpoint.given_dtype(name).itemsize
         return sizes[short]
 
     return size
@@ -189,7 +203,7 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
 
 
 def linear_names(config: ModelConfig) -> list[str]:
-    """Every linear of the blocks, in the order of `LayerWeights`."""
+    """Every linear of the blocks, in the order of the computation."""
     layers = range(config.num_hidden_layers)
     return [linear_name(index, name) for index in layers for name in config.linear_shapes(index)]
 
@@ -203,11 +217,28 @@ def part_count(config: ModelConfig) -> int:
     """The number of parts that `parts` gives. Computed without a list: a config may claim billions of layers."""
     if config.layer_types:  # as many as there are layers
         per_layer = [
-            len(config.linear_shapes(i)) + len(norms_of_layer(config, i)) for i in range(len(config.layer_types))
+            len(config.linear_shapes(i)) + len(norms_of_layer(config, i)) + config.is_delta(i)
+            for i in range(len(config.layer_types))
         ]
         return 2 + sum(per_layer) + (not config.tie_word_embeddings)
     alike = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
     return 2 + config.num_hidden_layers * alike + (not config.tie_word_embeddings)
+
+
+def delta_name(layer: int) -> str:
+    """The name of the small arrays of a DeltaNet layer, as a part of a model."""
+    return f"blocks.{layer}.delta"
+
+
+def delta_shapes(shape: DeltaConfig) -> dict[str, tuple[int, ...]]:
+    """Field of `DeltaWeights` -> its shape."""
+    heads = (shape.value_heads,)
+    return {
+        "conv": (sum(shape.sizes), shape.conv_size),
+        "decay": heads,
+        "decay_bias": heads,
+        "norm": (shape.value_dim,),
+    }
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
@@ -303,6 +334,7 @@ def read_layer(
         done()
     if checkpoint.config.is_delta(index):
         of_layer["delta"] = checkpoint.delta(index)
+        done()
     for short in checkpoint.config.linear_shapes(index):
         name = linear_name(index, short)
         weight = in_groups(checkpoint, name, checkpoint.linear(name))
@@ -332,7 +364,7 @@ def read_head(checkpoint: Checkpoint, embedding: EmbeddingWeight, prepare: Prepa
 def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
     """The weight as the model computes with it: a dense matrix that is ternary by groups is packed, and so is a ternary
     one whose input stays in float. Other weights are returned as they are."""
-    config, rotation = checkpoint.config, checkpoint.rotation(name)
+    config, rotation, w = checkpoint.config, checkpoint.rotation(name), fold(checkpoint, name, w)
     if isinstance(w, DenseWeight) and (packed := split_groups(w.array)) is not None:
         planes, scales, group = packed
         return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias, rotation)
@@ -344,20 +376,31 @@ def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeigh
     return w
 
 
-def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32]]]:
-    """(name, weight) of every part of a model, one at a time, in the order of the computation."""
+def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
+    """The weight in the plain basis, where `checkpoint` is to give it so."""
+    if checkpoint.is_folded and name in checkpoint.rotations and isinstance(w, DenseWeight):
+        return DenseWeight(checkpoint.rotations[name].fold(w.array), w.bias)
+    return w
+
+
+def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32] | DeltaWeights]]:
+    """(name, weight) of every part of a model as it is stored (but see `fold`), one at a time, in the order of the
+    computation."""
     config = checkpoint.config
     embedding = checkpoint.embedding()
-    yield "embedding", embedding
+    yield "embedding", fold(checkpoint, "embedding", embedding)
     if config.tie_word_embeddings:
         checkpoint.check_tied_head(embedding)
     del embedding
     for index in range(config.num_hidden_layers):
         for name in norms_of_layer(config, index):
             yield name, checkpoint.norm(name)
+        if config.is_delta(index):
+            yield delta_name(index), checkpoint.delta(index)
         for short in config.linear_shapes(index):
-            yield linear_name(index, short), checkpoint.linear(linear_name(index, short))
+            name = linear_name(index, short)
+            yield name, fold(checkpoint, name, checkpoint.linear(name))
     yield "final_norm", checkpoint.norm("final_norm")
     if not config.tie_word_embeddings:
-        yield "lm_head", checkpoint.linear("lm_head")
+        yield "lm_head", fold(checkpoint, "lm_head", checkpoint.linear("lm_head"))
     checkpoint.finish()

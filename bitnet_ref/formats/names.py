@@ -19,7 +19,7 @@ class PartNames(NamedTuple):
     gguf: str
 
 
-_OUTSIDE_BLOCKS = {
+OUTSIDE_BLOCKS = {
     "embedding": PartNames(("model.embed_tokens",), "token_embd"),
     "final_norm": PartNames(("model.norm",), "output_norm"),
     "lm_head": PartNames(("lm_head",), "output"),
@@ -38,7 +38,7 @@ _IN_BLOCK = {
     "down_proj": PartNames(("mlp.down_proj",), "ffn_down"),
     "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
     "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
-    "z_proj": PartNames(("self_attn.z_proj",), ""),  # see `hf.folder`: part of q_proj, or DeltaNet's own
+    "z_proj": PartNames(("self_attn.z_proj",), ""),  # see `linear_place`: part of q_proj, or DeltaNet's own
     "a_proj": PartNames(("linear_attn.in_proj_a",), ""),
     "b_proj": PartNames(("linear_attn.in_proj_b",), ""),
     "attn_post_norm": PartNames((), "post_attention_norm"),
@@ -53,9 +53,28 @@ _POST_NORMS = {
 # The last word of a Hugging Face name -> our name of that part of a block
 BLOCK_PART_OF_HF = {full.rpartition(".")[2]: part for part, names in _IN_BLOCK.items() for full in names.hf}
 GGUF_LINEARS = {part: names.gguf for part, names in _IN_BLOCK.items() if part.endswith("_proj") and names.gguf}
+# Of a DeltaNet layer (Qwen3.5): its linears, some of which share a tensor (see `linear_place`), and its small arrays
+LINEARS_IN_DELTA = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), PartNames(("linear_attn.in_proj_qkv",), "attn_qkv")),
+    "z_proj": PartNames(("linear_attn.in_proj_z",), "attn_gate"),
+    "a_proj": PartNames(("linear_attn.in_proj_a",), "ssm_alpha"),
+    "b_proj": PartNames(("linear_attn.in_proj_b",), "ssm_beta"),
+    "o_proj": PartNames(("linear_attn.out_proj",), "ssm_out"),
+}
+DELTA_ARRAYS = {
+    "conv": PartNames(("linear_attn.conv1d.weight",), "ssm_conv1d.weight"),
+    "decay": PartNames(("linear_attn.A_log",), "ssm_a"),
+    "decay_bias": PartNames(("linear_attn.dt_bias",), "ssm_dt.bias"),
+    "norm": PartNames(("linear_attn.norm.weight",), "ssm_norm.weight"),
+}
 _PART_OF_GGUF = {gguf: part for part, gguf in GGUF_LINEARS.items()}
 _HF_LINEAR = re.compile(rf"(?:model\.)?layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight")
 _GGUF_LINEAR = re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(_PART_OF_GGUF)})\.weight")
+
+
+def part_names() -> list[str]:
+    """Our name of every part, those of a block under "blocks.0"."""
+    return ["embedding", *(f"blocks.0.{part}" for part in _IN_BLOCK), "final_norm", "lm_head"]
 
 
 def hf_modules(name: str, post_norms: bool = False) -> list[str]:
@@ -66,8 +85,8 @@ def hf_modules(name: str, post_norms: bool = False) -> list[str]:
     >>> hf_modules("blocks.0.attn_sub_norm")
     ['model.layers.0.self_attn.attn_sub_norm', 'model.layers.0.self_attn.inner_attn_ln']
     """
-    if name in _OUTSIDE_BLOCKS:
-        return list(_OUTSIDE_BLOCKS[name].hf)
+    if name in OUTSIDE_BLOCKS:
+        return list(OUTSIDE_BLOCKS[name].hf)
     _, index, *_, part = name.split(".")
     names = (_POST_NORMS[part],) if post_norms and part in _POST_NORMS else _IN_BLOCK[part].hf
     return [f"model.layers.{index}.{hf}" for hf in names]
@@ -80,8 +99,8 @@ def hf_module(name: str) -> str:
 
 def gguf_name(name: str) -> str:
     """The GGUF name of a part, without ".weight": "blocks.0.attn.q_proj" -> "blk.0.attn_q"."""
-    if name in _OUTSIDE_BLOCKS:
-        return _OUTSIDE_BLOCKS[name].gguf
+    if name in OUTSIDE_BLOCKS:
+        return OUTSIDE_BLOCKS[name].gguf
     _, index, *_, part = name.split(".")
     return f"blk.{index}.{_IN_BLOCK[part].gguf}"
 

@@ -125,7 +125,7 @@ def requests_html(frame: Frame) -> str:
         "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in frame.rows()
     )
-    return f"<table style='line-height:1.3'><tr>{head}</tr>{rows}</table>{html.escape(frame.footer)}"
+    return f"<table style='line-height:1.3;white-space:nowrap'><tr>{head}</tr>{rows}</table>{html.escape(frame.footer)}"
 
 
 def draw_speeds(speeds: Sequence[float]) -> str:

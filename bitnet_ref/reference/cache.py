@@ -6,7 +6,7 @@ slot and its position there. Nothing else in the model knows that there are sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,6 +45,12 @@ class TokenBatch:
     def all_wanted(self) -> bool:
         """Whether the logits of all tokens are wanted, in order."""
         return self.wanted is None or np.array_equal(self.wanted, np.arange(len(self)))
+
+    def sequences(self) -> Iterator[tuple[int, int, slice]]:
+        """(slot, first position, rows of the batch) of each sequence."""
+        turns = np.flatnonzero(np.diff(self.slots, prepend=-1)).tolist()  # where another sequence begins
+        for first, stop in zip(turns, [*turns[1:], len(self)], strict=True):
+            yield int(self.slots[first]), int(self.positions[first]), slice(first, stop)
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
@@ -87,8 +93,8 @@ class DeltaStates:
     def arrays(self) -> tuple[NDArray, ...]:
         return self.memory, self.inputs, self.seen
 
-    def begin(self, layer: int, slot: int, position: int) -> tuple[NDArray, NDArray]:
-        """The memory and the inputs to continue from at `position`, to be updated in place. Raises ShapeError."""
+    def begin(self, layer: int, slot: int, position: int) -> NDArray:
+        """The convolution's inputs to continue from at `position`, to be updated in place. Raises ShapeError."""
         row = self.rows[layer]
         if position == 0:
             for array in self.arrays:
@@ -101,7 +107,12 @@ class DeltaStates:
                 array[row, 0, slot] = array[row, 1, slot]
         for array in self.arrays:
             array[row, 1, slot] = array[row, 0, slot]
-        return self.memory[row, 0, slot], self.inputs[row, 0, slot]
+        self.seen[row, 0, slot] = -1  # until `end`: a pass that is broken off is computed again from the copy
+        return self.inputs[row, 0, slot]
+
+    def memory_of(self, layer: int, slot: int) -> NDArray:
+        """The memory (Hv, dk, dv), to be updated in place."""
+        return self.memory[self.rows[layer], 0, slot]
 
     def end(self, layer: int, slot: int, position: int) -> None:
         """Note that the state of the slot has seen the tokens before `position`."""

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from .config import DeltaConfig
 from .layers import silu
-from .weights import DeltaWeights
 
 L2_EPS = 1e-6
 
@@ -38,20 +37,21 @@ class DeltaInputs(NamedTuple):
     beta: NDArray  # (T, Hv)
 
 
-def delta_inputs(
-    qkv: NDArray, before: NDArray, a: NDArray, b: NDArray, w: DeltaWeights, cfg: DeltaConfig
-) -> DeltaInputs:
-    """qkv (T, C): the products of q, k and v. before (conv_size - 1, C): those of the tokens before. a, b (T, Hv)."""
-    padded = np.concatenate([before, qkv]).astype(np.float64)
-    taps = [padded[i : i + len(qkv)] * w.conv[:, i].astype(np.float64) for i in range(cfg.conv_size)]
-    mixed = silu(sum(taps[1:], taps[0]))
-    q, k, v = np.split(mixed, np.cumsum(cfg.sizes)[:-1], axis=1)
+def causal_conv(qkv: NDArray, conv: NDArray) -> NDArray[np.float64]:
+    """silu of the convolution, channel by channel. qkv (tokens - 1 + T, C) begins with the tokens before; conv (C,
+    tokens), the current token's last.   -> (T, C)"""
+    tokens, x = conv.shape[1], qkv.astype(np.float64)
+    taps = [x[i : len(x) - (tokens - 1 - i)] * conv[:, i].astype(np.float64) for i in range(tokens)]
+    return silu(sum(taps[1:], taps[0]))
+
+
+def delta_inputs(mixed: NDArray, log_alpha: NDArray, beta: NDArray, cfg: DeltaConfig) -> DeltaInputs:
+    """mixed (T, C): q, k and v after the convolution. log_alpha and beta (T, Hv)."""
+    q, k, v = np.split(mixed.astype(np.float64), np.cumsum(cfg.sizes)[:-1], axis=1)
     group = cfg.value_heads // cfg.key_heads
-    q, k = (np.repeat(_unit(x.reshape(len(qkv), cfg.key_heads, cfg.key_dim)), group, axis=1) for x in (q, k))
-    log_alpha = -w.decay.astype(np.float64) * np.logaddexp(0.0, a.astype(np.float64) + w.decay_bias)
-    beta = 1.0 / (1.0 + np.exp(-b.astype(np.float64)))
-    v = v.reshape(len(qkv), cfg.value_heads, cfg.value_dim)
-    return DeltaInputs(q * cfg.key_dim**-0.5, k, v, log_alpha, beta)
+    q, k = (np.repeat(_unit(x.reshape(len(mixed), cfg.key_heads, cfg.key_dim)), group, axis=1) for x in (q, k))
+    v = v.reshape(len(mixed), cfg.value_heads, cfg.value_dim)
+    return DeltaInputs(q * cfg.key_dim**-0.5, k, v, log_alpha.astype(np.float64), beta.astype(np.float64))
 
 
 def _unit(x: NDArray) -> NDArray:

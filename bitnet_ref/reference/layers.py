@@ -148,7 +148,12 @@ def rope_tables(positions: NDArray, rope: RopeConfig, head_dim: int, dtype: type
 
 
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x"""
+    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x
+
+    With narrower cos and sin (N, r/2) only the first r numbers of each head are turned.
+    """
+    if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
+        return np.concatenate([apply_rope(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head

@@ -43,12 +43,7 @@ def attention_block(
     v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
     if w.q_norm is not None and w.k_norm is not None:  # over each head: Qwen3, Gemma3
         q, k = norm_heads(be, q, w.q_norm, cfg), norm_heads(be, k, w.k_norm, cfg)
-    if cfg.rotary_dim is None:
-        q, k = be.rope(q, k, *rope)
-    else:  # only the first numbers of each head are turned: Qwen3.5
-        turned_q, turned_k = be.rope(q[..., : cfg.rotary_dim], k[..., : cfg.rotary_dim], *rope)
-        q = np.concatenate([turned_q, q[..., cfg.rotary_dim :]], axis=-1)
-        k = np.concatenate([turned_k, k[..., cfg.rotary_dim :]], axis=-1)
+    q, k = be.rope(q, k, *rope) if cfg.rotary_dim is None else be.rope(q, k, *rope, partial=True)  # Qwen3.5: in part
     if cfg.query_scale != 1:  # scores are q k / sqrt(query_pre_attn_scalar), not q k / sqrt(d): Gemma3
         q = be.scale(q, cfg.query_scale)
     be.append(cache, layer, batch, k, v)
@@ -73,7 +68,8 @@ def delta_block(
     assert w.b_proj is not None
     h = be.rms_norm(x, w.attn_norm, cfg.norm_eps)  # (N, D)
     q, k, v, z, a, b = be.linears(h, (w.q_proj, w.k_proj, w.v_proj, w.z_proj, w.a_proj, w.b_proj))
-    y = be.delta_rule(np.concatenate([q, k, v], axis=1), a, b, delta, shape, cache, layer, batch)  # (N, Hv, dv)
+    mixed = be.delta_conv(np.concatenate([q, k, v], axis=1), delta.conv, cache, layer, batch)  # (N, C)
+    y = be.delta_rule(mixed, *be.delta_gates(a, b, delta), shape, cache, layer, batch)  # (N, Hv, dv)
     y = be.rms_norm(y.reshape(-1, shape.value_dim), delta.norm, cfg.norm_eps).reshape(z.shape)
     return add_result(be, x, be.linear(be.output_gate(y, z, "silu"), w.o_proj), w.attn_post_norm, cfg)
 

@@ -16,7 +16,7 @@ from ..errors import ShapeError
 from . import layers, quantization
 from .cache import KVCache, TokenBatch
 from .config import DeltaConfig, RopeConfig
-from .delta_net import delta_inputs, delta_recurrence
+from .delta_net import causal_conv, delta_inputs, delta_recurrence
 from .weights import (
     DeltaWeights,
     DenseWeight,
@@ -35,10 +35,12 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
         raise ShapeError(op, expected=expected, got=got)
 
 
-def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
-    ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] == (len(cos), 2 * cos.shape[-1])
-    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)"
-    require("rope", ok and cos.shape == sin.shape, expected, q=q, k=k, cos=cos, sin=sin)
+def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False) -> None:
+    """Raises a ShapeError. partial: only the first numbers of each head are turned."""
+    ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and cos.shape == sin.shape and len(q) == len(cos)
+    width, turned = q.shape[-1], 2 * cos.shape[-1]
+    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)" + " or narrower" * partial
+    require("rope", ok and (turned == width or (turned < width and partial)), expected, q=q, k=k, cos=cos, sin=sin)
 
 
 def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
@@ -79,9 +81,14 @@ class Ops:
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated."""
-        check_rope(q, k, cos, sin)
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated.
+
+        partial: cos and sin may be narrower, (N, r/2); then only the first r numbers of each head are rotated.
+        """
+        check_rope(q, k, cos, sin, partial)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
     # -- linears -------------------------------------------------------------------------------------------------------
@@ -156,30 +163,42 @@ class Ops:
             z[i] = layers.attention_values(pattern, values)
         return z
 
+    def delta_conv(self, qkv: NDArray, conv: NDArray, cache: KVCache, layer: int, batch: TokenBatch) -> NDArray:
+        """silu of each channel's convolution over the last tokens.   qkv (N, C), conv (C, tokens) -> (N, C)"""
+        require("delta_conv", qkv.shape == (len(batch), len(conv)), f"qkv (N, {len(conv)})", qkv=qkv)
+        assert cache.states is not None
+        mixed = np.empty_like(qkv)
+        for slot, position, rows in batch.sequences():
+            before = cache.states.begin(layer, slot, position)
+            mixed[rows] = causal_conv(np.concatenate([before, qkv[rows]]), conv)
+            before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
+        return mixed
+
+    def delta_gates(self, a: NDArray, b: NDArray, w: DeltaWeights) -> tuple[NDArray, NDArray]:
+        """log alpha and beta of a Gated DeltaNet.   a and b (N, Hv) -> (N, Hv) both"""
+        require("delta_gates", a.shape == b.shape == (len(a), len(w.decay)), f"a and b (N, {len(w.decay)})", a=a, b=b)
+        log_alpha = -w.decay.astype(np.float64) * np.logaddexp(0.0, a.astype(np.float64) + w.decay_bias)
+        return log_alpha.astype(a.dtype), (1.0 / (1.0 + np.exp(-b.astype(np.float64)))).astype(b.dtype)
+
     def delta_rule(
         self,
-        qkv: NDArray,
-        a: NDArray,
-        b: NDArray,
-        w: DeltaWeights,
+        mixed: NDArray,
+        log_alpha: NDArray,
+        beta: NDArray,
         cfg: DeltaConfig,
         cache: KVCache,
         layer: int,
         batch: TokenBatch,
     ) -> NDArray:
-        """A Gated DeltaNet's memory, asked and updated.   qkv (N, C), a and b (N, Hv) -> (N, Hv, dv)"""
-        require("delta_rule", qkv.shape == (len(batch), sum(cfg.sizes)), f"qkv (N, {sum(cfg.sizes)})", qkv=qkv)
-        states = cache.states
-        assert states is not None
-        y = np.empty((len(qkv), cfg.value_heads, cfg.value_dim), dtype=qkv.dtype)
-        turns = np.flatnonzero(np.diff(batch.slots, prepend=-1))  # where another sequence begins
-        for first, stop in zip(turns, [*turns[1:], len(qkv)], strict=True):
-            slot, position = int(batch.slots[first]), int(batch.positions[first])
-            memory, before = states.begin(layer, slot, position)
-            rows = slice(int(first), int(stop))
-            y[rows] = delta_recurrence(delta_inputs(qkv[rows], before, a[rows], b[rows], w, cfg), memory)
-            before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
-            states.end(layer, slot, position + int(stop - first))
+        """A Gated DeltaNet's memory, asked and updated.   mixed (N, C), of `delta_conv`, log_alpha and beta (N, Hv)
+        -> (N, Hv, dv)"""
+        require("delta_rule", mixed.shape == (len(batch), sum(cfg.sizes)), f"mixed (N, {sum(cfg.sizes)})", mixed=mixed)
+        assert cache.states is not None
+        y = np.empty((len(mixed), cfg.value_heads, cfg.value_dim), dtype=mixed.dtype)
+        for slot, position, rows in batch.sequences():
+            inputs = delta_inputs(mixed[rows], log_alpha[rows], beta[rows], cfg)
+            y[rows] = delta_recurrence(inputs, cache.states.memory_of(layer, slot))
+            cache.states.end(layer, slot, position + len(inputs.v))
         return y
 
     # -- elementwise ---------------------------------------------------------------------------------------------------

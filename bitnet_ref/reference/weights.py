@@ -123,14 +123,24 @@ class Rotation:
 
     signs: NDArray[np.float32]  # (K,) of -1 and +1
     block: int  # a power of two that divides K
+    order: NDArray[np.int64] | None = None  # (K,): R x = H (signs x[order]), where a file has inputs in another order
 
     def turn(self, x: NDArray) -> NDArray[np.float64]:
         """R x.   (..., K)"""
+        x = x if self.order is None else x[..., self.order]
         return quantization.hadamard(x * self.signs.astype(np.float64), self.block)
 
     def turn_back(self, z: NDArray) -> NDArray[np.float64]:
         """R^T z, which is also R^-1 z.   (..., K)"""
-        return quantization.hadamard(z, self.block) * self.signs
+        x = quantization.hadamard(z, self.block) * self.signs
+        return x if self.order is None else x[..., np.argsort(self.order)]
+
+    def fold(self, planes: NDArray) -> NDArray[np.float32]:
+        """The matrix itself: T (N, K) -> W (N, K), some rows at a time."""
+        w, rows = np.empty(planes.shape, dtype=np.float32), max(1, (1 << 20) // planes.shape[1])
+        for start in range(0, len(w), rows):
+            w[start : start + rows] = self.turn_back(planes[start : start + rows].astype(np.float64))
+        return w
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -180,8 +190,14 @@ class GroupTernaryWeight(LinearWeight):
         return quantization.expand_groups(*planes, dtype)
 
     def dense(self) -> DenseWeight:
-        """The same matrix, not packed."""
-        return DenseWeight(self.rows(slice(None), self.dtype if self.rotation is None else np.float32), self.bias)
+        """The same matrix in float32, not packed; a rotation is folded into it."""
+        planes = self.planes()
+        w = planes.astype(np.float32) if self.rotation is None else self.rotation.fold(planes)
+        return DenseWeight(w, self.bias)
+
+    def planes(self) -> NDArray:
+        """The stored matrix as floats: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
+        return quantization.expand_groups(self.packed, self.in_features, self.scales, self.group, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,3 +323,21 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
         layers.append(replace(layer, **ternary))
     head = w.lm_head.plain() if isinstance(w.lm_head, TernaryLinear) else w.lm_head
     return replace(w, layers=tuple(layers), lm_head=head)
+
+
+def has_rotations(w: ModelWeights) -> bool:
+    """Whether a matrix is in a rotated basis."""
+    weights = (w.embedding, *(weight for _, weight in w.linears()))
+    return any(isinstance(weight, GroupTernaryWeight) and weight.rotation is not None for weight in weights)
+
+
+def fold_rotations(w: ModelWeights) -> ModelWeights:
+    """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32."""
+
+    def fold(weight: Any) -> Any:
+        rotated = isinstance(weight, GroupTernaryWeight) and weight.rotation is not None
+        return weight.dense() if rotated else weight
+
+    layers = [replace(layer, **{name: fold(weight) for name, weight in layer.linears()}) for layer in w.layers]
+    embedding = fold(w.embedding)
+    return ModelWeights(embedding, tuple(layers), w.final_norm, embedding if w.tied else fold(w.lm_head))

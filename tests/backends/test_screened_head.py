@@ -333,21 +333,22 @@ def test_auto_screens_large_heads_only(pair):
     assert pair[1].weights.tied == pair[0].weights.tied
     large = DenseWeight(np.zeros((MIN_SCREENED_BYTES // 128, 64), BF16))
     weights = small.weights
-    assert type(be.prepare_model(weights)) is type(weights)
-    screened = be.prepare_model(replace(weights, lm_head=large, embedding=large))
+    assert type(be.prepare_model(weights, small.config)) is type(weights)
+    screened = be.prepare_model(replace(weights, lm_head=large, embedding=large), small.config)
     assert isinstance(screened.lm_head, ScreenedHead)
     assert screened.tied
     assert screened.lm_head.nbytes == large.nbytes + screened.lm_head.screen_nbytes
 
 
 def test_heads_that_no_screen_fits_stay_as_they_are(compiled):
-    weights = model("storyteller", "cython").weights
+    story = model("storyteller", "cython")
+    weights = story.weights
     for head in (
         DenseWeight(gaussian(50, 16)[:, ::2]),
         DenseWeight(gaussian(50, 8), bias=np.ones(50, np.float32)),
         weights.layers[0].q_proj,
     ):
-        assert compiled.prepare_model(replace(weights, lm_head=head)).lm_head is head
+        assert compiled.prepare_model(replace(weights, lm_head=head), story.config).lm_head is head
 
 
 def test_other_options_are_refused():

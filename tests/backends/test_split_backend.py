@@ -54,7 +54,7 @@ def split(path, *names_and_stops):
     be = SplitBackend(parts)
     with open_checkpoint(path, ReadOptions()) as checkpoint:
         weights = read_weights(checkpoint, None, be.prepare_for)
-        return bitnet_ref.Model(checkpoint.config, be.prepare_model(weights), be, path)
+        return bitnet_ref.Model(checkpoint.config, be.prepare_model(weights, checkpoint.config), be, path)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_the_plan_knows_what_a_card_will_hold(case, dtype):
     with open_checkpoint(path, ReadOptions()) as checkpoint:
         config = checkpoint.config
         costs = Costs.of(checkpoint.config, element_bytes(checkpoint), be, None, 256)
-        w = be.prepare_model(read_weights(checkpoint, None, be.prepare_for))
+        w = be.prepare_model(read_weights(checkpoint, None, be.prepare_for), checkpoint.config)
     gc.collect()
     cache = be.new_cache(config, CacheSpec(1, 256))
     used = be.ws.device.memory().used - before

@@ -221,8 +221,9 @@ def save_plot(path: Path) -> None:
     save_figure(figure, path)
 
 
+GROUPS = ("gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0")  # which write as the other GGUF kinds, and take no BitNet
 WRITERS = (
-    *(f"convert:{target}" for target in TARGETS),
+    *(f"convert:{target}" for target in TARGETS if target not in ("hf-unpacked", *GROUPS)),
     *("store:add", "store:replace", "store:rm", "store:pull", "prepared", "lab"),
     *("receipt", "html", "record", "trace", "json", "profile", "plot"),
 )

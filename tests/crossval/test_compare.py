@@ -1,20 +1,42 @@
 """Comparison: what differs is named at its op, what is noise is not, and a rounding flip is shown to be one."""
 
 import json
+import os
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES, golden, model
+from helpers import DATA, GOLDEN, GOLDEN_CASES, golden, model
 from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random, record
 
+import bitnet_ref
 from bitnet_ref.crossval.compare import FLIP, OK, compare
+from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.names import LOGITS, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.crossval.token_ids import token_parity
 from bitnet_ref.crossval.tolerances import FLIP_CEILING, NARROW_FLOATS, TABLE
 
+ROTATED = "families/qwen3-groups128/pq2_0-hadamard.gguf"
+FAMILIES = [*(f"families/{name}" for name in sorted(os.listdir(DATA / "families"))), ROTATED]
+OTHER_MODELS = {  # where storyteller has no op of the kind
+    "dense linear": "llama-dense",
+    "scaling": "families/embedding-gemma3",
+    "rotation": ROTATED,
+    **dict.fromkeys(("delta gate", "delta rule"), "families/qwen3_5-groups128-hybrid"),
+}
 TEXT = "Once upon a time, the little rabbit ran down the hill and said"
+
+
+def case_of(case):
+    return model(case if case == "storyteller" else DATA / case if "/" in case else GOLDEN / case)
+
+
+def every_factor(folder):
+    """Gemma3 with a scale of q and a cap of its logits, and MiniCPM's factors, which no one family has together."""
+    m = case_of("families/embedding-gemma3")
+    factors = {"query_scale": 2.0, "logit_softcap": 5.0, "residual_scale": 0.7, "head_scale": 0.5}
+    return bitnet_ref.Model(replace(m.config, **factors), m.weights, m.backend)
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +53,37 @@ def run(backend, m, tokens):
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES])
-def test_the_order_of_ops_is_the_recorders(case):
-    m = model(case if case == "storyteller" else GOLDEN / case)
+@pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES, *FAMILIES, "with every factor"])
+def test_the_order_of_ops_is_the_recorders(case, tmp_path):
+    m = every_factor(tmp_path) if case == "with every factor" else case_of(case)
     seen = m.run_with_cache([1, 5, 9])[1]
     order = op_order(m.config)
     assert [name for name in order if name in seen] == list(seen)
     assert len(set(order)) == len(order)
     assert {name: op_shape(name, m.config, 3) for name in seen} == {name: array.shape for name, array in seen.items()}
     for name in order:
-        assert op_kind(name) in TABLE
+        assert op_kind(name, config=m.config) in TABLE
         for source in op_inputs(name, m.config):  # an op reads what was computed before it
             assert order.index(source) < order.index(name)
     assert all(linear_input(name, m.config) in order for name, _ in m.weights.linears())
+    replayed = judge_trace(m, seen, np.array([1, 5, 9]))
+    assert replayed.agrees, replayed.verdict
+    assert (len(replayed.ops), replayed.missing) == (len(seen), [])
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_each_op_of_a_family_is_judged_by_its_own_inputs(case):
+    """A tensor changed by a thousandth is named, or the first that is computed from it."""
+    m = case_of(case)
+    seen = m.run_with_cache([1, 5, 9])[1]
+    last = {name.rpartition(".")[2]: name for name in seen if "hook_x_scale" not in name}
+    for name in last.values():
+        array = seen[name].copy()
+        array[-1] = array[-1] + 1 if array.dtype.kind == "i" else array[-1] * 1.001 + 1e-3
+        found = judge_trace(m, {**seen, name: array}, np.array([1, 5, 9]))
+        readers = [other for other in seen if name in op_inputs(other, m.config)]
+        assert found.first_divergence is not None, name
+        assert found.first_divergence.name in (name, *readers)
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
@@ -144,16 +184,15 @@ def test_nothing_in_common_is_no_agreement(story):
         found = compare(seen, candidate, m.config, tokens)
         assert not found.agrees
         assert found.verdict.startswith("NOT COMPARABLE")
-        assert found.unknown == list(candidate)
+        assert list(found.unknown) == list(candidate)
 
 
 @pytest.mark.parametrize("kind", sorted(TABLE))
 def test_a_change_of_a_thousandth_in_any_kind_is_seen(story, kind):
     """The tolerances are no nets of wide mesh: each op changed by a thousandth, one token of it, is named."""
     m, tokens, seen = story
-    if kind == "dense linear":
-        m = model(GOLDEN / "llama-dense")
-        tokens = golden("llama-dense")["tokens"]
+    if kind in OTHER_MODELS:
+        m, tokens = case_of(OTHER_MODELS[kind]), golden("llama-dense")["tokens"] % 300
         seen = m.run_with_cache(tokens)[1]
     ternary = m.config.quantization is not None
     name = [name for name in seen if op_kind(name, lambda linear: ternary) == kind][-1]

@@ -204,3 +204,24 @@ def test_a_prompt_of_the_older_template():
     assert confirmed(found) == {"older_template"}
     cut = m.tokenizer.encode(text.removesuffix("Assistant: "))
     assert confirmed(diagnose_prompt(m, m.tokenizer.encode(text), cut, text)) == {"generation_prompt_missing"}
+
+
+def test_a_search_reports_each_test_and_ends_at_its_deadline_or_at_ctrl_c(load):
+    m, candidate = load(), made_by(load(), "silu_for_relu2")
+    steps: list[tuple[int, int, str]] = []
+    whole = diagnosed(m, candidate, progress=lambda *step: steps.append(step))
+    assert whole.stopped == ""
+    assert [tested for tested, _, _ in steps] == list(range(len(steps)))
+    assert any(text == whole[0].cause and tested < total for tested, total, text in steps)
+    late = diagnosed(m, candidate, deadline=0.0)
+    assert (list(late), late.stopped) == ([], "the time is up")
+    assert late.untested > 0
+
+    def interrupt(tested: int, total: int, text: str) -> None:
+        if tested == 2:
+            raise KeyboardInterrupt
+
+    early = diagnosed(m, candidate, progress=interrupt)
+    assert early.stopped == "interrupted"
+    assert len(early) in (1, 2)  # a mistake that the model has no place for is not run
+    assert early.untested > 0

@@ -19,6 +19,12 @@ CASES = (
     "mistral-window3",
     "rope-linear",
     "llama-f32-headdim",
+    # the families of 2026: norms of linears and heads, two RoPEs, groups, a Hadamard basis, DeltaNet
+    "../families/embedding-gemma3",
+    "../families/embedding-qwen3",
+    "../families/qwen3-groups128",
+    "../families/qwen3-groups128/pq2_0-hadamard.gguf",
+    "../families/qwen3_5-groups128-hybrid",
 )
 
 
@@ -57,6 +63,9 @@ RARE = {
     "activation_floor_missing",
     "scale_bf16",  # the golden scales are bf16 already
     "head_bf16",
+    "query_scale_missing",
+    "groups_of_128_for_64",
+    "groups_of_128_for_64_rows_too",
 }
 
 

@@ -28,6 +28,13 @@ QUICK = (
     "bf16_accumulators",
     "unsupported_shape_gives_zeros",
     "cache_misses_the_newest",
+    "linear_norm_shared",
+    "qk_norms_after_rope",
+    "post_norm_of_the_sum",
+    "rope_of_layer_types_exchanged",
+    "groups_of_64_for_128",
+    "rotation_signs_after",
+    "decay_and_beta_exchanged",
     "bos_twice",
     "eot_not_a_stop",
 )

@@ -11,40 +11,185 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, model
 
+import bitnet_ref
 from bitnet_ref.crossval import cross_trace
-from bitnet_ref.crossval.names import op_order
+from bitnet_ref.crossval.engines.outside import ENGINES
+from bitnet_ref.crossval.names import op_order, weight_names
 from bitnet_ref.crossval.trace import Trace, record_to_file
+from bitnet_ref.formats.convert import convert
 
 FOLDER = Path(__file__).parents[2] / "crossval"
+LLAMA_CPP = FOLDER / "record_llama_cpp.cpp"
+RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "engines" / "recorders"
+PYTHON = os.environ.get("BITNET_REF_ENGINES_PYTHON") or None
+WHY = "set BITNET_REF_ENGINES_PYTHON to an interpreter that has it"
 README = (FOLDER / "README.md").read_text()
 
 
-def example(language):
-    code, *_ = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def example(language, words):
+    """The page's piece of code in that language that has these words."""
+    (code,) = [c for c in re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL) if words in c]
     return code
 
 
 def test_the_numpy_example_writes_a_trace(tmp_path, monkeypatch):
     m = model("storyteller")
     monkeypatch.chdir(tmp_path)
-    exec(compile(example("python"), "README.md", "exec"), {"embedding": np.asarray(m.weights.embedding.array)})
+    code = compile(example("python", "hook_embed"), "README.md", "exec")
+    exec(code, {"embedding": np.asarray(m.weights.embedding.array)})
     crossing = cross_trace(m, tmp_path / "my_run.safetensors")
     assert crossing.opponent == "my port 0.1"
     assert crossing.agrees, crossing.verdict
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_which_tokens_to_run():
+    values = {}
+    exec(compile(example("python", "default_tokens"), "README.md", "exec"), values)
+    assert 16 <= len(values["tokens"]) <= 32
+
+
+def weights_table():
+    """The page's table, from the package's own tables of names."""
+    lines = ["| Hugging Face | GGUF | trace |", "|---|---|---|"]
+    for hf, gguf, ours in weight_names():
+        theirs = " or ".join(f"`{name}.weight`" for name in hf) or "Gemma: see above"
+        lines.append(f"| {theirs} | `{gguf}.weight` | `{ours}` |")
+    return "\n".join(lines)
+
+
+def test_the_map_of_weights_is_the_packages_own():
+    assert f"<!-- weights -->\n{weights_table()}\n" in README
+
+
+def compile_c(folder, text, *flags):
+    (folder / "main.c").write_text(text)
+    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O1", f"-I{FOLDER}", *flags]
+    subprocess.run(["cc", *flags, "main.c", "-o", "main"], cwd=folder, check=True)
+    return folder / "main"
+
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) here")
+
+
+@needs_cc
 def test_the_c_example_writes_a_trace(tmp_path):
-    (tmp_path / "trace.c").write_text(example("c"))
-    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1"]
-    subprocess.run(["gcc", *flags, "trace.c", "-o", "trace"], cwd=tmp_path, check=True)
-    subprocess.run([tmp_path / "trace", tmp_path / "t.safetensors"], check=True)
-    with Trace(tmp_path / "t.safetensors") as trace:
+    program, path = compile_c(tmp_path, example("c", "int main")), tmp_path / "t.safetensors"
+    subprocess.run([program, path], check=True)
+    with Trace(path) as trace:
         assert trace.token_ids == [1, 17, 5]
         assert trace.engine == "my C port 0.1"
+        assert len(trace) == 10
+        assert trace["blocks.0.attn.q_proj.hook_x_int8"].dtype == np.int8
+        assert trace["blocks.0.attn.hook_pattern"].shape == (4, 3, 3)
         np.testing.assert_array_equal(trace["hook_embed"], np.zeros((3, 256), dtype=np.float32))
-    crossing = cross_trace(model("storyteller"), tmp_path / "t.safetensors")
+    crossing = cross_trace(model("storyteller"), path, causes=False)
+    assert crossing.gaps[0].startswith("306 tensors not recorded")
     assert crossing.comparisons[-1].first_divergence.name == "hook_embed"
+    assert subprocess.run([program, tmp_path / "no" / "such"], check=False).returncode == 1
+
+
+COPY = """
+#include "trace.h"
+
+static char data[1 << 24];
+
+int main(int argc, char **argv) { /* copies the tensors that stdin describes into a trace: name, dtype, axes, bytes */
+    int tokens[] = {1, 5, 9};
+    struct trace trace;
+    char name[128], dtype[8];
+    int depth, rows, columns, bytes;
+    if (argc != 2) return 2;
+    trace_begin(&trace, argv[1], "a copy in C", tokens, 3);
+    while (scanf("%127s %7s %d %d %d %d%*c", name, dtype, &depth, &rows, &columns, &bytes) == 6) {
+        if (fread(data, 1, bytes, stdin) != (size_t)bytes) return 3;
+        trace_add(&trace, name, dtype, data, depth, rows, columns);
+    }
+    return trace_end(&trace) == 0 ? 0 : 1;
+}
+"""
+
+
+@needs_cc
+def test_a_whole_run_written_in_c_agrees(tmp_path):
+    """Every tensor of a run, of every dtype and rank, through trace.h: nothing is missing and nothing differs."""
+    m, given = model(GOLDEN / "bitnet-packed-offline"), b""
+    for name, array in m.run_with_cache([1, 5, 9])[1].items():
+        kind = {"float32": "F32", "int8": "I8", "int32": "I32"}[array.dtype.name]
+        depth = array.shape[0] if array.ndim == 3 else 0
+        given += (
+            f"{name} {kind} {depth} {array.shape[-2]} {array.shape[-1]} {array.nbytes}\n".encode() + array.tobytes()
+        )
+    subprocess.run([compile_c(tmp_path, COPY), tmp_path / "t"], input=given, check=True)
+    crossing = cross_trace(m, tmp_path / "t", strict=True)
+    assert crossing.agrees, crossing.verdict
+    assert all(op.equal for op in crossing.comparisons[-1].ops)
+
+
+# -- recorders of other engines ----------------------------------------------------------------------------------------
+
+
+def test_both_recorders_of_llama_cpp_have_the_same_names():
+    python = (RECORDERS / "record_llama_cpp.py").read_text()
+    pairs = [
+        set(re.findall(r'"([\w ]+)"[:,] "((?:hook_|\w+\.)[\w.]+)"', text)) for text in (python, LLAMA_CPP.read_text())
+    ]
+    assert pairs[0] == pairs[1]
+    assert len(pairs[0]) == 27
+
+
+BUILT = os.environ.get("BITNET_REF_LLAMA_CPP")  # a folder with llama.cpp's headers, and one with its libraries
+
+
+@pytest.mark.skipif(BUILT is None, reason="set BITNET_REF_LLAMA_CPP to SOURCES:LIBRARIES of a built llama.cpp")
+def test_the_recorder_of_llama_cpp(tmp_path):
+    sources, libraries = BUILT.split(":")
+    program, file = tmp_path / "record", tmp_path / "model.gguf"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", f"-I{FOLDER}", f"-I{sources}/include"]
+    flags += [f"-I{sources}/ggml/include", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-Wl,--allow-shlib-undefined"]
+    subprocess.run(["c++", *flags, LLAMA_CPP, "-o", program, "-lllama", "-lggml", "-lggml-base"], check=True)
+    convert(GOLDEN / "llama-dense", file, "gguf-f32", verify=False)
+    subprocess.run([program, file, tmp_path / "t", "1,5,9,14,3"], check=True, capture_output=True)
+    crossing = cross_trace(model(GOLDEN / "llama-dense"), tmp_path / "t")
+    assert crossing.agrees, crossing.verdict
+    assert len(crossing.comparisons[-1].ops) == 35
+    assert subprocess.run([program, file, tmp_path / "t", "1,x"], check=False, capture_output=True).returncode == 2
+
+
+@pytest.mark.skipif(ENGINES["transformers"].missing(PYTHON) is not None, reason=f"needs transformers; {WHY}")
+def test_the_hooks_record_any_model(tmp_path):
+    """By Hugging Face's names, and by names that the caller gives."""
+    code = f"""
+import sys, torch; sys.path.insert(0, {str(RECORDERS)!r})
+from torch_hooks import record
+from transformers import AutoModelForCausalLM
+options = dict(dtype=torch.float32, attn_implementation="eager")
+model = AutoModelForCausalLM.from_pretrained({str(GOLDEN / "llama-dense")!r}, **options)
+record(model.eval(), [1, 5, 9, 14, 3], {str(tmp_path / "t")!r}, engine="torch", output_attentions=True)
+for layer in model.model.layers:
+    attn = layer.self_attn
+    attn.values = attn.v_proj; del attn.v_proj; attn.v_proj = attn.values
+names = {{"model.layers.{{}}.self_attn.values": "blocks.{{}}.attn.hook_v"}}
+record(model, [1, 5, 9, 14, 3], {str(tmp_path / "u")!r}, names)
+"""
+    done = subprocess.run([PYTHON or sys.executable, "-c", code], capture_output=True, text=True, check=False, env={})
+    assert done.returncode == 0, done.stderr
+    counts = []
+    for path in ("t", "u"):
+        crossing = cross_trace(model(GOLDEN / "llama-dense"), tmp_path / path)
+        assert crossing.agrees, crossing.verdict
+        assert not crossing.comparisons[-1].unknown
+        counts.append(len(crossing.comparisons[-1].ops))
+    assert counts == [33, 33]
+
+
+def test_the_hooks_know_the_weights_of_the_package():
+    """Every module of the map of weights, under the same trace name."""
+    text = (RECORDERS / "torch_hooks.py").read_text()
+    known = dict(re.findall(r'"([\w.]+)": "([\w.]+)"', text[text.index("OUTPUTS =") : text.index("# ...")]))
+    for hf, _, ours in weight_names():
+        for name in hf:
+            if name.startswith("model.layers.0."):
+                assert f"blocks.0.{known[name.removeprefix('model.layers.0.')]}" == ours
 
 
 def test_the_names_of_the_page_are_the_recorders():

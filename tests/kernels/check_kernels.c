@@ -96,6 +96,41 @@ static void check_ternary(const kernel_set *set, const ternary_method *method, s
     free(packed), free(again), free(panel), free(x), free(expanded), free(x_sum), free(acc), free(scratch);
 }
 
+/* `count` rows of a matrix (N, K) by strips; and one token's product from the columns that it needs. */
+static void check_strips(const kernel_set *set, size_t N, size_t K, size_t active, int extreme) {
+    if (!set->strip_rows) return;
+    const size_t row_bytes = (K + 3) / 4, n_vectors = (K + STRIP_K - 1) / STRIP_K, columns_vectors = (N + STRIP_K - 1) / STRIP_K;
+    uint8_t *packed = allocate(N * row_bytes), *rows = allocate(N * n_vectors * STRIP_BYTES);
+    uint8_t *columns = allocate(K * columns_vectors * STRIP_BYTES);
+    int8_t *x = allocate(n_vectors * STRIP_K), *values = allocate(K);
+    int32_t *ids = allocate((N > K ? N : K) * sizeof *ids), *acc = allocate((N + columns_vectors * STRIP_K) * sizeof *acc);
+    int32_t x_sum = 0;
+    for (size_t i = 0; i < N * row_bytes; i++) {
+        packed[i] = 0;
+        for (int f = 0; f < 4; f++) packed[i] |= (uint8_t)((extreme ? 2 : random_u32() % 3) << 2 * f);
+    }
+    pack_row_strips(packed, N, row_bytes, n_vectors, rows);
+    pack_column_strips(packed, N, row_bytes, 0, K, columns_vectors, columns);
+    memset(x, 0, n_vectors * STRIP_K);
+    size_t count = 0;
+    for (size_t k = 0; k < K; k++) {
+        if (random_u32() % 100 >= active) continue;
+        x[k] = (int8_t)(extreme > 0 ? 127 : extreme < 0 ? -128 : (int)random_u32());
+        x_sum += x[k], ids[count] = (int32_t)k, values[count++] = x[k];
+    }
+    const size_t part = between(0, columns_vectors - 1); /* the vectors from there on */
+    set->strip_columns(columns + part * STRIP_BYTES, columns_vectors, columns_vectors - part, ids, values, count, acc);
+    for (size_t n = part * STRIP_K; n < N; n++)
+        if (acc[n - part * STRIP_K] - x_sum != naive_dot(packed + n * row_bytes, x, K)) fail(set, "strip_columns", N, K, count);
+    count = 0;
+    for (size_t n = 0; n < N; n++)
+        if (random_u32() % 100 < active) ids[count++] = (int32_t)n;
+    set->strip_rows(rows, n_vectors, x, x_sum, ids, count, acc);
+    for (size_t j = 0; j < count; j++)
+        if (acc[j] != naive_dot(packed + ids[j] * row_bytes, x, K)) fail(set, "strip_rows", N, K, count);
+    free(packed), free(rows), free(columns), free(x), free(values), free(ids), free(acc);
+}
+
 /* Each float step of `set` must give the bits of the portable one */
 static void check_steps(const kernel_set *set, size_t n) {
     const kernel_set *plain = &KERNEL_SETS[0];
@@ -302,6 +337,7 @@ int main(int argc, char **argv) {
                 if (round % 8 == 0)
                     check_ternary(set, method, between(20, 100), between(0, 1) ? PANEL_ROWS : 37, between(700, 2500), 0);
             }
+            check_strips(set, between(1, 700), between(1, 700), between(0, 100), 0);
             check_steps(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
             const size_t R = between(1, 9);
@@ -316,6 +352,7 @@ int main(int argc, char **argv) {
                 check_ternary(set, method, 7, 63, 6912, extreme);
                 check_ternary(set, method, 33, 64, 1100, extreme);
             }
+        for (int extreme = -1; extreme <= 1; extreme += 2) check_strips(set, 2, 131071, 100, extreme);
         check_screen(set, 1, 33, (1 << 16) + 70, SCREEN_TILE_TOKENS + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);
         printf("%s: %d rounds, all equal\n", set->name, rounds);

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import ml_dtypes
@@ -40,6 +41,7 @@ from .extension import (
     _cpu,
     choose_layout,
     choose_simd,
+    choose_strips,
     layout_number,
     layouts,
     layouts_for,
@@ -50,7 +52,9 @@ from .memory import Buffers, HugePages
 from .replay import MAX_TOKENS, KernelBackend, KernelKVCache, RopeRows, view_layer
 from .weights import (
     MAX_CANDIDATES,
+    MAX_STRIP,
     MIN_SCREENED_BYTES,
+    MIN_STRIPS_BYTES,
     PanelWeight,
     ScreenedHead,
     kernels_take,
@@ -77,9 +81,13 @@ class CythonBackend(KernelBackend):
         *,
         head: str = "auto",
         layout: str | None = None,
+        strips: str | None = None,
     ) -> None:
+        """strips: whether up_proj and down_proj get them, "always", "never", or "auto": large ones do. Default:
+        BITNET_REF_STRIPS, else "auto". See `kernels/cpu/strips.h`."""
         super().__init__(dtype, threads, head=head)
         check_team(self.threads)
+        self.strips = choose_strips(strips)
         self.simd = choose_simd(simd)
         self.layout = choose_layout(layout, self.simd)
         self.kernels = CpuKernels(list(simd_variants()).index(self.simd), self.threads, Buffers())
@@ -97,11 +105,14 @@ class CythonBackend(KernelBackend):
         _cpu.pack_panels(w.packed, panels, self.threads, layout_number(self.layout))
         return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm, self.layout)
 
-    def prepare_model(self, w: ModelWeights) -> ModelWeights:
-        """Gives the head a screen, half as large as its 16-bit rows, unless it is exact or small.
+    def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
+        """Gives the head a screen, half as large as its 16-bit rows, unless it is exact or small; and up_proj and
+        down_proj strips, as large as their panels, where ReLU^2 makes zeros.
 
-        A head that is ternary or has a bias gets none.
+        A head that is ternary or has a bias gets no screen, nor small matrices strips.
         """
+        if cfg.activation == "relu2" and self._takes_strips:
+            w = replace(w, layers=tuple(map(self._add_strips, w.layers)))
         head = w.lm_head
         fits = type(head) is DenseWeight and head.bias is None and kernels_take(head.array) and head.array.size > 0
         if self.head == "exact" or not fits:
@@ -119,13 +130,32 @@ class CythonBackend(KernelBackend):
         _cpu.screen_pack(view_bits(w.array), rows_q, facts, self.threads, self.kernels.kernel_set)
         return ScreenedHead(w.array, rows_q=rows_q, facts=facts)
 
+    def _add_strips(self, w: LayerWeights) -> LayerWeights:
+        """Strips of up_proj's rows and of down_proj's columns, for tokens that need few of them."""
+        least = MIN_STRIPS_BYTES if self.strips == "auto" else 0
+        added: dict[str, Any] = {}
+        for name, by_columns in (("up_proj", False), ("down_proj", True)):
+            panels = getattr(w, name)
+            if type(panels) is PanelWeight and panels.panels.nbytes >= least and max(panels.shape) < MAX_STRIP:
+                count, length = reversed(panels.shape) if by_columns else panels.shape
+                strips = self._memory.empty((count, -(-length // 256) * 64))
+                _cpu.pack_strips(panels.plain().packed, strips, by_columns, self.threads)
+                added[name] = replace(panels, strips=strips, by_columns=by_columns)
+        return replace(w, **added)
+
+    @property
+    def _takes_strips(self) -> bool:
+        return self.strips != "never" and self.layout != "table" and bool(_cpu.has_strips(self.kernels.kernel_set))
+
     def prepared_layout(self) -> str:
-        return f"cython {self.layout} {self.head} {_fingerprint(self.layout):08x}"
+        strips = " strips" if self._takes_strips else ""
+        return f"cython {self.layout} {self.head}{strips} {_fingerprint(self.layout):08x}"
 
     def other_layouts(self) -> dict[str, Callable[[], Backend]]:
         names = [name for name in layouts_for(self.simd) if name != self.layout]
         make = partial(CythonBackend, self.dtype.name, self.threads, self.simd, head=self.head)
-        return {name: partial(make, layout=name) for name in names}
+        others = {name: partial(make, layout=name) for name in names}
+        return {**others, "stripped": partial(make, layout=self.layout, strips="always")}
 
     def check_prepared(self, w: ModelWeights) -> None:
         head = w.lm_head
@@ -210,8 +240,10 @@ class CythonBackend(KernelBackend):
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
         return self.kernels.rms_norm(x, weight, eps)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin)
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin, partial)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:

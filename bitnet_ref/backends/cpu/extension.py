@@ -50,6 +50,7 @@ finally:
         del os.environ["GOMP_SPINCOUNT"]
 
 DEFAULT_LAYOUT = "2-bit"
+STRIPS = ("auto", "always", "never")  # whether large, all or no up_proj and down_proj get them
 TABLE_TOKENS = 16  # per call with the table layout, whose tables are 16 times as large as the activations
 _WRONG = "its sums differ from those of the scalar kernels on this processor: please report it, with bitnet-ref doctor"
 _LAYOUT_SUMMARIES = {
@@ -147,6 +148,14 @@ def choose_layout(name: str | None, simd: str) -> str:
         raise BackendUnavailable(
             f"the kernel set {simd!r} has no kernel for {name} weights; these sets have: {', '.join(sets)}"
         )
+    return name
+
+
+def choose_strips(name: str | None) -> str:
+    """Which matrices get strips: the argument, else BITNET_REF_STRIPS, else "auto". Raises BackendUnavailable."""
+    name = name or os.environ.get("BITNET_REF_STRIPS") or "auto"
+    if name not in STRIPS:
+        raise BackendUnavailable(f"strips: expected one of {', '.join(STRIPS)}, got {name!r}")
     return name
 
 

@@ -117,7 +117,9 @@ class CpuKernels:
         return y
 
     def rope(self, x: NDArray, cos: NDArray, sin: NDArray) -> Floats:
-        """x (N, heads, d), cos and sin (N, d/2) -> x, rotated"""
+        """x (N, heads, d), cos and sin (N, r/2) -> x, the first r numbers of each head rotated"""
+        if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
+            return np.concatenate([self.rope(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
         y = self.results.empty(x.shape)
         _cpu.rope(as_floats(x), cos, sin, y, self.threads, self.kernel_set, self.tape)
         return y

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ...reference import quantization
-from ...reference.weights import DenseWeight, InputNorm, TernaryLinear, TernaryWeight
+from ...reference.weights import DenseWeight, InputNorm, ModelWeights, TernaryLinear, TernaryWeight
 from ..backend import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
 
 # A smaller head is read from the processor's cache, or nearly: the screen costs what it saves.
 MIN_SCREENED_BYTES = 16 << 20
+# Smaller matrices stay in the processor's cache, where reading all of them in order costs no more.
+MIN_STRIPS_BYTES = 1 << 20
+MAX_STRIP = 1 << 17  # rows, and columns: the kernels' sums fit int32
 # Beyond this share of the rows all of them are computed: single rows come from memory more slowly than rows in order.
 MAX_CANDIDATES = 1 / 8
+
+
+class StripUse(NamedTuple):
+    """Rows, or columns, of a matrix with strips, summed over its calls with one token: those that met no zero, those
+    that were read, and all."""
+
+    calls: int
+    needed: int
+    read: int
+    total: int
+
+    @property
+    def skipped(self) -> float:
+        """The share that was not read."""
+        return 1 - self.read / self.total if self.total else 0.0
+
+    def since(self, earlier: StripUse) -> StripUse:
+        return StripUse(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+
+def strip_uses(w: ModelWeights) -> dict[str, StripUse]:
+    """`PanelWeight.use` of every linear that has one, by name."""
+    uses = ((name, weight.use) for name, weight in w.linears() if isinstance(weight, PanelWeight))
+    return {name: use for name, use in uses if use is not None}
+
+
+def strip_bytes(w: ModelWeights) -> int:
+    """Bytes of all strips."""
+    strips = (weight.strips for _, weight in w.linears() if isinstance(weight, PanelWeight))
+    return sum(each.nbytes for each in strips if each is not None)
+
+
+def mean_skipped(uses: Mapping[str, StripUse], linear: str) -> float:
+    """The share of all layers' `linear` ("up_proj") that was not read."""
+    skipped = [use.skipped for name, use in uses.items() if name.endswith(linear)]
+    return sum(skipped) / max(1, len(skipped))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,11 +72,14 @@ class PanelWeight(TernaryLinear):
     bias: NDArray[np.float32] | None = None
     input_norm: InputNorm | None = None
     layout: str = DEFAULT_LAYOUT
+    strips: NDArray[np.uint8] | None = None  # of its rows or columns, each in one piece: `kernels/cpu/strips.h`
+    by_columns: bool = False
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
 
     def __post_init__(self) -> None:
         sizes = self.out_features, self.in_features
-        view = _cpu.Panels(self.panels, *sizes, self.w_dequant_scale, self.bias, layout_number(self.layout))
+        layout = layout_number(self.layout)
+        view = _cpu.Panels(self.panels, *sizes, self.w_dequant_scale, self.bias, layout, self.strips, self.by_columns)
         object.__setattr__(self, "kernel_view", view)
 
     @property
@@ -45,7 +88,18 @@ class PanelWeight(TernaryLinear):
 
     @property
     def nbytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(array.nbytes for array in (self.panels, self.bias, self.strips) if array is not None)
+
+    @property
+    def use(self) -> StripUse | None:
+        """What one-token calls have read of it so far; None without strips."""
+        return None if self.strips is None else StripUse(*self.kernel_view.counts.read())
+
+    @property
+    def bytes_of_token(self) -> int:
+        """Bytes read for one token, as the calls so far needed them."""
+        skipped = 0.0 if self.use is None else self.use.skipped
+        return round(self.panels.nbytes * (1 - skipped)) + (0 if self.bias is None else self.bias.nbytes)
 
     def plain(self) -> TernaryWeight:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)

@@ -120,7 +120,7 @@ class CupyBackend(Backend):
         w = w.dense() if isinstance(w, GroupTernaryWeight) else w
         return self._denses.prepare(w) if type(w) is DenseWeight else w
 
-    def prepare_model(self, w: ModelWeights) -> ModelWeights:
+    def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Puts the embedding, the norms and the biases on the device, and stacks the linears of one input."""
         embedding = self._dense(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
@@ -311,8 +311,10 @@ class CupyBackend(Backend):
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return self.rope_positions.of(positions, rope, head_dim)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin)
+    def rope(
+        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
+    ) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin)  # the kernel turns whole heads
         (n, heads, head_dim), kv_heads = q.shape, k.shape[1]
         rotated = self.ws.empty(q.shape, np.float32), self.ws.empty(k.shape, np.float32)
         grid = (-(-(heads + kv_heads) * (head_dim // 2) // 128), n)

@@ -8,7 +8,8 @@ mistakes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,6 +34,8 @@ class Diagnosis:
     expected: it is a mistake that shows first at the op that differs first.
     logit_error_before, logit_error: relative L2 of the candidate's logits against the reference's own and the changed
     reference's; None where the candidate has no logits.
+    example: one value: its inputs, the reference's steps, the engine's value. Lines; "" where there is none.
+    record_next: the tensor that would tell this cause from others that fit equally.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Diagnosis:
     first_difference: str | None = None
     logit_error_before: float | None = None
     logit_error: float | None = None
+    example: str = ""
+    record_next: str | None = None
 
     def __str__(self) -> str:
         verdict = "confirmed" if self.confirmed else "explains a part" if self.partly else "not confirmed"
@@ -61,6 +66,46 @@ class Diagnosis:
         return asdict(self)
 
 
+class Diagnoses(list[Diagnosis]):
+    """The causes that were tested, and whether all were.
+
+    stopped: why the search ended early, "the time is up" or "interrupted"; "" if it did not.   untested: how many
+    descriptions were left at that moment.
+    """
+
+    stopped = ""
+    untested = 0
+
+
+Progress = Callable[[int, int, str], None]  # (how many were tested, of how many, what is tested now)
+
+
+class _Stopped(Exception):
+    """The search's time is up."""
+
+
+@dataclass
+class Watch:
+    """Counts the tests of a search, reports each before it starts, and ends the search in time."""
+
+    progress: Progress | None = None
+    deadline: float | None = None  # of `time.monotonic()`
+    tested: int = 0
+    total: int = 0
+
+    def add(self, count: int) -> None:
+        """So many tests are to come."""
+        self.total += count
+
+    def step(self, text: str) -> None:
+        """Before a test. Raises _Stopped after the deadline."""
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise _Stopped
+        if self.progress is not None:
+            self.progress(self.tested, self.total, text)
+        self.tested += 1
+
+
 def diagnose(
     model: LoadedModel,
     tokens: Sequence[int],
@@ -69,36 +114,64 @@ def diagnose(
     *,
     thorough: bool = True,
     depth: int = 2,
-) -> list[Diagnosis]:
+    progress: Progress | None = None,
+    deadline: float | None = None,
+) -> Diagnoses:
     """The possible causes of a `comparison` that differs, of a candidate with the reference (`model`, on `tokens`).
 
     candidate: {op name: array} or a trace; logits alone are enough. If its token ids differ, the prompt is diagnosed.
         A teacher-forced run is judged up to the first op that differs.
     thorough: if no likely hypothesis is confirmed, test the unlikely ones too.   depth: how many mistakes at once.
+    progress: called before each test.   deadline: of `time.monotonic()`. At the deadline, and at Ctrl-C, the result is
+        what is known by then, and says so (`Diagnoses.stopped`).
     Sorted: confirmed, then what explains a part, then the expected ones. Causes that fit equally are all listed.
     Empty when the comparison agrees, and when the embedding or the logits have another shape: that is another model.
     """
     other_model = any(op.name in ("hook_embed", LOGITS) and op.note.startswith(OTHER_SHAPE) for op in comparison.ops)
     if comparison.agrees or other_model:
-        return []
+        return Diagnoses()
     if comparison.problem is not None:
         ids = getattr(candidate, "token_ids", None)
-        return [] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None))
+        return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
+    watch, tested, stopped = Watch(progress, deadline), list[Diagnosis](), ""
+    try:
+        _search_causes(Setting.of(model, tokens), View(candidate), comparison, thorough, depth, watch, tested)
+    except _Stopped:
+        stopped = "the time is up"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    diagnoses = Diagnoses(_rank(tested))
+    diagnoses.stopped, diagnoses.untested = stopped, watch.total - watch.tested if stopped else 0
+    return diagnoses
+
+
+def _search_causes(
+    setting: Setting,
+    view: View,
+    comparison: Comparison,
+    thorough: bool,
+    depth: int,
+    watch: Watch,
+    tested: list[Diagnosis],
+) -> None:
+    """Add every cause that is tested to `tested`."""
     forced = comparison.mode == "teacher-forced"
-    view = View(candidate)
-    search = _Search(Setting.of(model, tokens), view, _first_name(comparison), thorough, forced)
-    diagnoses = tested = search.run()
+    search = _Search(setting, view, _first_name(comparison), thorough, forced, watch, tested)
+    last = search.run()
     assumed: list[Diagnosis] = []  # mistakes that are made while the next one is looked for
-    while len(assumed) < depth - 1 and not any(d.confirmed for d in tested):
-        if not (parts := [d for d in tested if d.partly]):
+    while len(assumed) < depth - 1 and not any(d.confirmed for d in last):
+        if not (parts := [d for d in last if d.partly]):
             break
         assumed.append(parts[0])
         changed = search.hypotheses[parts[0].cause].change(search.setting)
         assert changed is not None
-        search = _Search(changed, view, parts[0].first_difference, thorough, forced, search.error_before)
-        tested = search.run()
-        diagnoses = diagnoses + [_combine([*assumed, last]) for last in tested if last.confirmed]
-    return _rank(diagnoses)
+        further: list[Diagnosis] = []
+        error = search.error_before
+        search = _Search(changed, view, parts[0].first_difference, thorough, forced, watch, further, error)
+        try:
+            last = search.run()
+        finally:
+            tested += [_combine([*assumed, d]) for d in further if d.confirmed]
 
 
 def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
@@ -146,6 +219,8 @@ class _Search:
     first: str | None  # the first op that differs
     thorough: bool
     forced: bool  # teacher-forced: ops after the first difference were computed from the reference's inputs
+    watch: Watch
+    diagnoses: list[Diagnosis]  # the results go there, one by one
     error_before: float | None = None  # of the logits, without any change
     hypotheses: dict[str, Hypothesis] = field(default_factory=dict)  # those tested, by cause
 
@@ -156,21 +231,21 @@ class _Search:
             self.error_before = self._logit_error(self.reference)
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
         likely = [h for h in hypotheses if any(fnmatchcase(name, glob) for name in span for glob in h.shows.split())]
-        diagnoses = self._test_all(likely, expected=True)
-        if self.thorough and not any(d.confirmed for d in diagnoses):
-            diagnoses += self._test_all([h for h in hypotheses if h not in likely], expected=False)
+        self._test_all(likely, expected=True)
+        if self.thorough and not any(d.confirmed for d in self.diagnoses):
+            self._test_all([h for h in hypotheses if h not in likely], expected=False)
         # of those that explain a part: the further one moves the first difference, the earlier in the list
-        progress = sorted(diagnoses, key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly else 0)
-        return _rank(progress)
+        self.diagnoses.sort(key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly else 0)
+        return _rank(self.diagnoses)
 
-    def _test_all(self, hypotheses: Iterable[Hypothesis], expected: bool) -> list[Diagnosis]:
+    def _test_all(self, hypotheses: Sequence[Hypothesis], expected: bool) -> None:
         """Each changed setting is made just before its run and then dropped: it may hold a model's weights."""
-        diagnoses = []
+        self.watch.add(len(hypotheses))
         for hypothesis in hypotheses:
+            self.watch.step(hypothesis.cause)
             changed = hypothesis.change(self.setting)
             if changed is not None:
-                diagnoses.append(self._test(hypothesis, changed, expected))
-        return diagnoses
+                self.diagnoses.append(self._test(hypothesis, changed, expected))
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.hypotheses[hypothesis.cause] = hypothesis

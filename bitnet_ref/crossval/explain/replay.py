@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 
 from ...backends import Backend
 from ...backends.loaded import LoadedModel
+from ...backends.record import NORM_NAMES
 from ...errors import NumericsError
 from ...reference import layers
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
+from ...reference.delta_net import DeltaInputs, causal_conv, delta_inputs, delta_recurrence
+from ...reference.model import rope_tables_of
+from ...reference.weights import GroupTernaryWeight, LinearWeight, TernaryLinear, plain_weights
 from .. import names
 from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
 from ..flips import judge_flips
@@ -97,7 +100,7 @@ class _Replay:
         except NumericsError as error:
             return walk.refuse(name, names.op_shape(name, self.cfg, len(self.ids)), f"cannot be computed: {error}")
         theirs = np.asarray(self.trace[name]).reshape(mine.shape)
-        rounded = any(TABLE[names.op_kind(op, self.is_ternary)].alone for op in self.recomputed)
+        rounded = any(TABLE[names.op_kind(op, self.is_ternary, self.cfg)].alone for op in self.recomputed)
         result = walk.judge(name, mine, theirs, depth=0 if rounded else None)
         if result.status == DIFFERS and result.kind == "activation int8" and np.isfinite(result.max_abs):
             return self.rounding(name, mine, theirs, result, own)
@@ -130,20 +133,39 @@ class _Replay:
         parent, _, hook = name.rpartition(".")
         block = name.rpartition(".attn.")[0] or name.rpartition(".mlp.")[0] or parent
         inputs = names.op_inputs(name, self.cfg)
-        if hook in (names.INT8, names.SCALE, names.ACC, names.OUT):
+        if name == names.LOGITS and self.cfg.logit_softcap is not None:
+            return layers.softcap(self.rows(inputs[0]), self.cfg.logit_softcap)
+        if hook in (names.ROTATED, names.INT8, names.SCALE, names.ACC, names.OUT, "hook_uncapped"):
             return self._linear(parent, hook)
         if hook in (names.NORM_SCALE, names.NORMALIZED):
             x, (weight, eps) = self.rows(inputs[0]), self._norm(parent)
-            return layers.rms_scale(x, eps) if hook == names.NORM_SCALE else self.be.rms_norm(x, weight, eps)
+            x = x.reshape(-1, len(weight))  # a row for each head, where the norm is over heads
+            y = layers.rms_scale(x, eps) if hook == names.NORM_SCALE else self.be.rms_norm(x, weight, eps)
+            return y.reshape(len(self.ids), -1)
         if hook == "hook_embed":
             return self.be.embed(self.w.embedding, self.ids)
+        factors = {
+            "hook_embed_scaled": self.cfg.embedding_scale,
+            "hook_scaled": self.cfg.head_scale,
+            "hook_scaled_q": self.cfg.query_scale,
+            "hook_attn_out": self.cfg.residual_scale,
+            "hook_mlp_out": self.cfg.residual_scale,
+        }
+        if hook in factors:
+            x = self.value(inputs[0])
+            return x if factors[hook] == 1 else self.be.scale(x, factors[hook])
         if hook in ("hook_resid_mid", "hook_resid_post"):
             return self.rows(inputs[0]) + self.rows(inputs[1])
         if hook in ("hook_rot_q", "hook_rot_k"):
-            tables = self.be.rope_tables(np.arange(len(self.ids)), self.cfg.rope, self.cfg.rotary_size)
-            return layers.apply_rope(self.heads(inputs[0]), *tables)
+            tables = rope_tables_of(self.be, self.cfg, np.arange(len(self.ids)))
+            return layers.apply_rope(self.heads(inputs[0]), *tables[self.cfg.is_sliding(names.layer_of(name) or 0)])
         if hook in ("hook_attn_scores", "hook_pattern", "hook_z"):
             return self._attention(f"{block}.attn", hook)
+        if hook in ("hook_conv", "hook_log_decay", "hook_beta", "hook_state", "hook_delta_out"):
+            return self._delta(names.layer_of(name) or 0, hook, inputs)
+        if hook == "hook_gated_z":
+            kind = "silu" if self.cfg.is_delta(names.layer_of(name) or 0) else "sigmoid"
+            return self.be.output_gate(self.rows(inputs[0]), self.rows(inputs[1]), kind)
         if hook == "hook_post":
             return self.be.gated(self.rows(inputs[0]), self.rows(inputs[1]), self.cfg.activation)
         if hook in ("hook_q", "hook_k", "hook_v"):
@@ -152,11 +174,13 @@ class _Replay:
 
     def _linear(self, linear: str, hook: str) -> NDArray:
         w = self.linears[linear]
-        if isinstance(w, DenseWeight):
-            if hook != names.OUT:
+        if not isinstance(w, TernaryLinear):
+            x = self.rows(names.module_input(linear, self.cfg))
+            if hook == names.ROTATED and isinstance(w, GroupTernaryWeight) and w.rotation is not None:
+                return w.rotation.turn(x).astype(x.dtype)
+            if hook not in (names.OUT, "hook_uncapped"):
                 raise _MissingInput(hook)
-            return self.be.linear(self.rows(names.module_input(linear, self.cfg)), w)
-        assert isinstance(w, TernaryLinear)
+            return self.be.linear(x, w)
         if hook in (names.INT8, names.SCALE):
             x_q, scale = self.be.quantize_activations(self.rows(names.linear_input(linear, self.cfg)))
             return x_q if hook == names.INT8 else scale
@@ -166,10 +190,30 @@ class _Replay:
         y = self.be.dequantize(acc, w, scale.reshape(len(self.ids), -1))
         return y if w.bias is None else y + w.bias
 
+    def _delta(self, layer: int, hook: str, inputs: tuple[str, ...]) -> NDArray:
+        weights, delta = self.w.layers[layer].delta, self.cfg.delta
+        assert weights is not None
+        assert delta is not None
+        xs = [self.rows(name) for name in inputs]
+        if hook == "hook_conv":
+            qkv = np.concatenate(xs, axis=1)
+            before = np.zeros((delta.conv_size - 1, qkv.shape[1]), dtype=qkv.dtype)
+            return causal_conv(np.concatenate([before, qkv]), weights.conv).astype(np.float32)
+        if hook in ("hook_log_decay", "hook_beta"):
+            return self.be.delta_gates(xs[0], xs[0], weights)[hook == "hook_beta"]
+        given = delta_inputs(xs[0], xs[1], xs[2], delta)
+        memory = np.zeros((delta.value_heads, delta.key_dim, delta.value_dim), dtype=np.float32)
+        states, out = [], []
+        for t in range(len(self.ids)):
+            one = DeltaInputs(*(each[t : t + 1] for each in given))
+            out.append(delta_recurrence(one, memory)[0].astype(np.float32))
+            states.append(memory.copy())
+        return np.stack(states if hook == "hook_state" else out)
+
     def _attention(self, attn: str, hook: str) -> NDArray:
         n, window = len(self.ids), self.cfg.window_of(int(attn.split(".")[1]))
         if hook == "hook_attn_scores":
-            q, k = self.heads(f"{attn}.hook_rot_q"), self.heads(f"{attn}.hook_rot_k")
+            q, k = (self.heads(name) for name in names.op_inputs(f"{attn}.{hook}", self.cfg))
             out = np.full((self.cfg.num_attention_heads, n, n), -np.inf, dtype=np.float32)
         elif hook == "hook_pattern":
             given = self.value(f"{attn}.hook_attn_scores").reshape(-1, n, n)
@@ -198,11 +242,8 @@ class _Replay:
                 raise _MissingInput(name)
             return w.input_norm.weight, w.input_norm.eps
         layer = self.w.layers[int(name.split(".")[1])]
-        weight = {
-            "ln1": layer.attn_norm,
-            "ln2": layer.ffn_norm,
-            "sub_norm": layer.attn_sub_norm if parent.endswith("attn") else layer.ffn_sub_norm,
-        }[last]
+        within = name.removeprefix(f"blocks.{names.layer_of(name)}.")
+        weight = next((norm for field, norm in layer.norms() if NORM_NAMES[field] == within), None)
         if weight is None:
             raise _MissingInput(name)
         return weight, self.cfg.norm_eps

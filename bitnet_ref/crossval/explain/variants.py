@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from ...backends import Backend
 from ...backends.loaded import LoadedModel
 from ...backends.observe import observe
 from ...backends.record import Call, NamesFilter, Recorder
-from ...reference import layers
+from ...reference import layers, model
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import forward
@@ -25,7 +27,16 @@ from ...reference.weights import LayerWeights, ModelWeights, TernaryWeight, plai
 
 Op = Callable[..., NDArray]
 Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
-NORMS = ("attn_norm", "ffn_norm", "attn_sub_norm", "ffn_sub_norm")
+NORMS = (
+    "attn_norm",
+    "ffn_norm",
+    "attn_sub_norm",
+    "ffn_sub_norm",
+    "q_norm",
+    "k_norm",
+    "attn_post_norm",
+    "ffn_post_norm",
+)
 
 
 def causal(position: int, window: int | None) -> tuple[int, int]:
@@ -48,6 +59,7 @@ class Setting:
     """What one run computes.
 
     tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
+    texts: replacements of functions of `reference.model` by name, for mistakes in the order of the ops.
     """
 
     config: ModelConfig
@@ -55,14 +67,18 @@ class Setting:
     tokens: NDArray[np.int64]
     ops: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     attention: AttentionRule = AttentionRule()
+    texts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: LoadedModel, token_ids: Any) -> Setting:
+    def of(cls, loaded: LoadedModel, token_ids: Any) -> Setting:
         """The reference's own setting, whatever backend the model was loaded for."""
-        return cls(model.config, plain_weights(model.weights), model.check_tokens(token_ids))
+        return cls(loaded.config, plain_weights(loaded.weights), loaded.check_tokens(token_ids))
 
     def with_ops(self, **ops: Callable[..., Any]) -> Setting:
         return replace(self, ops={**self.ops, **ops})
+
+    def with_texts(self, **texts: Callable[..., Any]) -> Setting:
+        return replace(self, texts={**self.texts, **texts})
 
     def with_attention(self, **values: Any) -> Setting:
         return replace(self, attention=replace(self.attention, **values))
@@ -103,8 +119,19 @@ class Setting:
         recorder = _VariantRecorder(self, be, names_filter, until)
         batch, cache = TokenBatch.of([(0, 0, self.tokens)]), KVCache(self.config, slots=1, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
-            forward(observe(be, recorder), self.weights, self.config, batch, cache)
+            forward(self._with_its_texts(observe(be, recorder)), self.weights, self.config, batch, cache)
         return recorder.seen
+
+    def _with_its_texts(self, be: Backend) -> Backend:
+        """The backend with blocks that call the replaced functions of the model's text."""
+        if self.texts:
+            names = {**vars(model), **self.texts}
+            for name, function in vars(model).items():
+                if isinstance(function, FunctionType) and name not in self.texts:
+                    names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
+            for block in ("attention_block", "feed_forward"):
+                setattr(be, block, partial(names[block], be))
+        return be
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, p
 _TARGETS = (
     Target("hf-packed", None, lambda model, path, _, tick: write_hf(model, path, "hf-packed", tick)),
     Target("hf-bf16", None, lambda model, path, _, tick: write_hf(model, path, "hf-bf16", tick)),
+    Target("hf-unpacked", None, lambda model, path, _, tick: write_hf(model, path, "hf-unpacked", tick)),
     *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
     Target("onnx", None, lambda model, path, _, tick: write_onnx_folder(model, path, tick)),
     Target("native", NATIVE_SUFFIX, lambda model, path, _, tick: write_native(model, path, "2bit", tick)),

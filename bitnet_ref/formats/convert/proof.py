@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -15,8 +16,27 @@ from ...backends.paged_cache import CacheSpec
 from ...backends.run import run
 from ...errors import TokenizerError
 from ...reference.cache import TokenBatch
-from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, TernaryLinear
-from ..checkpoint import Checkpoint, Progress, part_count, parts, read_embedding, read_head, read_layer, ticker
+from ...reference.weights import (
+    DeltaWeights,
+    DenseWeight,
+    GroupTernaryWeight,
+    LayerWeights,
+    LinearWeight,
+    ModelWeights,
+    Rotation,
+    TernaryLinear,
+)
+from ..checkpoint import (
+    Checkpoint,
+    Progress,
+    in_groups,
+    part_count,
+    parts,
+    read_embedding,
+    read_head,
+    read_layer,
+    ticker,
+)
 
 # A scale or a float tensor may come back rounded by a narrower format: by half a unit in the last place of float16's 11
 # bits, or of bfloat16's 8 bits, or of float16's smallest step.
@@ -112,7 +132,7 @@ def prove(
 
 
 def _compare_configs(source: Checkpoint, written: Checkpoint, proof: Proof) -> None:
-    ours, theirs = source.config.to_dict(), written.config.to_dict()
+    ours, theirs = asdict(source.config), asdict(written.config)
     for name, value in ours.items():
         if value != theirs[name] and name not in _NOT_COMPARED:
             proof.config[name] = value, theirs[name]
@@ -124,6 +144,8 @@ def _nearly(a: Any, b: Any) -> bool:
     """Whether values are equal, or numbers that are equal as float32, as GGUF stores them."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_nearly(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_nearly, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return np.float32(a) == np.float32(b)
     return a == b
@@ -131,7 +153,8 @@ def _nearly(a: Any, b: Any) -> bool:
 
 def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
     tick = ticker(progress, part_count(source.config))
-    for (name, a), (other, b) in zip_longest(parts(source), parts(written), fillvalue=("nothing", None)):
+    pairs = (((name, _computed(c, name, part)) for name, part in parts(c)) for c in (source, written))
+    for (name, a), (other, b) in zip_longest(*pairs, fillvalue=("nothing", None)):
         if name != other or _kind(a) != _kind(b):
             proof.problems.append(f"{name} was {_kind(a)}, and {other} is {_kind(b)}")
             return
@@ -147,12 +170,20 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
         tick()
 
 
-def _kind(part: LinearWeight | NDArray | None) -> str:
+def _computed(checkpoint: Checkpoint, name: str, part: Any) -> Any:
+    """A part as the model computes with it."""
+    return in_groups(checkpoint, name, part) if isinstance(part, LinearWeight) else part
+
+
+def _kind(part: Any) -> str:
     if part is None:
         return "absent"
     if isinstance(part, np.ndarray):
         return f"a vector of {part.size}"
-    return f"a {'ternary' if isinstance(part, TernaryLinear) else 'dense'} matrix {part.shape}"
+    if isinstance(part, DeltaWeights):
+        return f"a DeltaNet with a convolution of {part.conv.shape}"
+    kinds = (TernaryLinear, "ternary"), (GroupTernaryWeight, "ternary, by groups,"), (DenseWeight, "dense")
+    return f"a {next(words for kind, words in kinds if isinstance(part, kind))} matrix {part.shape}"
 
 
 def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, float]]:
@@ -160,16 +191,40 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
     if isinstance(a, np.ndarray):
         yield "", proof.tensors, _difference(a, b)
         return
+    if isinstance(a, DeltaWeights):
+        for each in fields(a):
+            yield f" ({each.name})", proof.tensors, _difference(getattr(a, each.name), getattr(b, each.name))
+        return
     if isinstance(a, DenseWeight):
         yield "", proof.tensors, _difference(a.array, b.array)
+    elif isinstance(a, GroupTernaryWeight):
+        yield "", proof.planes, float(not np.array_equal(a.packed, b.packed))
+        size = math.gcd(a.group, b.group)
+        yield " (scales)", proof.scales, _difference(*(_scales_of(w, size) for w in (a, b)))
+        if a.rotation is not None or b.rotation is not None:
+            yield " (basis)", proof.tensors, 0.0 if _same_basis(a.rotation, b.rotation) else float("inf")
     else:
         yield "", proof.planes, float(not np.array_equal(a.plain().packed, b.plain().packed))
         yield " (scale)", proof.scales, _difference(np.array([a.w_dequant_scale]), np.array([b.w_dequant_scale]))
         norms = [None if w.input_norm is None else w.input_norm.weight for w in (a, b)]
         if norms[0] is not None or norms[1] is not None:
             yield " (norm)", proof.tensors, _difference(*norms)
+            eps = [None if w.input_norm is None else w.input_norm.eps for w in (a, b)]
+            yield " (eps of its norm)", proof.tensors, 0.0 if eps[0] == eps[1] else float("inf")
     if a.bias is not None or b.bias is not None:
         yield " (bias)", proof.tensors, _difference(a.bias, b.bias)
+
+
+def _scales_of(w: GroupTernaryWeight, size: int) -> NDArray:
+    """The scale of every `size` inputs, a divisor of the group."""
+    return np.repeat(w.scales, w.group // size, axis=1)[:, : -(-w.in_features // size)]
+
+
+def _same_basis(a: Rotation | None, b: Rotation | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    orders = a.order is b.order or (a.order is not None and b.order is not None and np.array_equal(a.order, b.order))
+    return a.block == b.block and np.array_equal(a.signs, b.signs) and orders
 
 
 def _difference(a: NDArray | None, b: NDArray | None) -> float:
@@ -254,7 +309,7 @@ def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progr
     proof.same_choice = bool((a.argmax(axis=1) == b.argmax(axis=1)).all())
     same = not proof.config and all(tally.equal == tally.total for tally in (proof.scales, proof.tensors))
     # A head of equal values in another dtype is summed by another kernel, in another order.
-    other_sums = source.dense_dtype("embedding") != written.dense_dtype("embedding")
+    other_sums = source.given_dtype("embedding") != written.given_dtype("embedding")
     allowed = _SUMMATION * float(np.abs(a).max()) if other_sums else 0.0
     if same and proof.logits_difference > allowed:
         proof.problems.append(f"the logits differ by {proof.logits_difference:.1e} though all tensors are equal")

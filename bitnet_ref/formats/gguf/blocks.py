@@ -14,6 +14,7 @@ Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -314,14 +315,51 @@ def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str
         planes = codes.reshape(n, 2, 4, 32) << _SHIFTS_2[:, None]
         data = np.bitwise_or.reduce(planes, axis=2).reshape(n, 64)
     else:
-        parts = []
-        for start, end, width in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
-            trits = codes[:, start:end].reshape(n, -1, width)
-            weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[: trits.shape[1], None]
-            parts.append((trits * weights).sum(axis=1, dtype=np.uint16))
-        data = ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)  # q/243 of 256, rounded up
+        data = _pack_trits(codes, ((0, 160, 32), (160, 240, 16), (240, 256, 4)))
     scales = np.where((codes == 1).all(axis=1), np.float16(0), d)
     return np.concatenate([data, scales[:, None].view(np.uint8)], axis=1).reshape(-1)
+
+
+def _pack_trits(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
+    """The inverse of `_trits`, of (first weight, one past the last, bytes)."""
+    parts = []
+    for start, end, width in spans:
+        trits = codes[:, start:end].reshape(len(codes), -1, width)
+        weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[: trits.shape[1], None]
+        parts.append((trits * weights).sum(axis=1, dtype=np.uint16))
+    return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)  # q/243 of 256, rounded up
+
+
+def block_scales(scales: NDArray, group: int, in_features: int, kind: str) -> NDArray[np.float16] | None:
+    """The scale of each block of a type in GROUP_TYPES, (N, K/block), of scales (N, ceil(K/group)); None where a block
+    would mix scales.
+
+    Scales are rounded to float16. Raises NumericsError for a scale that is Inf or 0 there.
+    """
+    block = BY_NAME[kind].block_values
+    size = math.gcd(group, block)
+    if in_features % block:
+        return None
+    pieces = np.repeat(scales, group // size, axis=1)[:, : in_features // size].reshape(len(scales), -1, block // size)
+    whole = pieces.max(axis=2, keepdims=True)  # a group of zeros has the scale 0 and fits everywhere
+    if not ((pieces == whole) | (pieces == 0)).all():
+        return None
+    with np.errstate(over="ignore"):
+        d = whole[:, :, 0].astype(np.float16)
+    bad = ~np.isfinite(d) | ((d == 0) & (whole[:, :, 0] != 0))
+    if bad.any():
+        raise NumericsError(f"the scale {whole[:, :, 0][bad][0]} is {d[bad][0]} in float16, which {kind} holds")
+    return d
+
+
+def blocks_from_groups(w_t: NDArray[np.int8], scales: NDArray[np.float16], kind: str) -> NDArray[np.uint8]:
+    """(w_t (N, K) int8 in {-1, 0, +1}, `block_scales`) -> the bytes (nbytes,) of a matrix in Q2_0, PQ2_0 or PTQ1_0."""
+    codes = (w_t.reshape(-1, BY_NAME[kind].block_values) + np.int8(1)).view(np.uint8)
+    d = scales.reshape(-1, 1).view(np.uint8)
+    if kind == "PTQ1_0":
+        return np.concatenate([_pack_trits(codes, ((0, 80, 16), (80, 120, 8), (120, 128, 2))), d], axis=1).reshape(-1)
+    planes = codes.reshape(len(codes), -1, 4) << _SHIFTS_2
+    return np.concatenate([d, np.bitwise_or.reduce(planes, axis=2)], axis=1).reshape(-1)
 
 
 def scale_in_blocks(w_dequant_scale: float) -> np.float32:

@@ -7,17 +7,26 @@ value is taken. Source: llama.cpp, docs/gguf.md and convert_hf_to_gguf.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
-from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig, activation_name, yarn_scale
+from ...reference.config import (
+    DeltaConfig,
+    ModelConfig,
+    QuantizationConfig,
+    RopeConfig,
+    activation_name,
+    yarn_scale,
+)
 from ...reference.layers import rope_frequencies
 from ...reference.weights import ATTENTION_LINEARS
-from ..names import GGUF_LINEARS
+from ..names import GGUF_LINEARS, gguf_name
 from .file import GgufFile, Typed
 
 
@@ -28,6 +37,7 @@ class Architecture(NamedTuple):
     sub_norms: bool
     permuted: bool = False  # rows of q and k are in the order of interleaved RoPE
     model_type: str = ""  # transformers' name of the family; "": by sub-norms and window
+    renamed: Mapping[str, str] = MappingProxyType({})  # our name of a norm -> its own of these files
 
 
 ARCHITECTURES = {
@@ -38,6 +48,8 @@ ARCHITECTURES = {
     "qwen2": Architecture("silu", sub_norms=False, model_type="qwen2"),
     "qwen3": Architecture("silu", sub_norms=False, model_type="qwen3"),
     "gemma3": Architecture("gelu_tanh", sub_norms=False, model_type="gemma3_text"),
+    "qwen35": Architecture("silu", False, model_type="qwen3_5_text", renamed={"ffn_norm": "post_attention_norm"}),
+    "minicpm": Architecture("silu", sub_norms=False, permuted=True, model_type="minicpm"),
 }
 _COUNTS = {  # key -> field of ModelConfig, in the order of bitnet.cpp's converter
     "context_length": "max_position_embeddings",
@@ -47,7 +59,11 @@ _COUNTS = {  # key -> field of ModelConfig, in the order of bitnet.cpp's convert
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_DELTA_KEYS = ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")  # as in `DeltaConfig`
+_ROPE_SECTIONS = (11, 11, 10, 0)  # of Qwen3.5: text has one position for all of them, but llama.cpp wants the key
+_POOLINGS = {1: "mean", 3: "last"}  # llama.cpp's numbers
 ROPE_FREQS = "rope_freqs.weight"
+LINEAR_NORM_EPS = 1e-6  # of these norms
 LINEAR_NORM = "blk.0.attn_q_norm_in.weight"  # there if each linear has a norm of its own before it
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
 # Texts that mark the end of a turn; llama.cpp looks for the same
@@ -90,6 +106,14 @@ class _Keys:
             raise self.fail(f"{self.arch}.{key}", f"expected a whole number above zero; {got}")
         return value
 
+    def flags(self, key: str, layers: int) -> list[bool]:
+        """An array with true or false for each layer, perhaps with more for draft layers after them."""
+        value = self.get(key)
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        if not isinstance(values, list) or len(values) < layers or any(each not in (0, 1) for each in values):
+            raise self.fail(f"{self.arch}.{key}", f"expected true or false for each of {layers} layers")
+        return [bool(each) for each in values[:layers]]
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -122,6 +146,9 @@ def read_gguf_config(
     hidden, layers, context = (
         counts[field] for field in ("hidden_size", "num_hidden_layers", "max_position_embeddings")
     )
+    drafts = keys.get("nextn_predict_layers", 0)  # blocks after the model's own, which guess further tokens
+    if isinstance(drafts, int) and 0 < drafts < layers:
+        counts["num_hidden_layers"] = layers = layers - drafts
     if layers * _MIN_TENSORS_PER_LAYER > len(file.tensors):
         raise keys.fail(f"{keys.arch}.block_count", f"says {layers} blocks; the file has {len(file.tensors)} tensors")
     if shape[1] != hidden:
@@ -137,11 +164,14 @@ def read_gguf_config(
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise keys.fail(f"{keys.arch}.attention.value_length", "differs from key_length, which is not supported")
-    if keys.count("rope.dimension_count", head_dim) != head_dim:
-        raise keys.fail(f"{keys.arch}.rope.dimension_count", f"partial rotary embedding of {head_dim} is not supported")
     bitnet, family = keys.architecture.sub_norms, keys.architecture.model_type
+    if family != "qwen3_5_text" and keys.count("rope.dimension_count", head_dim) != head_dim:
+        raise keys.fail(f"{keys.arch}.rope.dimension_count", f"partial rotary embedding of {head_dim} is not supported")
+    pooling = keys.get("pooling_type", 0)
+    if pooling and (not isinstance(pooling, int) or pooling not in _POOLINGS):
+        raise keys.fail(f"{keys.arch}.pooling_type", f"expected 1 (mean) or 3 (last token), got {pooling!r}")
     if quantization is not None and LINEAR_NORM in file.tensors:
-        quantization = replace(quantization, use_rms_norm=True, rms_norm_eps=1e-6)
+        quantization = replace(quantization, use_rms_norm=True, rms_norm_eps=LINEAR_NORM_EPS)
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     try:
         return ModelConfig(
@@ -158,6 +188,7 @@ def read_gguf_config(
             **_of_family(keys, window, head_dim, counts),
             rope=_rope(keys, context, head_dim),
             quantization=quantization,
+            pooling=_POOLINGS.get(pooling, "last"),
             bos_token_id=_token_id(file, "bos"),
             eos_token_ids=_eos_ids(file),
         )
@@ -170,25 +201,62 @@ def _of_family(keys: _Keys, window: int | None, head_dim: int, counts: dict[str,
     family = keys.architecture.model_type
     if family == "qwen2":
         return {"sliding_window": window, "o_proj_bias": False}
+    layers, hidden = counts["num_hidden_layers"], counts["hidden_size"]
     if family == "qwen3":
         return {"sliding_window": window, "qk_norms": True}
+    if family == "qwen3_5_text":
+        return _qwen35(keys, head_dim, layers)
+    if family == "minicpm":  # the defaults are llama.cpp's
+        return {
+            "sliding_window": window,
+            "embedding_scale": keys.number("embedding_scale", 12.0),
+            "residual_scale": keys.number("residual_scale", 1.4 / math.sqrt(layers)),
+            "head_scale": 1.0 / keys.number("logit_scale", hidden / 256.0),
+        }
     if family != "gemma3_text":
         return {"sliding_window": window}
-    layers, hidden = counts["num_hidden_layers"], counts["hidden_size"]
-    pattern = keys.count("attention.sliding_window_pattern", 6)
-    types = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
+    key, pattern = "attention.sliding_window_pattern", 6
+    if isinstance(keys.get(key), list | np.ndarray):
+        is_sliding = keys.flags(key, layers)
+    else:
+        pattern = keys.count(key, pattern)
+        is_sliding = [(i + 1) % pattern != 0 for i in range(layers)]
+    is_sliding = [each and window is not None for each in is_sliding]
+    types = tuple("sliding_attention" if each else "full_attention" for each in is_sliding)
     cap = keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None
     # llama.cpp's rule: 27B alone has a query_pre_attn_scalar that is not head_dim
     scalar = hidden / counts["num_attention_heads"] if layers == 62 else head_dim
+    local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10000.0))
     return {
-        "sliding_window": window,
+        "sliding_window": window if any(is_sliding) else None,
         "layer_types": types if len({*types}) > 1 else (),
-        "local_rope": RopeConfig(theta=keys.number("rope.freq_base_swa", 10000.0)),
+        "local_rope": None if local == _rope(keys, counts["max_position_embeddings"], head_dim) else local,
         "qk_norms": True,
         "post_norms": True,
         "embedding_scale": math.sqrt(hidden),
         "query_scale": 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar),
         "logit_softcap": cap,
+    }
+
+
+def _qwen35(keys: _Keys, head_dim: int, layers: int) -> dict[str, Any]:
+    rotary, delta = keys.count("rope.dimension_count", head_dim), None
+    if keys.has("attention.recurrent_layers"):
+        is_delta = keys.flags("attention.recurrent_layers", layers)
+    else:
+        interval = keys.count("full_attention_interval", 4)
+        is_delta = [(i + 1) % interval != 0 for i in range(layers)]
+    if any(is_delta):
+        key_heads, value_heads, key_dim, inner, taps = (keys.count(f"ssm.{name}") for name in _DELTA_KEYS)
+        if inner % value_heads:
+            raise keys.fail(f"{keys.arch}.ssm.inner_size", f"expected a multiple of {value_heads} heads, got {inner}")
+        delta = DeltaConfig(key_heads, value_heads, key_dim, inner // value_heads, taps)
+    return {
+        "layer_types": tuple("linear_attention" if each else "full_attention" for each in is_delta) if delta else (),
+        "qk_norms": True,
+        "output_gate": True,
+        "rotary_dim": None if rotary == head_dim else rotary,
+        "delta": delta,
     }
 
 
@@ -300,18 +368,54 @@ def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
 
 def architecture(config: ModelConfig) -> str:
     """The GGUF architecture of a model. ConfigError if there is none."""
-    for name, (activation, sub_norms, *_) in ARCHITECTURES.items():
-        if (activation, sub_norms) == (config.activation, config.sub_norms):
+    families = {arch.model_type for arch in ARCHITECTURES.values()}
+    for name, arch in ARCHITECTURES.items():
+        is_family = arch.model_type == (config.model_type if config.model_type in families else "")
+        if is_family and (arch.activation, arch.sub_norms) == (config.activation, config.sub_norms):
             return name
     norms = "with" if config.sub_norms else "without"
-    message = f"GGUF has no architecture for {config.activation} {norms} sub-norms; convert to native instead"
-    raise ConfigError(message, field="hidden_act")
+    model = f"{config.activation} {norms} sub-norms in a model of type {config.model_type}"
+    raise ConfigError(f"GGUF has no architecture for {model}; convert to native instead", field="hidden_act")
+
+
+def gguf_part(architecture: str, name: str) -> str:
+    """The GGUF name of a norm, "embedding" or "lm_head" in files of an architecture, without ".weight"."""
+    renamed, part = ARCHITECTURES[architecture].renamed, name.rpartition(".")[2]
+    return f"blk.{name.split('.')[1]}.{renamed[part]}" if part in renamed else gguf_name(name)
+
+
+def _check_family(config: ModelConfig) -> None:
+    """ConfigError for what the architecture of a family implies and this model has otherwise."""
+    gemma, types = config.model_type == "gemma3_text", set(config.layer_types)
+    minicpm = config.model_type == "minicpm"
+    implied = {
+        "embedding_scale": math.sqrt(config.hidden_size) if gemma else config.embedding_scale if minicpm else 1.0,
+        "residual_scale": config.residual_scale if minicpm else 1.0,
+        "head_scale": config.head_scale if minicpm else 1.0,
+        "query_scale": 1.0,
+        "logit_softcap": config.logit_softcap if gemma else None,
+    }
+    if gemma and config.num_hidden_layers == 62:  # 27B, see `_of_family`
+        implied["query_scale"] = math.sqrt(config.head_dim * config.num_attention_heads / config.hidden_size)
+    for field, value in implied.items():
+        if getattr(config, field) != value:
+            message = f"a {config.model_type} GGUF means {value}, and this model has {getattr(config, field)}"
+            raise ConfigError(f"{message}; convert to native instead", field=field)
+    if "sliding_attention" in types and not gemma:
+        message = (
+            "GGUF has one window for all layers, and this model has layers of two kinds; convert to native instead"
+        )
+        raise ConfigError(message, field="layer_types")
+    if config.local_rope is not None and config.local_rope.rope_type != "default":
+        message = "GGUF cannot say a RoPE scaling of sliding layers; convert to native instead"
+        raise ConfigError(message, field="local_rope")
 
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
     """The metadata that describe a model, in the order of bitnet.cpp's converter. The tokenizer's come after them.
     Raises ConfigError for what GGUF cannot say."""
     arch, rope = architecture(config), config.rope
+    _check_family(config)
     out = {"general.architecture": Typed("string", arch)}
 
     def put(key: str, kind: str, value: Any) -> None:
@@ -321,13 +425,27 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put(key, "uint32", getattr(config, field))
     put("rope.freq_base", "float32", rope.theta)
     put("attention.layer_norm_rms_epsilon", "float32", config.norm_eps)
-    put("rope.dimension_count", "uint32", config.head_dim)
+    put("rope.dimension_count", "uint32", config.rotary_size)
     put("vocab_size", "uint32", config.vocab_size)
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         put("attention.key_length", "uint32", config.head_dim)
         put("attention.value_length", "uint32", config.head_dim)
     if config.sliding_window is not None:
         put("attention.sliding_window", "uint32", config.sliding_window)
+    if config.model_type == "gemma3_text":
+        put("rope.freq_base_swa", "float32", config.rope_of_sliding.theta)
+        is_sliding = np.array([config.is_sliding(index) for index in range(config.num_hidden_layers)])
+        put("attention.sliding_window_pattern", "[bool]", is_sliding)
+        if config.logit_softcap is not None:
+            put("final_logit_softcapping", "float32", config.logit_softcap)
+    if config.model_type == "qwen3_5_text":
+        _put_delta(config, put)
+    if config.model_type == "minicpm":
+        put("embedding_scale", "float32", config.embedding_scale)
+        put("residual_scale", "float32", config.residual_scale)
+        put("logit_scale", "float32", 1.0 / config.head_scale)
+    if config.pooling != "last":
+        put("pooling_type", "uint32", next(number for number, name in _POOLINGS.items() if name == config.pooling))
     if rope.rope_type in ("linear", "yarn"):
         put("rope.scaling.type", "string", rope.rope_type)
         put("rope.scaling.factor", "float32", rope.factor)
@@ -346,6 +464,18 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
             "dynamic RoPE scaling cannot be said in a GGUF; convert to native instead", field="rope.rope_type"
         )
     return out
+
+
+def _put_delta(config: ModelConfig, put: Callable[[str, str, Any], None]) -> None:
+    """The keys of Qwen3.5, as llama.cpp's converter writes them."""
+    is_delta = [config.is_delta(index) for index in range(config.num_hidden_layers)]
+    put("rope.dimension_sections", "[int32]", np.array(_ROPE_SECTIONS))
+    put("attention.recurrent_layers", "[bool]", np.array(is_delta))
+    # llama.cpp wants the numbers of a DeltaNet in any case
+    delta = config.delta or DeltaConfig(1, 1, config.head_dim, config.head_dim, 4)
+    numbers = (delta.key_heads, delta.value_heads, delta.key_dim, delta.sizes[2], delta.conv_size)
+    for key, number in zip(_DELTA_KEYS, numbers, strict=True):
+        put(f"ssm.{key}", "uint32", number)
 
 
 def special_token_metadata(config: ModelConfig) -> dict[str, Typed]:

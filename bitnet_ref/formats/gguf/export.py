@@ -4,6 +4,8 @@
     i2_s                   ternary matrices in bitnet.cpp's type (x86 layout)
     tq1_0, tq2_0           ternary matrices in llama.cpp's types; the scale becomes a float16
     tl1, tl2               ternary matrices in bitnet.cpp's lookup-table types
+    q2_0, pq2_0, ptq1_0    matrices that are ternary by groups, in blocks of 64 or 128 inputs with a float16 scale; the
+                           embedding and the head too where they are so; what is not ternary is dense
 
 The embedding and an untied head are float16 unless another type is asked for, norms and biases float32. `write_gguf`
 writes any metadata and tensors.
@@ -22,14 +24,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
-from ...reference.weights import DenseWeight, TernaryLinear, linear_name
+from ...reference.config import DeltaConfig
+from ...reference.quantization import split_groups, unpack_ternary
+from ...reference.weights import DeltaWeights, TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
-from ..checkpoint import Checkpoint, Progress, has_bias, is_ternary, linear_names, linear_shape, norm_sizes, ticker
-from ..names import gguf_name
-from .blocks import BY_KIND, BY_NAME, TERNARY_BLOCKS, blocks_from_ternary, quantize
-from .config import ROPE_FREQS, architecture, gguf_metadata, llama3_divisors, special_token_metadata
+from ..checkpoint import (
+    Checkpoint,
+    Progress,
+    all_linears,
+    delta_shapes,
+    fold,
+    has_bias,
+    is_ternary,
+    linear_names,
+    linear_shape,
+    norm_sizes,
+    ticker,
+)
+from ..names import DELTA_ARRAYS, gguf_name
+from ..places import linear_place, stored_matrix, value_heads_in_gguf
+from .blocks import (
+    BY_KIND,
+    BY_NAME,
+    TERNARY_BLOCKS,
+    block_scales,
+    blocks_from_groups,
+    blocks_from_ternary,
+    quantize,
+)
+from .config import (
+    LINEAR_NORM_EPS,
+    ROPE_FREQS,
+    architecture,
+    gguf_metadata,
+    gguf_part,
+    llama3_divisors,
+    special_token_metadata,
+)
 from .evidence import permute_rows, permuted_heads
 from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
+from .hadamard import rotation_metadata
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 from .tl import TLKind, pack_tl, tl_nbytes
 from .tl_tiles import KNOWN_TILES, read_kernel_config
@@ -37,13 +71,18 @@ from .tl_tiles import KNOWN_TILES, read_kernel_config
 DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
 BLOCK_KINDS = tuple(name.lower() for name in TERNARY_BLOCKS)
 TL_KINDS: tuple[TLKind, ...] = ("tl1", "tl2")
-KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS)
+GROUP_KINDS = ("q2_0", "pq2_0", "ptq1_0")
+KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS, *GROUP_KINDS)
 # llama_ftype: of llama.cpp, and for I2_S, TL1 and TL2 of bitnet.cpp
-_FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37}
+_FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37, "q2_0": 41}
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
 # The order of bitnet.cpp's converter, which is that of the tensors' names in Hugging Face checkpoints
-_NORM_ORDER = ("attn_norm", "ffn_sub_norm", "ffn_norm", "attn_sub_norm")
-_LINEAR_ORDER = ("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
+_NORM_ORDER = (
+    *("attn_norm", "ffn_sub_norm", "ffn_norm", "attn_sub_norm", "attn_post_norm", "ffn_post_norm", "q_norm", "k_norm"),
+)
+_LINEAR_ORDER = (
+    *("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj", "z_proj", "a_proj", "b_proj"),
+)
 _CODE_OF = {name: code for code, name in NAME_OF.items()}
 
 
@@ -83,14 +122,16 @@ def write_gguf_model(
     if kind not in KINDS:
         raise FormatError(f"expected one of {', '.join(KINDS)}, got {kind!r}", path=path)
     metadata = gguf_metadata(config) | dict(special_token_metadata(config) if tokenizer is None else tokenizer)
+    tensors = _ModelTensors(checkpoint, kind, dense_type, tl_tiles)
+    metadata |= tensors.rotation_metadata()
     if kind in _FILE_TYPES:
         metadata["general.quantization_version"] = Typed("uint32", _QUANTIZATION_VERSION)
         metadata["general.file_type"] = Typed("uint32", _FILE_TYPES[kind])
-    tensors = list(_ModelTensors(checkpoint, kind, dense_type, tl_tiles).all())
+    planned = list(tensors.all())
     if kind in BLOCK_KINDS:
-        tensors.sort(key=_llama_cpp_order)
+        planned.sort(key=_llama_cpp_order)
     try:
-        write_gguf(path, metadata, tensors, progress)
+        write_gguf(path, metadata, planned, progress)
     except ShapeError as error:  # an embedding whose rows are no whole number of Q8_0 blocks
         raise FormatError(f"{error}; use gguf-f16") from None
 
@@ -115,15 +156,20 @@ class _ModelTensors:
         self._check()
 
     def _check(self) -> None:
-        self.checkpoint.refuse_extras("GGUF")
         quantized = self.config.quantization
+        if self.checkpoint.input_norm_eps not in (None, LINEAR_NORM_EPS):
+            message = f"in GGUF files the norm inside a linear has the eps {LINEAR_NORM_EPS}; convert to native instead"
+            raise ConfigError(message, field="rms_norm_eps")
+        if self.kind in GROUP_KINDS:
+            self._check_groups()
+            return
+        self.checkpoint.refuse_rotation(f"gguf-{self.kind}")
+        if quantized is not None and not quantized.int8_activations:
+            message = f"gguf-{self.kind} means that activations are int8, and here they stay floats; use gguf-q2_0"
+            raise ConfigError(message, field="int8_activations")
         if quantized is None and self.kind not in DENSE_KINDS:
             targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
             raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
-        if self.checkpoint.input_norm_eps is not None:
-            raise ConfigError(
-                "GGUF has no place for a norm inside a linear; convert to native instead", field="use_rms_norm"
-            )
         if not self.config.tie_word_embeddings and is_ternary(self.config, "lm_head"):
             message = "a ternary head is not written to GGUF, whose readers take it as dense; convert to native instead"
             raise FormatError(message, field="lm_head")
@@ -141,6 +187,63 @@ class _ModelTensors:
                 message = f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use gguf-f16"
                 raise FormatError(message, field=name)
 
+    def _check_groups(self) -> None:
+        """Errors for a model without matrices that are ternary by groups."""
+        if self.config.quantization is not None and self.config.quantization.int8_activations:
+            message = f"gguf-{self.kind} means that activations stay floats, and here they are int8"
+            raise FormatError(f"{message}; use native, or {self._fitting_kind()}", field="quantization")
+        if self.checkpoint.rotations and not self.checkpoint.is_folded and self.kind == "q2_0":
+            self.checkpoint.refuse_rotation("gguf-q2_0")
+        if not any(self._groups(name) for name in linear_names(self.config)):
+            size = BY_KIND[self.kind].block_values
+            message = f"no linear of this model is ternary by groups of {size} inputs, which {self.kind} has"
+            raise FormatError(f"{message}; use gguf-f16", path=self.checkpoint.path)
+
+    def rotation_metadata(self) -> dict[str, Typed]:
+        """The keys that say in which basis matrices are; none where all are in the plain one."""
+        config = self.config
+        names = ["embedding", *all_linears(config)] if self.checkpoint.rotations else []
+        bases = {
+            f"{linear_place(config, name, 'gguf').module}.weight": self.checkpoint.rotation(name) for name in names
+        }
+        rotations = {tensor: basis for tensor, basis in bases.items() if basis is not None}
+        return rotation_metadata(rotations) if rotations else {}
+
+    def _stored(self, name: str) -> NDArray:
+        """A linear or "embedding" as floats, in the order of the file, with all linears that share its tensor."""
+        place, rotation = linear_place(self.config, name, "gguf"), self.checkpoint.rotation(name)
+        if rotation is None:
+            return stored_matrix(self.config, name, "gguf", self._floats)
+        orders = rotation.order, None if place.columns is None else np.argsort(place.columns)
+        given, wanted = (None if order is None else order.tolist() for order in orders)
+        if given != wanted:
+            message = "its Hadamard basis takes the inputs in another order than GGUF files; fold it first"
+            raise ConfigError(message, field=name)
+        return self._floats(name) if wanted else stored_matrix(self.config, name, "gguf", self._floats)
+
+    def _floats(self, name: str) -> NDArray:
+        w = self.checkpoint.embedding() if name == "embedding" else self.checkpoint.linear(name)
+        w = fold(self.checkpoint, name, w)
+        array = w.ternary() * w.w_dequant_scale if isinstance(w, TernaryLinear) else getattr(w, "array", None)
+        assert isinstance(array, np.ndarray)
+        return self._permuted(name, array)
+
+    def _groups(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float16]] | None:
+        """(w_t, the scale of each block) of a matrix that the kind's blocks can hold; else None."""
+        if self.kind not in GROUP_KINDS or (split := split_groups(w := self._stored(name))) is None:
+            return None
+        (packed, scales, group), (_, k) = split, w.shape
+        d = block_scales(scales, group, k, self.kind.upper())
+        return None if d is None else (unpack_ternary(packed, k), d)
+
+    def _produce(self, name: str, kind: str) -> NDArray[np.uint8]:
+        """The bytes of a matrix that is dense or, of a kind in GROUP_KINDS, ternary by groups."""
+        if kind not in GROUP_KINDS:
+            return quantize(self._stored(name), kind.upper())
+        groups = self._groups(name)
+        assert groups is not None  # it was asked when the file was planned
+        return blocks_from_groups(*groups, kind.upper())
+
     def _fitting_kind(self) -> str:
         """The smallest type that holds ternary matrices of these shapes, as `convert` calls it."""
         shapes = [
@@ -151,48 +254,82 @@ class _ModelTensors:
     def all(self) -> Iterator[TensorToWrite]:
         config = self.config
         shape = (config.vocab_size, config.hidden_size)
-        yield self._dense("embedding", shape, self.checkpoint.embedding)
+        yield self._dense("embedding", shape)
         sizes = norm_sizes(config)
         for index in range(config.num_hidden_layers):
             for short in _NORM_ORDER:
                 if (name := f"blocks.{index}.{short}") in sizes:
-                    yield self._vector(f"{gguf_name(name)}.weight", sizes[name], partial(self.checkpoint.norm, name))
+                    theirs = f"{gguf_part(self.architecture, name)}.weight"
+                    yield self._vector(theirs, sizes[name], partial(self.checkpoint.norm, name))
+            if config.delta is not None and config.is_delta(index):
+                yield from self._delta(index, config.delta)
         yield self._vector("output_norm.weight", config.hidden_size, lambda: self.checkpoint.norm("final_norm"))
         if config.rope.rope_type == "llama3":
             divisors = llama3_divisors(config.rope, config.head_dim)
             yield self._vector(ROPE_FREQS, divisors.size, lambda: divisors)
         if not config.tie_word_embeddings:
-            yield self._dense("lm_head", shape, lambda: self._dense_weight("lm_head"))
+            yield self._dense("lm_head", shape)
         for index in range(config.num_hidden_layers):
+            shapes = config.linear_shapes(index)
             for short in _LINEAR_ORDER:
-                yield from self._linear(linear_name(index, short))
+                if short in shapes:
+                    yield from self._linear(linear_name(index, short))
 
     def _vector(self, name: str, size: int, values: Callable[[], NDArray]) -> TensorToWrite:
         return TensorToWrite(name, (size,), "F32", lambda: quantize(values(), "F32"))
 
-    def _dense(self, name: str, shape: tuple[int, int], weight: Callable[[], DenseWeight]) -> TensorToWrite:
-        kind = self.dense_type.upper()
-        return TensorToWrite(f"{gguf_name(name)}.weight", shape, kind, lambda: quantize(weight().array, kind))
+    def _dense(self, name: str, shape: tuple[int, int]) -> TensorToWrite:
+        kind = self.kind if self._groups(name) is not None else self.dense_type.lower()
+        return TensorToWrite(f"{gguf_name(name)}.weight", shape, kind.upper(), partial(self._produce, name, kind))
 
-    def _dense_weight(self, name: str) -> DenseWeight:
-        weight = self.checkpoint.linear(name)
-        assert isinstance(weight, DenseWeight)  # see _check
-        return weight
+    def _delta(self, index: int, shape: DeltaConfig) -> Iterator[TensorToWrite]:
+        """The small arrays of a DeltaNet, in the order of its heads in the file."""
+        heads = np.argsort(value_heads_in_gguf(shape))
+        names = [linear_name(index, short) for short in ("q_proj", "k_proj", "v_proj")]
+        rows = [linear_place(self.config, name, "gguf").rows for name in names]
+        channels = np.argsort(np.concatenate([each for each in rows if each is not None]))
+        stored: dict[str, Callable[[DeltaWeights], NDArray]] = {
+            "conv": lambda w: w.conv[channels],
+            "decay": lambda w: -w.decay[heads],
+            "decay_bias": lambda w: w.decay_bias[heads],
+            "norm": lambda w: w.norm,
+        }
+        for part, size in delta_shapes(shape).items():
+            produce = partial(lambda make: quantize(make(self.checkpoint.delta(index)), "F32"), stored[part])
+            yield TensorToWrite(f"blk.{index}.{DELTA_ARRAYS[part].gguf}", size, "F32", produce)
 
     def _permuted(self, name: str, w: NDArray) -> NDArray:
         heads = permuted_heads(self.config, self.architecture, name)
         return np.ascontiguousarray(permute_rows(w, heads)) if heads else w
 
     def _linear(self, name: str) -> Iterator[TensorToWrite]:
-        shape, theirs = linear_shape(self.config, name), gguf_name(name)
-        kind = self.kind if self.kind in DENSE_KINDS or is_ternary(self.config, name) else self.dense_type.lower()
+        shape, place = linear_shape(self.config, name), linear_place(self.config, name, "gguf")
+        if name != (place.sharers or (name,))[0]:
+            return  # stored with the first
+        theirs = place.module
+        if self.kind in GROUP_KINDS or not is_ternary(self.config, name):
+            kind = self.kind if self.kind in DENSE_KINDS or self._groups(name) is not None else self.dense_type.lower()
+            produce = partial(self._produce, name, kind)
+            yield TensorToWrite(f"{theirs}.weight", (place.height, shape[1]), BY_KIND[kind].name, produce)
+            if has_bias(self.config, name):
+                yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
+            return
+        kind = self.kind
         size = tl_nbytes(kind, *shape) if kind in TL_KINDS else None
         matrix = partial(self._matrix, name, kind)
         yield TensorToWrite(f"{theirs}.weight", shape, BY_KIND[kind].name, matrix, size)
         if kind in TL_KINDS:
             yield self._vector(f"{theirs}.weight_scale", 1, lambda: np.array([self.scales[name]], dtype=np.float32))
+        if self.checkpoint.input_norm_eps is not None:
+            yield self._vector(f"{theirs}_norm_in.weight", shape[1], partial(self._input_norm, name))
         if has_bias(self.config, name):
             yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
+
+    def _input_norm(self, name: str) -> NDArray:
+        weight = self.checkpoint.linear(name)
+        assert isinstance(weight, TernaryLinear)
+        assert weight.input_norm is not None
+        return weight.input_norm.weight
 
     def _bias(self, name: str) -> NDArray:
         bias = self.checkpoint.linear(name).bias
@@ -201,8 +338,6 @@ class _ModelTensors:
 
     def _matrix(self, name: str, kind: str) -> NDArray[np.uint8]:
         weight = self.checkpoint.linear(name)
-        if isinstance(weight, DenseWeight):
-            return quantize(self._permuted(name, weight.array), kind.upper())
         assert isinstance(weight, TernaryLinear)
         w_t, scale = self._permuted(name, weight.ternary()), weight.w_dequant_scale
         if kind == "i2_s":

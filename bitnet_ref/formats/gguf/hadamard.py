@@ -7,6 +7,7 @@ file in which only some of the ternary planes are named; a file without keys get
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...reference.weights import Rotation
 from .blocks import GROUP_TYPES
-from .file import GgufFile
+from .file import GgufFile, Typed
 
 PREFIX = "prism.hadamard."
 _FIXED = {"version": 1, "transform": "normalized-sylvester-walsh-hadamard", "axis": "input-last-dimension"}
@@ -22,8 +23,8 @@ _KEYS = (*_FIXED, "block_size", "sign_mode", "sign_widths", "sign_values", "weig
 _TABLE = "token_embd.weight"
 
 
-def read_rotations(file: GgufFile, evidence: list[str]) -> dict[str, Rotation]:
-    """Name of a rotated tensor -> its basis. Raises ConfigError."""
+def read_rotations(file: GgufFile, evidence: list[str], folded: bool = False) -> dict[str, Rotation]:
+    """Name of a rotated tensor -> its basis. Raises ConfigError.   folded: what the evidence says becomes of them"""
     stored = {key.removeprefix(PREFIX): value for key, value in file.metadata.items() if key.startswith(PREFIX)}
     keys = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in stored.items()}
     planes = [name for name, tensor in file.tensors.items() if tensor.type.name in GROUP_TYPES]
@@ -67,8 +68,33 @@ def read_rotations(file: GgufFile, evidence: list[str]) -> dict[str, Rotation]:
             raise fail("block_size", f"{name} has {width} inputs, no multiple of {block}, or without signs")
         vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
         rotations[name] = Rotation(vector, block)
-    evidence.append(f"Hadamard basis, blocks of {block}: {len(rotations)} matrices are run as stored, on turned inputs")
+    way = "folded into dense ones" if folded else "run as stored, on turned inputs"
+    evidence.append(f"Hadamard basis, blocks of {block}: {len(rotations)} matrices are {way}")
     return rotations
+
+
+def rotation_metadata(rotations: Mapping[str, Rotation]) -> dict[str, Typed]:
+    """The keys of a file with rotated matrices.   rotations: name of a tensor -> its basis
+
+    Raises ConfigError for bases that these keys cannot say.
+    """
+    signs: dict[int, Any] = {}
+    blocks = {rotation.block for rotation in rotations.values()}
+    for name, rotation in rotations.items():
+        if not np.array_equal(signs.setdefault(rotation.signs.size, rotation.signs), rotation.signs):
+            raise ConfigError(f"GGUF has one vector of signs for all matrices of a width, and {name} has another")
+    if len(blocks) > 1:
+        raise ConfigError(f"GGUF has one size of Hadamard blocks, and the matrices have {sorted(blocks)}")
+    values = {
+        **{key: Typed("uint32" if isinstance(value, int) else "string", value) for key, value in _FIXED.items()},
+        "block_size": Typed("uint32", blocks.pop()),
+        "sign_mode": Typed("string", "explicit"),
+        "sign_widths": Typed("[int32]", np.array(list(signs), dtype=np.int32)),
+        "sign_values": Typed("[float32]", np.concatenate(list(signs.values()))),
+        "weight_names": Typed("[string]", [name for name in rotations if name != _TABLE]),
+        "inverse_weight_names": Typed("[string]", [name for name in rotations if name == _TABLE]),
+    }
+    return {PREFIX + key: value for key, value in values.items()}
 
 
 def _signs(keys: dict[str, Any], fail: Any) -> dict[int, Any] | None:

@@ -5,6 +5,7 @@ What no field of the file says is decided from its contents and recorded in `evi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,21 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError
 from ...reference import quantization
-from ...reference.weights import DenseWeight, InputNorm, LinearWeight, Rotation, TernaryWeight
+from ...reference.weights import (
+    DeltaWeights,
+    DenseWeight,
+    InputNorm,
+    LinearWeight,
+    Rotation,
+    TernaryWeight,
+    linear_name,
+)
 from ..binary_file import first_not_finite
-from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size
-from ..names import gguf_name
+from ..checkpoint import Checkpoint, ReadOptions, all_linears, has_bias, is_ternary, linear_shape, norm_size
+from ..names import DELTA_ARRAYS, gguf_name
+from ..places import LinearPlace, linear_place, value_heads_in_gguf
 from .blocks import BY_PACKAGE, DEQUANTIZABLE, GROUP_TYPES, TERNARY_BLOCKS, dequantize, quantize, ternary_from_blocks
-from .config import ROPE_FREQS, read_gguf_config, tensor_shape
+from .config import ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
 from .hadamard import read_rotations
@@ -43,8 +53,8 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
-            self._rotations = read_rotations(self.file, self.evidence)
-            self.is_rotated = bool(self._rotations)
+            self.is_folded = self.options.rotation == "folded"
+            self.rotations = self._read_rotations()
             self.taken = {ROPE_FREQS} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
             self.kind = f"gguf-{first.type.kind if first is not None else 'f16'}"
@@ -94,19 +104,46 @@ class GgufCheckpoint(Checkpoint):
         table = self._floats(self._tensor("token_embd.weight", linear_shape(self.config, "embedding")))
         return DenseWeight(table)
 
-    def rotation(self, name: str) -> Rotation | None:
-        return self._rotations.get(f"{gguf_name(name)}.weight")
+    def _read_rotations(self) -> dict[str, Rotation]:
+        stored, rotations = read_rotations(self.file, self.evidence, self.is_folded), {}
+        for name in ("embedding", *all_linears(self.config)) if stored else ():
+            place = self._place(name)
+            if (rotation := stored.get(f"{place.module}.weight")) is not None:
+                order = None if place.columns is None else np.argsort(place.columns)
+                rotations[name] = replace(rotation, order=order)
+        return rotations
+
+    def _place(self, name: str) -> LinearPlace:
+        return linear_place(self.config, name, "gguf")
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        return self._vector(f"{gguf_name(name)}.weight", norm_size(self.config, name))
+        return self._vector(
+            f"{gguf_part(self.metadata['general.architecture'], name)}.weight", norm_size(self.config, name)
+        )
+
+    def delta(self, index: int) -> DeltaWeights:
+        delta = self.config.delta
+        assert delta is not None
+        names = {part: f"blk.{index}.{names.gguf}" for part, names in DELTA_ARRAYS.items()}
+        conv = self._floats(self._tensor(names["conv"], (sum(delta.sizes), delta.conv_size))).astype(np.float32)
+        channels = [self._place(linear_name(index, short)).rows for short in ("q_proj", "k_proj", "v_proj")]
+        heads, order = delta.value_heads, value_heads_in_gguf(delta)
+        decay, bias = (self._vector(names[part], heads)[order] for part in ("decay", "decay_bias"))
+        if not (decay < 0).all():
+            raise self.fail(names["decay"], "holds a number of 0 or above; expected -exp(A_log)")
+        norm = self._vector(names["norm"], delta.value_dim)
+        return DeltaWeights(conv[np.concatenate([rows for rows in channels if rows is not None])], -decay, bias, norm)
 
     def linear(self, name: str) -> LinearWeight:
-        shape, theirs = linear_shape(self.config, name), gguf_name(name)
-        tensor = self._tensor(f"{theirs}.weight", shape)
+        shape, place = linear_shape(self.config, name), self._place(name)
+        theirs = place.module
+        tensor = self._tensor(f"{theirs}.weight", (place.height, shape[1]))
         bias = self._vector(f"{theirs}.bias", shape[0]) if has_bias(self.config, name) else None
         bias = None if bias is None else self._in_our_order(bias, name)
         if not is_ternary(self.config, name):
-            return DenseWeight(self._in_our_order(self._floats(tensor), name), bias)
+            if name in self.rotations:  # whose own order of inputs is a part of the basis
+                place = place._replace(columns=None)
+            return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
         eps = self.input_norm_eps
         norm = None if eps is None else InputNorm(self._vector(f"{theirs}_norm_in.weight", shape[1]), eps)
         w_t, scale = self._ternary(tensor, shape)
@@ -124,17 +161,20 @@ class GgufCheckpoint(Checkpoint):
         return self._in_our_order(w, name) if is_master else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = self.file.tensors.get(f"{gguf_name(name)}.weight")
+        tensor = self.file.tensors.get(f"{self._place(name).module}.weight")
         if tensor is not None and tensor.type.name in (*DEQUANTIZABLE, *BY_PACKAGE):
             floats = np.dtype(np.float16 if tensor.type.name in GROUP_TYPES else np.float32)
             return PLAIN_DTYPES.get(tensor.type.name, floats)
         return super().dense_dtype(name)  # which says what is wrong
 
     def rounded(self, name: str, values: NDArray) -> NDArray:
-        tensor = self.file.tensors.get(f"{gguf_name(name)}.weight")
-        if tensor is None or tensor.type.name != "Q8_0" or values.shape != tensor.shape:
+        place = self._place(name)
+        tensor = self.file.tensors.get(f"{place.module}.weight")
+        if tensor is None or tensor.type.name != "Q8_0" or values.shape != linear_shape(self.config, name):
             return values
-        return dequantize(quantize(values, "Q8_0"), "Q8_0", tensor.shape)
+        stored = values if place.columns is None else values[:, np.argsort(place.columns)]
+        rounded = dequantize(quantize(stored, "Q8_0"), "Q8_0", values.shape)
+        return rounded if place.columns is None else rounded[:, place.columns]
 
     def _in_our_order(self, w: NDArray, name: str) -> NDArray:
         heads = permuted_heads(self.config, self.metadata["general.architecture"], name)
@@ -204,4 +244,7 @@ class GgufCheckpoint(Checkpoint):
 
     def finish(self) -> None:
         unused = [name for name in self.file.tensors if name not in self.taken]
+        if self.metadata.get(f"{self.metadata['general.architecture']}.nextn_predict_layers"):  # blocks that draft
+            drafts = tuple(f"blk.{self.config.num_hidden_layers + index}." for index in range(len(unused)))
+            unused = [name for name in unused if not name.startswith(drafts)]
         self.refuse_unused(unused, f"a {self.metadata['general.architecture']} model as the metadata describe it")

@@ -6,7 +6,7 @@ Every tensor is checked as it is read: present, of the right shape and dtype, fi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +20,26 @@ from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import DeltaWeights, DenseWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
-from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_size, read_tokenizer_folder
-from ..names import hf_module, hf_modules
+from ..checkpoint import (
+    Checkpoint,
+    ReadOptions,
+    delta_shapes,
+    has_bias,
+    is_ternary,
+    linear_shape,
+    norm_size,
+    read_tokenizer_folder,
+)
+from ..names import DELTA_ARRAYS, hf_module, hf_modules
 from ..packing import pack_from_hf
+from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
 from .config import NORMS_ADD_ONE, read_hf_config
 
-Rows = Callable[[NDArray], NDArray]  # the numbers of all rows -> those of a part
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")  # of the names of all parts but the head
-_POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
+POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -144,9 +153,9 @@ def _pooling(path: Path) -> str | None:
         return None
     raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES)
     modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ConfigError(f"expected one of {', '.join(_POOLINGS)} to be true, got {modes}", path=path)
-    return _POOLINGS[modes[0]]
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ConfigError(f"expected one of {', '.join(POOLINGS)} to be true, got {modes}", path=path)
+    return POOLINGS[modes[0]]
 
 
 class HfCheckpoint(Checkpoint):
@@ -193,15 +202,11 @@ class HfCheckpoint(Checkpoint):
         return weight + np.float32(1.0) if self.config.model_type in NORMS_ADD_ONE else weight
 
     def linear(self, name: str) -> LinearWeight:
-        module, rows = self._place_of(name)
-        out_features, in_features = linear_shape(self.config, name)
+        place = linear_place(self.config, name, "hf")
+        module, (out_features, in_features) = self.tensors.rename(place.module), linear_shape(self.config, name)
         bias = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
-        if rows is not None:
-            part, out_features = rows
-            whole = self.tensors.take(f"{module}.weight", (out_features, in_features))
-            return DenseWeight(np.ascontiguousarray(whole[part(np.arange(out_features))]), bias)
         if not is_ternary(self.config, name):
-            return DenseWeight(self.tensors.take(f"{module}.weight", (out_features, in_features)), bias)
+            return DenseWeight(place.take(self.tensors.take(f"{module}.weight", (place.height, in_features))), bias)
         eps, inner = self.input_norm_eps, f"{module}.rms_norm.weight"
         inner = inner if inner in self.tensors else f"{module}.norm.weight"  # BitNet-Embedding's name of it
         input_norm = None if eps is None else InputNorm(self._vector(inner, in_features), eps)
@@ -218,36 +223,19 @@ class HfCheckpoint(Checkpoint):
                 bias = bias * scale  # AutoBitLinear adds the bias before it multiplies by the scale
         return TernaryWeight(packed, in_features, scale, bias, input_norm)
 
-    def _place_of(self, name: str) -> tuple[str, tuple[Rows, int] | None]:
-        """The module that stores a linear, and if it stores others too: which of its rows, of how many."""
-        if name == "lm_head":
-            return self.tensors.module(name), None
-        config, (_, layer, _, short) = self.config, name.split(".")
-        block = self.tensors.rename(f"model.layers.{layer}")
-        if config.delta is not None and config.is_delta(int(layer)):
-            sizes = config.delta.sizes
-            ends = np.cumsum(sizes)
-            if short in ("q_proj", "k_proj", "v_proj"):
-                number = ("q_proj", "k_proj", "v_proj").index(short)
-                part = slice(int(ends[number]) - sizes[number], int(ends[number]))
-                return f"{block}.linear_attn.in_proj_qkv", (lambda rows: rows[part], int(ends[-1]))
-            own = {"z_proj": "linear_attn.in_proj_z", "o_proj": "linear_attn.out_proj"}
-            if short in own:
-                return f"{block}.{own[short]}", None
-        if config.output_gate and short in ("q_proj", "z_proj"):  # q and its gate, head by head
-            heads, which = config.num_attention_heads, ("q_proj", "z_proj").index(short)
-            size = 2 * config.query_size
-            return f"{block}.self_attn.q_proj", (lambda rows: rows.reshape(heads, 2, -1)[:, which].reshape(-1), size)
-        return self.tensors.module(name), None
-
     def delta(self, index: int) -> DeltaWeights:
-        shape = self.config.delta
-        assert shape is not None
-        net, heads = self.tensors.rename(f"model.layers.{index}.linear_attn"), shape.value_heads
-        conv = self.tensors.take(f"{net}.conv1d.weight", (sum(shape.sizes), 1, shape.conv_size))
-        decay = np.exp(self._vector(f"{net}.A_log", heads))
-        bias, norm = self._vector(f"{net}.dt_bias", heads), self._vector(f"{net}.norm.weight", shape.value_dim)
-        return DeltaWeights(conv[:, 0].astype(np.float32), decay, bias, norm)
+        delta, block = self.config.delta, self.tensors.rename(f"model.layers.{index}")
+        assert delta is not None
+        shapes = delta_shapes(delta) | {"conv": (sum(delta.sizes), 1, delta.conv_size)}
+        of_part = {
+            part: self.tensors.take(f"{block}.{names.hf[0]}", shapes[part]).astype(np.float32)
+            for part, names in DELTA_ARRAYS.items()
+        }
+        with np.errstate(over="ignore"):
+            decay = np.exp(of_part["decay"])
+        if (bad := first_not_finite(decay)) is not None:
+            raise self.fail(f"{block}.{DELTA_ARRAYS['decay'].hf[0]}", f"is beyond float32's exponent at index {bad[0]}")
+        return DeltaWeights(of_part["conv"][:, 0], decay, of_part["decay_bias"], of_part["norm"])
 
     def master(self, name: str) -> NDArray | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
@@ -256,8 +244,7 @@ class HfCheckpoint(Checkpoint):
         return w if quantization.split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        module = self.tensors.module(name) if name == "embedding" else self._place_of(name)[0]
-        tensor = f"{module}.weight"
+        tensor = f"{self.tensors.rename(linear_place(self.config, name, 'hf').module)}.weight"
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]
@@ -270,6 +257,7 @@ class HfCheckpoint(Checkpoint):
     def finish(self) -> None:
         unused = [name for name in self.tensors.names if name not in self.taken]
         unused = [name for name in unused if not name.endswith(".rotary_emb.inv_freq")]  # a constant of old LLaMA files
+        unused = [name for name in unused if self.config.delta is None or not name.startswith("mtp.")]  # draft layers
         self.refuse_unused(unused, f"a {self.config.model_type} model as config.json describes it")
 
     def tokenizer_files(self) -> dict[str, bytes]:

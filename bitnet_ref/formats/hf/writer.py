@@ -1,16 +1,19 @@
 """Writes a Hugging Face folder: config.json, model.safetensors and the tokenizer's files, one tensor in memory.
 
 Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
-+1 as bfloat16), with a float32 `weight_scale`. Masters stay masters in "hf-bf16", mode "online". A ternary matrix is
-never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros.
++1 as bfloat16), with a float32 `weight_scale`. Masters stay masters in "hf-bf16", mode "online". A BitLinear's matrix
+is never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros. Dense
+matrices, ternary by groups or not, are written as they are; "hf-unpacked" takes models of these alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ...reference.config import ModelConfig, QuantizationConfig
-from ...reference.weights import LinearWeight, TernaryLinear
-from ..checkpoint import Checkpoint, Progress, all_linears, has_bias, is_ternary, linear_names, linear_shape
-from ..names import hf_module
+from ...reference.config import DeltaConfig, ModelConfig, QuantizationConfig, RopeConfig
+from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
+from ..checkpoint import (
+    Checkpoint,
+    Progress,
+    all_linears,
+    delta_shapes,
+    fold,
+    has_bias,
+    is_ternary,
+    linear_names,
+    linear_shape,
+)
+from ..names import DELTA_ARRAYS, hf_module, hf_modules
 from ..packing import hf_from_ternary
+from ..places import linear_place, stored_matrix
 from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
-from .folder import SINGLE_FILE
+from .config import NORMS_ADD_ONE, parse_hf_config
+from .folder import POOLINGS, SINGLE_FILE
 
-_ARCHITECTURES = {"bitnet": "BitNetForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-# Fields that not every model class of transformers has -> those that have it
-_FIELD_CLASSES = {"attention_bias": ("llama", "bitnet"), "mlp_bias": ("llama",), "sliding_window": ("mistral",)}
+_ARCHITECTURES = {
+    "bitnet": "BitNetForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+}
+_FAMILIES = ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text", "minicpm")  # what the fields alone do not show
+# Fields that some model classes of transformers have
+_FIELD_CLASSES = {
+    "attention_bias": ("llama", "bitnet", "qwen3", "gemma3_text", "minicpm"),
+    "mlp_bias": ("llama",),
+    "sliding_window": ("mistral", "gemma3_text"),
+}
 _SAME_NAME = (  # fields of ModelConfig whose keys have the same name
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "attention_bias"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
     "bos_token_id",
 )
 _ROPE_FIELDS = {  # beside the factor
@@ -42,23 +71,44 @@ _ROPE_FIELDS = {  # beside the factor
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
 }
+_NO_SCALE = (
+    "the ternary linears have biases, and neither of transformers' two ways to store them (divided by the scale; "
+    "beside the scale's reciprocal) gives these"
+)
+_NO_NORM = "transformers stores w - 1 of each norm of this family, and no float32 gives these weights"
+_NO_DECAY = "transformers stores the logarithm of a DeltaNet's decay, and no float32 gives this one"
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", progress: Progress | None = None) -> None:
-    """Write the model into an existing, empty folder.   kind: "hf-packed" or "hf-bf16"
+    """Write the model into an existing, empty folder.   kind: "hf-packed", "hf-bf16" or "hf-unpacked"
 
     Raises ConfigError for what no Hugging Face config can say, and for an hf-packed matrix whose number of outputs is
     no multiple of 4.
     """
-    checkpoint.refuse_extras("Hugging Face")
+    config = checkpoint.config
+    checkpoint.refuse_rotation("Hugging Face")
+    if kind == "hf-unpacked" and config.quantization is not None:
+        message = "-s, 0, +s would be quantised once more when they are loaded; convert to hf-bf16 or hf-packed"
+        raise ConfigError(message, field="quantization")
     masters = kind == "hf-bf16" and _has_masters(checkpoint)
     quantization = hf_quantization(checkpoint, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
-    plan = plan_model(checkpoint, lambda name: f"{hf_module(name)}.weight", plan_linear)
+    norm = _norm_less_one if hf_model_type(config) in NORMS_ADD_ONE else np.asarray
+    text = json.dumps(hf_config_json(config, quantization), indent=2) + "\n"
+    plan = plan_model(
+        checkpoint,
+        lambda name: f"{hf_modules(name, config.post_norms)[0]}.weight",
+        plan_linear,
+        partial(_plan_delta, checkpoint),
+        norm,
+    )
     with SafetensorsWriter(folder / SINGLE_FILE, layout_of(plan), {"format": "pt"}) as writer:
         write_parts(checkpoint, plan, writer.write, progress)
-    text = json.dumps(hf_config_json(checkpoint.config, quantization), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+    if config.pooling != "last":
+        (folder / "1_Pooling").mkdir()
+        modes = {key: mode == config.pooling for key, mode in POOLINGS.items()}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes) + "\n", encoding="utf-8")
     for name, data in checkpoint.tokenizer_files().items():
         (folder / name).write_bytes(data)
 
@@ -101,8 +151,16 @@ def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) ->
     return scale, bias
 
 
+def _norm_less_one(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What a family that multiplies by 1 + w stores. Raises ConfigError where no float32 gives the weight."""
+    return _solve(lambda x: x + np.float32(1.0), weight - np.float32(1.0), weight, _NO_NORM)
+
+
 def _solve(
-    function: Callable[[NDArray], NDArray], near: NDArray[np.float32], wanted: NDArray[np.float32]
+    function: Callable[[NDArray], NDArray],
+    near: NDArray[np.float32],
+    wanted: NDArray[np.float32],
+    problem: str = _NO_SCALE,
 ) -> NDArray[np.float32]:
     """x, elementwise `near` or a neighbour, with function(x) == wanted to the bit. ConfigError if there is none."""
     out, solved = near.copy(), np.zeros(near.shape, np.bool_)
@@ -110,11 +168,17 @@ def _solve(
         hit = ~solved & (function(x) == wanted)
         out[hit], solved = x[hit], solved | hit
     if not solved.all():
-        raise ConfigError(
-            "the ternary linears have biases, and neither of transformers' two ways to store them (divided by the "
-            "scale; beside the scale's reciprocal) gives these exactly; convert to native instead"
-        )
+        raise ConfigError(f"{problem} exactly; convert to native instead")
     return out
+
+
+def hf_model_type(config: ModelConfig) -> str:
+    """transformers' model class that computes the model."""
+    weight_only = config.quantization is not None and not config.quantization.int8_activations
+    if config.model_type in _FAMILIES:
+        return config.model_type
+    mistral = config.sliding_window is not None or config.model_type == "mistral"
+    return "bitnet" if config.sub_norms or weight_only else "mistral" if mistral else "llama"
 
 
 def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None) -> dict[str, Any]:
@@ -122,29 +186,99 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
 
     Raises ConfigError for a combination that no model class of transformers has.
     """
-    mistral = config.sliding_window is not None or config.model_type == "mistral"
-    model_type = "bitnet" if config.sub_norms else "mistral" if mistral else "llama"
-    for field, classes in _FIELD_CLASSES.items():
-        if getattr(config, field) and model_type not in classes:
-            raise ConfigError(f"no {model_type} model of transformers has it; convert to another format", field=field)
+    model_type = hf_model_type(config)
+    spelling = "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation
     out: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
     out |= {name: getattr(config, name) for name in _SAME_NAME}
     out |= {
-        "hidden_act": config.activation,
+        "hidden_activation" if model_type == "gemma3_text" else "hidden_act": spelling,
         "rms_norm_eps": config.norm_eps,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
         "rope_theta": config.rope.theta,
         "torch_dtype": "bfloat16",
     }
     if config.rope.rope_type != "default":
-        fields = ("rope_type", "factor", *_ROPE_FIELDS[config.rope.rope_type])
-        out["rope_scaling"] = {name: getattr(config.rope, name) for name in fields}
+        out["rope_scaling"] = _rope_json(config.rope)
     out |= {field: getattr(config, field) for field, classes in _FIELD_CLASSES.items() if model_type in classes}
+    if model_type in _OF_FAMILY:
+        out |= _OF_FAMILY[model_type](config)
+    if model_type == "bitnet" and not config.sub_norms:
+        out["use_sub_norms"] = False
     if quantization is not None:
         skipped = {"modules_to_not_convert": list(quantization.modules_to_not_convert)}
         out["quantization_config"] = {"quant_method": "bitnet", **asdict(quantization), **skipped}
         out["quantization_config"].pop("int8_activations")
+    again = asdict(parse_hf_config(out, Path("config.json"), allow_unquantized=True))
+    for field, value in asdict(config).items():
+        if again[field] != value and field not in ("model_type", "quantization", "eos_token_ids", "pooling"):
+            message = f"no {model_type} model of transformers has {value!r}; convert to another format"
+            raise ConfigError(message, field=field)
     return out
+
+
+def _rope_json(rope: RopeConfig) -> dict[str, Any]:
+    names = ("rope_type", *(("factor", *_ROPE_FIELDS[rope.rope_type]) if rope.rope_type != "default" else ()))
+    return {name: getattr(rope, name) for name in names}
+
+
+def _layer_types(config: ModelConfig) -> list[str]:
+    alike = "full_attention" if config.sliding_window is None else "sliding_attention"
+    return list(config.layer_types) or [alike] * config.num_hidden_layers
+
+
+def _windows_of_qwen(config: ModelConfig) -> dict[str, Any]:
+    windows = {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+    return windows | {"layer_types": _layer_types(config)}
+
+
+def _gemma3(config: ModelConfig) -> dict[str, Any]:
+    scalar = config.head_dim / config.query_scale**2
+    ropes = {"full_attention": config.rope, "sliding_attention": config.rope_of_sliding}
+    return {
+        "query_pre_attn_scalar": _near(lambda x: math.sqrt(config.head_dim / x), scalar, config.query_scale),
+        "layer_types": _layer_types(config),
+        "final_logit_softcapping": config.logit_softcap,
+        "rope_parameters": {kind: {"rope_theta": rope.theta, **_rope_json(rope)} for kind, rope in ropes.items()},
+        "rope_local_base_freq": config.rope_of_sliding.theta,
+    }
+
+
+def _qwen3_5(config: ModelConfig) -> dict[str, Any]:
+    share = _near(lambda x: int(config.head_dim * x), config.rotary_size / config.head_dim, config.rotary_size)
+    delta = config.delta or DeltaConfig(1, 1, 1, 1, 4)  # where no layer is a DeltaNet
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    rope = {"rope_theta": config.rope.theta, **_rope_json(config.rope), "partial_rotary_factor": share}
+    return {
+        "layer_types": _layer_types(config),
+        "partial_rotary_factor": share,
+        "rope_parameters": rope,
+        "rope_scaling": None,
+        **{f"linear_{key}": getattr(delta, field.name) for key, field in zip(keys, fields(delta), strict=True)},
+    }
+
+
+def _minicpm(config: ModelConfig) -> dict[str, Any]:
+    root, hidden = math.sqrt(config.num_hidden_layers), config.hidden_size
+    return {
+        "scale_emb": config.embedding_scale,
+        "scale_depth": _near(lambda x: x / root, config.residual_scale * root, config.residual_scale),
+        "dim_model_base": _near(lambda x: x / hidden, config.head_scale * hidden, config.head_scale),
+    }
+
+
+_OF_FAMILY: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "qwen2": _windows_of_qwen,
+    "qwen3": _windows_of_qwen,
+    "gemma3_text": _gemma3,
+    "qwen3_5_text": _qwen3_5,
+    "minicpm": _minicpm,
+}
+
+
+def _near(function: Callable[[float], float], near: float, wanted: float) -> float | int:
+    """A number, whole or short if possible, with function(x) == wanted; `near` if there is none."""
+    candidates = (round(near), float(f"{near:.12g}"), near, math.nextafter(near, 0), math.nextafter(near, math.inf))
+    return next((x for x in candidates if x and function(x) == wanted), near)
 
 
 def _has_masters(checkpoint: Checkpoint) -> bool:
@@ -153,15 +287,43 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
     return first is not None and checkpoint.master(first) is not None
 
 
+def _plan_delta(checkpoint: Checkpoint, index: int) -> Iterator[PlannedTensor]:
+    def log(decay: NDArray) -> NDArray:
+        return _solve(np.exp, np.log(decay), decay, _NO_DECAY)
+
+    shape = checkpoint.config.delta
+    assert shape is not None
+    make: dict[str, Callable[[Any], NDArray]] = {"conv": lambda w: w.conv[:, None], "decay": lambda w: log(w.decay)}
+    for part, size in delta_shapes(shape).items():
+        stored = (size[0], 1, size[1]) if part == "conv" else size
+        tensor = f"model.layers.{index}.{DELTA_ARRAYS[part].hf[0]}"
+        yield PlannedTensor(tensor, "F32", stored, make.get(part, attrgetter(part)))
+
+
 def _plan_linear(
     checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None, name: str
 ) -> Iterator[PlannedTensor]:
-    module, (rows, columns) = hf_module(name), linear_shape(checkpoint.config, name)
+    place, (rows, columns) = linear_place(checkpoint.config, name, "hf"), linear_shape(checkpoint.config, name)
+    module = place.module
     weight = f"{module}.weight"
     if has_bias(checkpoint.config, name):
         yield PlannedTensor(f"{module}.bias", "F32", (rows,), lambda w: _scale_and_bias(quantization, w)[1])
     if not is_ternary(checkpoint.config, name):
-        yield PlannedTensor(weight, dtype_name(checkpoint.dense_dtype(name)), (rows, columns), lambda w: w.array)
+        if name == (place.sharers or (name,))[0]:
+
+            def array(each: str) -> NDArray:
+                dense = fold(checkpoint, each, checkpoint.linear(each))
+                assert isinstance(dense, DenseWeight)
+                return dense.array
+
+            dtype = dtype_name(checkpoint.given_dtype(name))
+            # A tensor of several linears is written with the first of them.
+            yield PlannedTensor(
+                weight,
+                dtype,
+                (place.height, columns),
+                lambda w: stored_matrix(checkpoint.config, name, "hf", array) if place.sharers else w.array,
+            )
         return
     if checkpoint.input_norm_eps is not None:
         yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.input_norm.weight)

@@ -9,6 +9,9 @@ Tensors carry our own names. The config says whether a linear is ternary, has a 
                         .w_dequant_scale  ()      F32: W ~ w_t * w_dequant_scale, in every native file
                         .weight           (N, K)  BF16, F16 or F32, of a linear that is dense
                         .bias             (N,)    F32        .input_norm  (K,) F32
+                        .signs            (K/b, b) F32, of a linear or `embedding` in a Hadamard basis of blocks of b
+                        .order            (K,)    I64, of inputs that the basis takes in another order
+    blocks.0.delta.conv .decay ...        F32: the small arrays of a DeltaNet layer, see `DeltaWeights`
     tokenizer/tokenizer.json ...          (n,)    U8: the tokenizer's files, byte for byte, chat template among them
 
 Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization describes the source
@@ -22,6 +25,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference import quantization
 from ...reference.config import ModelConfig
-from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
+from ...reference.weights import DeltaWeights, DenseWeight, InputNorm, LinearWeight, Rotation, TernaryWeight
 from ...system.atomic import atomic_path
 from ...system.json_file import parse_json_object
 from ..checkpoint import (
@@ -40,6 +44,8 @@ from ..checkpoint import (
     Checkpoint,
     Progress,
     ReadOptions,
+    delta_name,
+    delta_shapes,
     has_bias,
     is_ternary,
     linear_shape,
@@ -70,11 +76,13 @@ class NativeCheckpoint(Checkpoint):
             self.metadata = self.tensors.metadata
             self._check_version()
             self.config = self._read_config()
+            self.rotations = self._read_rotations()
             if options is not None and options.verify:
                 self.verify()
         except BaseException:
             self.close()
             raise
+        self.is_folded = options is not None and options.rotation == "folded"
         base3 = sum(name.endswith(".trits") for name in self.tensors.names)
         planes = base3 + sum(name.endswith(".packed") for name in self.tensors.names)
         self.evidence = [f"{planes} ternary planes, {base3} of them in base 3"]
@@ -117,6 +125,28 @@ class NativeCheckpoint(Checkpoint):
             raise self._bad("config.num_hidden_layers", message)
         return config
 
+    def _read_rotations(self) -> dict[str, Rotation]:
+        rotations = {}
+        for name in (tensor.removesuffix(".signs") for tensor in self.tensors.names if tensor.endswith(".signs")):
+            try:
+                width = linear_shape(self.config, name)[1]
+            except (KeyError, IndexError, ValueError):
+                raise self.fail(f"{name}.signs", "belongs to no matrix of the model") from None
+            shape = self.tensors.info(f"{name}.signs").shape
+            block = shape[-1] if len(shape) == 2 else 0
+            if block < 1 or block & (block - 1) or shape[0] * block != width:
+                message = f"expected blocks of a power of two of {width} inputs, got shape {list(shape)}"
+                raise self.fail(f"{name}.signs", message)
+            signs, order = self._take(f"{name}.signs", shape, "F32").reshape(-1), None
+            if not (np.abs(signs) == 1).all():
+                raise self.fail(f"{name}.signs", "holds other values than -1 and 1")
+            if f"{name}.order" in self.tensors:
+                order = self._take(f"{name}.order", (width,), "I64")
+                if not np.array_equal(np.sort(order), np.arange(width)):
+                    raise self.fail(f"{name}.order", f"is no order of {width} inputs")
+            rotations[name] = Rotation(signs, block, order)
+        return rotations
+
     def _take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
         return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
@@ -125,6 +155,12 @@ class NativeCheckpoint(Checkpoint):
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._take(name, (norm_size(self.config, name),), "F32")
+
+    def delta(self, index: int) -> DeltaWeights:
+        shape, name = self.config.delta, delta_name(index)
+        assert shape is not None
+        shapes = delta_shapes(shape)
+        return DeltaWeights(**{part: self._take(f"{name}.{part}", shapes[part], "F32") for part in shapes})
 
     def linear(self, name: str) -> LinearWeight:
         cfg = self.config
@@ -221,14 +257,13 @@ def write_native(
     progress: called with (parts done, parts in total).
     Returns the content hash. The same model gives the same bytes; an interrupt leaves the old file or none.
     """
-    if checkpoint.config.delta is not None or checkpoint.is_rotated:
-        checkpoint.refuse_extras("native")
     if storage not in STORAGES:
         raise ConfigError(f"expected {' or '.join(STORAGES)}, got {storage!r}", field="storage")
     if not os.fspath(path).endswith(SUFFIX):
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
-    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage))
+    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), partial(_plan_delta, checkpoint))
+    plan["embedding"] += _plan_rotation(checkpoint, "embedding")
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
@@ -252,12 +287,29 @@ def write_native(
     return computed
 
 
+def _plan_delta(checkpoint: Checkpoint, index: int) -> Iterator[PlannedTensor]:
+    shape = checkpoint.config.delta
+    assert shape is not None
+    for part, size in delta_shapes(shape).items():
+        yield PlannedTensor(f"{delta_name(index)}.{part}", "F32", size, attrgetter(part))
+
+
+def _plan_rotation(checkpoint: Checkpoint, name: str) -> Iterator[PlannedTensor]:
+    rotation = checkpoint.rotation(name)
+    if rotation is not None:
+        shape = (rotation.signs.size // rotation.block, rotation.block)
+        yield PlannedTensor(f"{name}.signs", "F32", shape, lambda w: rotation.signs.reshape(shape))
+        if rotation.order is not None:
+            yield PlannedTensor(f"{name}.order", "I64", rotation.order.shape, lambda w: rotation.order)
+
+
 def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[PlannedTensor]:
     config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
+    yield from _plan_rotation(checkpoint, name)
     if has_bias(config, name):
         yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(checkpoint, name, w).bias)
     if not is_ternary(config, name):
-        dtype = dtype_name(checkpoint.dense_dtype(name))
+        dtype = dtype_name(checkpoint.given_dtype(name))
         yield PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
         return
     if storage == "base3":

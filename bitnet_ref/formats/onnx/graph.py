@@ -82,7 +82,10 @@ class DecoderGraph:
     """Builds the graph of one model, reading its checkpoint one matrix at a time."""
 
     def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
-        checkpoint.refuse_extras("ONNX")
+        checkpoint.refuse_rotation("ONNX")
+        if extras := checkpoint.config.extras:
+            message = f"ONNX files of {checkpoint.config.model_type} models are not written; convert to native instead"
+            raise ConfigError(message, field=extras[0])
         self.source, self.cfg, self.g = checkpoint, checkpoint.config, GraphBuilder(add_tensor)
         self._tick = ticker(progress, part_count(self.cfg))
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears

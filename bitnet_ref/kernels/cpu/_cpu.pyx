@@ -62,10 +62,17 @@ cdef extern from "kernels.h" nogil:
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
                             const double *, float *, float *, size_t) noexcept nogil
         void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
+        void (*strip_rows)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t,
+                           int32_t *) noexcept nogil
+        void (*strip_columns)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t,
+                              int32_t *) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
-    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS
+    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES
+    void pack_row_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t n_vectors, uint8_t *strips)
+    void pack_column_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t b, size_t count, size_t n_vectors,
+                            uint8_t *strips)
 
 cdef extern from *:
     """
@@ -293,6 +300,7 @@ def peak_multiply_adds(Py_ssize_t kernels, Py_ssize_t rounds, int threads):
     return done * rounds
 
 
+include "_cpu_strips.pxi"
 include "_cpu_ternary.pxi"
 include "_cpu_rows.pxi"
 include "_cpu_cache.pxi"

@@ -83,15 +83,20 @@ def ternary_matmul(const int8_t[:, ::1] x_q, const int32_t[::1] x_sum, const uin
 
 
 cdef class Panels:
-    """One ternary matrix as the kernels take it: its panels, scale and bias."""
+    """One ternary matrix as the kernels take it: its panels, scale and bias, and perhaps strips of its rows or columns
+    (strips.h)."""
     cdef const uint8_t[:, ::1] panels
+    cdef const uint8_t[:, ::1] strips
+    cdef const uint8_t *row_strips
+    cdef const uint8_t *column_strips
+    cdef readonly object counts  # of strips: see `StripCounts`
     cdef const float[::1] bias
     cdef const float *bias_values
     cdef Py_ssize_t n_out, n_in, n_blocks, method
     cdef float w_dequant_scale
 
     def __cinit__(self, const uint8_t[:, ::1] panels, Py_ssize_t n_out, Py_ssize_t n_in, float w_dequant_scale, bias,
-                  Py_ssize_t method):
+                  Py_ssize_t method, strips=None, bint by_columns=False):
         cdef Py_ssize_t block_k = check_method(method).block_k
         self.panels, self.n_out, self.n_in, self.w_dequant_scale = panels, n_out, n_in, w_dequant_scale
         self.method = method
@@ -106,6 +111,21 @@ cdef class Panels:
                 raise ValueError(f"Panels: bias {self.bias.shape[0]}, expected {n_out}")
             self.bias_values = &self.bias[0]
             check_aligned(<size_t> self.bias_values)
+        self.row_strips, self.column_strips = NULL, NULL
+        if strips is not None:
+            self.add_strips(strips, by_columns)
+
+    cdef add_strips(self, const uint8_t[:, ::1] strips, bint by_columns):
+        cdef Py_ssize_t count = self.n_in if by_columns else self.n_out
+        cdef Py_ssize_t length = self.n_out if by_columns else self.n_in
+        if (strips.shape[0] != count or strips.shape[1] != strip_vectors(length) * STRIP_BYTES
+                or max(count, length) >= MAX_STRIP):
+            raise ValueError(f"Panels: strips {strips.shape[0], strips.shape[1]} for {self.n_out, self.n_in}")
+        self.strips, self.counts = strips, StripCounts()
+        if by_columns:
+            self.column_strips = &strips[0, 0]
+        else:
+            self.row_strips = &strips[0, 0]
 
 
 cdef enum:
@@ -139,6 +159,8 @@ cdef struct linears_call:
     Py_ssize_t first[MAX_LINEARS + 1]  # first panel of each matrix
     Py_ssize_t n_out[MAX_LINEARS]
     float scales[MAX_LINEARS]
+    const uint8_t *strips  # rows of up after a ReLU^2 gate, or columns of the only matrix; NULL: there are none
+    strip_counts *counts
 
 
 cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
@@ -170,6 +192,8 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
 
 cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef const linears_call *c = <const linears_call *> call
+    if c.strips != NULL and c.M == 1:
+        return run_strips(c)
     cdef const ternary_method *form = &METHODS[c.method]
     cdef Py_ssize_t M = c.M, K = c.K, m, item, n_items, both, bad = OK
     cdef Py_ssize_t n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k, wide = n_blocks * form.block_k
@@ -273,6 +297,11 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if residual is not None:
         c.residual = &residual[0, 0]
     c.ternary = kernel_for(kernels, c.method, K)
+    c.strips, c.counts, w = NULL, NULL, ws[count - 1]
+    if METHODS[c.method].expand == NULL and c.chosen.strip_rows != NULL and (gate == RELU2 or count == 1):
+        c.strips = w.row_strips if gate == RELU2 else w.column_strips if gate == NO_GATE else NULL
+        if c.strips != NULL:
+            c.counts = &(<StripCounts> w.counts).values
     check_aligned(<size_t> c.x | <size_t> c.norm_weight | <size_t> c.residual)
     with nogil:
         bad = run_linears(&c)

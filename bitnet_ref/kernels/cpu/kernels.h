@@ -8,6 +8,7 @@
 #include "kv_cache.h"
 #include "peaks.h"
 #include "screen_avx512.h"
+#include "strips.h"
 #include "table_avx2.h"
 #include "ternary_amx.h"
 #include "ternary_avx2.h"
@@ -80,6 +81,8 @@ typedef struct {
                         float *, float *, size_t);
     /* makes what `screen_rows` reads instead of X for M > SCREEN_TILE_TOKENS: (M rounded up to 16, wide); or NULL */
     void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
+    strip_rows_fn strip_rows; /* NULL, as `strip_columns`: this set reads everything */
+    strip_columns_fn strip_columns;
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
@@ -87,6 +90,7 @@ typedef struct {
         attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
         screen_pack_##suffix, screen_token_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
+#define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
@@ -94,25 +98,27 @@ static const kernel_set KERNEL_SETS[] = {
      {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}},
      NULL,
      FLOAT_STEPS(plain),
-     SCREEN(plain)},
+     SCREEN(plain),
+     STRIPS(plain)},
 #if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2)},
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
-    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2)},
+    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
+     STRIPS(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512)},
+     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx},
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512)},
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain)},
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };

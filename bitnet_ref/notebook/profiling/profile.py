@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...backends.cpu.weights import strip_uses
 from ...backends.loaded import LoadedModel
 from ...backends.run import run
 from ...errors import GenerationError
@@ -56,6 +57,7 @@ class Profile:
         self.calls = 0  # of operations, in all steps
         self._lock = threading.Lock()
         self._entered, self._started_s, self._wall_s = 0, 0.0, 0.0
+        self._uses = strip_uses(model.weights)
 
     def __enter__(self) -> Profile:
         """Raises GenerationError while a profile of another path is entered on the same model."""
@@ -126,6 +128,16 @@ class Profile:
                 ops.setdefault(name, OpTime(name)).add(op)
         return sorted(ops.values(), key=lambda op: -op.total_s)
 
+    @property
+    def skipped(self) -> dict[str, float]:
+        """The share of each linear's rows or columns that met a zero and was not read: see `kernels/cpu/strips.h`.
+
+        Since the profile was made, of steps with one token. {} where nothing is skipped.
+        """
+        uses = strip_uses(self.model.weights)
+        since = {name: use.since(self._uses[name]) for name, use in uses.items() if name in self._uses}
+        return {name: use.skipped for name, use in since.items() if use.total}
+
     def in_order(self) -> list[Phase]:
         with self._lock:
             return [self.phases[kind] for kind in KINDS if kind in self.phases]
@@ -136,6 +148,7 @@ class Profile:
         return {
             **{name: getattr(self, name) for name in names},
             "threads": len(self.threads),
+            "skipped": self.skipped,
             "phases": [phase.to_dict() for phase in self.in_order()],
             "ops": [op.to_dict() for op in self.ops],
         }
@@ -147,6 +160,10 @@ class Profile:
         fastest = self.model.backend.paths[-1]
         if fastest not in ("ops", self.path):
             words += f" (generate runs the path {fastest!r})"
+        skipped = self.skipped
+        for linear in ("up_proj", "down_proj"):
+            if shares := [share for name, share in skipped.items() if name.endswith(linear)]:
+                words += f", {linear} {min(shares):.0%} to {max(shares):.0%} not read"
         return words + (f", steps of {len(self.threads)} threads, which overlap" if len(self.threads) > 1 else "")
 
     def _rows(self, blocks: bool = False) -> Iterator[TableRow]:

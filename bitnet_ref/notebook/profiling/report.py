@@ -90,7 +90,7 @@ def as_html(caption: str, rows: Iterator[TableRow]) -> str:
         style = f"text-align:left;padding-left:{0.5 + row.level}em;font-weight:{'normal' if row.level else 'bold'};"
         style += f"background:linear-gradient(90deg,#3b6fb633 {width},transparent {width})"
         body += f'<tr><td style="{style}">{name}</td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-    return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+    return f"<table style='white-space:nowrap'><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
 def bars(node: OpTime, level: int = 0, start_s: float = 0.0) -> Iterator[tuple[int, float, OpTime]]:

@@ -14,64 +14,22 @@ import numpy as np
 import plain_trace
 import torch
 import transformers
+from torch_hooks import Hooks
 from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import BitLinear
 
-LINEARS = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-LINEARS += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-SUB_NORMS = {"self_attn.attn_sub_norm": "hook_z", "mlp.ffn_sub_norm": "hook_post"}  # and the names of their inputs
-READERS = {"hook_z": "self_attn.o_proj", "hook_post": "mlp.down_proj"}  # of the same tensors, without sub-norms
 
-
-class Hooks:
-    """Records module inputs and outputs. `seen`: name -> one array per call, each along its tokens."""
+class BitLinearHooks(Hooks):
+    """With the integers of transformers' BitLinear, and the norm that a linear may have of its own."""
 
     def __init__(self, model):
-        self.seen = {}
-        body = model.model
-        self.output(body.embed_tokens, "hook_embed")
-        for i, layer in enumerate(body.layers):
-            self.block(layer, f"blocks.{i}")
-        self.output(body.norm, "ln_final.hook_normalized")
-        self.linear(model.lm_head, "lm_head")
-
-    def keep(self, name, tensor, dtype=None):
-        values = tensor.detach()[0].to(torch.float32 if dtype is None else dtype)
-        self.seen.setdefault(name, []).append(values.cpu().numpy().copy())
-
-    def output(self, module, name):
-        module.register_forward_hook(
-            lambda _m, _inputs, out: self.keep(name, out[0] if isinstance(out, tuple) else out)
-        )
-
-    def input(self, module, name):
-        module.register_forward_pre_hook(lambda _m, inputs: self.keep(name, inputs[0]))
-
-    def block(self, layer, block):
-        self.input(layer.input_layernorm, f"{block}.hook_resid_pre")
-        self.output(layer.input_layernorm, f"{block}.ln1.hook_normalized")
-        self.input(layer.post_attention_layernorm, f"{block}.hook_resid_mid")
-        self.output(layer.post_attention_layernorm, f"{block}.ln2.hook_normalized")
-        self.output(layer, f"{block}.hook_resid_post")
-        modules = dict(layer.named_modules())
-        for path in LINEARS:
-            self.linear(modules[path], f"{block}.{our_name(path)}")
-        for path, name in SUB_NORMS.items():
-            parent = f"{block}.{our_name(path).rpartition('.')[0]}"
-            if path in modules:
-                self.input(modules[path], f"{parent}.{name}")
-                self.output(modules[path], f"{parent}.sub_norm.hook_normalized")
-            else:
-                self.input(modules[READERS[name]], f"{parent}.{name}")
-        attention = layer.self_attn
-        attention.register_forward_hook(lambda _m, _i, out: self.pattern(f"{block}.attn.hook_pattern", out))
-
-    def pattern(self, name, out):
-        if isinstance(out, tuple) and out[1] is not None:
-            self.keep(name, out[1])  # (1, H, N, N)
+        super().__init__(model)
+        for path, module in model.named_modules():
+            if path.endswith("_proj"):
+                _, _, layer, part = path.replace("self_attn.", "attn.").split(".", 3)
+                self.linear(module, f"blocks.{layer}.{part}")
 
     def linear(self, module, name):
-        self.output(module, f"{name}.hook_out")
         if getattr(module, "rms_norm", None) is not None:
             self.output(module.rms_norm, f"{name}.rms_norm.hook_normalized")
         if not isinstance(module, BitLinear):
@@ -89,11 +47,6 @@ class Hooks:
             return rescale(acc, *args)
 
         module.activation_quant, module.post_quant_process = activation_quant, post_quant_process
-
-
-def our_name(path):
-    """self_attn.q_proj -> attn.q_proj"""
-    return path.replace("self_attn.", "attn.")
 
 
 def widen(model, dtype):
@@ -120,7 +73,7 @@ def record(folder, tokens, dtype, one_at_a_time=False):
     """-> name -> array"""
     torch.set_num_threads(min(4, torch.get_num_threads()))
     model = load(folder, dtype)
-    hooks = Hooks(model)
+    hooks = BitLinearHooks(model)
     if not one_at_a_time:
         model(torch.tensor([tokens]), use_cache=False, output_attentions=True)
         return {name: arrays[0] for name, arrays in hooks.seen.items()}

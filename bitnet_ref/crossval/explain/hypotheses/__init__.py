@@ -13,11 +13,12 @@ from ..variants import Hypothesis, Setting
 from .activations import HYPOTHESES as ACTIVATIONS
 from .attention import HYPOTHESES as ATTENTION
 from .blocks import HYPOTHESES as BLOCKS
+from .families import HYPOTHESES as FAMILIES
 from .layouts import HYPOTHESES as LAYOUTS
 from .linears import HYPOTHESES as LINEARS
 from .linears import zero_hypotheses
 
-HYPOTHESES: tuple[Hypothesis, ...] = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION)
+HYPOTHESES: tuple[Hypothesis, ...] = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION, *FAMILIES)
 
 
 def forward_hypotheses(setting: Setting, candidate: Mapping[str, NDArray]) -> tuple[Hypothesis, ...]:

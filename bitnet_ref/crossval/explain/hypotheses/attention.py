@@ -17,13 +17,17 @@ WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
 def _interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Rotate the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2)"""
+    """Rotate the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2), or narrower"""
+    x, rest = np.split(x, [2 * cos.shape[-1]], axis=-1)
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos[:, None], sin[:, None]
-    return np.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
+    turned = np.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
+    return np.concatenate([turned, rest], axis=-1)
 
 
-def _rope_interleaved(op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+def _rope_interleaved(
+    op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *partial: bool
+) -> tuple[NDArray, NDArray]:
     return _interleaved(q, cos, sin), _interleaved(k, cos, sin)
 
 
@@ -88,13 +92,13 @@ HYPOTHESES = (
         "rope_missing",
         "q and k are not rotated at all",
         "Apply RoPE to q and k.",
-        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: (q, k)),
+        lambda s: s.with_ops(rope=lambda op, q, k, *rest: (q, k)),
     ),
     rope_mistake(
         "rope_backwards",
         "RoPE rotates in the other direction",
         "x' = x cos - y sin, y' = y cos + x sin.",
-        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: op(q, k, cos, -sin)),
+        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin, *partial: op(q, k, cos, -sin, *partial)),
     ),
     rope_mistake(
         "positions_from_one",

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ....reference.weights import DenseWeight, LinearWeight, TernaryWeight
+from ....reference.weights import DenseWeight, GroupTernaryWeight, LayerWeights, LinearWeight, TernaryWeight
 from ..variants import Hypothesis, Setting, with_matrix
 
 layout_mistake = partial(Hypothesis, "*_proj.hook_acc_int32 *_proj.hook_out")
@@ -53,6 +53,8 @@ def _take_rows(w: LinearWeight, order: NDArray) -> LinearWeight:
     bias = None if w.bias is None else w.bias[order]
     if isinstance(w, TernaryWeight):
         return replace(w, packed=w.packed[order], bias=bias)
+    if isinstance(w, GroupTernaryWeight):
+        return replace(w, packed=w.packed[order], scales=w.scales[order], bias=bias)
     assert isinstance(w, DenseWeight)
     return replace(w, array=w.array[order], bias=bias)
 
@@ -62,7 +64,13 @@ def permute_qk(s: Setting, *, back: bool = False) -> Setting:
     q, k = (interleaving(n, s.config.head_dim) for n in (s.config.num_attention_heads, s.config.num_key_value_heads))
     if back:
         q, k = np.argsort(q), np.argsort(k)
-    return s.map_layers(lambda w: replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k)))
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        if w.delta is not None:  # it has no RoPE
+            return w
+        return replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k))
+
+    return s.map_layers(layer)
 
 
 HYPOTHESES = (

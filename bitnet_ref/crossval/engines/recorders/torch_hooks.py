@@ -1,0 +1,104 @@
+"""Records the modules of any PyTorch model as a trace, through forward hooks. Import it or paste it: it needs PyTorch.
+
+    record(model, [1, 17, 5], "my_run.safetensors", names={"transformer.h.{}.ln_1": "blocks.{}.ln1.hook_normalized"})
+
+Modules are known by the names that Hugging Face checkpoints have; `names` adds others: a module's path -> the trace
+name of its output, with {} for the number of the layer. A name that nobody knows records nothing.
+"""
+
+import json
+import re
+
+import torch
+
+# Below a layer: path of a module -> trace name of its output below the block
+OUTPUTS = {
+    "": "hook_resid_post",
+    "input_layernorm": "ln1.hook_normalized",
+    "self_attn.q_proj": "attn.q_proj.hook_out",
+    "self_attn.k_proj": "attn.k_proj.hook_out",
+    "self_attn.v_proj": "attn.v_proj.hook_out",
+    "self_attn.q_norm": "attn.q_norm.hook_normalized",
+    "self_attn.k_norm": "attn.k_norm.hook_normalized",
+    "self_attn.attn_sub_norm": "attn.sub_norm.hook_normalized",
+    "self_attn.inner_attn_ln": "attn.sub_norm.hook_normalized",
+    "self_attn.o_proj": "attn.o_proj.hook_out",
+    "post_attention_layernorm": "ln2.hook_normalized",
+    "mlp.gate_proj": "mlp.gate_proj.hook_out",
+    "mlp.up_proj": "mlp.up_proj.hook_out",
+    "mlp.ffn_sub_norm": "mlp.sub_norm.hook_normalized",
+    "mlp.ffn_layernorm": "mlp.sub_norm.hook_normalized",
+    "mlp.down_proj": "mlp.down_proj.hook_out",
+}
+# ... -> trace name of its input. Of several modules that read the same tensor the first call counts.
+INPUTS = {
+    "input_layernorm": "hook_resid_pre",
+    "post_attention_layernorm": "hook_resid_mid",
+    "self_attn.attn_sub_norm": "attn.hook_z",
+    "self_attn.inner_attn_ln": "attn.hook_z",
+    "self_attn.o_proj": "attn.hook_z",
+    "mlp.ffn_sub_norm": "mlp.hook_post",
+    "mlp.ffn_layernorm": "mlp.hook_post",
+    "mlp.down_proj": "mlp.hook_post",
+}
+OUTSIDE = {"embed_tokens": "hook_embed", "norm": "ln_final.hook_normalized", "lm_head": "lm_head.hook_out"}
+_LAYER = re.compile(r"(?:.*\.)?(?:layers|blocks|h)\.(\d+)(?:\.(.*))?")
+
+
+class Hooks:
+    """`seen`: trace name -> arrays, one for each call of the model, without its batch axis."""
+
+    def __init__(self, model, names=None):
+        self.seen = {}
+        for path, module in model.named_modules():
+            for pattern, name in (names or {}).items():
+                match = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), path)
+                if match is not None:
+                    self.output(module, name.format(*match.groups()))
+            match = _LAYER.fullmatch(path)
+            if match is None:
+                if path.rpartition(".")[2] in OUTSIDE:
+                    self.output(module, OUTSIDE[path.rpartition(".")[2]])
+                continue
+            block, part = f"blocks.{match[1]}", match[2] or ""
+            if part in INPUTS:
+                self.input(module, f"{block}.{INPUTS[part]}")
+            if part in OUTPUTS:
+                self.output(module, f"{block}.{OUTPUTS[part]}")
+            if part == "self_attn":
+                self.pattern(module, f"{block}.attn.hook_pattern")
+
+    def keep(self, name, tensor, dtype=torch.float32):
+        self.seen.setdefault(name, []).append(tensor.detach()[0].to(dtype).cpu().numpy().copy())
+
+    def output(self, module, name):
+        module.register_forward_hook(lambda _m, _i, out: self.keep(name, out[0] if isinstance(out, tuple) else out))
+
+    def input(self, module, name):
+        calls = [0]  # of this module: one whose input another has recorded in this call records nothing
+
+        def hook(_module, inputs):
+            calls[0] += 1
+            if len(self.seen.get(name, ())) < calls[0]:
+                self.keep(name, inputs[0])
+
+        module.register_forward_pre_hook(hook)
+
+    def pattern(self, module, name):
+        def hook(_module, _inputs, out):
+            if isinstance(out, tuple) and len(out) > 1 and torch.is_tensor(out[1]) and out[1].dim() == 4:
+                self.keep(name, out[1])  # (1, H, N, N), of eager attention
+
+        module.register_forward_hook(hook)
+
+
+@torch.no_grad()
+def record(model, token_ids, path, names=None, engine="PyTorch", **options):
+    """Run the model over the tokens and write what its modules compute.   options: of the model's call"""
+    from safetensors.numpy import save_file
+
+    hooks, first = Hooks(model, names), next(model.parameters())
+    model(torch.tensor([token_ids], device=first.device), **options)
+    metadata = {"format": "bitnet_ref.trace", "version": "1", "engine": engine, "token_ids": json.dumps(token_ids)}
+    metadata["engine_dtype"] = str(first.dtype).removeprefix("torch.")
+    save_file({name: arrays[0] for name, arrays in hooks.seen.items()}, path, metadata)

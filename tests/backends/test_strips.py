@@ -1,0 +1,112 @@
+"""Strips: a token that reads no row of up_proj and no column of down_proj that meets a zero gives the same bits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import model, random_ternary, rng
+
+from bitnet_ref.backends import Backend
+from bitnet_ref.backends.cpu.backend import CythonBackend
+from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
+from bitnet_ref.backends.cpu.weights import PanelWeight
+from bitnet_ref.benchmark.synthetic import SHAPES, synthetic_model
+from bitnet_ref.errors import BackendUnavailable, ConfigError, NumericsError
+from bitnet_ref.reference.weights import TernaryWeight
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+SETS = [name for name, lacks in simd_variants().items() if lacks is None]
+
+
+def feed_forward_layer(hidden, ffn, density, seed, sub_norm=True):
+    """A layer whose gates are above zero for about that share of rows: its first channel decides.   -> layer, x"""
+    layer = model("storyteller", "numpy").weights.layers[0]
+    dice = rng(seed)
+    x = dice.standard_normal((1, hidden), dtype=np.float32)
+    x[0, 0] = 9
+    gate = random_ternary(dice, ffn, hidden)
+    gate[:, 1:] *= dice.random((ffn, 1)) < 0.3  # some rows are decided by all channels
+    gate[:, 0] = np.where(dice.random(ffn) < density, 1, -1)
+    matrices = {"gate_proj": gate, "up_proj": random_ternary(dice, ffn, hidden)}
+    matrices["down_proj"] = random_ternary(dice, hidden, ffn)
+    weights = {name: TernaryWeight.from_ternary(w_t, 0.02) for name, w_t in matrices.items()}
+    norms = {"ffn_norm": np.ones(hidden, np.float32), "ffn_sub_norm": np.ones(ffn, np.float32) if sub_norm else None}
+    return replace(layer, **weights, **norms), x
+
+
+def both(layer, config, simd, threads):
+    """The layer on a backend with strips and on one without."""
+    for strips in ("always", "never"):
+        be = CythonBackend(threads=threads, simd=simd, strips=strips)
+        weights = {name: be.prepare(w) for name, w in layer.linears()}
+        if strips == "always":
+            yield be, be._add_strips(replace(layer, **weights))
+        else:
+            yield be, replace(layer, **weights)
+
+
+@pytest.mark.parametrize("simd", SETS)
+@pytest.mark.parametrize(("hidden", "ffn"), [(64, 64), (70, 333), (513, 300), (300, 1100)])
+def test_the_bits_do_not_depend_on_what_is_skipped(simd, hidden, ffn):
+    config = model("storyteller", "numpy").config
+    read_whole = set()
+    for density in (0, 0.01, 0.2, 0.45, 0.6, 1):
+        for threads in (1, 3):
+            layer, x = feed_forward_layer(hidden, ffn, density, seed=int(100 * density) + hidden, sub_norm=threads == 1)
+            (be, stripped), (plain_be, plain) = both(layer, config, simd, threads)
+            y = be.feed_forward(x, stripped, config)
+            np.testing.assert_array_equal(y, plain_be.feed_forward(x, plain, config))
+            np.testing.assert_array_equal(y, be.op_by_op().feed_forward(x, stripped, config))
+            np.testing.assert_array_equal(y, Backend("float32", 1).feed_forward(x, layer, config))
+            for w in (stripped.up_proj, stripped.down_proj):
+                calls, needed, read, total = w.kernel_view.counts.read()
+                assert calls == (2 if w.by_columns else 1)  # down_proj alone is an op too
+                assert 0 <= needed <= read <= total == calls * len(w.strips)
+                read_whole.add(read == total)
+    assert read_whole == {True, False}  # both ways were taken
+
+
+def test_a_product_that_overflows_beside_a_gate_of_zero_is_still_an_error():
+    config = model("storyteller", "numpy").config
+    layer, x = feed_forward_layer(64, 128, 0.1, seed=3)
+    layer = replace(layer, up_proj=replace(layer.up_proj, w_dequant_scale=np.float32(3e38)))
+    for be, w in both(layer, config, SETS[-1], 1):
+        with pytest.raises(NumericsError), np.errstate(all="ignore"):
+            be.feed_forward(x, w, config)
+
+
+def test_nan_is_an_error():
+    config = model("storyteller", "numpy").config
+    layer, x = feed_forward_layer(64, 128, 0.1, seed=3)
+    x[0, 5] = np.nan
+    for be, w in both(layer, config, SETS[-1], 1):
+        with pytest.raises(NumericsError, match="token 0 holds NaN"):
+            be.feed_forward(x, w, config)
+
+
+def test_auto_gives_strips_to_large_matrices_of_relu2(monkeypatch):
+    story = model("storyteller", "numpy")
+    strips = [w.strips is not None for _, w in story.on(CythonBackend()).weights.linears() if type(w) is PanelWeight]
+    assert not any(strips)
+    layers = story.on(CythonBackend(strips="always")).weights.layers
+    assert all(w.strips is not None for layer in layers for w in (layer.up_proj, layer.down_proj))
+    assert layers[0].gate_proj.strips is None
+    assert layers[0].up_proj.nbytes == 2 * layers[0].up_proj.panels.nbytes  # sizes that fill panels and strips
+    silu = replace(story.config, activation="silu")
+    assert CythonBackend(strips="always").prepare_model(story.weights, silu) is story.weights
+    monkeypatch.setenv("BITNET_REF_STRIPS", "never")
+    assert CythonBackend().strips == "never"
+    with pytest.raises(BackendUnavailable, match="expected one of auto, always, never, got 'some'"):
+        CythonBackend(strips="some")
+
+
+def test_a_synthetic_model_has_the_zeros_that_are_asked_for():
+    shape = replace(SHAPES["2b-4t"], vocab_size=300, hidden_size=1024, intermediate_size=1536)
+    shape = replace(shape, num_attention_heads=8, num_key_value_heads=4)
+    made = synthetic_model(shape, Backend(), layers=3, gate_zeros=0.8)
+    gates = made.run_with_cache([5, 7, 11, 200], "*.mlp.hook_pre")[1]
+    assert len(gates) == 3
+    for name, gate in gates.items():
+        assert 0.77 < (gate <= 0).mean() < 0.83, name
+    with pytest.raises(ConfigError, match="a shape with relu2"):
+        synthetic_model(SHAPES["700m"], Backend(), gate_zeros=0.8)
