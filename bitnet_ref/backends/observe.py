@@ -15,7 +15,7 @@ from ..reference.weights import (
     DeltaWeights,
     DenseWeight,
     EmbeddingWeight,
-    GroupTernaryWeight,
+    GroupTernaryLinear,
     LinearWeight,
     TernaryLinear,
 )
@@ -77,7 +77,7 @@ class Observed(Backend):
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         return self.around("dense_matmul", self.inner.dense_matmul, (x, w))
 
-    def group_matmul(self, x: NDArray, w: GroupTernaryWeight) -> NDArray:
+    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         return self.around("group_matmul", self.inner.group_matmul, (x, w))
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:

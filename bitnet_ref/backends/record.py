@@ -44,7 +44,7 @@ from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import DeltaConfig, ModelConfig
 from ..reference.delta_net import DeltaInputs, delta_inputs, delta_recurrence
-from ..reference.weights import GroupTernaryWeight, ModelWeights, TernaryLinear
+from ..reference.weights import GroupTernaryLinear, ModelWeights, TernaryLinear
 from .backend import Backend
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
@@ -182,7 +182,7 @@ class Recorder:
                 self.keep(f"{self.block}.attn.hook_{letter}", y.reshape(y.shape[0], -1, self.cfg.head_dim))
         return tuple(outputs)
 
-    def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryWeight) -> Any:
+    def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryLinear) -> Any:
         if w.rotation is not None and self.wants(f"{self.linear}.hook_x_rotated"):
             self.keep(f"{self.linear}.hook_x_rotated", w.rotation.turn(self.be.to_host(x)).astype(x.dtype))
         return call(x, w)

@@ -24,7 +24,7 @@ from ..generation.sampling import log_probability
 from ..notebook.profiling import OpTime, Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.weights import ModelWeights, TernaryLinear
+from ..reference.weights import GroupTernaryLinear, ModelWeights, TernaryLinear
 from ..system.memory import peak_memory_bytes
 from .ceiling import MemoryReader, last_level_cache_bytes, peak_of
 from .timing import Progress, Record, Timing, count_steps, ratio, seconds
@@ -61,9 +61,10 @@ def bytes_of_step(
     norms = weights.final_norm.nbytes
     for layer in weights.layers:
         for _, weight in layer.linears():
-            if isinstance(weight, TernaryLinear):
+            input_norm = getattr(weight, "input_norm", None)
+            norms += 0 if input_norm is None else input_norm.weight.nbytes
+            if isinstance(weight, TernaryLinear | GroupTernaryLinear):
                 ternary += weight.bytes_of_token if isinstance(weight, PanelWeight) else weight.nbytes
-                norms += 0 if weight.input_norm is None else weight.input_norm.weight.nbytes
             else:
                 dense += weight.nbytes
         norms += sum(vector.nbytes for _, vector in layer.norms())

@@ -21,7 +21,14 @@ from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes, read_weig
 from ..formats.gguf.export import write_gguf_model
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
-from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
+from ..reference.weights import (
+    DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
+    InputNorm,
+    LinearWeight,
+    TernaryWeight,
+)
 from .timing import Progress
 
 _BITNET = ModelConfig(
@@ -52,13 +59,21 @@ def _shape(vocab: int, d: int, ffn: int, layers: int, heads: tuple[int, int, int
 
 
 _DENSE = replace(_LLAMA, model_type="llama", tie_word_embeddings=False, sub_norms=False, quantization=None)
+_QWEN3 = replace(_DENSE, model_type="qwen3", tie_word_embeddings=True, qk_norms=True, norm_eps=1e-6)
+_QWEN3 = replace(_QWEN3, rope=RopeConfig(theta=1e6), max_position_embeddings=32768)
+_NORMED = replace(_QWEN3, quantization=QuantizationConfig(use_rms_norm=True))
 SHAPES: dict[str, ModelConfig] = {
     "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T
     "700m": _shape(32002, 1536, 4096, 24, (16, 16, 96), _LLAMA),  # 1bitLLM/bitnet_b1_58-large
     "1b": _shape(32002, 2048, 5460, 24, (32, 32, 64), _LLAMA),  # the 1.3B of the b1.58 paper
     "7b": _shape(32000, 4096, 11008, 32, (32, 32, 128), replace(_LLAMA, tie_word_embeddings=False)),  # of the paper
     "tinyllama-1.1b": _shape(32000, 2048, 5632, 22, (32, 4, 64), _DENSE),  # TinyLlama-1.1B
+    "bonsai-1.7b": _shape(151936, 2048, 6144, 28, (16, 8, 128), _QWEN3),  # Ternary-Bonsai: Qwen3, groups of 128
+    "bonsai-4b": _shape(151936, 2560, 9728, 36, (32, 8, 128), _QWEN3),
+    "bonsai-8b": _shape(151936, 4096, 12288, 36, (32, 8, 128), replace(_QWEN3, tie_word_embeddings=False)),
+    "embedding-0.6b": _shape(151936, 1024, 3072, 28, (16, 8, 128), _NORMED),  # BitNet-Embedding-0.6B
 }
+GROUP = 128  # inputs that share a scale in the shapes of Ternary-Bonsai
 
 # The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one. 256 = 3 * 81 + 13: 13
 # are a third more frequent than the others, those in the middle with their negatives, so that weights have mean 0.
@@ -80,6 +95,13 @@ def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Te
     return TernaryWeight(packed, n_in, np.float32((1.5 / n_in) ** 0.5))
 
 
+def random_group_weight(rng: np.random.Generator, n_out: int, n_in: int) -> GroupTernaryWeight:
+    """A matrix (n_out, n_in) that is ternary by groups of 128, with float16 scales."""
+    weight = random_ternary_weight(rng, n_out, n_in)
+    scales = weight.w_dequant_scale * (0.5 + rng.random((n_out, -(-n_in // GROUP)), dtype=np.float32))
+    return GroupTernaryWeight(weight.packed, n_in, scales.astype(np.float16), GROUP)
+
+
 def random_dense_weight(rng: np.random.Generator, n_out: int, n_in: int) -> DenseWeight:
     """A bfloat16 matrix (n_out, n_in), its values +-1/64 to +-1/32: any sign and mantissa under one exponent."""
     bits = np.empty((n_out, n_in), dtype=np.uint16)
@@ -93,8 +115,8 @@ def random_dense_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Dens
 class RandomCheckpoint(Checkpoint):
     """A model of that shape to be read: each call draws a matrix, so that no second copy of the model is held.
 
-    Its linears are ternary, or dense bfloat16 if the config has no quantization. Embedding and head: bfloat16, or
-    float16.
+    Its linears are ternary, with a norm in each for `use_rms_norm`. If the config has no quantization they are dense
+    bfloat16, or for Qwen3 ternary by groups, as is its embedding. Other embeddings and heads: bfloat16, or float16.
     """
 
     def __init__(
@@ -118,6 +140,14 @@ class RandomCheckpoint(Checkpoint):
     def finish(self) -> None:
         pass
 
+    @property
+    def _by_groups(self) -> bool:
+        return self.config.model_type == "qwen3" and self.config.quantization is None
+
+    def table(self) -> EmbeddingWeight:
+        shape = self.config.vocab_size, self.config.hidden_size
+        return random_group_weight(self._rng, *shape) if self._by_groups else self.embedding()
+
     def embedding(self) -> DenseWeight:
         table = random_dense_weight(self._rng, self.config.vocab_size, self.config.hidden_size)
         if self._gate_zeros is not None:
@@ -138,10 +168,14 @@ class RandomCheckpoint(Checkpoint):
 
     def linear(self, name: str) -> LinearWeight:
         if name == "lm_head":
-            return self.embedding()
-        draw = random_ternary_weight if self.config.quantization else random_dense_weight
-        weight = draw(self._rng, *linear_shape(self.config, name))
-        if self._gate_zeros is not None and isinstance(weight, TernaryWeight):
+            return self.table()
+        shape = linear_shape(self.config, name)
+        if self.config.quantization is None:
+            return (random_group_weight if self._by_groups else random_dense_weight)(self._rng, *shape)
+        weight = random_ternary_weight(self._rng, *shape)
+        if (eps := self.input_norm_eps) is not None:
+            weight = replace(weight, input_norm=InputNorm(np.ones(shape[1], dtype=np.float32), eps))
+        if self._gate_zeros is not None:
             packed = weight.packed.copy()
             if name.endswith("gate_proj"):
                 packed[:, : BIAS_CHANNELS // CODES_PER_BYTE] = 0b00000000  # four weights of -1

@@ -18,10 +18,12 @@ from .chat_command import chat
 from .convert_command import convert
 from .crossval_command import crossval
 from .doctor_command import doctor
+from .embed_command import embed
 from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
+from .serve_command import serve
 from .shell import Interface, debug_option, prepare_streams, report_os_error
 from .train_command import train, train_tokenizer
 from .watch_command import watch
@@ -46,6 +48,8 @@ def cli() -> None:
 COMMANDS = (
     generate,
     chat,
+    serve,
+    embed,
     inspect,
     pull,
     list_models,

@@ -192,9 +192,9 @@ def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
         third = rows[2][2 * step : 2 * step + 2]  # a prompt in pieces beside the others' tokens
         parts += [(2, 2 * step, third)] if third else []
         run([part for part in parts if part[2]])
-    pairs = zip(rows, logits, strict=True)
+    pairs = [(row, each) for row, each in zip(rows, logits, strict=True) if each]  # of 2 tokens there is no third
     alone = np.concatenate([_whole(model, row[: sum(map(len, each))], "ops") for row, each in pairs])
-    return _equal(np.concatenate([np.concatenate(each) for each in logits]), alone)
+    return _equal(np.concatenate([np.concatenate(each) for _, each in pairs]), alone)
 
 
 def _prefill(tokens: list[int]) -> int:

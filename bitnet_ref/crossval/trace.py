@@ -34,7 +34,7 @@ from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import (
     DenseWeight,
-    GroupTernaryWeight,
+    GroupTernaryLinear,
     LinearWeight,
     ModelWeights,
     TernaryLinear,
@@ -276,9 +276,10 @@ def file_hash(path: str | os.PathLike[str]) -> str:
 def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
     if isinstance(w, DenseWeight):
         _add_array(digest, name, w.array)
-    elif isinstance(w, GroupTernaryWeight):
-        _add_array(digest, name, w.packed)
-        _add_array(digest, f"{name}.scales {w.group}", w.scales)
+    elif isinstance(w, GroupTernaryLinear):
+        packed, scales = w.packed_rows(slice(None))
+        _add_array(digest, name, packed)
+        _add_array(digest, f"{name}.scales {w.group}", scales)
     elif isinstance(w, TernaryLinear):
         _add_array(digest, name, w.plain().packed)
         _add_array(digest, f"{name}.scale", np.asarray(w.w_dequant_scale, dtype=np.float32).reshape(1))

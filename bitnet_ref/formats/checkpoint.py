@@ -109,6 +109,10 @@ class Checkpoint(Closeable, ABC):
     def embedding(self) -> DenseWeight:
         """(V, D)"""
 
+    def table(self) -> EmbeddingWeight:
+        """The embedding, packed where the checkpoint has it so: (V, D)"""
+        return self.embedding()
+
     @abstractmethod
     def norm(self, name: str) -> NDArray[np.float32]:
         """A norm's weight, (D,), (H*d,) or (F,): see `norm_sizes`."""
@@ -345,8 +349,8 @@ def read_layer(
 
 def read_embedding(checkpoint: Checkpoint) -> EmbeddingWeight:
     """The embedding, checked against a head that the file stores although it is tied."""
-    table = checkpoint.embedding()
-    if checkpoint.config.tie_word_embeddings:
+    table = checkpoint.table()
+    if checkpoint.config.tie_word_embeddings and isinstance(table, DenseWeight):
         checkpoint.check_tied_head(table)
     embedding = in_groups(checkpoint, "embedding", table)
     assert isinstance(embedding, EmbeddingWeight)

@@ -15,11 +15,11 @@ import numpy as np
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
-from ..reference.cache import KVCache, TokenBatch, TokenIds
+from ..reference.cache import KVCache, TokenIds
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
-from .sequence import Continuation, Request, split_into_steps
+from .sequence import Continuation, Piece, Request, run_pieces, split_into_steps
 
 Prompt = str | TokenIds
 Prompts = Prompt | Sequence[str] | Sequence[TokenIds]
@@ -76,7 +76,9 @@ def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]
 
 
 def check_streamable(params: SamplingParams) -> None:
-    """Raise GenerationError for parameters that give several texts, or none before the end."""
+    """Raise GenerationError for parameters that give several texts, none before the end, or what no chunk holds."""
+    if params.prompt_logprobs is not None:
+        raise GenerationError("prompt_logprobs: a stream yields new tokens only; use generate, or an engine's submit")
     for name in ("n", "num_beams"):
         if getattr(params, name) > 1:
             raise GenerationError(f"{name}: a stream is one continuation, got {getattr(params, name)}; use generate")
@@ -122,13 +124,16 @@ def generate_chunks(
         inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
         for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
             started, prefill = time.perf_counter(), bool(followers)
-            ending = [active[number] for _, number in complete]
-            batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete])
-            logits = model.run(batch, cache, [row.needs() for row in ending])
+            ending = {part: active[number] for part, number in complete}
+            pieces = [
+                Piece(by_slot[slot], slot, start, ids, ending[part].needs() if part in ending else None)
+                for part, (slot, start, ids) in enumerate(parts)
+            ]
+            logits = run_pieces(model, cache, pieces)
             for slot, start, ids in parts:
                 by_slot[slot].computed = start + len(ids)
             chunks = []
-            for row, token_logits in zip(ending, logits.tokens, strict=True):
+            for row, token_logits in zip(ending.values(), logits, strict=True):
                 group, computed = followers.pop(row.slot, []), row.computed
                 if group:
                     cache.copy([row.slot] * len(group), [each.slot for each in group], computed)

@@ -67,6 +67,8 @@ class SamplingParams:
     Number of texts, and what is reported:
     n: continuations of each prompt. The first equals that of n = 1; with beams, the n best, at most num_beams.
     logprobs: also report log probabilities of the k most likely tokens (`top_logprobs`); as vLLM's `logprobs`.
+    prompt_logprobs: also report the log probability of each prompt token, and those of the k most likely ones in its
+        place; as in vLLM. Needs overflow="error".
     echo: let `text` begin with the prompt, as the tokenizer decodes it.
 
     Search:
@@ -99,6 +101,7 @@ class SamplingParams:
     sink_tokens: int = 4
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
     bad_words: tuple[str, ...] = ()
     filter: tuple[str, ...] | Callable[[str], bool] = ()
@@ -140,11 +143,13 @@ class SamplingParams:
             raise GenerationError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}")
         if len(self.guides) > 1:
             raise GenerationError(f"{' and '.join(self.guides)}: the text can be guided by one of them only")
+        if self.prompt_logprobs is not None and self.overflow != "error":
+            raise GenerationError(f"prompt_logprobs: need the whole prompt, which overflow={self.overflow!r} may cut")
         if self.num_beams == 1:
             return
         if self.n > self.num_beams:
             raise GenerationError(f"n: expected at most num_beams, {self.num_beams}, got {self.n}")
-        allowed = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),)}
+        allowed = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),), "prompt_logprobs": (None,)}
         for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
             if (value := getattr(self, name)) not in values:
                 raise GenerationError(
@@ -200,6 +205,7 @@ class SamplingOptions(TypedDict, total=False):
     num_return_sequences: int
     logprobs: int | None
     top_logprobs: int | None
+    prompt_logprobs: int | None
     echo: bool
     bad_words: str | Sequence[str]
     filter: str | Sequence[str] | Callable[[str], bool]
@@ -301,6 +307,7 @@ _NUMBERS = {
     "seed": Number(0, 2**64 - 1, whole=True, optional=True),
     "n": Number(1, 1024, whole=True),
     "logprobs": Number(0, 1024, whole=True, optional=True),
+    "prompt_logprobs": Number(0, 1024, whole=True, optional=True),
     "num_beams": Number(1, 1024, whole=True),
     "temperature": Number(1e-100, 1e100, or_zero=True),
     "top_p": Number(0, 1, above=True),

@@ -116,7 +116,7 @@ class GenerationStats:
         )
 
 
-@lazy_fields("logprobs", "top_logprobs")
+@lazy_fields("logprobs", "top_logprobs", "prompt_logprobs")
 @dataclass(frozen=True, repr=False)
 class Generation:
     """The continuation of one prompt: `text` and `token_ids`, without the prompt (but see `echo`).
@@ -124,6 +124,7 @@ class Generation:
     `token_ids` includes an end token; `text` has no end token, no stop string and nothing that was filtered.
     `logprobs` are the natural logarithms of the chosen tokens' probabilities in the model's own distribution, and
     `top_logprobs` those of the most likely tokens at each position, with `logprobs=k`; see `StreamChunk`.
+    `prompt_logprobs` are the same for the tokens of the prompt, with `prompt_logprobs=k`; None for the first.
     """
 
     text: str
@@ -134,6 +135,7 @@ class Generation:
     stats: GenerationStats
     stop_reason: str | int | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     score: float | None = None  # of a beam: its log probability with the length penalty
     overflows: list[Overflow] = field(default_factory=list)  # where `overflow` dropped tokens
 

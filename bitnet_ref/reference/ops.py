@@ -21,7 +21,7 @@ from .weights import (
     DeltaWeights,
     DenseWeight,
     EmbeddingWeight,
-    GroupTernaryWeight,
+    GroupTernaryLinear,
     LinearWeight,
     TernaryLinear,
     TernaryWeight,
@@ -114,9 +114,10 @@ class Ops:
         require("dense_matmul", ok, "x (N, K) and w (out, K)", x=x, w=w.array)
         return layers.dense_matmul(x, w.array, w.wide)
 
-    def group_matmul(self, x: NDArray, w: GroupTernaryWeight) -> NDArray:
+    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         """x (N, K) -> (N, out)"""
         require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        w = w.plain()
         turned = x.astype(np.float64) if w.rotation is None else w.rotation.turn(x)
         return quantization.group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
 
@@ -126,7 +127,7 @@ class Ops:
         for w in ws:
             if isinstance(w, DenseWeight):
                 y = self.dense_matmul(x, w)
-            elif isinstance(w, GroupTernaryWeight):
+            elif isinstance(w, GroupTernaryLinear):
                 y = self.group_matmul(x, w)
             else:
                 assert isinstance(w, TernaryLinear)

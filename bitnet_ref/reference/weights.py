@@ -143,20 +143,61 @@ class Rotation:
         return w
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupTernaryWeight(LinearWeight):
-    """A ternary matrix with a scale for every few inputs of a row, whose input stays in float: W = w_t * its scale.
+class GroupTernaryLinear(LinearWeight):
+    """A ternary matrix with a scale for every few inputs of a row, in any layout; its input stays in float.
 
     Ternary-Bonsai has groups of 128 inputs, TriLM a few large ones; one group for the whole row is a BitLinear without
     the quantisation of activations.
     """
+
+    in_features: int  # K
+    group: int
+    rotation: Rotation | None  # the planes are those of the rotated matrix
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype:
+        """Of the scales, and of the same matrix as a dense one."""
+
+    @abstractmethod
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        """Some rows as the reference takes them: packed (n, ceil(K/4)) and scales (n, ceil(K/group))."""
+
+    def plain(self) -> GroupTernaryWeight:
+        """The same weight, packed as the reference takes it."""
+        packed, scales = self.packed_rows(slice(None))
+        return GroupTernaryWeight(packed, self.in_features, scales, self.group, self.bias, self.rotation)
+
+    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+        """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
+        packed, scales = self.packed_rows(index)
+        planes = packed, self.in_features, scales, self.group
+        if self.rotation is not None:
+            return self.rotation.turn_back(quantization.expand_groups(*planes, np.float64)).astype(dtype)
+        return quantization.expand_groups(*planes, dtype)
+
+    def dense(self) -> DenseWeight:
+        """The same matrix in float32, not packed; a rotation is folded into it."""
+        planes = self.planes()
+        w = planes.astype(np.float32) if self.rotation is None else self.rotation.fold(planes)
+        return DenseWeight(w, self.bias)
+
+    def planes(self) -> NDArray:
+        """The stored matrix as floats: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
+        packed, scales = self.packed_rows(slice(None))
+        return quantization.expand_groups(packed, self.in_features, scales, self.group, self.dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupTernaryWeight(GroupTernaryLinear):
+    """Ternary by groups, packed as `quantization` describes: W = w_t * the scale of its group."""
 
     packed: NDArray[np.uint8]  # (N, ceil(K/4))
     in_features: int  # K
     scales: NDArray  # (N, ceil(K/group)) in the dtype of the matrix that was packed
     group: int
     bias: NDArray[np.float32] | None = None  # (N,)
-    rotation: Rotation | None = None  # the planes are those of the rotated matrix
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         columns, groups = (-(-self.in_features // each) for each in (quantization.CODES_PER_BYTE, self.group))
@@ -179,25 +220,13 @@ class GroupTernaryWeight(LinearWeight):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the scales, and of the same matrix as a dense one."""
         return self.scales.dtype
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
-        """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
-        planes = self.packed[index], self.in_features, self.scales[index], self.group
-        if self.rotation is not None:
-            return self.rotation.turn_back(quantization.expand_groups(*planes, np.float64)).astype(dtype)
-        return quantization.expand_groups(*planes, dtype)
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        return self.packed[index], self.scales[index]
 
-    def dense(self) -> DenseWeight:
-        """The same matrix in float32, not packed; a rotation is folded into it."""
-        planes = self.planes()
-        w = planes.astype(np.float32) if self.rotation is None else self.rotation.fold(planes)
-        return DenseWeight(w, self.bias)
-
-    def planes(self) -> NDArray:
-        """The stored matrix as floats: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
-        return quantization.expand_groups(self.packed, self.in_features, self.scales, self.group, self.dtype)
+    def plain(self) -> GroupTernaryWeight:
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +239,7 @@ class DeltaWeights:
     norm: NDArray[np.float32]  # (dv,)
 
 
-EmbeddingWeight = DenseWeight | GroupTernaryWeight
+EmbeddingWeight = DenseWeight | GroupTernaryLinear
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -319,23 +348,29 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
     """The same weights as the reference takes them, out of whatever layout a backend has given them."""
     layers = []
     for layer in w.layers:
-        ternary: dict[str, Any] = {name: w.plain() for name, w in layer.linears() if isinstance(w, TernaryLinear)}
-        layers.append(replace(layer, **ternary))
-    head = w.lm_head.plain() if isinstance(w.lm_head, TernaryLinear) else w.lm_head
-    return replace(w, layers=tuple(layers), lm_head=head)
+        plain: dict[str, Any] = {name: _plain(weight) for name, weight in layer.linears()}
+        layers.append(replace(layer, **plain))
+    head = _plain(w.lm_head)
+    embedding = head if w.tied else _plain(w.embedding)
+    assert isinstance(embedding, EmbeddingWeight)
+    return replace(w, layers=tuple(layers), embedding=embedding, lm_head=head)
+
+
+def _plain(w: LinearWeight) -> LinearWeight:
+    return w.plain() if isinstance(w, TernaryLinear | GroupTernaryLinear) else w
 
 
 def has_rotations(w: ModelWeights) -> bool:
     """Whether a matrix is in a rotated basis."""
     weights = (w.embedding, *(weight for _, weight in w.linears()))
-    return any(isinstance(weight, GroupTernaryWeight) and weight.rotation is not None for weight in weights)
+    return any(isinstance(weight, GroupTernaryLinear) and weight.rotation is not None for weight in weights)
 
 
 def fold_rotations(w: ModelWeights) -> ModelWeights:
     """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32."""
 
     def fold(weight: Any) -> Any:
-        rotated = isinstance(weight, GroupTernaryWeight) and weight.rotation is not None
+        rotated = isinstance(weight, GroupTernaryLinear) and weight.rotation is not None
         return weight.dense() if rotated else weight
 
     layers = [replace(layer, **{name: fold(weight) for name, weight in layer.linears()}) for layer in w.layers]

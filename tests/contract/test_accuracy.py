@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, call, golden, model, rng
+from helpers import GOLDEN, call, golden, model, prepared, random_ternary, rng
 
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.crossval.tolerances import EPSILON, FLOOR_IN_EPSILONS
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.reference.weights import DenseWeight
+from bitnet_ref.reference.quantization import pack_ternary
+from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight
 
 
 def check(mine, plain, exact):
@@ -58,6 +59,27 @@ def test_dense_linear_and_lm_head(be, reference, in_double, n, out, k):
     w = DenseWeight(rng(out, k).standard_normal((out, k)).astype(np.float32))
     both(be, reference, in_double, lambda b, x: call(b, "linear", x, w), x)
     both(be, reference, in_double, lambda b, x: call(b, "lm_head", x, w), x)
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    ("n", "out", "k", "group"),
+    [(1, 300, 2560, 128), (5, 70, 512, 64), (13, 60, 768, 256), (2, 40, 200, 48), (3, 50, 1000, 1000)],
+)
+def test_ternary_by_groups(be, reference, in_double, n, out, k, group, outliers):
+    """On the CPU without the floor: the reference has one rounding, the last."""
+    generator = rng(n, k, group)
+    x = generator.standard_normal((n, k)).astype(np.float32)
+    if outliers:
+        x[:, generator.integers(0, k, 4)] *= 1000
+    scales = generator.uniform(0.01, 0.1, (out, -(-k // group))).astype(np.float16)
+    plain = GroupTernaryWeight(pack_ternary(random_ternary(generator, out, k)), k, scales, group)
+    mine, theirs, exact = (
+        call(b, "linear", x.astype(b.dtype), *prepared(b, plain)) for b in (be, reference, in_double)
+    )
+    check(mine, theirs, exact)
+    if be.name != "cupy":  # whose sums are in float32 within 16 columns
+        assert np.abs(mine - exact).max() <= 2 * np.abs(theirs - exact).max()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -7,7 +7,7 @@ from helpers import GOLDEN, call, model, prepared, random_ternary, rng
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight, InputNorm, TernaryWeight
 
 MODELS = {
     "storyteller": "storyteller",
@@ -119,6 +119,7 @@ POSITIONS = GEN.integers(0, 4000, N)
 DENSE = DenseWeight(GEN.standard_normal((51, D)).astype(np.float32))
 TERNARY = TernaryWeight.from_ternary(random_ternary(GEN, 52, D), 0.3)
 NORMED = TernaryWeight(TERNARY.packed, D, np.float32(0.3), None, InputNorm(WEIGHT, 1e-5))
+GROUPED = GroupTernaryWeight(TERNARY.packed, D, GEN.random((52, 2)).astype(np.float16), 48)
 TABLE = DenseWeight(GEN.standard_normal((30, D)).astype(np.float32))
 
 OPS = {
@@ -133,7 +134,11 @@ OPS = {
     "silu": lambda be, i: call(be, "gated", GATE[i], UP[i], "silu"),
     "dense linear": lambda be, i: call(be, "linear", X[i], prepared(be, DENSE)[0]),
     "ternary linear": lambda be, i: call(be, "linear", X[i], prepared(be, TERNARY)[0]),
-    "linears": lambda be, i: np.concatenate(call(be, "linears", X[i], prepared(be, TERNARY, NORMED, DENSE)), axis=1),
+    "group linear": lambda be, i: call(be, "linear", X[i], prepared(be, GROUPED)[0]),
+    "group embed": lambda be, i: call(be, "embed", prepared(be, GROUPED)[0], POSITIONS[i] % 52),
+    "linears": lambda be, i: np.concatenate(
+        call(be, "linears", X[i], prepared(be, TERNARY, NORMED, GROUPED, DENSE)), axis=1
+    ),
     "lm_head": lambda be, i: call(be, "lm_head", X[i], prepared(be, DENSE)[0]),
 }
 

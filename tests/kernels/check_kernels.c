@@ -322,6 +322,76 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     for (int i = 0; i < 4; i++) free(ends[i]);
 }
 
+/* Sums of a panel by groups: each set gives the bits of the portable one, nearly those of sums in long double, and for a
+ * token among others what it gives alone. outlier: one value is 10,000 times as large. */
+static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t group, size_t T, int kind, int outlier) {
+    const size_t row_bytes = (K + 3) / 4, size = kind ? 2 : 4;
+    const kernel_set *sets[] = {&KERNEL_SETS[0], set, set};
+    uint8_t *packed = allocate(rows * row_bytes), *again = allocate(row_bytes);
+    for (size_t i = 0; i < rows * row_bytes; i++) {
+        packed[i] = 0;
+        for (size_t f = 0; f < 4; f++) packed[i] |= (uint8_t)((i % row_bytes * 4 + f < K ? random_u32() % 3 : 1) << 2 * f);
+    }
+    float *x = random_floats(T * K);
+    x[random_u32() % (T * K)] *= outlier ? 10000 : 1;
+    if (random_u32() % 4 == 0) memset(x, 0, K / 2 * sizeof *x);
+    double *acc[3];
+    for (int s = 0; s < 3; s++) { /* portable, all tokens, the last token alone */
+        const size_t first = s == 2 ? T - 1 : 0, tokens = T - first;
+        group_shape shape = make_group_shape(K, group, sets[s]->group_layout);
+        uint8_t *panel = allocate(shape.n_chunks * shape.code_bytes), *payload = allocate(shape.n_chunks * tokens * shape.token_bytes);
+        char *scales = allocate(shape.n_chunks * GROUP_ROWS * size);
+        int32_t *x_sum = allocate(shape.n_chunks * tokens * GROUP_PLANES * sizeof *x_sum);
+        double *steps = allocate(shape.n_chunks * tokens * sizeof *steps);
+        group_chunk *chunks = allocate(shape.n_chunks * sizeof *chunks);
+        void *scratch = allocate(SCRATCH_BYTES);
+        acc[s] = allocate(tokens * GROUP_ROWS * sizeof **acc);
+        group_pack(&shape, packed, rows, row_bytes, panel);
+        for (size_t r = 0; r < rows; r++) {
+            group_unpack_row(&shape, panel, r, again);
+            must_equal(set, "group_unpack_row", again, packed + r * row_bytes, row_bytes, rows, K, group);
+        }
+        for (size_t i = 0; i < shape.n_chunks * GROUP_ROWS; i++) { /* 1 / 4, 1 / 2 or 1 by row and group */
+            const int power = (int)((i % GROUP_ROWS + i / GROUP_ROWS / shape.per_group) % 3) - 2;
+            const float scale = ldexpf(1, power);
+            const uint16_t half = kind == 2 ? (uint16_t)((15 + power) << 10) : (uint16_t)((127 + power) << 7);
+            memcpy(scales + i * size, kind ? (const void *)&half : &scale, size);
+        }
+        for (size_t c = 0; c < shape.n_chunks; c++) {
+            const size_t at = c * tokens;
+            chunks[c] = (group_chunk){payload + at * shape.token_bytes, x_sum + at * GROUP_PLANES, steps + at};
+            for (size_t t = 0; t < tokens; t++) {
+                steps[at + t] = sets[s]->group_token(&shape, x + (first + t) * K, NULL, c, payload + (at + t) * shape.token_bytes,
+                                                     x_sum + (at + t) * GROUP_PLANES);
+                if (steps[at + t] != steps[at + t]) fail(set, "a group's step", rows, K, group);
+            }
+        }
+        sets[s]->group_panel(&shape, panel, scales, kind, chunks, tokens, acc[s], sets[s]->ternary[0].run, scratch);
+        free(panel), free(payload), free(scales), free(x_sum), free(steps), free(chunks), free(scratch);
+    }
+    for (size_t r = 0; r < rows; r++)
+        for (size_t t = 0; t < T; t++) {
+            long double sum = 0, size_of_sum = 0;
+            for (size_t k = 0; k < K; k++) {
+                const long double scale = ldexpl(1, (int)((r + k / group) % 3) - 2);
+                const long double part = scale * ((packed[r * row_bytes + k / 4] >> 2 * (k % 4) & 3) - 1) * x[t * K + k];
+                sum += part, size_of_sum += scale * fabsl((long double)x[t * K + k]);
+            }
+            if (acc[1][t * GROUP_ROWS + r] != acc[0][t * GROUP_ROWS + r]) fail(set, "groups, and portable", rows, K, group);
+            if (!(fabsl(acc[0][t * GROUP_ROWS + r] - sum) <= size_of_sum * 0x1p-23L)) fail(set, "groups", rows, K, group);
+        }
+    for (size_t r = 0; r < rows; r++)
+        if (acc[2][r] != acc[1][(T - 1) * GROUP_ROWS + r]) fail(set, "groups of a token alone", rows, K, group);
+    for (int s = 0; s < 3; s++) free(acc[s]);
+    group_shape shape = make_group_shape(K, group, set->group_layout);
+    uint8_t *token = allocate(shape.token_bytes);
+    int32_t sums[GROUP_PLANES];
+    x[0] = random_u32() % 2 ? NAN : INFINITY;
+    const double step = set->group_token(&shape, x, NULL, 0, token, sums);
+    if (step == step) fail(set, "NaN is lost in a group", K, group, 0);
+    free(token), free(packed), free(again), free(x);
+}
+
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 100;
     check_halves();
@@ -345,6 +415,9 @@ int main(int argc, char **argv) {
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 60));
             check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 4));
             check_screen(set, round % 3, between(1, 70), between(1, 300), between(1, 20));
+            const size_t K = between(1, 600), sizes[] = {64, 128, 256, K, between(1, K)};
+            const size_t most = set->group_layout == GROUP_BY_TABLES ? GROUP_TABLE_TOKENS : GROUP_PLANE_TOKENS;
+            check_groups(set, between(1, round % 4 ? 20 : GROUP_ROWS), K, sizes[round % 5], between(1, most), round % 3, round % 2);
         }
         for (const ternary_method *method = METHODS; method < METHODS + N_METHODS; method++)
             for (int extreme = -1; extreme <= 1; extreme += 2) {

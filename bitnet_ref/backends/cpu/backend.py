@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
+from itertools import groupby
 from typing import Any
 from zlib import crc32
 
@@ -26,6 +27,7 @@ from ...reference.model import RopeTables, final_hidden
 from ...reference.ops import check_attention, check_dequantize, check_rope, require
 from ...reference.weights import (
     DenseWeight,
+    GroupTernaryLinear,
     GroupTernaryWeight,
     LayerWeights,
     LinearWeight,
@@ -55,6 +57,7 @@ from .weights import (
     MAX_STRIP,
     MIN_SCREENED_BYTES,
     MIN_STRIPS_BYTES,
+    GroupPanelWeight,
     PanelWeight,
     ScreenedHead,
     kernels_take,
@@ -70,7 +73,7 @@ class CythonBackend(KernelBackend):
     dtypes = ("float32",)
     cache_dtypes = CACHE_DTYPES
     paths = ("ops", "blocks", "replayed")
-    weight_kinds = (PanelWeight, ScreenedHead)
+    weight_kinds = (PanelWeight, GroupPanelWeight, ScreenedHead)
     screens_head = True
 
     def __init__(
@@ -97,6 +100,8 @@ class CythonBackend(KernelBackend):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
+        if isinstance(w, GroupTernaryLinear):
+            return self._group_panels(w)
         if not isinstance(w, TernaryWeight):
             return w
         n_out, n_in = w.shape
@@ -111,6 +116,9 @@ class CythonBackend(KernelBackend):
 
         A head that is ternary or has a bias gets no screen, nor small matrices strips.
         """
+        if w.tied and isinstance(w.embedding, GroupTernaryLinear):
+            panels = self._group_panels(w.embedding)
+            w = replace(w, lm_head=panels, embedding=panels)
         if cfg.activation == "relu2" and self._takes_strips:
             w = replace(w, layers=tuple(map(self._add_strips, w.layers)))
         head = w.lm_head
@@ -148,8 +156,9 @@ class CythonBackend(KernelBackend):
         return self.strips != "never" and self.layout != "table" and bool(_cpu.has_strips(self.kernels.kernel_set))
 
     def prepared_layout(self) -> str:
+        groups = _cpu.group_layout(self.kernels.kernel_set)
         strips = " strips" if self._takes_strips else ""
-        return f"cython {self.layout} {self.head}{strips} {_fingerprint(self.layout):08x}"
+        return f"cython {self.layout} {groups} {self.head}{strips} {_fingerprint(self.layout, self.simd):08x}"
 
     def other_layouts(self) -> dict[str, Callable[[], Backend]]:
         names = [name for name in layouts_for(self.simd) if name != self.layout]
@@ -280,15 +289,23 @@ class CythonBackend(KernelBackend):
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
         return self.kernels.dense_matmul(x, w.array)
 
+    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
+        return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
+
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        """Ternary weights without a norm of their own go through one call, which quantises x once."""
+        """Ternary weights without a norm of their own go through one call, which quantises x once.
+
+        So do those that are ternary by groups."""
         together = [self._panels(w) for w in ws if isinstance(w, TernaryLinear) and w.input_norm is None]
         shared = iter(self._bit_linears(x, together) if together else ())
+        by_groups = iter(self._group_linears(x, [w for w in ws if isinstance(w, GroupTernaryLinear)]))
         outputs = []
         for w in ws:
-            if isinstance(w, DenseWeight | GroupTernaryWeight):
-                y = self.dense_matmul(x, w) if isinstance(w, DenseWeight) else self.group_matmul(x, w)
+            if isinstance(w, DenseWeight):
+                y = self.dense_matmul(x, w)
                 outputs.append(y if w.bias is None else self.add(y, w.bias))
+            elif isinstance(w, GroupTernaryLinear):
+                outputs.append(next(by_groups))
             elif isinstance(w, TernaryLinear) and w.input_norm is not None:
                 normed = self.rms_norm(x, w.input_norm.weight, w.input_norm.eps)
                 outputs += self._bit_linears(normed, [self._panels(w)])
@@ -361,6 +378,23 @@ class CythonBackend(KernelBackend):
             raise
         return tuple(np.concatenate(ys) for ys in zip(*parts, strict=True))
 
+    def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
+        """The weight in panels for this kernel set, prepared already or now."""
+        layout = _cpu.group_layout(self.kernels.kernel_set)
+        if isinstance(w, GroupPanelWeight) and w.layout == layout:
+            return w
+        return GroupPanelWeight.pack(w.plain(), layout, self._memory, self.threads)
+
+    def _group_linears(self, x: NDArray, ws: Sequence[GroupTernaryLinear]) -> list[NDArray]:
+        """Linears by groups: neighbours that share their groups and rotation in one call."""
+        outputs: list[NDArray] = []
+        for _, same in groupby(ws, lambda w: (w.group, id(w.rotation))):
+            panels = [self._group_panels(w) for w in same]
+            for w in panels:
+                require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+            outputs += self.kernels.group_linears(x, panels)
+        return outputs
+
     def _append(
         self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray, rope: RopeTables | None
     ) -> None:
@@ -402,16 +436,19 @@ def _token_parts(tokens: int, layout: str) -> list[slice]:
 
 
 @memoize
-def _fingerprint(layout: str) -> int:
+def _fingerprint(layout: str, simd: str) -> int:
     """A checksum of how this version lays out panels and screens."""
-    be = CythonBackend(threads=1, simd="scalar", layout=layout)
+    be = CythonBackend(threads=1, simd=simd, layout=layout)
     values = np.arange(80 * 80, dtype=np.float32).reshape(80, 80) % 7 - 3
-    panels = be.prepare(TernaryWeight.from_ternary(np.sign(values).astype(np.int8), 1.0))
+    ternary = TernaryWeight.from_ternary(np.sign(values).astype(np.int8), 1.0)
+    panels = be.prepare(ternary)
+    by_groups = be.prepare(GroupTernaryWeight(ternary.packed, 80, np.abs(values[:, 1:3]), 64))
     screened = be._add_screen(DenseWeight(values.astype(ml_dtypes.bfloat16)))
     assert isinstance(panels, PanelWeight)
+    assert isinstance(by_groups, GroupPanelWeight)
     assert screened.rows_q is not None
     assert screened.facts is not None
     checksum = 0
-    for array in (panels.panels, screened.rows_q, screened.facts):
+    for array in (panels.panels, by_groups.panels, by_groups.scales, screened.rows_q, screened.facts):
         checksum = crc32(array.tobytes(), checksum)
     return checksum

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...errors import NumericsError
 from ...reference.cache import TokenBatch
 from .extension import _cpu
-from .weights import PanelWeight, view_bits
+from .weights import GroupPanelWeight, PanelWeight, view_bits
 
 Floats = NDArray[np.float32]
 GATES = {"relu2": 1, "silu": 2}  # activations with a kernel, by their numbers in _cpu_ternary.pxi
@@ -77,6 +77,15 @@ class CpuKernels:
         row = _cpu.bit_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
         if row >= 0:
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+
+    def group_linears(self, x: NDArray, ws: Sequence[GroupPanelWeight]) -> tuple[Floats, ...]:
+        """Linears by groups and their biases, of weights with the same groups and rotation.   -> (N, out) for each"""
+        ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
+        views = [w.kernel_view for w in ws]
+        row = _cpu.group_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape)
+        if row >= 0:
+            raise NumericsError(f"group_matmul: the activation of token {row} holds NaN or Inf")
+        return ys
 
     # -- attention -----------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference import quantization
-from ...reference.weights import DenseWeight, InputNorm, ModelWeights, TernaryLinear, TernaryWeight
+from ...reference.weights import (
+    DenseWeight,
+    GroupTernaryLinear,
+    GroupTernaryWeight,
+    InputNorm,
+    ModelWeights,
+    Rotation,
+    TernaryLinear,
+    TernaryWeight,
+)
 from ..backend import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
+from .memory import HugePages
 
 # A smaller head is read from the processor's cache, or nearly: the screen costs what it saves.
 MIN_SCREENED_BYTES = 16 << 20
@@ -109,6 +119,65 @@ class PanelWeight(TernaryLinear):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class GroupPanelWeight(GroupTernaryLinear):
+    """A matrix that is ternary by groups, in panels of 256 rows (`kernels/cpu/group.h`)."""
+
+    panels: NDArray[np.uint8]  # (ceil(N/256), bytes)
+    scales: NDArray  # (ceil(N/256) * chunks, 256), float32 or 16 bits; groups of more than 128 have several chunks
+    out_features: int
+    in_features: int
+    group: int
+    layout: int  # 0: planes, 1: tables
+    bias: NDArray[np.float32] | None = None
+    rotation: Rotation | None = None
+    kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
+
+    def __post_init__(self) -> None:
+        sizes = self.out_features, self.in_features, self.group, self.layout
+        turn: tuple[NDArray | None, NDArray | None, int] = (None, None, 0)
+        if self.rotation is not None:
+            turn = self.rotation.signs, self.rotation.order, self.rotation.block
+        view = _cpu.GroupPanels(self.panels, view_bits(self.scales), *sizes, self.bias, *turn)
+        object.__setattr__(self, "kernel_view", view)
+
+    @classmethod
+    def pack(cls, w: GroupTernaryWeight, layout: int, memory: HugePages, threads: int) -> GroupPanelWeight:
+        """The weight in panels of that layout, in `memory`."""
+        n, k = w.shape
+        count, size, chunks, per_group, rows = _cpu.group_sizes(n, k, w.group, layout)
+        panels = memory.empty((count, size))
+        _cpu.group_pack_panels(np.ascontiguousarray(w.packed), k, w.group, layout, panels, threads)
+        dtype = w.dtype if w.dtype in KERNEL_DTYPES else np.dtype(np.float32)
+        scales = memory.empty((count * chunks, rows * dtype.itemsize)).view(dtype)
+        by_panel = scales.reshape(count, chunks, rows)
+        by_panel[-1] = 0
+        for panel in range(count):
+            some = np.repeat(w.scales[panel * rows : (panel + 1) * rows], per_group, axis=1)
+            by_panel[panel, :, : len(some)] = some.T
+        return cls(panels, scales, n, k, w.group, layout, w.bias, w.rotation)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.scales.dtype
+
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        ids = np.arange(self.out_features)[index]
+        packed = np.empty((len(ids), -(-self.in_features // quantization.CODES_PER_BYTE)), dtype=np.uint8)
+        self.kernel_view.rows(ids, packed)
+        _, _, chunks, per_group, rows = _cpu.group_sizes(*self.shape, self.group, self.layout)
+        by_panel = self.scales.reshape(-1, chunks, rows)[:, ::per_group]
+        return packed, np.ascontiguousarray(by_panel[ids // rows, :, ids % rows])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class ScreenedHead(DenseWeight):
     """A head with a second, coarser copy of itself in int8, whose bounds prove which rows need a closer look.
 
@@ -149,9 +218,12 @@ def surviving_rows(lower: NDArray[np.float32], upper: NDArray[np.float32], k: in
     return np.flatnonzero(survives)
 
 
+KERNEL_DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+
+
 def kernels_take(w: NDArray) -> bool:
     """Whether the dense kernels compute from this matrix as it is: contiguous float32, bfloat16 or float16."""
-    return w.dtype in (np.float32, ml_dtypes.bfloat16, np.float16) and w.flags.c_contiguous
+    return w.dtype in KERNEL_DTYPES and w.flags.c_contiguous
 
 
 def view_bits(w: NDArray) -> NDArray:

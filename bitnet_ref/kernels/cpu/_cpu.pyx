@@ -43,6 +43,18 @@ cdef extern from "kernels.h" nogil:
     long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
+    ctypedef struct group_shape:
+        size_t K, group, per_group, n_chunks, code_bytes, token_bytes
+        int layout
+    ctypedef struct group_chunk:
+        const uint8_t *tokens
+        const int32_t *x_sum
+        const double *steps
+    const int GROUP_ROWS, GROUP_PLANES, GROUP_BY_TABLES, GROUP_TABLE_TOKENS, GROUP_PLANE_TOKENS, N_GROUP_LAYOUTS
+    group_shape make_group_shape(size_t, size_t, int)
+    void group_pack(const group_shape *, const uint8_t *, size_t, size_t, uint8_t *)
+    void group_unpack_row(const group_shape *, const uint8_t *, size_t, uint8_t *)
+    void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
     ctypedef struct kernel_set:
         const char *name
         ternary_kernel ternary[3]  # N_METHODS
@@ -59,6 +71,12 @@ cdef extern from "kernels.h" nogil:
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
+        int group_layout
+        double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *,
+                              int32_t *) noexcept nogil
+        void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, const group_chunk *, size_t, double *,
+                            void (*)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
+                                     size_t, size_t, void *) noexcept nogil, void *) noexcept nogil
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
                             const double *, float *, float *, size_t) noexcept nogil
         void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
@@ -305,3 +323,4 @@ include "_cpu_ternary.pxi"
 include "_cpu_rows.pxi"
 include "_cpu_cache.pxi"
 include "_cpu_dense.pxi"
+include "_cpu_group.pxi"

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include "dense_avx512.h"
+#include "group.h"
+#include "group_avx512.h"
 #include "kv_cache.h"
 #include "peaks.h"
 #include "screen_avx512.h"
@@ -77,6 +79,11 @@ typedef struct {
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
+    /* ternary by groups: group.h */
+    int group_layout;
+    double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *, int32_t *);
+    void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, const group_chunk *, size_t, double *,
+                        ternary_panel_fn, void *);
     void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
                         float *, float *, size_t);
     /* makes what `screen_rows` reads instead of X for M > SCREEN_TILE_TOKENS: (M rounded up to 16, wide); or NULL */
@@ -88,7 +95,7 @@ typedef struct {
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
         attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
-        screen_pack_##suffix, screen_token_##suffix
+        screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
 

@@ -1,0 +1,223 @@
+# Part of _cpu.pyx: ternary by groups with float activations (group.h).
+
+
+def group_layout(Py_ssize_t kernels):
+    """The number of the layout that a kernel set reads: 0 planes, 1 tables."""
+    return check_set(kernels).group_layout
+
+
+cdef int check_group(Py_ssize_t K, Py_ssize_t group, int layout) except -1:
+    if not 0 < K < MAX_COLUMNS or not 0 < group < MAX_COLUMNS or not 0 <= layout < N_GROUP_LAYOUTS:
+        raise ValueError(f"groups of {group} of {K} columns in layout {layout}")
+    return 0
+
+
+def group_sizes(Py_ssize_t N, Py_ssize_t K, Py_ssize_t group, int layout):
+    """(panels, bytes of a panel, chunks, chunks per group, rows of a panel) of a matrix (N, K)"""
+    check_group(K, group, layout)
+    cdef group_shape shape = make_group_shape(K, group, layout)
+    panels = (N + GROUP_ROWS - 1) // GROUP_ROWS
+    return panels, shape.n_chunks * shape.code_bytes, shape.n_chunks, shape.per_group, GROUP_ROWS
+
+
+def group_pack_panels(const uint8_t[:, ::1] packed, Py_ssize_t K, Py_ssize_t group, int layout,
+                      uint8_t[:, ::1] panels, int threads):
+    """packed (N, ceil(K/4)) -> panels (see group_sizes)"""
+    cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
+    count, size = group_sizes(N, K, group, layout)[:2]
+    check_set(0, threads)
+    if N == 0 or row_bytes != (K + 3) // 4 or panels.shape[0] != count or panels.shape[1] != size:
+        raise ValueError(f"group_pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
+    cdef group_shape shape = make_group_shape(K, group, layout)
+    cdef int team = threads_for(N * row_bytes, PANEL_BYTES_PER_THREAD, threads)
+    for p in prange(panels.shape[0], nogil=True, num_threads=team, schedule="static"):
+        group_pack(&shape, &packed[p * GROUP_ROWS, 0], min(<Py_ssize_t> GROUP_ROWS, N - p * GROUP_ROWS), row_bytes,
+                   &panels[p, 0])
+
+
+cdef class GroupPanels:
+    """One matrix as the kernels take it: its panels, scales, bias and rotation."""
+    cdef const uint8_t[:, ::1] panels
+    cdef object scales
+    cdef const void *scale_values
+    cdef const float[::1] bias, signs
+    cdef const int64_t[::1] order
+    cdef int kind
+    cdef Py_ssize_t n_out, block
+    cdef group_shape shape
+
+    def __cinit__(self, const uint8_t[:, ::1] panels, scales, Py_ssize_t n_out, Py_ssize_t n_in, Py_ssize_t group,
+                  int layout, bias, signs, order, Py_ssize_t block):
+        """scales: (panels * chunks, GROUP_ROWS), of the dtypes of dense_matmul.  signs, order
+        (n_in): of a rotation by blocks."""
+        cdef Py_ssize_t rows, columns
+        count, size, chunks = group_sizes(n_out, n_in, group, layout)[:3]
+        self.panels, self.scales, self.n_out, self.block = panels, scales, n_out, block
+        self.shape = make_group_shape(n_in, group, layout)
+        self.scale_values = _matrix(scales, &rows, &columns, &self.kind)
+        if (n_out < 1 or panels.shape[0] != count or panels.shape[1] != size or rows != count * chunks
+                or columns != GROUP_ROWS):
+            raise ValueError(f"GroupPanels: {panels.shape[0], panels.shape[1]}, scales {rows, columns} for {n_out, n_in}")
+        self.bias, self.signs, self.order = bias, signs, order
+        if bias is not None and self.bias.shape[0] != n_out:
+            raise ValueError(f"GroupPanels: bias {self.bias.shape[0]}, expected {n_out}")
+        if signs is not None and (self.signs.shape[0] != n_in or block < 1 or block & (block - 1) or n_in % block):
+            raise ValueError(f"GroupPanels: {self.signs.shape[0]} signs in blocks of {block}, for {n_in} columns")
+
+        if order is not None and (signs is None or self.order.shape[0] != n_in or not 0 <= min(order) <= max(order) < n_in):
+            raise ValueError(f"GroupPanels: the order of the inputs has {self.order.shape[0]} numbers, for {n_in} columns")
+
+    def rows(self, const int64_t[::1] ids, uint8_t[:, ::1] packed):
+        """packed[i] = row ids[i], four codes per byte"""
+        cdef Py_ssize_t i, n = ids.shape[0]
+        if packed.shape[0] != n or packed.shape[1] != <Py_ssize_t> (self.shape.K + 3) // 4:
+            raise ValueError(f"rows: {n} rows of {self.shape.K}, packed {packed.shape[0], packed.shape[1]}")
+        for i in range(n):
+            if not 0 <= ids[i] < self.n_out:
+                raise ValueError(f"rows: row {ids[i]} of {self.n_out}")
+        with nogil:
+            for i in range(n):
+                group_unpack_row(&self.shape, &self.panels[ids[i] // GROUP_ROWS, 0], ids[i] % GROUP_ROWS, &packed[i, 0])
+
+
+cdef struct group_call:
+    const float *x
+    const float *signs  # of a rotation, or NULL
+    const int64_t *order  # of its inputs, or NULL
+    Py_ssize_t M, K, block, n_panels
+    group_shape shape
+    const kernel_set *chosen
+    int threads
+    const uint8_t *panels[MAX_LINEARS]
+    const char *scales[MAX_LINEARS]
+    int kinds[MAX_LINEARS]
+    const float *biases[MAX_LINEARS]
+    float *ys[MAX_LINEARS]
+    Py_ssize_t first[MAX_LINEARS + 1]  # first panel of each matrix
+    Py_ssize_t n_out[MAX_LINEARS]
+
+
+cdef inline void multiply_group_panel(const group_call *c, Py_ssize_t p, Py_ssize_t start, Py_ssize_t tokens,
+                                      const group_chunk *chunks, double *acc, void *scratch) noexcept nogil:
+    """Panel p of all matrices times `tokens` tokens from `start` on."""
+    cdef Py_ssize_t i = 0, m, r, rows
+    cdef float *out
+    while p >= c.first[i + 1]:
+        i = i + 1
+    p = p - c.first[i]
+    cdef Py_ssize_t scale_bytes = GROUP_ROWS * (4 if c.kinds[i] == 0 else 2)
+    c.chosen.group_panel(&c.shape, c.panels[i] + p * c.shape.n_chunks * c.shape.code_bytes,
+                         c.scales[i] + p * c.shape.n_chunks * scale_bytes, c.kinds[i], chunks, tokens, acc,
+                         c.chosen.ternary[0].run, scratch)
+    rows = min(<Py_ssize_t> GROUP_ROWS, c.n_out[i] - p * GROUP_ROWS)
+    for m in range(tokens):
+        out = c.ys[i] + (start + m) * c.n_out[i] + p * GROUP_ROWS
+        for r in range(rows):
+            out[r] = <float> acc[m * GROUP_ROWS + r]
+        if c.biases[i] != NULL:
+            add_arrays(out, c.biases[i] + p * GROUP_ROWS, rows, out)
+
+
+cdef Py_ssize_t run_group(const void *call) noexcept nogil:
+    cdef const group_call *c = <const group_call *> call
+    cdef Py_ssize_t K = c.K, n_chunks = c.shape.n_chunks, start, tokens, item, m, bad = OK
+    cdef Py_ssize_t max_tokens = GROUP_TABLE_TOKENS if c.shape.layout == GROUP_BY_TABLES else GROUP_PLANE_TOKENS
+    max_tokens = min(max_tokens, c.M)
+    cdef Py_ssize_t parts = (c.M + max_tokens - 1) // max_tokens, part
+    # Each thread's scratch: that of the int8 kernels, then sums in double.
+    cdef size_t kernel_bytes = thread_bytes(0 if c.shape.layout == GROUP_BY_TABLES else SCRATCH_BYTES)
+    cdef size_t own_bytes = kernel_bytes + thread_bytes(max_tokens * GROUP_ROWS * sizeof(double))
+    cdef int team = threads_for(max_tokens * K * 8, FLOATS_PER_THREAD, c.threads)
+    cdef int product_team = threads_for(c.n_panels * n_chunks * c.shape.code_bytes * max_tokens, PANEL_BYTES_PER_THREAD, c.threads)
+    cdef char *threads_scratch = <char *> allocate(product_team, own_bytes)
+    cdef uint8_t *payload = <uint8_t *> allocate(max_tokens * n_chunks, c.shape.token_bytes)
+    cdef double *steps = <double *> allocate(max_tokens * n_chunks, sizeof(double))
+    cdef int32_t *x_sum = <int32_t *> allocate(max_tokens * n_chunks * GROUP_PLANES, sizeof(int32_t))
+    cdef group_chunk *chunks = <group_chunk *> allocate(n_chunks, sizeof(group_chunk))
+    cdef double *turned = <double *> allocate(max_tokens * K, sizeof(double)) if c.signs != NULL else NULL
+    cdef char *scratch = NULL
+    if (threads_scratch == NULL or payload == NULL or steps == NULL or x_sum == NULL or chunks == NULL
+            or (c.signs != NULL and turned == NULL)):
+        bad = NO_MEMORY
+    for part in range(parts if bad == OK else 0):
+        start = part * c.M // parts
+        tokens = (part + 1) * c.M // parts - start
+        if turned != NULL:
+            for m in prange(tokens, num_threads=team, schedule="static"):
+                group_turn(c.x + (start + m) * K, K, c.signs, c.order, c.block, turned + m * K)
+        for item in range(n_chunks):
+            chunks[item].tokens = payload + item * tokens * c.shape.token_bytes
+            chunks[item].steps = steps + item * tokens
+            chunks[item].x_sum = x_sum + item * tokens * GROUP_PLANES
+        for item in prange(tokens * n_chunks, num_threads=team, schedule="static"):
+            steps[item] = c.chosen.group_token(&c.shape, c.x + (start + item % tokens) * K,
+                                               turned + item % tokens * K if turned != NULL else NULL, item // tokens,
+                                               payload + item * c.shape.token_bytes, x_sum + item * GROUP_PLANES)
+        for item in range(tokens * n_chunks):
+            if steps[item] != steps[item] and (bad == OK or start + item % tokens < bad):
+                bad = start + item % tokens
+        if bad != OK:
+            break
+        with parallel(num_threads=product_team):
+            scratch = threads_scratch + threadid() * own_bytes
+            for item in prange(c.n_panels, schedule="static"):
+                multiply_group_panel(c, item, start, tokens, chunks, <double *> (scratch + kernel_bytes), scratch)
+    free(threads_scratch)
+    free(payload)
+    free(steps)
+    free(x_sum)
+    free(chunks)
+    free(turned)
+    return bad
+
+
+def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
+    """Several matrices of one x (M, K) with the same groups and rotation: ys[i] (M, N_i) = x ws[i]^T + bias.
+
+    Returns -1, or the first row that holds NaN or Inf. Threads take panels of all.
+    """
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
+    cdef group_call c
+    cdef GroupPanels w
+    cdef float[:, ::1] y
+    c.M, c.K, c.threads, c.n_panels = M, K, threads, 0
+    c.chosen = check_set(kernels, threads)
+    for weight in ws:
+        if not isinstance(weight, GroupPanels):
+            raise TypeError(f"group_linears: expected GroupPanels, got {type(weight).__name__}")
+    if count > MAX_LINEARS or len(ys) != count:
+        raise ValueError(f"group_linears: {count} weights, {len(ys)} results")
+    if M == 0 or count == 0:
+        return OK
+    cdef GroupPanels one = ws[0]
+    c.shape, c.block, c.signs, c.order = one.shape, one.block, NULL, NULL
+    if one.signs is not None:
+        c.signs = &one.signs[0]
+    if one.order is not None:
+        c.order = &one.order[0]
+    for i in range(count):
+        w, y = ws[i], ys[i]
+        if (y is None or <Py_ssize_t> w.shape.K != K or w.shape.group != c.shape.group
+                or w.shape.layout != c.chosen.group_layout or w.block != c.block
+                or (w.signs is None) != (c.signs == NULL) or (c.signs != NULL and &w.signs[0] != c.signs)
+                or (w.order is None) != (c.order == NULL) or (c.order != NULL and &w.order[0] != c.order)
+                or y.shape[0] != M or y.shape[1] != w.n_out):
+            raise ValueError(f"group_linears: x {M, K}, weight {w.n_out, w.shape.K}, groups of {w.shape.group}")
+        c.first[i] = c.n_panels
+        c.n_panels += w.panels.shape[0]
+        c.panels[i], c.scales[i], c.kinds[i], c.n_out[i] = &w.panels[0, 0], <const char *> w.scale_values, w.kind, w.n_out
+        c.biases[i] = NULL
+        if w.bias is not None:
+            c.biases[i] = &w.bias[0]
+        c.ys[i] = &y[0, 0]
+        check_aligned(<size_t> c.ys[i] | <size_t> c.biases[i])
+    c.first[count] = c.n_panels
+    c.x = &x[0, 0]
+    check_aligned(<size_t> c.x | <size_t> c.signs)
+    with nogil:
+        bad = run_group(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    if tape is not None:
+        tape.record(run_group, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)], (*ws,))
+    return bad
