@@ -472,3 +472,16 @@ def test_gelu_of_gemma():
     x = np.linspace(-30, 30, 301)
     expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     np.testing.assert_allclose(layers.gated(x, np.ones_like(x), "gelu_tanh"), expected, rtol=1e-12)
+
+
+def test_minicpm_in_other_formats(tmp_path):
+    config = {**TINY, "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 4}
+    config["tie_word_embeddings"] = False
+    folder = write_checkpoint(tmp_path / "m", config, tiny_tensors(config))
+    expected = bitnet_ref.load(folder, backend="numpy").logits([1, 5, 3, 2])
+    for target in ("gguf-f32", "hf-bf16", "native"):
+        path = tmp_path / {"gguf-f32": "x.gguf", "hf-bf16": "hf", "native": "x.bitnet.safetensors"}[target]
+        assert convert(folder, path, target).holds
+        again = bitnet_ref.load(path, backend="numpy")
+        assert again.config.extras == ("embedding_scale", "residual_scale", "head_scale")
+        np.testing.assert_allclose(again.logits([1, 5, 3, 2]), expected, rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, describe
 
 DEFAULT_MAX_TOKENS = 64
@@ -79,6 +80,10 @@ class SamplingParams:
     strategy: a function (token ids so far, logits (V,), numpy Generator) -> token id that replaces temperature and the
         limits.
     processors: functions (token ids so far, logits (V,)) -> logits (V,), after the rules above; -inf forbids a token.
+
+    Speed:
+    speculate: "lookup" guesses tokens that followed the same words earlier, a model with the same vocabulary guesses
+        its own; several are then verified in one pass (see `drafts.py`). The text stays the same, to the bit.
     """
 
     max_tokens: int | None = None
@@ -114,6 +119,7 @@ class SamplingParams:
     early_stopping: bool | str = False
     strategy: Strategy | None = None
     processors: tuple[Processor, ...] = ()
+    speculate: str | LoadedModel | None = None
 
     def __post_init__(self) -> None:
         for name, number in _NUMBERS.items():
@@ -149,7 +155,8 @@ class SamplingParams:
             return
         if self.n > self.num_beams:
             raise GenerationError(f"n: expected at most num_beams, {self.num_beams}, got {self.n}")
-        allowed = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),), "prompt_logprobs": (None,)}
+        none = {"strategy": (None,), "speculate": (None,), "prompt_logprobs": (None,)}
+        allowed = {"temperature": (0,), "stop": ((),), "filter": ((),), **none}
         for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
             if (value := getattr(self, name)) not in values:
                 raise GenerationError(
@@ -218,6 +225,7 @@ class SamplingOptions(TypedDict, total=False):
     early_stopping: bool | str
     strategy: Strategy | None
     processors: Sequence[Processor]
+    speculate: str | LoadedModel | None
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -324,7 +332,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-_STRINGS = "non-empty strings"
+_STRINGS, _DRAFTERS = "non-empty strings", '"lookup" or a loaded model'
 _LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("stop", "bad_words", "guided_choice", "filter"), (_is_text, _STRINGS)),
     "stop_token_ids": (Number(0, whole=True).accepts, "token ids"),
@@ -336,6 +344,7 @@ _CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),
     "early_stopping": (lambda v: isinstance(v, bool) or (_is_text(v) and v == "never"), 'True, False or "never"'),
     "overflow": (lambda v: _is_text(v) and v in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "speculate": (lambda v: v is None or isinstance(v, LoadedModel) or (_is_text(v) and v == "lookup"), _DRAFTERS),
     "strategy": (lambda v: v is None or callable(v), "a function (token_ids, logits, rng) -> token id"),
 }
 

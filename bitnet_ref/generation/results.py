@@ -90,6 +90,8 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0  # from the first new token to the last
     decode_tokens: int = 0  # new tokens that took a step of their own: all but the first of each row
+    drafted_tokens: int = 0  # guessed, with `speculate`
+    accepted_tokens: int = 0  # of them, those that became text: each saved a step
     screened_tokens: int = 0  # new tokens chosen without computing all logits
     dropped_tokens: int = 0  # by `overflow`
     recomputed_tokens: int = 0  # kept by `overflow`, but computed again

@@ -20,6 +20,7 @@ from ..errors import GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
+from .drafts import Drafts, LookupDrafts, ModelDrafts
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import BannedWords, Rules
@@ -81,6 +82,16 @@ class Request:
         total = len(self.prompt) + self.max_tokens
         return min(total, self.window.size) if self.window.moves else total
 
+    def drafts(self) -> Drafts | None:
+        """What guesses tokens for one continuation, with the parameter `speculate`.
+
+        None where the cache cannot go back: a moving window, the states of DeltaNet layers.
+        """
+        speculate, model = self.params.speculate, self.model
+        if speculate is None or self.window.moves or model.config.delta is not None:
+            return None
+        return LookupDrafts() if isinstance(speculate, str) else ModelDrafts(model, speculate, self.capacity)
+
     def rules(self) -> tuple[Rules, Constraint | None]:
         """The processors for one continuation; and the constraint among them, which knows when the text is complete."""
         constraint = None if self._constraint is None else self._constraint.copy()
@@ -118,6 +129,7 @@ class Continuation:
         self.rules, self.constraint = request.rules()
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
+        self.drafts = request.drafts() if self.constraint is None else None
         self.logprobs = Logprobs(request.params.logprobs or 0)
         self._prompt_logprobs = Logprobs(request.params.prompt_logprobs or 0)
         self.scored = 0  # tokens of the prompt whose next token has its log probability
@@ -159,9 +171,13 @@ class Continuation:
         """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
         return self.slot, self.computed, self.context[self.computed :]
 
-    def needs(self) -> tuple[int | None, Ids]:
-        """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change."""
-        k, moved = self.request.candidates_needed, self.rules.moved(self.ids)
+    def needs(self, drafted: NDArray[np.int64] | None = None) -> tuple[int | None, Ids]:
+        """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change.
+
+        drafted: tokens that are taken to follow before that choice.
+        """
+        ids = self.ids if drafted is None or not len(drafted) else np.concatenate([self.ids, drafted])
+        k, moved = self.request.candidates_needed, self.rules.moved(ids)
         if k is None or moved is None:
             return None, ()
         ids = np.asarray(moved, dtype=np.int64) if len(moved) == 0 else np.asarray(moved)

@@ -20,6 +20,7 @@ from helpers import chat_folder, model
 from server_runs import RunningServer
 
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.generation.sampling import log_probability
 from bitnet_ref.system.memory import memory_bytes
 
 pytestmark = pytest.mark.slow
@@ -114,3 +115,24 @@ def test_litellm(tmp_path):
         with pytest.raises(litellm.BadRequestError):
             litellm.completion(messages=messages, temperature=1.9, max_tokens=10_000, **given)
         print(json.dumps({"litellm": whole.usage.total_tokens}))
+
+
+def test_lm_eval_scores_what_the_model_scores():
+    """lm-eval's local-completions, with the server's own tokenizer (/tokenizer_info, /tokenize); it adds no BOS."""
+    completions = pytest.importorskip("lm_eval.models.openai_completions")
+    from lm_eval.api.instance import Instance
+
+    story = model(STORY, BACKEND, threads=1)
+    pairs = [("Once upon a time", " there was"), ("The little boy looked", " at her"), ("Alice", " was a king")]
+    with RunningServer({"storyteller": STORY}) as server:
+        lm = completions.LocalCompletionsAPI(
+            model="storyteller", base_url=f"{server.url}/v1/completions", tokenizer_backend="remote", max_length=256
+        )
+        scores = lm.loglikelihood([Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)])
+    for (context, ending), (score, is_greedy) in zip(pairs, scores, strict=True):
+        start = len(story.tokenizer.encode(context, False))
+        ids = story.tokenizer.encode(context + ending, False)
+        logits = story.logits(ids)
+        places = range(start, len(ids))
+        assert score == sum(log_probability(logits[place - 1], ids[place]) for place in places)
+        assert is_greedy == all(logits[place - 1].argmax() == ids[place] for place in places)

@@ -218,10 +218,12 @@ def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
 @dataclass(frozen=True, eq=False)
 class _SignsAfter(Rotation):
     def turn(self, x: NDArray) -> NDArray[np.float64]:
+        x = x if self.order is None else x[..., self.order]
         return quantization.hadamard(x, self.block) * self.signs
 
     def turn_back(self, z: NDArray) -> NDArray[np.float64]:
-        return quantization.hadamard(z * self.signs.astype(np.float64), self.block)
+        x = quantization.hadamard(z * self.signs.astype(np.float64), self.block)
+        return x if self.order is None else x[..., np.argsort(self.order)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +244,7 @@ def _rotated(s: Setting, linears: type[Rotation], table: type[Rotation] = Rotati
     def turned(w: Any, kind: type[Rotation]) -> GroupTernaryWeight | None:
         if not isinstance(w, GroupTernaryWeight) or w.rotation is None:
             return None
-        return replace(w, rotation=kind(w.rotation.signs, w.rotation.block))
+        return replace(w, rotation=kind(w.rotation.signs, w.rotation.block, w.rotation.order))
 
     if (embedding := turned(s.weights.embedding, table)) is None and table is not Rotation:
         return None
