@@ -20,7 +20,7 @@ from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weigh
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .generation import ChatSession, TokenStream, generate, stream
-from .generation.embed import embed
+from .generation.embed import embed, quantize_embeddings
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
 from .system.sharing import file_identity, model_files, share_by_key
@@ -223,12 +223,19 @@ class Model(LoadedModel):
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
         return ChatSession(self, system, **params)
 
-    def embed(self, texts: Prompts, *, prompt: str = "") -> NDArray[np.float32]:
+    def embed(
+        self, texts: Prompts, *, prompt: str = "", quantize: str | None = None, ranges: NDArray | None = None
+    ) -> NDArray:
         """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
 
-        prompt: put before each text, as an instruction.
+        prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's.
+        quantize: "int8", "uint8", "binary" or "ubinary", with `ranges` (2, D) of each dimension; None: float32.
         """
-        return embed(self, texts, prompt)
+        vectors = embed(self, texts, prompt)
+        if quantize is None:
+            return vectors
+        numbers = quantize_embeddings(np.atleast_2d(vectors), quantize, ranges)
+        return numbers if vectors.ndim == 2 else numbers[0]
 
     def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.

@@ -18,6 +18,7 @@ from .chat_command import chat
 from .convert_command import convert
 from .crossval_command import crossval
 from .doctor_command import doctor
+from .embed_command import embed
 from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
@@ -46,6 +47,7 @@ def cli() -> None:
 COMMANDS = (
     generate,
     chat,
+    embed,
     inspect,
     pull,
     list_models,

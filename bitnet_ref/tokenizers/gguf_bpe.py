@@ -25,6 +25,26 @@ log = logging.getLogger(__name__)
 
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", GPT2)
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2.removesuffix(r"|\s+"), "[0-9][0-9][0-9]")
+_QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"?[^\s\p{L}\p{N}]", r"?[^\s\p{L}\p{M}\p{N}]")
+# Letters with a case, as DeepSeek's tokenizer.json lists them.
+_CASED = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-"
+    "\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-"
+    "\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-"
+    "\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-"
+    "\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2"
+    "\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-"
+    "\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80"
+    "-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?{_MARKS}", r"\s+$", _CJK, r"\p{N}+")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_GEMMA4 = (r"[^\n]+|[\n]+",)
 
 # pre -> (patterns, applied in order; ignore_merges: a whole piece that is a token is not merged; BOS by default).
 # Of names with the same meaning, the first is written.
@@ -35,20 +55,34 @@ _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((QWEN2,), False, False)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
+    "qwen35": ((_QWEN35,), False, False),
+    "falcon": (_FALCON, False, False),
+    "deepseek-llm": (_DEEPSEEK, False, False),
+    "deepseek-coder": (_DEEPSEEK_CODER, False, False),
     "default": (_DEFAULT, False, False),
+}
+SPACE = "\u2581"  # SentencePiece's
+_PIECES_TO_TEXT = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
 }
 _LLAMA3_SIZE = 128256  # of Llama 3's vocabulary, which BitNet 2B-4T uses; its published GGUF has no `pre`
 
 
 def adds_bos(vocabulary: GgufVocabulary) -> bool:
     """Whether llama.cpp puts BOS before a text when the file does not say it."""
-    return vocabulary.model == "llama" or _PRE[_pre(vocabulary)][2]
+    return vocabulary.model in ("llama", "gemma4") or _PRE[_pre(vocabulary)][2]
 
 
 def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | None, eos: int | None) -> bytes:
     """tokenizer.json. named: ids of special tokens, which are control tokens when the file has no token types.
     bos, eos: the ids around a text."""
-    patterns, ignore_merges, _ = _PRE[_pre(vocabulary)]
+    in_bytes = vocabulary.model == "gpt2"  # gemma4's tokens are texts, with SentencePiece's sign for a space
+    patterns, ignore_merges, _ = _PRE[_pre(vocabulary)] if in_bytes else (_GEMMA4, False, True)
     tokens, types = vocabulary.tokens, vocabulary.types
     if vocabulary.numbers("token_type", int, None) is None:
         special = set(named)
@@ -64,14 +98,14 @@ def json_from_bpe(vocabulary: GgufVocabulary, named: Iterable[int], bos: int | N
         "version": "1.0",
         **dict.fromkeys(("truncation", "padding")),
         "added_tokens": [{"id": n, "content": tokens[n], **flags, "special": types[n] == CONTROL} for n in added],
-        "normalizer": None,
-        "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix"))),
+        "normalizer": None if in_bytes else {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        "pre_tokenizer": _pre_tokenizer(patterns, bool(vocabulary.flag("add_space_prefix")), in_bytes),
         "post_processor": _post_processor(tokens, bos, eos),
-        "decoder": _byte_level(add_prefix_space=True, use_regex=True),
+        "decoder": _byte_level(add_prefix_space=True, use_regex=True) if in_bytes else _PIECES_TO_TEXT,
         "model": {
             "type": "BPE",
             **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
-            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), not in_bytes),
             "ignore_merges": ignore_merges,
             "vocab": vocab,
             "merges": _merges(vocabulary, vocab),
@@ -94,7 +128,8 @@ def _pre(vocabulary: GgufVocabulary) -> str:
 def _merges(vocabulary: GgufVocabulary, vocab: dict[str, int]) -> list[list[str]]:
     merges = []
     for n, line in enumerate(vocabulary.required("merges", vocabulary.strings("merges"))):
-        left, space, right = line.partition(" ")
+        at = line.find(" ", 1)  # a token may begin with a space
+        left, space, right = line[: max(at, 0)], at > 0, line[at + 1 :]
         for part in (left, right, left + right):
             if not (left and space and right) or part not in vocab:
                 what = f"{part[:40]!r} is not in the vocabulary" if left and space and right else "expected two tokens"
@@ -107,14 +142,15 @@ def _byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool) -> dict[str, Any]:
+def _pre_tokenizer(patterns: tuple[str, ...], add_prefix_space: bool, in_bytes: bool = True) -> dict[str, Any]:
     if patterns == (GPT2,):
         return _byte_level(add_prefix_space, True)
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in patterns
     ]
-    return {"type": "Sequence", "pretokenizers": [*steps, _byte_level(add_prefix_space, False)]}
+    last = [_byte_level(add_prefix_space, False)] if in_bytes else []
+    return {"type": "Sequence", "pretokenizers": [*steps, *last]}
 
 
 def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any] | None:

@@ -13,11 +13,11 @@ from .files import MAX_TOKEN_ID, check_unicode
 from .sentencepiece_model import BYTE, BYTE_PIECE, NORMAL, UNUSED
 
 PREFIX = "tokenizer.ggml."
-MODELS = ("llama", "gpt2")
+MODELS = ("llama", "gpt2", "gemma4")
 
 
 class GgufVocabulary:
-    """model ("llama" or "gpt2"), tokens, types (one per token); further keys by method.
+    """model (one of MODELS), tokens, types (one per token); further keys by method.
 
     A GGUF's token types are those of SentencePiece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
     """

