@@ -33,7 +33,7 @@ FIRST_NORM = (
 Q_OUT, EMBED, RESID = "blocks.0.attn.q_proj.hook_out", "hook_embed", "blocks.0.hook_resid_pre"
 TURNED = "blocks.0.attn.q_proj.hook_x_rotated"
 TURN = "return quantization.hadamard(x * self.signs.astype(np.float64), self.block)"
-TURN_BACK = "return quantization.hadamard(z, self.block) * self.signs"
+TURN_BACK = "x = quantization.hadamard(z, self.block) * self.signs"
 
 FAMILY_BUGS = (
     # -- a norm inside each linear
@@ -144,14 +144,14 @@ FAMILY_BUGS = (
         "rotation_inverse_missing",
         "hadamard",
         EMBED,
-        (WEIGHTS, TURN_BACK, "return z"),
+        (WEIGHTS, TURN_BACK, "x = z"),
     ),
     bug(
         "rotation_and_inverse_ignored",
         "hadamard",
         EMBED,
         (WEIGHTS, TURN, "return x.astype(np.float64)"),
-        (WEIGHTS, TURN_BACK, "return z"),
+        (WEIGHTS, TURN_BACK, "x = z"),
     ),
     # -- Qwen3.5
     bug(

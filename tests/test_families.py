@@ -22,7 +22,7 @@ from bitnet_ref.reference import layers, quantization
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.reference.delta_net import DeltaInputs, delta_chunk, delta_recurrence
-from bitnet_ref.reference.weights import GroupTernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight
 
 FAMILIES = DATA / "families"
 CASES = sorted(folder.name for folder in FAMILIES.iterdir())
@@ -188,6 +188,13 @@ def test_ternary_embeddings_and_heads(tied, tmp_path):
     assert {type(weight) for weight in weights} == {GroupTernaryWeight}
     assert m.weights.tied == tied
     assert m.weights.nbytes < dense.weights.nbytes / 3
+    expected = m.logits([1, 5, 3, 2])
+    for name in [name for name in ("cython", "cupy") if bitnet_ref.available_backends()[name] is None]:
+        for _ in range(2):  # read, and for cython the prepared copy
+            other = bitnet_ref.load(tmp_path / "ternary", backend=name, prepared=name == "cython")
+            assert not {type(weight) for _, weight in other.weights.linears()} & {GroupTernaryWeight, DenseWeight}
+            np.testing.assert_allclose(other.logits([1, 5, 3, 2]), expected, rtol=0, atol=1e-4)
+            np.testing.assert_array_equal(other.on(choose_backend("numpy")).logits([1, 5, 3, 2]), expected)
     inspection = inspect_model(tmp_path / "ternary")
     assert "a scale for 32 inputs, in 14 of 14 linears" in inspection.quantization
 
@@ -465,3 +472,16 @@ def test_gelu_of_gemma():
     x = np.linspace(-30, 30, 301)
     expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     np.testing.assert_allclose(layers.gated(x, np.ones_like(x), "gelu_tanh"), expected, rtol=1e-12)
+
+
+def test_minicpm_in_other_formats(tmp_path):
+    config = {**TINY, "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 4}
+    config["tie_word_embeddings"] = False
+    folder = write_checkpoint(tmp_path / "m", config, tiny_tensors(config))
+    expected = bitnet_ref.load(folder, backend="numpy").logits([1, 5, 3, 2])
+    for target in ("gguf-f32", "hf-bf16", "native"):
+        path = tmp_path / {"gguf-f32": "x.gguf", "hf-bf16": "hf", "native": "x.bitnet.safetensors"}[target]
+        assert convert(folder, path, target).holds
+        again = bitnet_ref.load(path, backend="numpy")
+        assert again.config.extras == ("embedding_scale", "residual_scale", "head_scale")
+        np.testing.assert_allclose(again.logits([1, 5, 3, 2]), expected, rtol=0, atol=1e-5)

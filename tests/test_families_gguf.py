@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
-from bitnet_ref.backends import choose_backend
+from bitnet_ref.backends import Backend, choose_backend
 from bitnet_ref.crossval import paths as crossval_paths
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize
+from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.names import gguf_name
@@ -67,7 +67,7 @@ def test_trits_of_ptq1_0():
     np.testing.assert_array_equal(dequantize(raw, "PTQ1_0", (1, 128))[0], 0.5 * w_t)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1", "Q3_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1", "Q3_K", "IQ4_XS", "MXFP4", "NVFP4"])
 def test_dense_types_of_the_gguf_package(kind):
     gguf = pytest.importorskip("gguf")
     qtype = gguf.GGMLQuantizationType[kind]
@@ -362,3 +362,27 @@ def test_a_cut_file_is_an_error(tmp_path):
         with pytest.raises(BitNetRefError) as caught:
             bitnet_ref.load(path, backend="numpy")
         assert isinstance(caught.value, FormatError | ConfigError)
+
+
+class _AsLlamaCpp(Backend):
+    """llama.cpp's own rule for Q2_0: the input of a product is rounded to Q8_0, an int8 for each of 32 and a scale."""
+
+    def group_matmul(self, x, w):
+        rounded = dequantize(quantize(np.ascontiguousarray(x), "Q8_0"), "Q8_0", x.shape)
+        return super().group_matmul(rounded.astype(x.dtype), w)
+
+
+@pytest.mark.parametrize("case", ["qwen3-groups128", "qwen3_5-groups128-hybrid"])
+@pytest.mark.parametrize("kind", ["q2_0", "f32"])
+def test_llama_cpp_computes_the_same(case, kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
+    path, tokens = tmp_path / "x.gguf", [5, 17, 33, 250, 9, 11, 299, 1]
+    convert(FAMILIES / case, path, f"gguf-{kind}", verify=False)
+    try:
+        m = llama_cpp.Llama(str(path), logits_all=True, n_ctx=64, verbose=False, type_k=0, type_v=0, flash_attn=False)
+    except ValueError:
+        pytest.skip("this llama.cpp is older than the file's types or architecture")
+    m.eval(tokens)
+    mine = bitnet_ref.load(path, backend="numpy")
+    mine = mine.on(_AsLlamaCpp("float32", 1)) if kind == "q2_0" else mine
+    np.testing.assert_allclose(m.scores[: len(tokens)], mine.logits(tokens), rtol=0, atol=1e-4)

@@ -113,7 +113,7 @@ class LoadedModel:
         self,
         batch: TokenBatch,
         cache: KVCache,
-        top: Sequence[tuple[int | None, Ids]] | None = None,
+        top: Sequence[tuple[int | None, Ids] | None] | None = None,
         path: str | None = None,
     ) -> Logits:
         """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""

@@ -76,13 +76,14 @@ def run(
     cfg: ModelConfig,
     batch: TokenBatch,
     cache: KVCache,
-    top: Sequence[tuple[int | None, Ids]] | None = None,
+    top: Sequence[tuple[int | None, Ids] | None] | None = None,
     path: str | None = None,
 ) -> Logits:
     """One pass over the batch; the cache gains its keys and values.
 
     top: for each wanted token (k, also): only its k largest logits (None: all) and those of the ids `also` matter. The
-        backend may then compute fewer rows of the head. None: all logits of all wanted tokens.
+        backend may then compute fewer rows of the head. A None among them: nothing yet, because `TokenLogits` computes
+        it on demand. None: all logits of all wanted tokens.
     path: one of `be.paths`. None takes the fastest that applies.
 
     Raises NumericsError that names the first tensor with NaN or Inf. ShapeError, OutOfMemory, DeviceError,
@@ -96,7 +97,7 @@ def run(
             if top is None:
                 hidden, rows = None, Backend.head_rows(be, x, w.lm_head, [HeadNeed()] * x.shape[0])
             else:
-                rows = be.head_rows(x, w.lm_head, [HeadNeed(*need) for need in top])
+                rows = head_rows(be, x, w, top)
                 hidden = be.to_host(x)
             if cfg.logit_softcap is not None:
                 rows = [cap_rows(each, cfg.logit_softcap) for each in rows]
@@ -117,6 +118,16 @@ def run(
     vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
     tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
     return Logits(tokens, vocab_size)
+
+
+def head_rows(be: Backend, x: NDArray, w: ModelWeights, top: Sequence[tuple[int | None, Ids] | None]) -> list[HeadRows]:
+    """The logits that each row of x (wanted, D) needs: none where `top` has None."""
+    asked = [row for row, need in enumerate(top) if need is not None]
+    needs = [HeadNeed(*need) for need in top if need is not None]
+    rows = be.head_rows(x if len(asked) == len(top) else x[asked], w.lm_head, needs) if asked else []
+    nothing = HeadRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+    computed = iter(rows)
+    return [nothing if need is None else next(computed) for need in top]
 
 
 def run_hidden(

@@ -23,6 +23,7 @@ from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
 from .models_commands import list_models, pull, rm
+from .serve_command import serve
 from .shell import Interface, debug_option, prepare_streams, report_os_error
 from .train_command import train, train_tokenizer
 from .watch_command import watch
@@ -47,6 +48,7 @@ def cli() -> None:
 COMMANDS = (
     generate,
     chat,
+    serve,
     embed,
     inspect,
     pull,

@@ -285,6 +285,33 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
     report(verification.to_dict(), lambda out: _draw_verification(verification, out), code)
 
 
+@crossval.command(short_help="The table of who agrees with whom.")
+@click.argument("models", nargs=-1, required=True)
+@click.option("--engine", "engines", multiple=True, help='"backends", one backend, or an engine; may be repeated.')
+@click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="The interpreter that has the engine.")
+@click.option("--out", type=_OUTPUT, required=True, help="The table: .md or .html. Receipts are in a folder beside it.")
+@common_options
+def matrix(models: tuple[str, ...], engines: tuple[str, ...], pythons: tuple[str, ...], out: Path) -> None:
+    """Compare every one of MODELS on every engine. A run that was interrupted goes on where it ended.
+
+    Exits with 1 when something differs, with 4 when nothing could run.
+    """
+    from ..crossval.matrix import BACKENDS, compute_matrix, write_matrix
+
+    if bad := [each for each in pythons if "=" not in each]:
+        raise click.UsageError(f"--python {bad[0]}: expected ENGINE=PATH")
+    interpreters = {name.replace("-", "_"): path for name, path in (each.split("=", 1) for each in pythons)}
+    chosen = [each.replace("-", "_") for each in engines] or [BACKENDS, *_ENGINES]
+    folder = out.with_name(f"{out.stem}.receipts")
+    cells = compute_matrix(models, chosen, folder, interpreters, lambda line: click.echo(line, err=True))
+    write_matrix(out, cells)
+    ran = [cell.agrees for cell in cells if cell.agrees is not None]
+    facts = [{"model": c.model, "engine": c.engine, "agrees": c.agrees, "text": c.text} for c in cells]
+    rows = [(cell.model, cell.engine, cell.text) for cell in cells]
+    code = UNAVAILABLE if not ran else 0 if all(ran) else DIFFERS
+    report({"cells": facts, "out": str(out)}, lambda o: o.print(make_table(("|model", "|engine", ""), rows)), code)
+
+
 def load_reference(model: str, **options: Any) -> Model:
     return load_model({"model": model, "backend": "numpy", **options})
 

@@ -23,6 +23,7 @@ DTYPE_HELP = "Computing in: float64 needs numpy, 16 bits need cupy.  [default: f
 HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
 CACHE_HELP = "Stored keys and values: narrow dtypes change the logits (bench cache).  [default: --dtype]"
 OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
+SPECULATE_HELP = "Verify guesses together: of earlier text, or of a smaller model.  [default: off]"
 OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or drop the oldest tokens.  [default: error]"
 GPU_LAYERS_HELP = "Layers on GPUs, or all; the CPU has the rest.  [default: as many as fit]"
 LOAD_OPTIONS = (
@@ -105,6 +106,7 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
         choice("--frequency-penalty", type=float, help="Subtracted for each time generated.  [default: 0]"),
         choice("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_read_biases, help="May be repeated."),
         choice("--seed", type=int, help="The same seed gives the same text.  [default: random]"),
+        choice("--speculate", metavar="lookup|MODEL", callback=_read_drafter, help=SPECULATE_HELP),
         many("--bad-word", "bad_words", help="Never generate this. May be repeated."),
         many("--filter", help="End where this is generated, and hide it. May be repeated."),
         text("--guided-json", metavar="SCHEMA", callback=_read_content, help="Match a JSON schema; @FILE reads it."),
@@ -168,6 +170,14 @@ def _read_biases(ctx: click.Context, param: click.Parameter, values: tuple[str, 
         except ValueError:
             raise click.BadParameter(f"expected ID=BIAS like 262=-5, got {value!r}") from None
     return biases or None
+
+
+def _read_drafter(ctx: click.Context, param: click.Parameter, value: str | None) -> str | Model | None:
+    if value is None or value == "lookup":
+        return value
+    from ..api import load
+
+    return load(value)
 
 
 def _read_content(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:

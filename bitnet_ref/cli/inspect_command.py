@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from ..inspection import Inspection, TernaryMatrix, TokenizerFacts
+    from ..inspection import Inspection, StoredTensor, TernaryMatrix, TokenizerFacts
     from ..reference.config import ModelConfig
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -167,11 +168,17 @@ def scale_range(group: list[TernaryMatrix]) -> str:
 
 
 def draw_tensors(inspection: Inspection, out: Console) -> None:
+    """One line for tensors that differ in their layer's number alone."""
+    alike: dict[tuple[str, str, str], list[StoredTensor]] = {}
+    for tensor in inspection.tensors:
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        name = re.sub(r"\.[0-9]+\.", ".*.", tensor.name, count=1)
+        alike.setdefault((name, tensor.dtype, shape), []).append(tensor)
     rows = [
-        (tensor.name, tensor.dtype, " x ".join(map(str, tensor.shape)) or "scalar", size_in_words(tensor.nbytes))
-        for tensor in inspection.tensors
+        (group[0].name if len(group) == 1 else name, str(len(group)), dtype, shape, size_in_words(group[0].nbytes))
+        for (name, dtype, shape), group in alike.items()
     ]
-    out.print(make_table(("name", "dtype", "shape", ">size"), rows, title="Tensors"))
+    out.print(make_table(("name", ">tensors", "dtype", "shape", ">size of each"), rows, title="Tensors"))
     out.print()
 
 

@@ -22,7 +22,7 @@ from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
 from .names import INT8, SYNONYMS, layer_of, linear_input, nearest_name, op_kind, op_order
 from .token_ids import token_parity
-from .tolerances import FLIP_CEILING, NARROW_FLOATS, tolerance_of
+from .tolerances import FLIP_CEILING, NARROW_FLOATS, angle_drift, tolerance_of
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
@@ -257,7 +257,10 @@ class Walk:
             theirs = theirs[:].reshape(shape)
         tolerance = tolerance_of(kind, self.own_engine)
         relative = tolerance.relative(depth)
-        d = measure(mine, theirs, relative, by_head, floor=float(by_head))
+        allowed = np.full(len(self.reached), relative)
+        if not self.own_engine:
+            allowed += angle_drift(kind, depth, len(allowed))
+        d = measure(mine, theirs, allowed[first_row:], by_head, floor=float(by_head))
         if kind == "logits" and d.finite:
             ids = None if self.ids is None or self.ids.max(initial=0) >= shape[1] else self.ids
             self.comparison.logits = measure_logits(whole, theirs, ids, first_row)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..reference.config import ModelConfig
 from ..reference.quantization import SCALE_FLOOR
 from .names import INT8, SCALE, linear_input
-from .tolerances import EPSILON, FLIP_FLOOR, tolerance_of
+from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def judge_flips(
     """Judge each element at which `mine` and `theirs` (N, K), a linear's int8 input, differ in the given rows (N,).
 
     own_engine: the candidate computes x * scale as the contract does. Another engine may compute x / (max / 127), which
-    rounds once more, so that equal inputs near a half (but not on it) may round differently.
+    rounds once more, or compute wider floats than it records: so equal inputs near a half, or on it, may round either
+    way. Of many on a half, not all on the same side.
     """
     name, source = f"{linear}.{INT8}", linear_input(linear, config)
     places = [(i, j) for i, j in np.argwhere((mine != theirs) & rows[:, None]).tolist()]
@@ -99,10 +100,13 @@ def judge_flips(
             noise = np.abs(other - value) + FLIP_FLOOR
         equal_input = (x_candidate == x) & (other_scale == scale) & same_scale[:, None]
     flips: list[Flip] = []
+    ties = equal_input & rows[:, None] & (value - np.floor(value) == 0.5)
+    above = theirs[ties] > value[ties]
+    ties_one_way = len(above) >= TIES_IN_A_ROW and any((above == side).all() for side in (True, value[ties] > 0))
     for i, j in places:
         step, before = int(theirs[i, j]) - int(mine[i, j]), float(value[i, j])
         distance = abs(before - np.floor(before) - 0.5)
-        if equal_input[i, j] and (own_engine or distance == 0 or distance > FLIP_FLOOR):
+        if equal_input[i, j] and (own_engine or (distance == 0 and ties_one_way) or distance > FLIP_FLOOR):
             tie = ", at an exact half: halves are rounded another way" if distance == 0 else ""
             return FlipVerdict(flips, (i, j), f"equal inputs ({before:.6f} before rounding) give other integers{tie}")
         if abs(step) != 1 or distance > noise[i, j] + EPSILON * abs(before):

@@ -67,10 +67,11 @@ def blocks_of(shape: tuple[int, ...]) -> Iterator[slice]:
         yield slice(start, min(start + rows, shape[0]))
 
 
-def measure(reference: Rows, candidate: Rows, relative: float, by_head: bool, floor: float) -> Distance:
+def measure(reference: Rows, candidate: Rows, relative: NDArray, by_head: bool, floor: float) -> Distance:
     """Compare one tensor. The candidate's has as many values for each step of the first axis.
 
-    relative: the error allowed as a share of the largest |reference| of the same row, which counts as at least `floor`.
+    relative: (tokens,) the error allowed as a share of the largest |reference| of the row, which counts as at least
+        `floor`.
     by_head: the first axis is heads and the second tokens (scores, patterns); otherwise the first is tokens.
     """
     tokens = reference.shape[1 if by_head else 0]
@@ -113,7 +114,7 @@ def measure(reference: Rows, candidate: Rows, relative: float, by_head: bool, fl
         finite_r = r if good else np.where(np.isfinite(r), r, 0.0)
         with np.errstate(all="ignore"):
             magnitude = np.maximum(np.abs(finite_r).max(axis=axes, initial=0.0), floor)
-            allowed = relative * magnitude
+            allowed = (relative if by_head else relative[rows]) * magnitude
             largest = error.max(axis=axes, initial=0.0)
             excess = np.where(largest == 0, 0.0, largest / allowed)
             errors, squares = np.square(error).sum(axis=axes), np.square(finite_r).sum(axis=axes)

@@ -111,6 +111,7 @@ def _checks(
         "text, 3 prompts",
         lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
     )
+    yield "text, drafts", lambda: _drafted(model, tokens)
     if not quick:
         yield "text, engine", lambda: _text_batch(model, _prompts(tokens), partial(_engine, model))
         shared = 2 * PAGE_SIZE + 2  # tokens, of which two pages; the third page differs
@@ -192,9 +193,9 @@ def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
         third = rows[2][2 * step : 2 * step + 2]  # a prompt in pieces beside the others' tokens
         parts += [(2, 2 * step, third)] if third else []
         run([part for part in parts if part[2]])
-    pairs = zip(rows, logits, strict=True)
+    pairs = [(row, each) for row, each in zip(rows, logits, strict=True) if each]  # of 2 tokens there is no third
     alone = np.concatenate([_whole(model, row[: sum(map(len, each))], "ops") for row, each in pairs])
-    return _equal(np.concatenate([np.concatenate(each) for each in logits]), alone)
+    return _equal(np.concatenate([np.concatenate(each) for _, each in pairs]), alone)
 
 
 def _prefill(tokens: list[int]) -> int:
@@ -370,6 +371,19 @@ def _streamed(model: Model, tokens: list[int]) -> Outcome:
     if [chunk.token_id for chunk in chunks] != list(whole.token_ids) or "".join(c.text for c in chunks) != whole.text:
         return len(chunks), "the stream differs from the text that generate gives", ""
     return len(chunks), None, "equal to generate"
+
+
+def _drafted(model: Model, tokens: list[int]) -> Outcome:
+    """Guesses of a lookup, in a prompt that ends as it begins, and of the model itself, all of which are right."""
+    prompt = tokens[: _prefill(tokens)] * 2
+    for drafter in ("lookup", model):
+        out: Any = model.generate(prompt, logprobs=3, speculate=drafter, **_greedy(model, prompt))
+        if (problem := _judge_text(model, prompt, out, 3)) is not None:
+            return len(out.token_ids), problem, ""
+    right, drafted = out.stats.accepted_tokens, out.stats.drafted_tokens
+    if right != drafted or (drafted == 0 and model.config.delta is None):
+        return len(out.token_ids), f"of {drafted} tokens guessed by the model itself, {right} were right", ""
+    return len(out.token_ids), None, f"every token has the largest logit; {right} were guessed"
 
 
 def _prompts(tokens: list[int]) -> list[list[int]]:

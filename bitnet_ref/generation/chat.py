@@ -21,6 +21,12 @@ from .sequence import Continuation, Request
 DEFAULT_REPLY_TOKENS = 512
 
 
+def default_reply_tokens(model: LoadedModel, prompt_tokens: int, params: SamplingParams) -> int:
+    """The `max_tokens` of a reply that names none: 512, or as many as fit."""
+    window, wanted = ContextWindow.of(model, params), max(DEFAULT_REPLY_TOKENS, params.min_tokens)
+    return wanted if window.moves else max(1, min(window.size - prompt_tokens, wanted))
+
+
 class PrefixCache:
     """The keys and values of one token sequence; a later sequence reuses those of the prefix that it shares."""
 

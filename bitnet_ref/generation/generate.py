@@ -12,14 +12,16 @@ from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
+from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..reference.cache import KVCache, TokenBatch, TokenIds
+from ..reference.cache import KVCache, TokenIds
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
-from .sequence import Continuation, Request, split_into_steps
+from .sequence import Continuation, Piece, Request, run_pieces, split_into_steps
 
 Prompt = str | TokenIds
 Prompts = Prompt | Sequence[str] | Sequence[TokenIds]
@@ -76,7 +78,9 @@ def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]
 
 
 def check_streamable(params: SamplingParams) -> None:
-    """Raise GenerationError for parameters that give several texts, or none before the end."""
+    """Raise GenerationError for parameters that give several texts, none before the end, or what no chunk holds."""
+    if params.prompt_logprobs is not None:
+        raise GenerationError("prompt_logprobs: a stream yields new tokens only; use generate, or an engine's submit")
     for name in ("n", "num_beams"):
         if getattr(params, name) > 1:
             raise GenerationError(f"{name}: a stream is one continuation, got {getattr(params, name)}; use generate")
@@ -120,21 +124,30 @@ def generate_chunks(
     while active:
         # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
         inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
+        drafts = propose_drafts(active, step_tokens)
         for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
             started, prefill = time.perf_counter(), bool(followers)
-            ending = [active[number] for _, number in complete]
-            batch = TokenBatch.of(parts, logits_of_last=[part for part, _ in complete])
-            logits = model.run(batch, cache, [row.needs() for row in ending])
+            ending, pieces = {part: active[number] for part, number in complete}, []
+            for part, (slot, start, ids) in enumerate(parts):
+                need = ending[part].needs() if part in ending else None
+                pieces.append(Piece(by_slot[slot], slot, start, ids, need))
+                if part in ending and slot in drafts:
+                    pieces += pieces_of_draft(by_slot[slot], start + len(ids), drafts[slot])
+            logits = iter(run_pieces(model, cache, pieces))
             for slot, start, ids in parts:
                 by_slot[slot].computed = start + len(ids)
             chunks = []
-            for row, token_logits in zip(ending, logits.tokens, strict=True):
+            for row in ending.values():
                 group, computed = followers.pop(row.slot, []), row.computed
                 if group:
                     cache.copy([row.slot] * len(group), [each.slot for each in group], computed)
+                token_logits = next(logits)
                 for each in (row, *group):
                     each.computed = computed
                     chunks.append(each.accept(token_logits, stats))
+                if row.drafts is not None and not prefill:
+                    draft = drafts.get(row.slot, ())
+                    chunks += accept_drafts(row, draft, [next(logits) for _ in draft], stats)
             elapsed = time.perf_counter() - started
             if prefill:
                 stats.prefill_s += elapsed
@@ -143,3 +156,38 @@ def generate_chunks(
                 stats.decode_tokens += len(chunks)
             yield from chunks
         active = [row for row in rows if not row.finished]
+
+
+def propose_drafts(rows: Sequence[Continuation], step_tokens: int) -> dict[int, NDArray[np.int64]]:
+    """slot -> guessed tokens, of the rows that decode with drafts and have some. All fit in one step."""
+    drafts, room = {}, step_tokens - len(rows)
+    for row in rows:
+        if row.drafts is not None and row.chunks and row.context_tokens - row.computed == 1:
+            left = row.request.max_tokens - len(row.chunks) - 1  # after the token that this step gives anyway
+            draft = row.drafts.propose(row.ids, min(left, room))
+            if len(draft):
+                drafts[row.slot] = draft
+                room -= len(draft)
+    return drafts
+
+
+def pieces_of_draft(row: Continuation, position: int, draft: NDArray[np.int64]) -> list[Piece]:
+    """The guessed tokens, each with what the choice after it needs. position: of the first."""
+    return [Piece(row, row.slot, position + i, draft[i : i + 1], row.needs(draft[: i + 1])) for i in range(len(draft))]
+
+
+def accept_drafts(
+    row: Continuation, draft: NDArray[np.int64] | tuple[()], logits: Sequence[TokenLogits], stats: GenerationStats
+) -> list[StreamChunk]:
+    """The tokens after the one that the row has just chosen, as far as choices equal guesses.   logits: after each"""
+    chunks: list[StreamChunk] = []
+    for guess, token_logits in zip(draft, logits, strict=True):
+        if row.finished or row.chunks[-1].token_id != guess:
+            break
+        row.computed += 1
+        chunks.append(row.accept(token_logits, stats))
+    assert row.drafts is not None
+    row.drafts.learn(len(draft), len(chunks))
+    stats.drafted_tokens += len(draft)
+    stats.accepted_tokens += len(chunks)
+    return chunks

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, describe
 
 DEFAULT_MAX_TOKENS = 64
@@ -67,6 +68,8 @@ class SamplingParams:
     Number of texts, and what is reported:
     n: continuations of each prompt. The first equals that of n = 1; with beams, the n best, at most num_beams.
     logprobs: also report log probabilities of the k most likely tokens (`top_logprobs`); as vLLM's `logprobs`.
+    prompt_logprobs: also report the log probability of each prompt token, and those of the k most likely ones in its
+        place; as in vLLM. Needs overflow="error".
     echo: let `text` begin with the prompt, as the tokenizer decodes it.
 
     Search:
@@ -77,6 +80,10 @@ class SamplingParams:
     strategy: a function (token ids so far, logits (V,), numpy Generator) -> token id that replaces temperature and the
         limits.
     processors: functions (token ids so far, logits (V,)) -> logits (V,), after the rules above; -inf forbids a token.
+
+    Speed:
+    speculate: "lookup" guesses tokens that followed the same words earlier, a model with the same vocabulary guesses
+        its own; several are then verified in one pass (see `drafts.py`). The text stays the same, to the bit.
     """
 
     max_tokens: int | None = None
@@ -99,6 +106,7 @@ class SamplingParams:
     sink_tokens: int = 4
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
     bad_words: tuple[str, ...] = ()
     filter: tuple[str, ...] | Callable[[str], bool] = ()
@@ -111,6 +119,7 @@ class SamplingParams:
     early_stopping: bool | str = False
     strategy: Strategy | None = None
     processors: tuple[Processor, ...] = ()
+    speculate: str | LoadedModel | None = None
 
     def __post_init__(self) -> None:
         for name, number in _NUMBERS.items():
@@ -140,11 +149,14 @@ class SamplingParams:
             raise GenerationError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}")
         if len(self.guides) > 1:
             raise GenerationError(f"{' and '.join(self.guides)}: the text can be guided by one of them only")
+        if self.prompt_logprobs is not None and self.overflow != "error":
+            raise GenerationError(f"prompt_logprobs: need the whole prompt, which overflow={self.overflow!r} may cut")
         if self.num_beams == 1:
             return
         if self.n > self.num_beams:
             raise GenerationError(f"n: expected at most num_beams, {self.num_beams}, got {self.n}")
-        allowed = {"temperature": (0,), "strategy": (None,), "stop": ((),), "filter": ((),)}
+        none = {"strategy": (None,), "speculate": (None,), "prompt_logprobs": (None,)}
+        allowed = {"temperature": (0,), "stop": ((),), "filter": ((),), **none}
         for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
             if (value := getattr(self, name)) not in values:
                 raise GenerationError(
@@ -200,6 +212,7 @@ class SamplingOptions(TypedDict, total=False):
     num_return_sequences: int
     logprobs: int | None
     top_logprobs: int | None
+    prompt_logprobs: int | None
     echo: bool
     bad_words: str | Sequence[str]
     filter: str | Sequence[str] | Callable[[str], bool]
@@ -212,6 +225,7 @@ class SamplingOptions(TypedDict, total=False):
     early_stopping: bool | str
     strategy: Strategy | None
     processors: Sequence[Processor]
+    speculate: str | LoadedModel | None
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -301,6 +315,7 @@ _NUMBERS = {
     "seed": Number(0, 2**64 - 1, whole=True, optional=True),
     "n": Number(1, 1024, whole=True),
     "logprobs": Number(0, 1024, whole=True, optional=True),
+    "prompt_logprobs": Number(0, 1024, whole=True, optional=True),
     "num_beams": Number(1, 1024, whole=True),
     "temperature": Number(1e-100, 1e100, or_zero=True),
     "top_p": Number(0, 1, above=True),
@@ -317,7 +332,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-_STRINGS = "non-empty strings"
+_STRINGS, _DRAFTERS = "non-empty strings", '"lookup" or a loaded model'
 _LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("stop", "bad_words", "guided_choice", "filter"), (_is_text, _STRINGS)),
     "stop_token_ids": (Number(0, whole=True).accepts, "token ids"),
@@ -329,6 +344,7 @@ _CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),
     "early_stopping": (lambda v: isinstance(v, bool) or (_is_text(v) and v == "never"), 'True, False or "never"'),
     "overflow": (lambda v: _is_text(v) and v in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "speculate": (lambda v: v is None or isinstance(v, LoadedModel) or (_is_text(v) and v == "lookup"), _DRAFTERS),
     "strategy": (lambda v: v is None or callable(v), "a function (token_ids, logits, rng) -> token id"),
 }
 

@@ -90,6 +90,8 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0  # from the first new token to the last
     decode_tokens: int = 0  # new tokens that took a step of their own: all but the first of each row
+    drafted_tokens: int = 0  # guessed, with `speculate`
+    accepted_tokens: int = 0  # of them, those that became text: each saved a step
     screened_tokens: int = 0  # new tokens chosen without computing all logits
     dropped_tokens: int = 0  # by `overflow`
     recomputed_tokens: int = 0  # kept by `overflow`, but computed again
@@ -116,7 +118,7 @@ class GenerationStats:
         )
 
 
-@lazy_fields("logprobs", "top_logprobs")
+@lazy_fields("logprobs", "top_logprobs", "prompt_logprobs")
 @dataclass(frozen=True, repr=False)
 class Generation:
     """The continuation of one prompt: `text` and `token_ids`, without the prompt (but see `echo`).
@@ -124,6 +126,7 @@ class Generation:
     `token_ids` includes an end token; `text` has no end token, no stop string and nothing that was filtered.
     `logprobs` are the natural logarithms of the chosen tokens' probabilities in the model's own distribution, and
     `top_logprobs` those of the most likely tokens at each position, with `logprobs=k`; see `StreamChunk`.
+    `prompt_logprobs` are the same for the tokens of the prompt, with `prompt_logprobs=k`; None for the first.
     """
 
     text: str
@@ -134,6 +137,7 @@ class Generation:
     stats: GenerationStats
     stop_reason: str | int | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     score: float | None = None  # of a beam: its log probability with the length penalty
     overflows: list[Overflow] = field(default_factory=list)  # where `overflow` dropped tokens
 

@@ -7,7 +7,8 @@ tokens depend on its own logits only, not on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from itertools import pairwise
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,10 @@ from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import GenerationError, TokenizerError, describe
-from ..reference.cache import TokenIds
+from ..reference.cache import KVCache, TokenBatch, TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
+from .drafts import Drafts, LookupDrafts, ModelDrafts
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import BannedWords, Rules
@@ -80,6 +82,16 @@ class Request:
         total = len(self.prompt) + self.max_tokens
         return min(total, self.window.size) if self.window.moves else total
 
+    def drafts(self) -> Drafts | None:
+        """What guesses tokens for one continuation, with the parameter `speculate`.
+
+        None where the cache cannot go back: a moving window, the states of DeltaNet layers.
+        """
+        speculate, model = self.params.speculate, self.model
+        if speculate is None or self.window.moves or model.config.delta is not None:
+            return None
+        return LookupDrafts() if isinstance(speculate, str) else ModelDrafts(model, speculate, self.capacity)
+
     def rules(self) -> tuple[Rules, Constraint | None]:
         """The processors for one continuation; and the constraint among them, which knows when the text is complete."""
         constraint = None if self._constraint is None else self._constraint.copy()
@@ -113,11 +125,14 @@ class Continuation:
     """
 
     def __init__(self, request: Request, slot: int, choice: int = 0) -> None:
-        self.request, self.slot, self.cached, self.computed = request, slot, 0, 0
+        self.request, self.slot, self.choice, self.cached, self.computed = request, slot, choice, 0, 0
         self.rules, self.constraint = request.rules()
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
+        self.drafts = request.drafts() if self.constraint is None else None
         self.logprobs = Logprobs(request.params.logprobs or 0)
+        self._prompt_logprobs = Logprobs(request.params.prompt_logprobs or 0)
+        self.scored = 0  # tokens of the prompt whose next token has its log probability
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
         self.chunks: list[StreamChunk] = []
@@ -156,9 +171,13 @@ class Continuation:
         """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
         return self.slot, self.computed, self.context[self.computed :]
 
-    def needs(self) -> tuple[int | None, Ids]:
-        """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change."""
-        k, moved = self.request.candidates_needed, self.rules.moved(self.ids)
+    def needs(self, drafted: NDArray[np.int64] | None = None) -> tuple[int | None, Ids]:
+        """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change.
+
+        drafted: tokens that are taken to follow before that choice.
+        """
+        ids = self.ids if drafted is None or not len(drafted) else np.concatenate([self.ids, drafted])
+        k, moved = self.request.candidates_needed, self.rules.moved(ids)
         if k is None or moved is None:
             return None, ()
         ids = np.asarray(moved, dtype=np.int64) if len(moved) == 0 else np.asarray(moved)
@@ -168,6 +187,25 @@ class Continuation:
         ):
             raise GenerationError(f"processors: expected token ids of `moves`, got {describe(ids.tolist())}")
         return k + len(ids), ids
+
+    def to_score(self, start: int, count: int) -> int:
+        """How many of these tokens of the context show the log probability of a prompt token, for the first time."""
+        if self.request.params.prompt_logprobs is None or self.choice > 0:
+            return 0
+        return max(0, min(start + count, len(self.request.prompt) - 1) - max(start, self.scored))
+
+    def score(self, logits: TokenLogits) -> None:
+        """Note the log probability of the prompt's next token."""
+        self.scored += 1
+        self._prompt_logprobs.add(int(self._ids[self.scored]), logits, None)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """Of each prompt token, once computed: {token id: ln p} of the most likely ones, and its own. None for all but
+        the first of the n continuations."""
+        if self.request.params.prompt_logprobs is None or self.choice > 0:
+            return None
+        return [None, *(self._prompt_logprobs[index][1] for index in range(self.scored))]
 
     def accept(self, logits: TokenLogits, stats: GenerationStats) -> StreamChunk:
         """Choose the next token from its logits and decide whether it is the last."""
@@ -252,12 +290,50 @@ class Continuation:
             stats=stats,
             stop_reason=last.stop_reason,
             top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", tops),
+            prompt_logprobs=cast("list[dict[int, float] | None]", lambda: self.prompt_logprobs),
             overflows=Overflow.of(self.chunks),
         )
 
 
 def _count(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
+
+
+class Piece(NamedTuple):
+    """Some next tokens of a row. need: of `Continuation.needs`, if they end its context, else None."""
+
+    row: Continuation
+    slot: int
+    start: int
+    ids: TokenIds
+    need: tuple[int | None, Ids] | None
+
+
+def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> list[TokenLogits]:
+    """One pass over the pieces, which also scores prompts.   -> the logits at the end of those that have a `need`"""
+    parts: list[tuple[int, int, TokenIds]] = []
+    wanted: list[tuple[int, Continuation | None, tuple[int | None, Ids] | None]] = []  # part, its row to score, need
+    for row, slot, start, ids, need in pieces:
+        scored = row.to_score(start, len(ids))
+        first = max(start, row.scored) - start
+        cuts = [0, *range(first + 1, first + scored + 1), len(ids)] if scored else [0, len(ids)]  # a part ends at each
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            if begin == end:
+                continue
+            if number < scored:
+                wanted.append((len(parts), row, None))
+            elif need is not None:
+                wanted.append((len(parts), None, need))
+            parts.append((slot, start + begin, ids[begin:end]))
+    batch = TokenBatch.of(parts, logits_of_last=[part for part, _, _ in wanted])
+    logits = model.run(batch, cache, [need for _, _, need in wanted]).tokens
+    ends = []
+    for (_, row_to_score, _), token_logits in zip(wanted, logits, strict=True):
+        if row_to_score is None:
+            ends.append(token_logits)
+        else:
+            row_to_score.score(token_logits)
+    return ends
 
 
 def split_into_steps(

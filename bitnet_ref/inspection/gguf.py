@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions
-from ..formats.gguf.blocks import DEQUANTIZABLE, TERNARY_TYPES, dequantize
+from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, TERNARY_TYPES, dequantize
 from ..formats.gguf.config import ARCHITECTURES, read_gguf_config
 from ..formats.gguf.evidence import block_linears, check_dialect
 from ..formats.gguf.file import GgufFile, GgufTensor, Typed
@@ -94,7 +94,7 @@ class GgufInspector(Inspector):
         return f"{gguf_name(name)}.weight"
 
     def table_dtypes(self) -> tuple[str, ...]:
-        return DEQUANTIZABLE
+        return (*DEQUANTIZABLE, *BY_PACKAGE)
 
     def table_blocks(self, checkpoint: GgufCheckpoint, tensor: str) -> Iterator[NDArray]:
         stored = checkpoint.file.tensors[tensor]

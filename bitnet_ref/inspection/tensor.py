@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..errors import BackendUnavailable, BitNetRefError, ConfigError, printable
 from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
-from ..formats.gguf.blocks import DEQUANTIZABLE, dequantize
+from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, dequantize
 from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
 from ..formats.names import gguf_name, hf_module, hf_modules
 from ..formats.onnx.file import OnnxFile
@@ -139,7 +139,11 @@ def _read_gguf(path: Path, name: str) -> tuple[str, NDArray[Any]]:
         if dtype in PLAIN_DTYPES:
             return dtype, file.read(name)
         raw = file.read_raw(name)
-    return (dtype, dequantize(raw, dtype, shape)) if dtype in DEQUANTIZABLE else (f"{dtype}, its bytes", raw)
+    return (
+        (dtype, dequantize(raw, dtype, shape))
+        if dtype in (*DEQUANTIZABLE, *BY_PACKAGE)
+        else (f"{dtype}, its bytes", raw)
+    )
 
 
 def _read_onnx(file: Any, name: str) -> tuple[str, NDArray[Any]]:

@@ -17,7 +17,7 @@ ACTIVATIONS = {"relu2": "relu(gate)^2 * up", "silu": "silu(gate) * up", "gelu_ta
 _OTHER_SPELLINGS = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' names of them
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")  # as transformers calls them
 POOLINGS = ("last", "mean")
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def _require(condition: bool, field: str, expected: str, got: Any) -> None:
@@ -30,7 +30,7 @@ def _require(condition: bool, field: str, expected: str, got: Any) -> None:
 _ADDED_FIELDS = {
     *("int8_activations", "o_proj_bias", "qk_norms", "post_norms", "layer_types", "local_rope", "query_scale"),
     *("embedding_scale", "residual_scale", "head_scale", "logit_softcap", "pooling", "rotary_dim", "output_gate"),
-    "delta",
+    *("delta", "long_factors", "short_factors"),
 }
 LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
 
@@ -67,6 +67,8 @@ class RopeConfig:
     - dynamic (NTK): theta grows with the position once it passes `original_max_position_embeddings`.
     - llama3: long wavelengths divided by `factor`, short ones kept, a ramp in between.
     - yarn: a ramp between `beta_fast` and `beta_slow` rotations; cos and sin are also scaled by `attention_factor`.
+    - longrope: each frequency divided by its own number, of `short_factors` up to the trained context and of
+      `long_factors` beyond it; cos and sin are also scaled by `attention_factor`.
 
     Source: transformers, modeling_rope_utils.py.
     """
@@ -81,6 +83,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    long_factors: tuple[float, ...] = ()  # of longrope, (d/2,)
+    short_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.rope_type in ROPE_TYPES, "rope.rope_type", f"one of {', '.join(ROPE_TYPES)}", self.rope_type)
@@ -88,7 +92,12 @@ class RopeConfig:
         for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             _require_number(f"rope.{name}", getattr(self, name))
         _require_bool("rope.truncate", self.truncate)
-        if self.rope_type in ("dynamic", "llama3", "yarn"):
+        for name in ("long_factors", "short_factors"):
+            factors = getattr(self, name)
+            _require(bool(factors) == (self.rope_type == "longrope"), f"rope.{name}", "numbers with longrope", factors)
+            for each in factors:
+                _require_number(f"rope.{name}", each)
+        if self.rope_type in ("dynamic", "llama3", "yarn", "longrope"):
             _require_int("rope.original_max_position_embeddings", self.original_max_position_embeddings)
         if self.rope_type == "dynamic":
             _require(self.factor >= 1.0, "rope.factor", "a factor >= 1", self.factor)
@@ -99,6 +108,11 @@ class RopeConfig:
                 f"more than low_freq_factor ({self.low_freq_factor})",
                 self.high_freq_factor,
             )
+
+
+def longrope_scale(factor: float, original: int) -> float:
+    """What longrope scales cos and sin by unless the model says otherwise: sqrt(1 + ln(factor) / ln(original))."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
@@ -251,6 +265,10 @@ class ModelConfig:
             _require_int("partial_rotary_factor", self.rotary_dim, low=2)
             fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
             _require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
+        for rope in (self.rope, self.rope_of_sliding):
+            if rope.rope_type == "longrope":
+                pairs, lengths = self.rotary_size // 2, [len(rope.long_factors), len(rope.short_factors)]
+                _require(lengths == [pairs, pairs], "rope.long_factors", f"{pairs} numbers, and as many short", lengths)
         if "dynamic" in (self.rope.rope_type, self.rope_of_sliding.rope_type):
             _require(self.head_dim > 2, "head_dim", "more than 2 with dynamic RoPE", self.head_dim)
         for key, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
@@ -362,7 +380,11 @@ class ModelConfig:
         values = _exact_fields(cls, raw, "")
         for name in ("rope", "local_rope"):
             if name == "rope" or values.get(name) is not None:
-                values[name] = RopeConfig(**_exact_fields(RopeConfig, values[name], f"{name}."))
+                inner = _exact_fields(RopeConfig, values[name], f"{name}.")
+                for key in ("long_factors", "short_factors"):
+                    _require(isinstance(inner.get(key, []), list), f"{name}.{key}", "a list", inner.get(key))
+                    inner[key] = tuple(inner.get(key, ()))
+                values[name] = RopeConfig(**inner)
         if values.get("delta") is not None:
             values["delta"] = DeltaConfig(**_exact_fields(DeltaConfig, values["delta"], "delta."))
         if values["quantization"] is not None:

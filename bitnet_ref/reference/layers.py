@@ -97,11 +97,17 @@ def softcap(logits: NDArray, cap: float) -> NDArray:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, position: int = 0) -> NDArray[np.float64]:
-    """Radians a position, for each of the d/2 pairs.   -> (d/2,) float64.  `position` matters to dynamic RoPE only."""
+    """Radians a position, for each of the d/2 pairs.   -> (d/2,) float64
+
+    `position` matters to dynamic and longrope only.
+    """
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inv_freq = rope.theta**-exponent
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
+    if rope.rope_type == "longrope":  # as with dynamic, by the length that this token sees
+        is_long = position >= rope.original_max_position_embeddings
+        return inv_freq / np.array(rope.long_factors if is_long else rope.short_factors)
     if rope.rope_type == "dynamic":
         # The base grows with the length seen *by this token*. transformers takes the longest length in the call for
         # all of its tokens, so there a prompt fed at once differs from the same prompt fed token by token; here the
@@ -138,12 +144,12 @@ def rope_tables(positions: NDArray, rope: RopeConfig, head_dim: int, dtype: type
 
     The angles are computed in float64 and rounded once: at position 4096 a float32 angle is already off by 2e-4.
     """
-    if rope.rope_type == "dynamic":
+    if rope.rope_type in ("dynamic", "longrope"):
         inv_freq = np.stack([rope_frequencies(rope, head_dim, int(p)) for p in positions])  # (N, d/2)
     else:
         inv_freq = rope_frequencies(rope, head_dim)  # (d/2,)
     angles = positions[:, None].astype(np.float64) * inv_freq
-    factor = rope.attention_factor if rope.rope_type == "yarn" else 1.0
+    factor = rope.attention_factor if rope.rope_type in ("yarn", "longrope") else 1.0
     return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
 
 

@@ -152,14 +152,25 @@ def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
     k = w.shape[1]
     divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
     sizes = sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
-    magnitude = w.view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)  # ordered as |w|
-    group = next((size for size in sizes if _is_grouped(magnitude, size)), None)
-    if group is None or not magnitude.any():
+    step = max(1, _BLOCK_VALUES // max(1, k))
+    blocks = [slice(start, start + step) for start in range(0, len(w), step)]  # so that no copy of all of w is made
+    group = next((size for size in sizes if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None)
+    if group is None:
         return None
     starts = np.arange(0, k, group)
-    scales = np.maximum.reduceat(magnitude, starts, axis=1).astype(f"u{w.itemsize}").view(w.dtype)
-    packed = pack_ternary(np.where(magnitude == 0, 0, np.where(np.signbit(w), -1, 1)).astype(np.int8))
-    return packed, scales, group
+    packed = np.empty((len(w), -(-k // CODES_PER_BYTE)), dtype=np.uint8)
+    scales = np.empty((len(w), len(starts)), dtype=w.dtype)
+    for part in blocks:
+        magnitude = _magnitude(w[part])
+        scales[part] = np.maximum.reduceat(magnitude, starts, axis=1).astype(magnitude.dtype).view(w.dtype)
+        signs = np.where(np.signbit(w[part]), np.int8(-1), np.int8(1))
+        packed[part] = pack_ternary(np.where(magnitude == 0, np.int8(0), signs))
+    return (packed, scales, group) if scales.astype(np.float32).any() else None
+
+
+def _magnitude(w: NDArray) -> NDArray:
+    """The bits of |w| as integers, which are ordered as |w|."""
+    return np.ascontiguousarray(w).view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)
 
 
 def _is_grouped(magnitude: NDArray, group: int) -> bool:

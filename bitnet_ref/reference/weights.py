@@ -351,7 +351,8 @@ def plain_weights(w: ModelWeights) -> ModelWeights:
         plain: dict[str, Any] = {name: _plain(weight) for name, weight in layer.linears()}
         layers.append(replace(layer, **plain))
     head = _plain(w.lm_head)
-    embedding = head if w.tied and isinstance(head, GroupTernaryWeight) else w.embedding
+    embedding = head if w.tied else _plain(w.embedding)
+    assert isinstance(embedding, EmbeddingWeight)
     return replace(w, layers=tuple(layers), embedding=embedding, lm_head=head)
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, closing
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, closing
+from dataclasses import replace
 from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, GenerationError, QueueFull
+from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
@@ -86,9 +88,15 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         return self._submit(prompt, priority, timeout_s, self.config.params(params))
 
     def _submit(
-        self, prompt: Prompt, priority: int, timeout_s: float | None, params: SamplingParams, wanted: str | None = None
+        self,
+        prompt: Prompt,
+        priority: int,
+        timeout_s: float | None,
+        params: SamplingParams,
+        wanted: str | None = None,
+        choice: int | None = None,
     ) -> RequestHandle:
-        """wanted: as of `Ticket`."""
+        """wanted, choice: as of `Ticket`."""
         check_process(self._worker.process)
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
@@ -101,7 +109,8 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(
-            *(next(self._numbers), request, priority, timeout_s, self.model.backend.name, self.config.max_unread)
+            *(next(self._numbers), request, priority, timeout_s, self.model.backend.name, self.config.max_unread),
+            choice,
         )
         ticket.stats.describe(self.cache)
         ticket.wanted = wanted
@@ -120,6 +129,42 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         sampling = self.config.params(params)
         check_streamable(sampling)
         return self._submit(prompt, priority, timeout_s, sampling, "chunks")
+
+    @expand_params
+    def streams(
+        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
+    ) -> list[RequestHandle]:
+        """`submit` for the n continuations of a prompt, each to read on its own: chunk by chunk, or as a result. They
+        equal the list that `submit` gives. `prompt_logprobs` are those of the first."""
+        sampling, handles = self.config.params(params), list[RequestHandle]()
+        with ExitStack() as stack:
+            for choice in range(sampling.n):
+                handles.append(self._submit(prompt, priority, timeout_s, sampling, choice=choice))
+                stack.callback(handles[-1].close)
+            stack.pop_all()
+        return handles
+
+    @expand_params
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **params: Unpack[SamplingOptions],
+    ) -> RequestHandle:
+        """`stream` for the reply to a conversation, in the form of the model's chat template. It uses the pages of
+        earlier turns again. tools, chat_template: see `apply_chat_template`. max_tokens: by default 512, or what fits.
+        """
+        tokenizer = self.model.tokenizer
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, tools=tools, chat_template=chat_template)
+        sampling = self.config.params(params)
+        if sampling.max_tokens is None:
+            sampling = replace(sampling, max_tokens=default_reply_tokens(self.model, len(ids), sampling))
+        check_streamable(sampling)
+        return self._submit(ids, priority, timeout_s, sampling, "chunks")
 
     @expand_params
     def generate(

@@ -124,6 +124,8 @@ class EngineConfig:
             raise GenerationError(
                 f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
             )
+        if params.speculate is not None:
+            raise GenerationError("speculate: the engine takes no drafts; use model.generate or model.stream")
         limit = min(self.max_batch, self.max_queue)
         if params.n > limit:
             raise GenerationError(f"n: expected at most {limit}, as max_batch and max_queue say, got {params.n}")

@@ -7,7 +7,7 @@ same to Prometheus.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,31 @@ class EngineMetrics:
             family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name][1], labels=labels)
             family.add_metric(values, histogram.cumulative(), histogram.sum)
             yield family
+
+
+def render_metrics(engines: Sequence[EngineMetrics]) -> tuple[bytes, str]:
+    """The metrics of several engines, and of this process, as text for Prometheus; and its content type.
+
+    Raises BackendUnavailable without prometheus_client.
+    """
+    _registry(None)
+    from prometheus_client import CollectorRegistry, ProcessCollector
+    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+    class Together:
+        def collect(self) -> Iterator[Metric]:
+            families: dict[str, Metric] = {}
+            for metric in (metric for engine in engines for metric in engine.collect()):
+                if metric.name in families:
+                    families[metric.name].samples += metric.samples
+                else:
+                    families[metric.name] = metric
+            yield from families.values()
+
+    registry = CollectorRegistry()
+    registry.register(Together())
+    ProcessCollector(registry=registry)
+    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 def _registry(given: CollectorRegistry | None) -> CollectorRegistry:

@@ -48,9 +48,10 @@ class PagePool:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def open(self, ids: NDArray[np.int64]) -> Lease:
-        """A lease for a sequence that begins with these tokens. It already holds the indexed pages."""
-        lease = Lease(self)
+    def open(self, ids: NDArray[np.int64], computes_all: bool = False) -> Lease:
+        """A lease for a sequence that begins with these tokens. It already holds the indexed pages, unless it has to
+        compute all of its tokens itself."""
+        lease = Lease(self, computes_all)
         lease.adopt(ids)
         return lease
 
@@ -102,8 +103,8 @@ class PagePool:
 class Lease:
     """The pages of one sequence, in order. `changed` is set when they change; the reader clears it."""
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    def __init__(self, pool: PagePool, computes_all: bool = False) -> None:
+        self.pool, self.adopts = pool, pool.share and not computes_all
         self.pages: list[int] = []
         self.published = 0  # the first pages, as many as are indexed
         self.changed = True
@@ -115,7 +116,7 @@ class Lease:
         is left to compute, for its logits.
         """
         size, computed = self.pool.page_size, self.published * self.pool.page_size if computed is None else computed
-        if not self.pool.share or computed != self.published * size:
+        if not self.adopts or computed != self.published * size:
             return computed
         while (self.published + 1) * size < len(ids):
             page = self.pool.index.get(self._key(ids, self.published))
@@ -133,7 +134,7 @@ class Lease:
     def next_key(self, ids: NDArray[np.int64], computed: int) -> Key | None:
         """The key of the next page to compute; None if the page will not be indexed."""
         size = self.pool.page_size
-        if not self.pool.share or computed != self.published * size or computed + size >= len(ids):
+        if not self.adopts or computed != self.published * size or computed + size >= len(ids):
             return None
         return self._key(ids, self.published)
 

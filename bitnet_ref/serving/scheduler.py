@@ -147,7 +147,8 @@ class Scheduler:
         while self.waiting and self._slots:
             job = self.waiting[0]
             ids, is_new = job.row.context, job.lease is None
-            lease = job.lease = job.lease or self.pool.open(ids)
+            scores = job.row.to_score(0, len(ids)) > 0  # only tokens that it computes itself
+            lease = job.lease = job.lease or self.pool.open(ids, scores)
             if is_new:
                 job.row.computed = len(lease.pages) * self.pool.page_size
             # Pages for its tokens and one more, besides those that running jobs need

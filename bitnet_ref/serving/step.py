@@ -19,8 +19,8 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
+from ..generation.sequence import Piece, run_pieces
 from ..notebook.figures import StepPart
-from ..reference.cache import TokenBatch, TokenIds
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
@@ -61,9 +61,8 @@ class Stepper:
         """
         if not pieces:
             return True
-        needs = [need for piece in pieces if piece.ends and (need := asked[piece.job]) is not None]
         try:
-            logits = self._forward(copies, pieces, needs)
+            logits = self._forward(copies, pieces, asked)
         except BaseException as error:
             if isinstance(error, DeviceError) and self.recover(error):
                 return False
@@ -94,22 +93,25 @@ class Stepper:
             return None
 
     def _forward(
-        self, copies: Sequence[tuple[int, int]], pieces: Sequence[PlannedPiece], needs: Sequence[tuple[int | None, Ids]]
+        self,
+        copies: Sequence[tuple[int, int]],
+        pieces: Sequence[PlannedPiece],
+        asked: Mapping[Job, tuple[int | None, Ids] | None],
     ) -> list[TokenLogits]:
         """Run the model on the pieces, with logits at the last tokens of those that end a context."""
         cache = self.cache
         cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
-        parts: list[tuple[int, int, TokenIds]] = []
-        for job, slot, start, count, _ in pieces:
+        parts: list[Piece] = []
+        for job, slot, start, count, ends in pieces:
             lease = job.lease
             assert lease is not None
             if lease.changed:
                 cache.page_table[slot, : len(lease.pages)] = lease.pages
                 cache.page_table[slot, len(lease.pages) :] = NO_PAGE
                 lease.changed = False
-            parts.append((slot, start, job.row.context[start : start + count]))
-        wanted = [index for index, piece in enumerate(pieces) if piece.ends]
-        return self.model.run(TokenBatch.of(parts, logits_of_last=wanted), cache, needs).tokens
+            need = asked[job] if ends else None
+            parts.append(Piece(job.row, slot, start, job.row.context[start : start + count], need))
+        return run_pieces(self.model, cache, parts)
 
     def _accept(self, job: Job, logits: TokenLogits) -> None:
         ticket: Ticket = job.ticket

@@ -65,16 +65,25 @@ class Ticket:
     """One request in the engine and its n rows. The user's thread creates it; then only the engine's thread uses it."""
 
     def __init__(
-        self, number: int, request: Request, priority: int, timeout_s: float | None, backend: str, max_unread: int
+        self,
+        number: int,
+        request: Request,
+        priority: int,
+        timeout_s: float | None,
+        backend: str,
+        max_unread: int,
+        choice: int | None = None,
     ) -> None:
+        """choice: which one of the request's n continuations this ticket is for; None: all of them."""
         self.number, self.request, self.timeout_s, self.max_unread = number, request, timeout_s, max_unread
         self.arrival_s = time.perf_counter()
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
-        self.rows = [Continuation(request, slot=-1, choice=choice) for choice in range(request.params.n)]
+        choices = range(request.params.n) if choice is None else (choice,)
+        self.rows = [Continuation(request, slot=-1, choice=each) for each in choices]
         seen = self.rows[0].context_tokens
         self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
         self.jobs = [
-            Job(row, self.arrival_s, (number, choice), priority, ticket=self) for choice, row in enumerate(self.rows)
+            Job(row, self.arrival_s, (number, index), priority, ticket=self) for index, row in enumerate(self.rows)
         ]
         self.outbox = Outbox()
         self.start_s: float | None = None
@@ -151,6 +160,21 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     @property
     def stats(self) -> GenerationStats:
         return self._ticket.stats
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, as in `Generation`."""
+        return self._ticket.request.given.tolist()
+
+    @property
+    def echo(self) -> str:
+        """What the text begins with, by the parameter `echo`: the prompt."""
+        return self._ticket.rows[0].echo
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """As in `Generation`; complete when the first chunk is there."""
+        return self._ticket.rows[0].prompt_logprobs
 
     @property
     def done(self) -> bool:

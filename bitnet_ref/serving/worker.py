@@ -325,7 +325,14 @@ class Worker:
         self._deliveries.append((ticket, None))
         ticket.ended = True
         self.metrics.end(reason)
-        self.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - ticket.arrival_s)
+        seconds, stats = time.perf_counter() - ticket.arrival_s, ticket.stats
+        self.metrics.observe("e2e_request_latency_seconds", seconds)
+        first_s = None if ticket.first_token_s is None else round(ticket.first_token_s - ticket.arrival_s, 4)
+        log.info(
+            "request %d ended (%s) after %.3f s: %d prompt tokens, %d of them cached, %d new; first token after %s s",
+            *(ticket.number, reason, seconds, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens),
+            first_s,
+        )
         with self._lock:
             del self._alive[ticket.number]
             if ticket.start_s is None:
@@ -385,6 +392,11 @@ class Worker:
         seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler
         metrics.observe("engine_step_seconds", seconds)
         metrics.add("engine_steps")
+        log.debug(
+            "step %d, %.4f s: requests and tokens %s; %d wait",
+            *(metrics.counters["engine_steps"], seconds),
+            *([(piece.job.ticket.number, piece.tokens) for piece in plan.pieces], self._in_queue),
+        )
         metrics.add("generation_tokens", sum(piece.ends for piece in plan.pieces))
         metrics.counters["prefix_cache_queries"] = scheduler.asked_tokens
         metrics.counters["prefix_cache_hits"] = scheduler.cached_tokens

@@ -17,7 +17,7 @@ from ..errors import TokenizerError
 from .files import check_unicode
 from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
-from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, copy_messages
+from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, compile_template, copy_messages
 
 MAX_TOKEN_CHARACTERS = 1 << 14  # the longest published ones have about 500
 MAX_DECODED_BYTES = 1 << 29
@@ -144,25 +144,49 @@ class Tokenizer(ABC):
 
     @overload
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tokenize: Literal[False] = ...
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tokenize: Literal[False] = ...,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        chat_template: str | None = ...,
+        variables: Mapping[str, Any] | None = ...,
     ) -> str: ...
 
     @overload
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, tokenize: Literal[True]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: Literal[True],
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        chat_template: str | None = ...,
+        variables: Mapping[str, Any] | None = ...,
     ) -> list[int]: ...
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tokenize: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tokenize: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str | list[int]:
         """A conversation in the form that the model was trained on, ready for its next reply.
 
         messages: dicts with `role` and `content`, both str. Returns text, or with `tokenize` its ids. The template
         writes BOS itself if the model needs one, so the ids get no other. (`encode(text)` would not add it twice.)
+        tools: functions that the model may call, as in OpenAI's API. chat_template: Jinja source, instead of the
+        model's own. variables: others that the template reads, like `enable_thinking`.
         Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
         """
         messages = copy_messages(messages)
-        if self._compiled_template is None:
+        template = self._compiled_template if chat_template is None else compile_template(chat_template)
+        if template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template, which says how the model expects a conversation: "
                 "write the prompt yourself and use encode(), or put a chat_template.jinja beside the tokenizer",
@@ -172,7 +196,9 @@ class Tokenizer(ABC):
         for key, number in (("bos_token", self.bos_id), ("eos_token", next(iter(self.eos_ids), None))):
             names[key] = self._token(number) if names[key] is None and number is not None else names[key]
         specials = {key: token for key, token in names.items() if token is not None}
-        text = self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt, **specials)
+        text = template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables, **specials
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def __repr__(self) -> str:

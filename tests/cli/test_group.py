@@ -30,6 +30,8 @@ def test_version_and_help():
     assert list(cli.commands) == [
         "generate",
         "chat",
+        "serve",
+        "embed",
         "inspect",
         *models,
         "bench",

@@ -107,3 +107,12 @@ def test_inspect_no_such_tensor():
     assert result.exit_code == 2
     assert "near it are" in result.stderr
     assert "blocks.2.mlp.down_proj" in result.stderr
+
+
+def test_inspect_says_once_what_layers_have_in_common(tmp_path):
+    """A file without a config.json beside it: 2 layers of 9 tensors, on 9 lines."""
+    folder = write_checkpoint(tmp_path / "m", BITNET, tiny_tensors(BITNET))
+    (folder / "config.json").unlink()
+    lines = invoke("inspect", folder / "model.safetensors").stdout.splitlines()
+    assert sum("q_proj.weight " in line for line in lines) == 1
+    assert any(line.startswith("model.layers.*.self_attn.q_proj.weight  ") and " 2 " in line for line in lines)

@@ -413,3 +413,35 @@ def test_token_parity_uses_the_prompts():
     config = model("storyteller").config
     assert "another tokenizer" in token_parity([1, 5, 6], [1, 5, 7], config, ("a b", "a b"))
     assert "chat template" in token_parity([1, 5, 6], [1, 5, 7], config, ("a b", "User: a b"))
+
+
+# -- what another engine may do ----------------------------------------------------------------------------------------
+
+
+def test_halves_of_another_engine_may_fall_either_way_but_not_all_one_way():
+    from bitnet_ref.crossval.flips import judge_flips
+
+    m = model(GOLDEN / "bitnet-packed-offline")
+    linear, source = "blocks.0.attn.q_proj", "blocks.0.ln1.hook_normalized"
+    x = np.full((2, 64), 0.5, dtype=np.float32) * np.arange(1, 65, 2)[:32].repeat(2) / 64
+    x[:, 0] = 127 / 64  # the scale is 64
+    runs = {source: x}
+    mine = np.rint(x * 64).astype(np.int8)
+    up, places = np.floor(x * 64 + 0.5).astype(np.int8), np.ones(2, dtype=bool)
+    one = mine.copy()
+    one[0, np.flatnonzero(up[0] != mine[0])[0]] += 1
+
+    def judge(theirs, own_engine):
+        return judge_flips(runs, runs, linear, m.config, 0, places, mine, theirs, own_engine).unexplained
+
+    assert judge(one, own_engine=False) is None
+    assert judge(one, own_engine=True) is not None
+    assert judge(up, own_engine=False) is not None  # more than TIES_IN_A_ROW, all upwards
+
+
+def test_float32_angles_of_another_engine_drift_with_the_position():
+    from bitnet_ref.crossval.tolerances import EPSILON, angle_drift
+
+    assert not angle_drift("embedding", 0, 9).any()
+    assert not angle_drift("norm", None, 9).any()
+    assert angle_drift("rope", None, 9)[8] == angle_drift("logits", 3, 9)[8] == 32 * EPSILON

@@ -168,6 +168,13 @@ CASES = {
 }
 
 # inv_freq of published settings: (rope_parameters, head_dim, max_position_embeddings, length of the call)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.7, 2.9, 4.5, 8.0, 16.5, 30.0, 32.0],
+}
 ROPE_TABLES = {
     "2B-4T": ({"rope_type": "default", "rope_theta": 500000.0}, 128, 4096, None),
     "Llama-3.1-8B": (
@@ -209,6 +216,9 @@ ROPE_TABLES = {
     ),
     "dynamic-short": ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, 128, 4096, 4096),
     "dynamic-long": ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, 128, 4096, 6001),
+    "longrope-short": (LONGROPE, 16, 131072, 4096),
+    "longrope-long": ({**LONGROPE, "factor": 8.0}, 16, 131072, 4097),
+    "longrope-scaled": ({**LONGROPE, "attention_factor": 1.5}, 16, 4096, 5000),
 }
 
 

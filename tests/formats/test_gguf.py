@@ -384,7 +384,7 @@ def test_no_file_and_a_folder(tmp_path):
 
 
 def test_a_type_of_unknown_size_reaches_to_the_next_tensor(tmp_path):
-    infos = [info("late", (8,), 0, 96), info("tl1", (16, 16), 38, 0), info("tl2", (16,), 39, 128)]
+    infos = [info("tl2_scale", (8,), 0, 96), info("tl1", (16, 16), 38, 0), info("tl2", (16,), 39, 128)]
     with GgufFile(write(tmp_path / "x.gguf", raw_gguf(infos=infos, data=bytes(200)))) as file:
         assert file.tensors["tl1"].nbytes == 96
         assert file.tensors["tl2"].nbytes == 200 - 128

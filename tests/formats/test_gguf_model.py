@@ -377,13 +377,23 @@ def test_lookup_table_types(kind, tmp_path):
     np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
 
 
-def test_mxfp4_is_refused(tmp_path):
-    name = "blk.0.ffn_up.weight"
-    path = changed(
-        tmp_path / "x.gguf", GGUF / "tq2_0.gguf", tensors={name: ((768, 256), "TL2/MXFP4", np.zeros(32, np.uint8))}
-    )
-    with pytest.raises(FormatError, match="is MXFP4, which is not supported"):
-        GgufCheckpoint(path)
+def test_type_39_without_a_scale_is_mxfp4(tmp_path):
+    """Read by the package gguf's decoder; a tensor too short for it is refused."""
+    gguf = pytest.importorskip("gguf")
+    name, source = "blk.0.ffn_up.weight", tmp_path / "dense.gguf"
+    config = TINY | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    export(write_checkpoint(tmp_path / "hf", config, tiny_tensors(config)), source, "f32")
+    raw = rng(39).integers(0, 125, (96, 2 * 17), dtype=np.uint8)
+    tensors = {name: ((96, 64), "MXFP4", raw.reshape(-1))}
+    path = changed(tmp_path / "x.gguf", source, tensors=tensors)
+    with GgufCheckpoint(path) as checkpoint:
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.MXFP4)
+        np.testing.assert_array_equal(checkpoint.linear("blocks.0.mlp.up_proj").array, expected)
+        assert any("MXFP4, not TL2" in words for words in checkpoint.evidence)
+    assert bitnet_ref.load(path, backend="numpy").config.quantization is None
+    short = {name: ((768, 256), "TL2/MXFP4", np.zeros(32, np.uint8))}
+    with pytest.raises(FormatError, match="MXFP4 of shape"):
+        GgufCheckpoint(changed(tmp_path / "short.gguf", GGUF / "tq2_0.gguf", tensors=short))
 
 
 # -- bad models --------------------------------------------------------------------------------------------------------

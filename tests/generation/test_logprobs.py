@@ -7,13 +7,14 @@ import pickle
 
 import numpy as np
 import pytest
-from helpers import rng
+from helpers import GOLDEN, model, rng
 
 import bitnet_ref
 from bitnet_ref.backends.backend import HeadRows
 from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.backends.run import TokenLogits
-from bitnet_ref.generation.sampling import TOKENS_AT_A_TIME, Logprobs, log_probability
+from bitnet_ref.errors import GenerationError
+from bitnet_ref.generation.sampling import TOKENS_AT_A_TIME, Logprobs, likeliest_logprobs, log_probability
 
 needs_kernels = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -90,3 +91,50 @@ def test_chunks_of_a_stream_know_theirs_at_any_time(pair):
     chunk = next(iter(m.stream("Alice", max_tokens=1)))
     assert pickle.loads(pickle.dumps(chunk)) == chunk
     assert "logprob=-" in repr(chunk)
+
+
+PROMPT = list(range(5, 40))
+
+
+def check_prompt_logprobs(model, out, prompt=PROMPT, top=2):
+    logits = model.logits(prompt)
+    assert out.prompt_logprobs[0] is None
+    assert len(out.prompt_logprobs) == len(prompt)
+    for row, token, scores in zip(logits, prompt[1:], out.prompt_logprobs[1:], strict=False):
+        assert scores == {**likeliest_logprobs(row, top), token: log_probability(row, token)}
+
+
+def test_prompts_are_scored_in_every_backend_alone_and_beside_others(backend_name):
+    tiny = model(GOLDEN / "bitnet-packed-offline", backend_name, threads=1)
+    params = {"max_tokens": 4, "prompt_logprobs": 2}
+    alone = tiny.generate([PROMPT, PROMPT[:1], PROMPT[3:9]], n=2, temperature=1.0, seed=1, **params)
+    check_prompt_logprobs(tiny, alone[0][0])
+    check_prompt_logprobs(tiny, alone[2][0], PROMPT[3:9])
+    assert alone[1][0].prompt_logprobs == [None]
+    assert alone[0][1].prompt_logprobs is None
+    plain = tiny.generate(PROMPT, max_tokens=4)
+    assert (plain.token_ids, plain.prompt_logprobs) == (tiny.generate(PROMPT, **params).token_ids, None)
+    # 12 pages of 4 tokens: three requests with one prompt stop each other, and the last finds the pages of the others.
+    with tiny.engine(max_batch=3, max_batch_tokens=7, page_size=4, cache_tokens=48) as engine:
+        outs = engine.generate([PROMPT] * 4, **params)
+        streams = engine.streams(PROMPT, n=2, temperature=1.0, seed=1, **params)
+        assert [stream.result().token_ids for stream in streams] == [out.token_ids for out in alone[0]]
+        assert streams[0].prompt_logprobs == outs[0].prompt_logprobs
+    assert [out.token_ids for out in outs] == [plain.token_ids] * 4
+    for out in outs:
+        check_prompt_logprobs(tiny, out)
+
+
+@needs_kernels
+def test_prompts_are_scored_under_a_screened_head():
+    story = bitnet_ref.load(backend="cython", threads=1, head="screened")
+    out = story.generate("Once upon a time there was", max_tokens=2, prompt_logprobs=3)
+    check_prompt_logprobs(story, out, out.prompt_token_ids, 3)
+
+
+@pytest.mark.parametrize("params", [{"overflow": "sliding"}, {"overflow": "truncate"}, {"num_beams": 2}])
+def test_prompts_cannot_be_scored_everywhere(params):
+    with pytest.raises(GenerationError, match="prompt_logprobs"):
+        bitnet_ref.load().generate("Alice", prompt_logprobs=1, **params)
+    with pytest.raises(GenerationError, match="prompt_logprobs: a stream"):
+        bitnet_ref.load().stream("Alice", prompt_logprobs=1)

@@ -146,7 +146,10 @@ def test_the_types_for_editors_name_every_parameter():
     [
         *(generate, stream, ChatSession, ChatSession.send, ChatSession.stream),
         *(getattr(bitnet_ref.Model, name) for name in ("generate", "stream", "chat")),
-        *(getattr(bitnet_ref.Engine, name) for name in ("submit", "stream", "generate", "agenerate")),
+        *(
+            getattr(bitnet_ref.Engine, name)
+            for name in ("submit", "stream", "streams", "chat", "generate", "agenerate")
+        ),
     ],
     ids=lambda function: function.__qualname__,
 )

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from bitnet_ref.backends import cuda
 from bitnet_ref.backends.cuda.dense import FEW, KINDS, MANY, MAX_IN_ORDER, DenseKernels, choose_launch
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.cuda.groups import group_matmul, put_groups, takes_groups
 from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.crossval.tolerances import EPSILON
-from bitnet_ref.reference.weights import DenseWeight
+from bitnet_ref.reference.quantization import pack_ternary
+from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 SIXTEEN = ("bfloat16", "float16")
@@ -144,3 +146,24 @@ def test_the_sanitizer_finds_nothing():
     )
     done = run_sanitized(code)
     assert done.stdout == "nothing\n", done.stderr
+
+
+# -- ternary by groups: group.cu ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "group"), [(700, 64), (512, 128), (530, 256), (37, 100)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_groups_in_any_company_and_order_of_threads(kind, k, group):
+    dice = rng(k, group)
+    x, scales = dice.standard_normal((11, k)).astype(np.float32), dice.random((21, -(-k // group))).astype(KINDS[kind])
+    w = GroupTernaryWeight(pack_ternary(dice.integers(-1, 2, (21, k), dtype=np.int8)), k, scales, group)
+    assert takes_groups(w)
+    results = []
+    for order in (0, 1, 2):
+        ws = Workspace(EmulatedDevice(order=order))
+        mine = put_groups(ws, w)
+        results.append(ws.download(group_matmul(ws, ws.upload(x), mine)))
+        np.testing.assert_array_equal(ws.download(group_matmul(ws, ws.upload(x[7:8]), mine)), results[0][7:8])
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
+    assert error_of(results[0], x, w.planes()) < 2

@@ -4,8 +4,9 @@ import asyncio
 import threading
 
 import numpy as np
+from cli_runs import BACKEND
 from engine_checks import PROMPTS, check, gist, until
-from helpers import GOLDEN, model
+from helpers import GOLDEN, chat_folder, model
 
 # -- the same as alone -------------------------------------------------------------------------------------------------
 
@@ -157,3 +158,33 @@ def test_threads_share_one_engine(engine):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_chats_beside_other_requests(tmp_path):
+    talker = model(chat_folder(tmp_path), BACKEND, threads=1)
+    session, history = talker.chat(max_tokens=6), []
+    with talker.engine(max_batch=4, page_size=4) as engine:
+        other = engine.submit("Alice", max_tokens=20)
+        for text in ("Hello, who are you?", "And what do you want?"):
+            history.append({"role": "user", "content": text})
+            reply = engine.chat(history, max_tokens=6)
+            content = "".join(chunk.text for chunk in reply)
+            assert content == session.send(text).text
+            history.append({"role": "assistant", "content": content})
+        assert reply.stats.cached_tokens > 0  # of the turn before
+        template = "{% for t in tools %}{{ t.name }} {% endfor %}{{ messages[0].content }}"
+        short = engine.chat(history, tools=[{"name": "clock"}], chat_template=template, max_tokens=3).result()
+        prompt = talker.tokenizer.encode("clock Hello, who are you?", add_special_tokens=False)
+        assert short.prompt_token_ids == prompt
+        assert gist(other.result()) == gist(talker.generate("Alice", max_tokens=20))
+
+
+def test_requests_and_steps_are_logged(story, caplog):
+    caplog.set_level("DEBUG", "bitnet_ref.serving")
+    with story.engine() as engine:
+        engine.generate("Alice", max_tokens=2)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["DEBUG", "INFO", "DEBUG"]
+    assert lines[0][1].endswith("requests and tokens [(0, 2)]; 0 wait")
+    assert "request 0 ended (length) after" in lines[1][1]
+    assert "2 prompt tokens, 0 of them cached, 2 new" in lines[1][1]

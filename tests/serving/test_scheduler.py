@@ -23,6 +23,9 @@ class Row:
     computed: int = 0
     seen: list[int] = field(default_factory=list)
 
+    def to_score(self, start, count):
+        return 0
+
     @property
     def context_tokens(self):
         return len(self.tokens)

@@ -26,6 +26,7 @@ from ...reference.ops import check_attention, check_dequantize, check_rope, requ
 from ...reference.weights import (
     DenseWeight,
     EmbeddingWeight,
+    GroupTernaryLinear,
     GroupTernaryWeight,
     LayerWeights,
     LinearWeight,
@@ -43,6 +44,7 @@ from .cache import DeviceBatch, DeviceKVCache, decodes
 from .dense import MAX_IN_ORDER, DenseKernels, DeviceDense
 from .device import INSTALL
 from .footprint import working_bytes
+from .groups import DeviceGroups, group_matmul, put_groups, take_group_rows, takes_groups
 from .select import select
 from .stacks import Stack, stack_linears, stack_of
 from .steps import RecordedStep
@@ -117,12 +119,15 @@ class CupyBackend(Backend):
     def prepare(self, w: LinearWeight) -> LinearWeight:
         if isinstance(w, TernaryWeight):
             return self._ternary.prepare(w)
-        w = w.dense() if isinstance(w, GroupTernaryWeight) else w
+        if isinstance(w, GroupTernaryWeight):
+            if takes_groups(w):
+                return put_groups(self.ws, w)
+            w = w.dense()
         return self._denses.prepare(w) if type(w) is DenseWeight else w
 
     def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Puts the embedding, the norms and the biases on the device, and stacks the linears of one input."""
-        embedding = self._dense(w.embedding)
+        embedding = self._table(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         vectors: list[NDArray | None] = [w.final_norm]
         for layer in w.layers:
@@ -300,7 +305,9 @@ class CupyBackend(Backend):
 
     def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
         require("embed", tokens.ndim == 1 and tokens.dtype == np.int64, "tokens (N,) int64", tokens=tokens)
-        table = self._dense(w)
+        table = self._table(w)
+        if isinstance(table, DeviceGroups):
+            return take_group_rows(self.ws, table, tokens)
         return row_kernels.take_rows(self.ws, table.rows, table.kind, tokens)
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
@@ -343,6 +350,14 @@ class CupyBackend(Backend):
         (y,) = self._denses.matmul(x, self._dense(w).on_device)
         return y
 
+    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
+        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        prepared = w if isinstance(w, DeviceGroups) else self.prepare(w.plain())
+        if isinstance(prepared, DeviceGroups):
+            return group_matmul(self.ws, x, prepared)
+        assert isinstance(prepared, DenseWeight)
+        return self.dense_matmul(x, prepared)
+
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """A dense stack is one launch. Ternary products dequantise and add the bias in their epilogue."""
         stack = stack_of(ws)
@@ -352,8 +367,8 @@ class CupyBackend(Backend):
             return tuple(y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, ws, strict=True))
         outputs, shared = [], None
         for w in ws:
-            if isinstance(w, DenseWeight):
-                y = self.dense_matmul(x, w)
+            if isinstance(w, DenseWeight | GroupTernaryLinear):
+                y = self.dense_matmul(x, w) if isinstance(w, DenseWeight) else self.group_matmul(x, w)
                 outputs.append(y if w.bias is None else self.add(y, w.bias))
                 continue
             assert isinstance(w, TernaryLinear)
@@ -409,8 +424,17 @@ class CupyBackend(Backend):
         """The weight in tiles: what `prepare` made of it, or made now."""
         return w if isinstance(w, TiledWeight) else self._ternary.prepare(w.plain())
 
-    def _dense(self, w: EmbeddingWeight) -> DeviceDense:
-        plain = DenseWeight(w.array, w.bias) if isinstance(w, DenseWeight) else w
-        prepared = w if isinstance(w, DeviceDense) else self.prepare(plain)
+    def _table(self, w: EmbeddingWeight) -> DeviceDense | DeviceGroups:
+        """The embedding on the device."""
+        if isinstance(w, DeviceGroups):
+            return w
+        if isinstance(w, GroupTernaryLinear):
+            prepared = self.prepare(w.plain())
+            assert isinstance(prepared, DeviceDense | DeviceGroups)
+            return prepared
+        return self._dense(w)
+
+    def _dense(self, w: DenseWeight) -> DeviceDense:
+        prepared = w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.array, w.bias))
         assert isinstance(prepared, DeviceDense)
         return prepared

@@ -54,7 +54,7 @@ def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
             write_hf(checkpoint, path, kind)
     model = load(path, backend="numpy")
     # dynamic RoPE depends on the length of the call: only one token per call gives each token its own angles
-    one_at_a_time = model.config.rope.rope_type == "dynamic"
+    one_at_a_time = model.config.rope.rope_type in ("dynamic", "longrope")
     return model, {"model": str(path), "dtype": dtype, "one_at_a_time": one_at_a_time}
 
 

@@ -50,6 +50,8 @@ class Report(Protocol):
     def add(self, count: int) -> None: ...
 
 
+# What an edit raises that does not fit a step's shapes.
+IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 BETWEEN_TOKENS = (
     "hook_rot_q",
@@ -186,6 +188,7 @@ class Evidence:
 
     def _settle(self, step: Step) -> NDArray:
         self.settled[step.name] = result = self._judge(step)
+        step.result = result  # a tape of these steps goes on with it as well
         return result
 
     def _judge(self, step: Step) -> NDArray:
@@ -276,7 +279,7 @@ class Evidence:
         changed = self.setting.with_edits(edits)
         try:
             whole = changed.run(target.__eq__, target, self.tape, copies=self.copies)[target]
-        except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
+        except IMPOSSIBLE:
             half = len(trials) // 2
             return self.compute_all(target, trials[:half]) + self.compute_all(target, trials[half:])
         by_head = target.endswith(("hook_attn_scores", "hook_pattern"))
@@ -292,7 +295,7 @@ class Evidence:
                     result = edits[target](step, step.compute, *step.inputs)
                 else:
                     result = self.setting.with_edits(edits).run(target.__eq__, target, self.steps)[target]
-            except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
+            except IMPOSSIBLE:
                 return None  # not every edit can be made of every shape
         return self._as_recorded(target, result)
 
@@ -708,7 +711,10 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
         and x.dtype == step.result.dtype
         and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
     }
-    arrays = {"": step.result, **dict([(n, x) for n, x in given.items() if np.isfinite(x).all()][-16:])}
+    arrays = {
+        "": target.right.astype(step.result.dtype),
+        **dict([(n, x) for n, x in given.items() if np.isfinite(x).all()][-16:]),
+    }
     names = list(arrays)
     columns = {name: arrays[name].reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for name in names}
     y = target.theirs[rows].reshape(-1)
@@ -779,11 +785,11 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
     explanations = site.explanations()
     for explanation in explanations[:6]:
         edits = spread(evidence, explanation)
-        left = Evidence(setting.with_edits(edits), view).wrong
-        if name in left:
+        left = _left(setting.with_edits(edits), view)
+        if left is None or name in left:
             continue
         for wider in wider_scopes(evidence, explanation, edits):
-            if Evidence(setting.with_edits(wider), view).wrong == left:
+            if _left(setting.with_edits(wider), view) == left:
                 edits = wider
                 break
         first = evidence.steps[explanation.names[0]]
@@ -796,15 +802,28 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
     return sorted(findings, key=lambda finding: len(finding.left))
 
 
+def _left(setting: Setting, view: View) -> list[str] | None:
+    """The tensors that are wrong in this setting; None where it cannot be computed."""
+    try:
+        return Evidence(setting, view).wrong
+    except IMPOSSIBLE:
+        return None
+
+
 def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
     """The same edit in more steps, the widest first: those in which it does not show may have it too."""
     kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
     layers = {layer_of(n) for n in edits}
+    shapes = _shape_of(evidence.steps[explanation.names[0]])
     for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
-        names = [n for n in names if every_layer or layer_of(n) in layers]
+        names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
         if len(names) > len(edits) and len(edits) > 1:
             yield {**dict.fromkeys(names, explanation.edit), **edits}
+
+
+def _shape_of(step: Step) -> list[type]:
+    return [type(x) for x in step.inputs]
 
 
 def work_through(setting: Setting, view: View) -> str:

@@ -454,6 +454,10 @@ def _filled(x: NDArray, value: float) -> NDArray:
     return np.where(np.isneginf(x), x.dtype.type(value), x)
 
 
+def _one_for_all(index: int, heads: int, groups: int) -> list[int]:
+    return [index % groups] * heads
+
+
 def _kv_maps(noun: str) -> Iterator[Description]:
     """Which kv head each query head reads; the keys or values are the step's second input."""
     maps: dict[str, Callable[[int, int], list[int]]] = {
@@ -482,7 +486,7 @@ def _kv_maps(noun: str) -> Iterator[Description]:
 
         return mapped
 
-    maps |= {f"{i}, for all heads": lambda h, g, i=i: [i % g] * h for i in range(1, 4)}
+    maps |= {f"{i}, for all heads": partial(_one_for_all, i) for i in range(1, 4)}
     for words, order in maps.items():
         yield Description(1.1, f"query head h reads kv head {words} in {noun}", edit(order))
 

@@ -91,10 +91,10 @@ def place_in_words(shape: tuple[int, ...], by_head: bool, cfg: ModelConfig, axis
             what, indices, total = "head", heads, total // d
     rest = [i for i in range(total) if i not in set(indices)]
     plural = what.replace("number", "numbers") if "number" in what else f"{what}s"
-    return (
-        f"in {what if len(indices) == 1 else plural} {numbers_in_words(indices, total)} only; "
-        f"{what if len(rest) == 1 else plural} {numbers_in_words(rest, total)} {'is' if len(rest) == 1 else 'are'} right"
-    )
+    named = f"{what if len(rest) == 1 else plural} {numbers_in_words(rest, total)}"
+    others = "the others" if "..." in named else named
+    wrong = f"in {what if len(indices) == 1 else plural} {numbers_in_words(indices, total)} only"
+    return f"{wrong}; {others} {'is' if len(rest) == 1 else 'are'} right"
 
 
 def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:

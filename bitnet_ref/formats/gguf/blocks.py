@@ -65,7 +65,8 @@ _TABLE = (
 )
 TYPES: dict[int, GgmlType] = {row[0]: GgmlType(*row) for row in _TABLE}
 WIDE_Q2_0 = GgmlType(42, "Q2_0 of 128", 128, 34)  # what id 42 means in older Bonsai files: only the spans tell
-BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in (*TYPES.values(), WIDE_Q2_0)}
+MXFP4 = GgmlType(39, "MXFP4", 32, 17)  # what id 39 means for llama.cpp: a TL2 tensor has a scale tensor beside it
+BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in (*TYPES.values(), WIDE_Q2_0, MXFP4)}
 BY_KIND: dict[str, GgmlType] = {kind.kind: kind for kind in TYPES.values()}
 TERNARY_BLOCKS = ("TQ1_0", "TQ2_0")  # with a float16 scale in each block
 GROUP_TYPES = ("Q2_0", "Q2_0 of 128", "PQ2_0", "PTQ1_0")  # a float16 scale for each block, inputs in float
@@ -186,7 +187,7 @@ DEQUANTIZABLE = tuple(_DEQUANTIZE)
 # Dense types that the package `gguf` decodes
 BY_PACKAGE = (
     *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
-    *("IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"),
 )
 
 
@@ -196,7 +197,8 @@ def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDA
     kind: the type's name, one of `DEQUANTIZABLE`. Raises ShapeError for a wrong number of bytes.
     """
     if kind not in (*_DEQUANTIZE, *BY_PACKAGE):
-        raise FormatError(f"tensors of type {kind} are not read; supported are {', '.join(DEQUANTIZABLE)}")
+        readable = ", ".join((*DEQUANTIZABLE, *BY_PACKAGE))
+        raise FormatError(f"tensors of type {kind} are not read; supported are {readable}")
     decode = _DEQUANTIZE[kind] if kind in _DEQUANTIZE else _by_package(kind)
     blocks = _as_blocks("dequantize", raw, BY_NAME[kind], shape)
     out = np.empty((len(blocks), BY_NAME[kind].block_values), dtype=np.float32)

@@ -355,7 +355,7 @@ def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     factor = shortest(float(divisors.max())) if np.isfinite(divisors).all() else 0.0
     if 1 < factor < 1e9:
-        for exponent in range(8, 21):
+        for exponent in range(21):
             rope = RopeConfig(theta, "llama3", factor, 2**exponent, low_freq_factor=1.0, high_freq_factor=4.0)
             if np.allclose(llama3_divisors(rope, head_dim), divisors, rtol=1e-5, atol=0):
                 return rope
@@ -459,10 +459,9 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("rope.scaling.yarn_beta_slow", "float32", rope.beta_slow)
         if not math.isclose(rope.attention_factor, yarn_scale(rope.factor), rel_tol=1e-6):
             put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / yarn_scale(rope.factor))
-    if rope.rope_type == "dynamic":
-        raise ConfigError(
-            "dynamic RoPE scaling cannot be said in a GGUF; convert to native instead", field="rope.rope_type"
-        )
+    if rope.rope_type in ("dynamic", "longrope"):
+        message = f"{rope.rope_type} RoPE scaling is not written into GGUF files; convert to native instead"
+        raise ConfigError(message, field="rope.rope_type")
     return out
 
 

@@ -57,19 +57,17 @@ def block_linears(file: GgufFile) -> Iterator[GgufTensor]:
 
 
 def check_dialect(file: GgufFile, evidence: list[str]) -> None:
-    """Record which dialect the ambiguous type ids 36 to 39 belong to. Refuses llama.cpp's MXFP4."""
+    """Record which dialect the ambiguous type ids 36 to 39 belong to."""
     used = {tensor.type.name: tensor for tensor in file.tensors.values() if 36 <= tensor.type.id <= 39}
     for name in ("I2_S", "TL1", "I8_S"):
         if name in used:
             reason = f"tensor type {used[name].type.id} is {name} there, and unused in llama.cpp"
             evidence.append(f"GGUF dialect: bitnet.cpp ({reason})")
             return
-    if used:
-        scale = f"{used['TL2/MXFP4'].name}_scale"
-        if scale not in file.tensors:
-            message = "has the type 39, which is MXFP4 for llama.cpp and TL2 for bitnet.cpp; without a tensor "
-            raise file.tensor_error(scale[:-6], message + f"{scale} it is MXFP4, which is not supported")
-        evidence.append(f"GGUF dialect: bitnet.cpp (tensor type 39 with a tensor {scale} is TL2, not MXFP4)")
+    if tl2 := used.get("TL2/MXFP4"):
+        evidence.append(f"GGUF dialect: bitnet.cpp (tensor type 39 with a tensor {tl2.name}_scale is TL2, not MXFP4)")
+    elif used:
+        evidence.append("GGUF dialect: llama.cpp (tensor type 39 without a tensor of its scale is MXFP4, not TL2)")
 
 
 def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | None:

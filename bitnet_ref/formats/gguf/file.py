@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...errors import FormatError, ShapeError
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
-from .blocks import BY_NAME, TYPES, WIDE_Q2_0, GgmlType
+from .blocks import BY_NAME, MXFP4, TYPES, WIDE_Q2_0, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -293,17 +293,23 @@ class _Header:
         order = sorted(range(len(infos)), key=lambda index: infos[index][3])
         ends = dict(zip(order, [infos[index][3] for index in order[1:]] + [available], strict=False))
         spans = [ends[index] - info[3] for index, info in enumerate(infos)]
+        names = {info[0] for info in infos}
         is_wide = _has_wide_blocks([(info, span) for info, span in zip(infos, spans, strict=True)], self.alignment)
         for index, (name, kind, shape, offset, entry) in enumerate(infos):
             if name in tensors:
                 raise self._fail("a tensor of this name has occurred before", name, entry)
             kind = WIDE_Q2_0 if is_wide and kind.name == "Q2_0" else kind
+            if kind.name == "TL2/MXFP4" and f"{name}_scale" not in names:
+                kind = MXFP4
+                if shape[-1] % kind.block_values:
+                    raise self._fail(f"expected rows of a multiple of {kind.block_values} for MXFP4", name, entry)
             nbytes = kind.nbytes(math.prod(shape)) if kind.known_size else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
                 span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
                 raise self._fail(f"{kind.name} of shape {list(shape)} would be {span}", name, entry)
             if offset + nbytes > ends[index]:
-                raise self._fail(f"overlaps the tensor after it, at byte {ends[index]} of the data", name, entry)
+                message = f"{kind.name} of shape {list(shape)} overlaps the tensor after it"
+                raise self._fail(f"{message}, at byte {ends[index]} of the data", name, entry)
             tensors[name] = GgufTensor(name, kind, shape, data_start + offset, nbytes)
         return tensors
 

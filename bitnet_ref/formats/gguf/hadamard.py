@@ -61,13 +61,14 @@ def read_rotations(file: GgufFile, evidence: list[str], folded: bool = False) ->
         raise fail("inverse_weight_names", f"expected {_TABLE} alone, got {inverse}")
     if missing := [name for name in planes if name not in rotated and name not in inverse]:
         raise fail("weight_names", f"names some ternary planes and not {missing[0]}: a rotation of half a model")
-    rotations = {}
+    rotations: dict[str, Rotation] = {}
+    by_width: dict[int, Rotation] = {}  # linears with the same basis share one object: kernels turn their input once
     for name in dict.fromkeys((*rotated, *inverse)):
         width = file.tensors[name].shape[-1]
         if width % block or (signs is not None and width not in signs):
             raise fail("block_size", f"{name} has {width} inputs, no multiple of {block}, or without signs")
         vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
-        rotations[name] = Rotation(vector, block)
+        rotations[name] = by_width.setdefault(width, Rotation(vector, block))
     way = "folded into dense ones" if folded else "run as stored, on turned inputs"
     evidence.append(f"Hadamard basis, blocks of {block}: {len(rotations)} matrices are {way}")
     return rotations

@@ -110,7 +110,7 @@ class GgufCheckpoint(Checkpoint):
             place = self._place(name)
             if (rotation := stored.get(f"{place.module}.weight")) is not None:
                 order = None if place.columns is None else np.argsort(place.columns)
-                rotations[name] = replace(rotation, order=order)
+                rotations[name] = rotation if order is None else replace(rotation, order=order)
         return rotations
 
     def _place(self, name: str) -> LinearPlace:

@@ -21,6 +21,7 @@ from ...reference.config import (
     QuantizationConfig,
     RopeConfig,
     activation_name,
+    longrope_scale,
     yarn_scale,
 )
 from ...system.json_file import read_json_object
@@ -428,12 +429,12 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
         original = max_positions
     factor = params.get("factor")
     if factor is None:
-        sizes = (max_positions, original)
-        if rope_type != "yarn" or not all(_is_int(size) and 0 < size <= LARGEST_INT for size in sizes):
+        known = all(_is_int(size) and 0 < size <= LARGEST_INT for size in (max_positions, original))
+        if rope_type not in ("yarn", "longrope") or not known:
             raise ConfigError(f"is required for RoPE type {rope_type!r}", field=f"{field}.factor")
         factor = max_positions / original
     given: dict[str, Any] = {"theta": theta, "rope_type": rope_type, "factor": factor}
-    if rope_type in ("dynamic", "llama3", "yarn"):
+    if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
         given["original_max_position_embeddings"] = original
     optional = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
     for key in optional.get(rope_type, ()):
@@ -443,7 +444,18 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
             raise ConfigError("is required for RoPE type 'llama3'", field=f"{field}.{key}")
     if rope_type == "yarn":
         given["attention_factor"] = _yarn_attention_factor(params, factor, field)
+    if rope_type == "longrope":
+        given |= {f"{key}s": _factors(params.get(key), f"{field}.{key}") for key in ("long_factor", "short_factor")}
+        scale = params.get("attention_factor")
+        known = isinstance(factor, int | float) and _is_int(original)
+        given["attention_factor"] = longrope_scale(factor, original) if scale is None and known else scale
     return RopeConfig(**given)
+
+
+def _factors(values: Any, field: str) -> tuple[Any, ...]:
+    if not isinstance(values, list) or not values or len(values) > MAX_CONFIG_BYTES:
+        raise ConfigError("expected a list of numbers, one for each pair that RoPE turns", field=field)
+    return tuple(values)
 
 
 def _yarn_attention_factor(params: dict[str, Any], factor: Any, field: str) -> Any:

@@ -67,6 +67,7 @@ _SAME_NAME = (  # fields of ModelConfig whose keys have the same name
 )
 _ROPE_FIELDS = {  # beside the factor
     "linear": (),
+    "longrope": ("attention_factor", "original_max_position_embeddings"),
     "dynamic": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
@@ -76,7 +77,6 @@ _NO_SCALE = (
     "beside the scale's reciprocal) gives these"
 )
 _NO_NORM = "transformers stores w - 1 of each norm of this family, and no float32 gives these weights"
-_NO_DECAY = "transformers stores the logarithm of a DeltaNet's decay, and no float32 gives this one"
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", progress: Progress | None = None) -> None:
@@ -218,7 +218,8 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
 
 def _rope_json(rope: RopeConfig) -> dict[str, Any]:
     names = ("rope_type", *(("factor", *_ROPE_FIELDS[rope.rope_type]) if rope.rope_type != "default" else ()))
-    return {name: getattr(rope, name) for name in names}
+    factors = {"long_factor": list(rope.long_factors), "short_factor": list(rope.short_factors)}
+    return {name: getattr(rope, name) for name in names} | (factors if rope.rope_type == "longrope" else {})
 
 
 def _layer_types(config: ModelConfig) -> list[str]:
@@ -289,7 +290,12 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 
 def _plan_delta(checkpoint: Checkpoint, index: int) -> Iterator[PlannedTensor]:
     def log(decay: NDArray) -> NDArray:
-        return _solve(np.exp, np.log(decay), decay, _NO_DECAY)
+        """The float32 whose exponential is nearest to the decay: equal, or off by its last bit."""
+        near = np.log(decay.astype(np.float64)).astype(np.float32)
+        steps = np.arange(-4, 5)[:, None]
+        candidates = (near.view(np.int32) + steps.astype(np.int32)).view(np.float32)
+        closest = np.abs(np.exp(candidates) - decay).argmin(axis=0)
+        return candidates[closest, np.arange(len(decay))]
 
     shape = checkpoint.config.delta
     assert shape is not None

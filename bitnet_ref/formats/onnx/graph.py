@@ -86,6 +86,9 @@ class DecoderGraph:
         if extras := checkpoint.config.extras:
             message = f"ONNX files of {checkpoint.config.model_type} models are not written; convert to native instead"
             raise ConfigError(message, field=extras[0])
+        if checkpoint.config.rope.rope_type == "longrope":
+            message = "longrope scaling is not written into ONNX files; convert to native instead"
+            raise ConfigError(message, field="rope.rope_type")
         self.source, self.cfg, self.g = checkpoint, checkpoint.config, GraphBuilder(add_tensor)
         self._tick = ticker(progress, part_count(self.cfg))
         self._quantized: dict[str, tuple[str, str]] = {}  # an activation -> its integers and scale, shared by linears

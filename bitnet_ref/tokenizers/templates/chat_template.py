@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from ...errors import TokenizerError
@@ -83,22 +84,30 @@ class ChatTemplate:
             self._template = sandbox.compile_template(source)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **special_tokens: str
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **special_tokens: str,
     ) -> str:
         """The text of a conversation. `special_tokens`: bos_token="<s>" and so on; a missing one is empty.
+        tools, variables: see `Tokenizer.apply_chat_template`.
 
         Raises TokenizerError: a bad message, an error in the template or raised by it, or more work or text than
         any conversation of this size needs.
         """
-        variables = {
+        given = {
+            **_copy_plain(variables or {}, "variables", 0),
             "messages": copy_messages(messages),
-            "tools": None,
+            "tools": None if tools is None else _copy_plain(tools, "tools", 0),
             "documents": None,
             "add_generation_prompt": bool(add_generation_prompt),
             **special_tokens,
         }
         with self._errors():
-            return self._sandbox.render(self._template, variables)
+            return self._sandbox.render(self._template, given)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -111,3 +120,9 @@ class ChatTemplate:
             line = self._sandbox.line_of(error)
             field = "chat_template" if line is None else f"chat_template line {line}"
             raise TokenizerError(self._sandbox.message_of(error), path=self.path, field=field) from error
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> ChatTemplate:
+    """A template that was given as text. Raises TokenizerError."""
+    return ChatTemplate(source)

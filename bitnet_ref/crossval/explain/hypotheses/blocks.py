@@ -44,6 +44,15 @@ def _without_both_sub_norms(s: Setting) -> Setting | None:
     return None if changed is None else changed.with_config(sub_norms=False)
 
 
+def _with_sub_norms(s: Setting) -> Setting | None:
+    cfg = s.config
+    if cfg.sub_norms or cfg.delta is not None:
+        return None
+    ones = {"attn_sub_norm": cfg.num_attention_heads * cfg.head_dim, "ffn_sub_norm": cfg.intermediate_size}
+    norms: dict[str, Any] = {name: np.ones(size, dtype=np.float32) for name, size in ones.items()}
+    return s.map_layers(lambda w: replace(w, **norms)).with_config(sub_norms=True)
+
+
 def _sub_norm_per_head(s: Setting) -> Setting | None:
     sub_norms = {id(w.attn_sub_norm) for w in s.weights.layers if w.attn_sub_norm is not None}
 
@@ -182,6 +191,13 @@ HYPOTHESES = (
         "both sub-norms are left out, as in LLaMA",
         "BitNet blocks have two more norms: before o_proj and before down_proj.",
         _without_both_sub_norms,
+    ),
+    Hypothesis(
+        "*.attn.o_proj.*",
+        "sub_norms_added",
+        "there are sub-norms, of weight 1, where the model has none",
+        "Without sub-norms (use_sub_norms: false) o_proj and down_proj take their inputs as they are.",
+        _with_sub_norms,
     ),
     attn_sub_norm_mistake(
         "attn_sub_norm_per_head",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ....formats.gguf.blocks import dequantize
 from ....reference import quantization
 from ....reference.cache import KVCache, TokenBatch
 from ....reference.config import ModelConfig
@@ -175,6 +176,25 @@ def _other_group(w: GroupTernaryWeight, group: int, of_row: bool) -> DenseWeight
     return _with_scales(w, w.scales.ravel()[np.minimum(index, w.scales.size - 1)])
 
 
+def _read_as_64(w: GroupTernaryWeight) -> DenseWeight | None:
+    """What a reader of blocks of 18 bytes makes of the file's blocks of 34. What the span lacks is zeros."""
+    if w.group != 128 or w.in_features % 128:
+        return None
+    scales = np.ascontiguousarray(w.scales, dtype=np.float16).reshape(-1, 1).view(np.uint8)
+    blocks = np.concatenate([scales, w.packed.reshape(-1, 32)], axis=1).reshape(-1)
+    data = np.concatenate([blocks, np.zeros(2 * len(scales), dtype=np.uint8)])
+    return DenseWeight(dequantize(data, "Q2_0", w.shape), w.bias, wide=True)
+
+
+def _all_read_as_64(s: Setting) -> Setting | None:
+    changed = _grouped(s, _read_as_64)
+    if changed is None or not isinstance(s.weights.embedding, GroupTernaryWeight):
+        return changed
+    embedding = _read_as_64(s.weights.embedding) or s.weights.embedding
+    head = embedding if s.weights.tied else changed.weights.lm_head
+    return replace(changed, weights=replace(changed.weights, embedding=embedding, lm_head=head))
+
+
 def _wrong_axis(w: GroupTernaryWeight) -> DenseWeight | None:
     if w.rotation is not None or len(w.packed) % w.group or w.in_features % w.group:
         return None
@@ -198,10 +218,12 @@ def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
 @dataclass(frozen=True, eq=False)
 class _SignsAfter(Rotation):
     def turn(self, x: NDArray) -> NDArray[np.float64]:
+        x = x if self.order is None else x[..., self.order]
         return quantization.hadamard(x, self.block) * self.signs
 
     def turn_back(self, z: NDArray) -> NDArray[np.float64]:
-        return quantization.hadamard(z * self.signs.astype(np.float64), self.block)
+        x = quantization.hadamard(z * self.signs.astype(np.float64), self.block)
+        return x if self.order is None else x[..., np.argsort(self.order)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +244,7 @@ def _rotated(s: Setting, linears: type[Rotation], table: type[Rotation] = Rotati
     def turned(w: Any, kind: type[Rotation]) -> GroupTernaryWeight | None:
         if not isinstance(w, GroupTernaryWeight) or w.rotation is None:
             return None
-        return replace(w, rotation=kind(w.rotation.signs, w.rotation.block))
+        return replace(w, rotation=kind(w.rotation.signs, w.rotation.block, w.rotation.order))
 
     if (embedding := turned(s.weights.embedding, table)) is None and table is not Rotation:
         return None
@@ -372,6 +394,13 @@ HYPOTHESES = (
         "RoPE turns the whole head where it should turn a part",
         "Read partial_rotary_factor: only the first numbers of a head are turned.",
         lambda s: s.with_config(rotary_dim=None) if s.config.rotary_dim is not None else None,
+    ),
+    Hypothesis(
+        "hook_embed *_proj.hook_out lm_head.hook_out",
+        "q2_0_of_128_read_as_64",
+        "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
+        "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.",
+        _all_read_as_64,
     ),
     group_mistake(
         "group_scales_along_rows",

@@ -105,6 +105,12 @@ HYPOTHESES = (
         lambda s: _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE)),
     ),
     layout_mistake(
+        "i2s_read_sequentially",
+        "I2_S bytes are read as four neighbouring weights each",
+        "Byte j of a block of 128 holds the weights j, j+32, j+64 and j+96, from the high bits down.",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.arange(128).reshape(4, 32).T.reshape(-1))),
+    ),
+    layout_mistake(
         "four_in_a_byte_reversed",
         "the four codes of a byte are read in reverse",
         "Where a byte holds four neighbours, the first is in the lowest bits.",

@@ -69,6 +69,13 @@ def _accumulators(s: Setting, change: Callable[[NDArray], NDArray]) -> Setting |
     return s.with_ops(ternary_matmul=ternary_matmul) if has_ternary(s) else None
 
 
+def _transpose_tiles(acc: NDArray) -> NDArray:
+    n, out = (size // 4 * 4 for size in acc.shape)
+    tiles, changed = acc[:n, :out].reshape(n // 4, 4, out // 4, 4), acc.copy()
+    changed[:n, :out] = tiles.swapaxes(1, 3).reshape(n, out)
+    return changed
+
+
 HYPOTHESES = (
     scale_mistake(
         "scale_inverted",
@@ -123,6 +130,12 @@ HYPOTHESES = (
         "sums are kept in int16 and stop at 32,767",
         WIDEN,
         lambda s: _accumulators(s, lambda acc: np.clip(acc, -0x8000, 0x7FFF)),
+    ),
+    sum_mistake(
+        "tiles_of_4_transposed",
+        "with 4 tokens or more, rows and columns of each tile of 4 tokens and 4 outputs are exchanged",
+        "Compare with a run of one token, whose products take another way: the strides of the tiled one are wrong.",
+        lambda s: _accumulators(s, _transpose_tiles) if len(s.tokens) > 3 else None,
     ),
     sum_mistake(
         "bf16_accumulators",

@@ -1,0 +1,160 @@
+"""`bitnet-ref serve`: models behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import __version__
+from ..backends import NAMES
+from ..backends.cuda.workspace import parse_bytes
+from ..errors import BackendUnavailable, ConfigError, StorageError
+from .generation_options import content_of
+from .shell import common_options, print_json, say, wants_json
+
+if TYPE_CHECKING:
+    from ..serving import Engine
+
+NEEDED = ("starlette", "uvicorn", "fastjsonschema")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SEND_BUFFER_BYTES = 1 << 16  # of a connection: a client that does not read is noticed soon
+CONNECTIONS = 2048
+
+
+def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_bytes(value)
+    except BackendUnavailable:
+        raise click.BadParameter(f"expected bytes, like 8GiB, got {value!r}") from None
+
+
+@click.command(short_help="Serve models by OpenAI's HTTP API.")
+@click.argument("models", nargs=-1, metavar="[MODEL | NAME=MODEL]...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every network.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--api-key", "api_keys", multiple=True, envvar="BITNET_REF_API_KEY", help="Clients need one of these keys."
+)
+@click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/serving.md).")
+@click.option("--backend", type=click.Choice(("auto", *NAMES)), help="As in generate.  [default: the config's]")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]")
+@click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
+@click.option(
+    "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
+)
+@click.option("--idle-s", type=click.FloatRange(min=0, min_open=True), help="Drop a model that is idle for so long.")
+@click.option("--max-streams", type=click.IntRange(min=1), default=256, show_default=True, help="Requests at a time.")
+@click.option("--max-body", callback=_read_size, default="4MiB", show_default=True, help="Bytes of a request.")
+@click.option("--request-timeout-s", type=click.FloatRange(min=0, min_open=True), help="Then a request gets 504.")
+@click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
+@click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")
+@click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
+@common_options
+def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None:
+    """Serve models by OpenAI's HTTP API: completions, chats, embeddings. The default model is storyteller.
+
+    \b
+    bitnet-ref serve & curl localhost:8000/v1/completions -H "content-type: application/json" \\
+        -d '{"prompt": "Once upon a time"}'
+    """
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise BackendUnavailable(f"serve needs {', '.join(missing)}: pip install 'bitnet-ref[server]'")
+    import uvicorn
+
+    from ..api import load_engine
+    from ..formats.open import find_model
+    from ..serving import EngineConfig
+    from ..serving.http.app import ServerLimits, create_app
+    from ..serving.http.shelf import ModelShelf
+
+    backend, threads = options["backend"], options["threads"]
+    config = EngineConfig.load(options["config"], **({"backend": backend} if backend else {}))
+
+    def open_engine(path: Path) -> Engine:
+        return load_engine(path, config, threads=threads)
+
+    sources: dict[str, Path] = {}
+    for text in models or ("storyteller",):
+        name, _, source = text.rpartition("=") if not Path(text).exists() else ("", "", text)
+        path = find_model(source)
+        name = name or (source if not Path(source).exists() else path.resolve().name)
+        if name in sources:
+            raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")
+        sources[name] = path
+    limits = ServerLimits(options["max_body"], options["max_streams"], request_timeout_s=options["request_timeout_s"])
+    hosts = options["hosts"] + (LOOPBACK[:2] if host in LOOPBACK else ("*",) * (not options["hosts"]))
+    app = create_app(
+        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"]),
+        limits,
+        api_keys=tuple(key for each in options["api_keys"] if (key := each.strip())),
+        chat_template=content_of(options["chat_template"]),
+        origins=options["origins"],
+        hosts=hosts,
+        version=__version__,
+    )
+    if host not in LOOPBACK and not options["api_keys"]:
+        say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    bound = listen(host, port)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,  # the engines log each request for text
+            lifespan="on",
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=options["drain_s"],
+        )
+    )
+    failures: list[BaseException] = []
+
+    def on_loaded(error: BaseException | None) -> None:
+        if error is None:
+            announce(bound, list(sources))
+        else:
+            failures.append(error)
+            server.should_exit = True
+
+    app.state.on_loaded = on_loaded
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[bound])
+    if failures:
+        raise failures[0]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on which the server waits. Raises ConfigError for an address that is not of this machine,
+    StorageError for one in use."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"{host!r} is no address of this machine: {error.strerror}", field="host") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    try:
+        bound.bind(address)
+        bound.listen(CONNECTIONS)
+    except OSError as error:
+        bound.close()
+        raise StorageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
+def announce(bound: socket.socket, names: list[str]) -> None:
+    """Say where the server is, when its models are loaded."""
+    host, port = bound.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if wants_json():
+        print_json({"url": url, "models": names})
+    else:
+        click.echo(f"serving {', '.join(names)} at {url}/v1; Ctrl-C ends")

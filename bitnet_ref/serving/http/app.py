@@ -1,0 +1,477 @@
+"""The server: an ASGI application with OpenAI's routes, over the engines of a `ModelShelf`.
+
+A request's prompts are submitted in a thread, because tokenizing takes time. Each text is then read by a task of its
+own: a stream that its client does not read fills its connection, then its queue, and pauses that text alone. A client
+that goes away is noticed at any time, and its texts are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import (
+    BackendError,
+    BitNetRefError,
+    EngineClosed,
+    GenerationError,
+    OutOfMemory,
+    QueueFull,
+    RequestTimeout,
+    TokenizerError,
+    describe_error,
+)
+from ...generation.embed import embed, token_ids_of
+from ...generation.generate import split_prompts
+from ..engine import Engine
+from ..metrics import render_metrics
+from . import schemas
+from .schemas import RequestError
+from .shapes import Asked, Choice, chat_ids, read_chat, read_completion, usage
+from .shelf import ModelShelf
+
+log = logging.getLogger(__name__)
+OPEN_PATHS = ("/health",)  # need no key
+STATUSES: dict[type[BitNetRefError], int] = {  # the first that fits
+    QueueFull: 429,
+    RequestTimeout: 504,
+    EngineClosed: 503,
+    OutOfMemory: 503,
+    TokenizerError: 400,
+    GenerationError: 400,
+}
+RETRY_AFTER_S = {429: "1", 503: "5"}
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
+EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What the server accepts. max_streams: requests for text at a time. body_timeout_s: to send a whole body."""
+
+    max_body_bytes: int = 4 << 20
+    max_streams: int = 256
+    body_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+
+
+class Server:
+    """The routes. chat_template: Jinja source, instead of the models' own."""
+
+    def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str) -> None:
+        self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
+        self.streams = 0
+        self._embedding = asyncio.Semaphore(1)  # an embedding takes the processor beside the engines
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, read_completion)
+
+    async def chat(self, request: Request) -> Response:
+        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+            return read_chat(body, name, engine, self.chat_template)
+
+        return await self._generate(request, read)
+
+    async def _generate(self, request: Request, read: Callable[[Mapping[str, Any], str, Engine], Asked]) -> Response:
+        body = await self._body(request)
+        if self.streams >= self.limits.max_streams:
+            raise RequestError(f"{self.streams} requests are running, which is the maximum", status=429)
+        async with AsyncExitStack() as stack:
+            self.streams += 1
+            stack.callback(self._leave)
+            place = self.shelf.place(body.get("model"))
+            engine = await stack.enter_async_context(self.shelf.borrow(place))
+
+            def submit() -> tuple[Asked, list[Choice]]:
+                asked = read(body, place.name, engine)
+                return asked, asked.submit(engine, self.limits.request_timeout_s)
+
+            asked, choices = await unless_gone(request, asyncio.to_thread(submit))
+            for choice in choices:
+                stack.callback(choice.handle.close)
+            if asked.stream:
+                events = StreamEvents(asked, choices)
+                stack.push_async_callback(events.aclose)
+                first = await unless_gone(request, events.first())  # an error before it gets its own status
+                return EventStream(request, first, events, stack.pop_all())
+            results = await unless_gone(request, wait_for_all(choices))
+            return JSONResponse(await asyncio.to_thread(asked.response, choices, results))
+
+    def _leave(self) -> None:
+        self.streams -= 1
+
+    # -- everything else -------------------------------------------------------------------------------------------
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await self._body(request)
+        async with self._borrow(body) as (name, engine):
+            vectors, tokens = await unless_gone(request, self._embed(engine, body["input"]))
+        if body.get("dimensions") not in (None, vectors.shape[1]):
+            raise RequestError(f"dimensions: this model's vectors have {vectors.shape[1]}", "dimensions")
+        if body.get("encoding_format") == "base64":
+            coded: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
+        else:
+            coded = vectors.tolist()
+        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(coded)]
+        counts = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": name, "usage": counts})
+
+    async def _embed(self, engine: Engine, texts: Any) -> tuple[np.ndarray, int]:
+        parts, _ = split_prompts(texts)
+        rows = await asyncio.to_thread(lambda: [_ids_of(engine, part) for part in parts])
+        async with self._embedding:
+            vectors = [
+                await asyncio.to_thread(embed, engine.model, rows[first : first + EMBEDDING_TEXTS])
+                for first in range(0, len(rows), EMBEDDING_TEXTS)
+            ]
+        return np.concatenate(vectors), sum(map(len, rows))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        if (body.get("prompt") is None) == (body.get("messages") is None):
+            raise RequestError("prompt: expected either a prompt or messages", "prompt")
+        async with self._borrow(body) as (_, engine):
+
+            def ids() -> list[int]:
+                if body.get("messages") is not None:
+                    return chat_ids(engine.model, body, self.chat_template, bool(body.get("tools")))
+                return engine.model.tokenizer.encode(body["prompt"], body.get("add_special_tokens") is not False)
+
+            tokens, tokenizer = await asyncio.to_thread(ids), engine.model.tokenizer
+            texts = [tokenizer.id_to_token(token) for token in tokens] if body.get("return_token_strs") else None
+            facts = {"count": len(tokens), "max_model_len": engine.model.context_length}
+            return JSONResponse({**facts, "tokens": tokens, "token_strs": texts})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        async with self._borrow(body) as (_, engine):
+            text = await asyncio.to_thread(engine.model.tokenizer.decode, body["tokens"], skip_special_tokens=False)
+            return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        async with self._borrow(dict(request.query_params)) as (name, engine):
+            tokenizer = engine.model.tokenizer
+            names = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+            facts = {key: None if token is None else tokenizer.id_to_token(token) for key, token in names.items()}
+            sizes = {"vocab_size": tokenizer.vocab_size, "model_max_length": engine.model.context_length}
+            template = self.chat_template or tokenizer.chat_template
+            kind = {"model": name, "tokenizer_class": type(tokenizer).__name__}
+            return JSONResponse({**kind, **sizes, **facts, "chat_template": template})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_facts(name) for name in self.shelf.places]})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._model_facts(self.shelf.place(request.path_params["name"]).name))
+
+    def _model_facts(self, name: str) -> dict[str, Any]:
+        engine = self.shelf.places[name].engine
+        length = None if engine is None else engine.model.context_length
+        facts = {"id": name, "object": "model", "created": 0, "owned_by": "bitnet_ref"}
+        return {**facts, "loaded": engine is not None, "max_model_len": length}
+
+    async def health(self, request: Request) -> Response:
+        is_ready = self.shelf.is_ready
+        return JSONResponse({"status": "ok" if is_ready else "loading"}, 200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        engines = [place.engine for place in self.shelf.places.values() if place.engine is not None]
+        text, kind = render_metrics([engine.metrics for engine in engines])
+        return Response(text, headers={"content-type": kind})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(schemas.describe_api(self.version))
+
+    @asynccontextmanager
+    async def _borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:
+        place = self.shelf.place(body.get("model"))
+        async with self.shelf.borrow(place) as engine:
+            yield place.name, engine
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The request's JSON, checked. Raises RequestError."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a web page of another site can send other kinds without being asked
+            raise RequestError("content-type: expected application/json", status=415)
+        data, limit = bytearray(), self.limits.max_body_bytes
+        try:
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > limit:
+                        raise RequestError(f"the body has more than {limit} bytes, which is the maximum", status=413)
+        except TimeoutError:
+            message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
+            raise RequestError(message, status=408) from None
+
+        def parse() -> dict[str, Any]:
+            body = schemas.parse_json(bytes(data))
+            schemas.check(body, request.url.path)
+            return body
+
+        return await asyncio.to_thread(parse)
+
+
+def _ids_of(engine: Engine, part: Any) -> list[int]:
+    return engine.model.check_tokens(token_ids_of(engine.model, part, "")).tolist()
+
+
+# -- waiting for texts -------------------------------------------------------------------------------------------------
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (ClientDisconnect)."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.wait((task, watcher))
+
+
+async def wait_for_all(choices: list[Choice]) -> list[Any]:
+    """The results. Raises the error of the first that fails."""
+    try:
+        return [await choice.handle.aresult() for choice in choices]
+    except GenerationError as error:
+        raise blame(error) from error
+
+
+def blame(error: BaseException) -> BaseException:
+    """A request's error; BackendError if it failed by a fault of the engine, and not by its own parameters."""
+    cause = error.__cause__
+    is_fault = type(error) is GenerationError and not isinstance(cause, GenerationError | TokenizerError | None)
+    return BackendError(str(error)) if is_fault else error
+
+
+class StreamEvents:
+    """The server-sent events of a stream. Each text has a task that reads it and waits until its chunk is sent."""
+
+    def __init__(self, asked: Asked, choices: list[Choice]) -> None:
+        self._asked, self._choices = asked, choices
+        self._queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(maxsize=1)
+        self._tasks = [asyncio.create_task(self._follow(choice)) for choice in choices]
+        self._running = len(choices)
+
+    async def _follow(self, choice: Choice) -> None:
+        asked = self._asked
+        try:
+            async for chunk in choice.handle:
+                if asked.top is None:
+                    part = choice.part(chunk)
+                else:  # reading a log probability may compute the whole head
+                    part = await asyncio.to_thread(choice.part, chunk)
+                if part is not None:
+                    await self._queue.put(part)
+            await self._queue.put(None)
+        except Exception as error:
+            await self._queue.put(blame(error))
+
+    async def first(self) -> str:
+        """The first events, as soon as there is a chunk. Raises the error of a request that fails before that."""
+        event = await self._queue.get()
+        if isinstance(event, BaseException):
+            raise event
+        opening = [choice.opening() for choice in self._choices] if self._asked.is_chat else []
+        return "".join(self._event([part]) for part in opening) + self._write(event)
+
+    async def rest(self) -> AsyncIterator[str]:
+        while self._running:
+            try:
+                async with asyncio.timeout(QUIET_S):
+                    event = await self._queue.get()
+            except TimeoutError:
+                yield ": waiting\n\n"
+                continue
+            yield self._write(event)
+        if self._asked.usage_in_stream:
+            frame = self._asked.frame([], is_chunk=True)
+            yield _sse({**frame, "usage": usage(self._asked, self._choices)})
+        yield "data: [DONE]\n\n"
+
+    def _write(self, event: dict[str, Any] | BaseException | None) -> str:
+        if event is None:
+            self._running -= 1
+            return ""
+        if isinstance(event, BaseException):
+            self._running = 0
+            return _sse(describe_failure(event)[1])
+        return self._event([event])
+
+    def _event(self, parts: list[dict[str, Any]]) -> str:
+        nothing = {"usage": None} if self._asked.usage_in_stream else {}
+        return _sse({**self._asked.frame(parts, is_chunk=True), **nothing})
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _sse(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events; `stack` is closed after the last one, or when the client goes away."""
+
+    def __init__(self, request: Request, first: str, events: StreamEvents, stack: AsyncExitStack) -> None:
+        super().__init__(headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._request, self._first, self._events, self._stack = request, first, events, stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_all() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
+            async for text in self._events.rest():
+                if text:
+                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        async with self._stack:
+            with suppress(ClientDisconnect):
+                await unless_gone(self._request, send_all())
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status of an error, and OpenAI's JSON for it."""
+    message, param, code, status = str(error), None, None, 500
+    if isinstance(error, RequestError):
+        param, code, status = error.param, error.code, error.status
+    elif isinstance(error, HTTPException):
+        message, status = error.detail, error.status_code
+    elif isinstance(error, BitNetRefError):
+        message = getattr(error, "message", message)  # without the path of a file
+        status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
+        name = re.match(r"(\w+): ", message)
+        param = name[1] if status == 400 and name else None
+    if status == 500:
+        log.error("a request failed: %s", describe_error(error), exc_info=error)
+        message = "a fault of the server; its log has the cause"
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def answer_failure(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    status, facts = describe_failure(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if status in RETRY_AFTER_S:
+        headers["retry-after"] = RETRY_AFTER_S[status]
+    return JSONResponse(facts, status, headers=headers)
+
+
+class KeyCheck:
+    """Middleware: refuse requests without one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self.app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, token = given.partition(b" ")
+            matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all, in any case
+            if scheme.lower() != b"bearer" or not any(matches):
+                text = "a key is needed: Authorization: Bearer KEY" if not given else "this key is not valid"
+                error = RequestError(text, status=401, code="invalid_api_key")
+                await (await answer_failure(Request(scope), error))(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def create_app(
+    shelf: ModelShelf,
+    limits: ServerLimits | None = None,
+    *,
+    api_keys: tuple[str, ...] = (),
+    chat_template: str | None = None,
+    origins: tuple[str, ...] = (),
+    hosts: tuple[str, ...] = (),
+    version: str = "0",
+) -> Starlette:
+    """The application.
+
+    api_keys: one of them is needed, if there are any. origins: web pages that may use the server (CORS). hosts: names
+    under which it may be called, since a web page can give 127.0.0.1 a name of its own; none: all. version: of the
+    OpenAPI page.
+    """
+    server = Server(shelf, limits or ServerLimits(), chat_template, version)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(shelf.load_first()), asyncio.create_task(shelf.drop_idle())]
+        tasks[0].add_done_callback(lambda task: task.cancelled() or app.state.on_loaded(task.exception()))
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await shelf.close(drain=False)  # the requests have ended: uvicorn waits for them first
+
+    handlers: dict[Any, Any] = {BitNetRefError: answer_failure, HTTPException: answer_failure}
+    handlers |= {ClientDisconnect: answer_failure, Exception: answer_failure}
+    middleware = []
+    if hosts:
+        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False))
+    if origins:
+        allowed: dict[str, Any] = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
+        middleware.append(Middleware(CORSMiddleware, **allowed))
+    if api_keys:
+        middleware.append(Middleware(KeyCheck, keys=api_keys))
+    posts = {
+        "/v1/completions": server.completions,
+        "/v1/chat/completions": server.chat,
+        "/v1/embeddings": server.embeddings,
+        "/tokenize": server.tokenize,
+        "/detokenize": server.detokenize,
+    }
+    gets = {
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model,
+        "/tokenizer_info": server.tokenizer_info,
+        "/health": server.health,
+        "/metrics": server.metrics,
+        "/openapi.json": server.openapi,
+    }
+    routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
+    routes += [Route(path, function, methods=["GET"]) for path, function in gets.items()]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    app.state.on_loaded = lambda error: None
+    return app

@@ -1,0 +1,290 @@
+"""What a request's JSON may contain. One table of JSON schemas is both the check and the OpenAPI page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn
+
+from ...errors import BitNetRefError, describe
+from ...generation.params import suggest
+
+Schema = dict[str, Any]
+MAX_DEPTH = 64  # of the JSON in a request
+
+
+class RequestError(BitNetRefError):
+    """An HTTP request that is refused: its status, and the parameter that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        self.param, self.status, self.code = param, status, code
+        super().__init__(message)
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def _number(low: float, high: float, kind: str = "number") -> Schema:
+    return {"type": [kind, "null"], "minimum": low, "maximum": high}
+
+
+def _object(properties: Schema, required: tuple[str, ...] = (), **more: Any) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+def _array(items: Schema, low: int = 0, high: int = 1 << 20) -> Schema:
+    return {"type": "array", "items": items, "minItems": low, "maxItems": high}
+
+
+TEXT, FLAG = {"type": "string"}, {"type": ["boolean", "null"]}
+ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
+COUNT = _number(0, 2**31 - 1, "integer")
+IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
+TEXTS = {"anyOf": [TEXT, _array(TEXT, 1, 2048), IDS, _array(IDS, 1, 2048)]}
+STRINGS = {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _array({"type": "string", "minLength": 1}, 0, 64)]}
+STRINGS_OR_NONE = _or_null(_array({"type": "string", "minLength": 1}, 0, 1024))
+PART = _object({"type": {"enum": ["text"]}, "text": TEXT}, ("type", "text"), additionalProperties=False)
+FUNCTION = _object({"name": {"type": "string", "minLength": 1, "maxLength": 64}, "parameters": ANY_OBJECT}, ("name",))
+TOOL = _object({"type": {"enum": ["function"]}, "function": FUNCTION}, ("type", "function"))
+CALL = _object({"name": TEXT, "arguments": TEXT}, ("name", "arguments"))
+MESSAGE = _object(
+    {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": ["string", "null"]}, _array(PART, 0, 1024)]},
+        "tool_calls": _or_null(_array(_object({"function": CALL}, ("function",)), 0, 128)),
+    },
+    ("role",),
+)
+IGNORED = dict.fromkeys(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), ANYTHING
+)
+SAMPLING = {
+    "model": {"type": ["string", "null"]},
+    "n": _number(1, 1024, "integer"),
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
+    "logit_bias": _or_null(
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+    ),
+    "seed": _number(-(2**63), 2**64 - 1, "integer"),
+    "stop": STRINGS,
+    "stream": FLAG,
+    "stream_options": _or_null(_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
+    # vLLM's, as named in `SamplingParams`
+    "top_k": _number(-1, 2**31 - 1, "integer"),
+    "min_p": _number(0, 1),
+    "typical_p": _number(0, 1),
+    "repetition_penalty": _number(1e-6, 1e6),
+    "min_tokens": COUNT,
+    "stop_token_ids": _or_null(_array(IDS["items"], 0, 1024)),
+    "ignore_eos": FLAG,
+    "bad_words": STRINGS_OR_NONE,
+    "guided_json": {"type": ["object", "string", "boolean", "null"]},
+    "guided_regex": {"type": ["string", "null"], "minLength": 1},
+    "guided_choice": STRINGS_OR_NONE,
+    "guided_grammar": {"type": ["string", "null"], "minLength": 1},
+    "priority": _number(-1000, 1000, "integer"),
+    **IGNORED,
+}
+NAMED_SCHEMA = _object(
+    {"name": TEXT, "schema": {"type": ["object", "boolean", "null"]}, "strict": FLAG}, ("name", "schema")
+)
+RESPONSE_FORMAT = _object(
+    {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _or_null(NAMED_SCHEMA)}, ("type",)
+)
+NAME = _object({"name": TEXT}, ("name",))
+NAMED_TOOL = _object({"type": {"enum": ["function"]}, "function": NAME}, ("type", "function"))
+
+COMPLETION = _object(
+    {
+        "prompt": TEXTS,
+        "max_tokens": COUNT,
+        "echo": FLAG,
+        "logprobs": _number(0, 20, "integer"),
+        "best_of": _number(1, 1024, "integer"),
+        "suffix": {"type": ["string", "null"]},  # refused, with the reason
+        **SAMPLING,
+    },
+    ("prompt",),
+    additionalProperties=False,
+)
+CHAT = _object(
+    {
+        "messages": _array(MESSAGE, 1, 4096),
+        "max_tokens": _number(1, 2**31 - 1, "integer"),
+        "max_completion_tokens": _number(1, 2**31 - 1, "integer"),
+        "logprobs": FLAG,
+        "top_logprobs": _number(0, 20, "integer"),
+        "response_format": _or_null(RESPONSE_FORMAT),
+        "tools": _or_null(_array(TOOL, 0, 128)),
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL]},
+        "parallel_tool_calls": FLAG,
+        "chat_template_kwargs": ANY_OBJECT,
+        **SAMPLING,
+    },
+    ("messages",),
+    additionalProperties=False,
+)
+EMBEDDING = _object(
+    {
+        "input": TEXTS,
+        "model": SAMPLING["model"],
+        "encoding_format": {"enum": ["float", "base64", None]},
+        "dimensions": _number(1, 2**20, "integer"),
+        **IGNORED,
+    },
+    ("input",),
+    additionalProperties=False,
+)
+TOKENIZE = _object(
+    {
+        "model": SAMPLING["model"],
+        "prompt": _or_null(TEXT),
+        "messages": _or_null(CHAT["properties"]["messages"]),
+        "tools": CHAT["properties"]["tools"],
+        "add_special_tokens": FLAG,
+        "add_generation_prompt": FLAG,
+        "return_token_strs": FLAG,
+    },
+    additionalProperties=False,
+)
+DETOKENIZE = _object(
+    {"model": SAMPLING["model"], "tokens": {**IDS, "minItems": 0}}, ("tokens",), additionalProperties=False
+)
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a request's body. Raises RequestError for what is no JSON, or is nested deeper than 64."""
+
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no JSON number")
+
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as problem:
+        raise RequestError(f"the body is no JSON: {problem}") from problem
+    level, depth = [value], 0
+    while level := [inner for each in level if isinstance(each, dict | list) for inner in _values(each)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RequestError(f"the body is nested deeper than {MAX_DEPTH}")
+    return value
+
+
+def _values(value: dict[str, Any] | list[Any]) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def check(value: Any, path: str) -> None:
+    """Raise RequestError, with the place, for a body that this path does not take."""
+    from fastjsonschema import JsonSchemaValueException
+
+    try:
+        _checker(path)(value)
+    except JsonSchemaValueException as error:
+        name = ".".join(map(str, error.path[1:])) or None
+        if error.rule == "additionalProperties" and isinstance(error.value, dict):
+            wrong = next(key for key in error.value if key not in error.definition["properties"])
+            known = error.definition["properties"]
+            raise RequestError(f"{wrong}: there is no such parameter; {suggest(wrong, known)}", wrong) from None
+        if error.rule == "required" and isinstance(error.value, dict):
+            name = next(key for key in error.definition["required"] if key not in error.value)
+            raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None
+        rule = _RULES.get(str(error.rule))
+        expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
+        got = describe(error.value)
+        raise RequestError(f"{name or 'the body'}: expected {expected}, got {got}", name) from None
+
+
+_RULES = {
+    "minimum": "at least {}",
+    "maximum": "at most {}",
+    "enum": "one of {}",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "minItems": "at least {} items",
+    "maxItems": "at most {} items",
+}
+
+
+def _in_words(schema: Schema) -> str:
+    """
+    >>> _in_words(STRINGS)
+    'string or null, or a list of string'
+    """
+    if "anyOf" in schema:
+        return ", or ".join(map(_in_words, schema["anyOf"]))
+    if schema.get("type") == "array":
+        return f"a list of {_in_words(schema['items'])}"
+    kinds: Any = schema.get("type", schema.get("enum", "something else"))
+    return kinds if isinstance(kinds, str) else " or ".join("null" if kind is None else kind for kind in kinds)
+
+
+@cache
+def _checker(path: str) -> Callable[[Any], Any]:
+    import fastjsonschema
+
+    return fastjsonschema.compile(BODIES[path][1], use_default=False, detailed_exceptions=True)
+
+
+# -- the OpenAPI page --------------------------------------------------------------------------------------------------
+
+BODIES: dict[str, tuple[str, Schema]] = {
+    "/v1/completions": ("Continue texts.", COMPLETION),
+    "/v1/chat/completions": ("Reply to a conversation.", CHAT),
+    "/v1/embeddings": ("Texts as vectors.", EMBEDDING),
+    "/tokenize": ("The token ids of a text or a conversation.", TOKENIZE),
+    "/detokenize": ("The text of token ids.", DETOKENIZE),
+}
+READ = {
+    "/v1/models": "The models.",
+    "/v1/models/{name}": "One model.",
+    "/tokenizer_info": "A model's tokenizer.",
+    "/health": "200 when the models are loaded, 503 before.",
+    "/metrics": "For Prometheus, as text.",
+    "/openapi.json": "This page.",
+}
+PARAMETERS = {
+    "/v1/models/{name}": {"name": "name", "in": "path", "required": True, "schema": TEXT},
+    "/tokenizer_info": {"name": "model", "in": "query", "required": False, "schema": TEXT},
+}
+
+
+def describe_api(version: str) -> Schema:
+    """The page, in OpenAPI 3.1."""
+    failure = _object(
+        {"error": _object({"message": TEXT, "type": TEXT, "param": {}, "code": {}}, ("message",))}, ("error",)
+    )
+    bad = _reply("What was wrong.", {"application/json": failure})
+    paths: dict[str, Any] = {}
+    for path, (summary, schema) in BODIES.items():
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        kinds: Schema = {"application/json": {}} | ({"text/event-stream": {}} if "completions" in path else {})
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
+    for path, summary in READ.items():
+        good = _reply("", {"text/plain" if path == "/metrics" else "application/json": {}})
+        paths[path] = {"get": {"summary": summary, "responses": {"200": good}}}
+        if path in PARAMETERS:
+            paths[path]["get"]["parameters"] = [PARAMETERS[path]]
+    for methods in paths.values():
+        for operation in methods.values():
+            operation["responses"] |= {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
+    paths["/health"]["get"]["security"] = []
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "bitnet_ref", "version": version},
+        "paths": paths,
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _reply(text: str, kinds: Schema) -> Schema:
+    return {
+        "description": text or "The result.",
+        "content": {kind: {"schema": schema} for kind, schema in kinds.items()},
+    }

@@ -1,0 +1,349 @@
+"""OpenAI's JSON: a request as this package's parameters, and results as OpenAI writes them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...backends.loaded import LoadedModel
+from ...generation.chat import default_reply_tokens
+from ...generation.params import SamplingParams
+from ...generation.results import Generation, StreamChunk
+from ..engine import Engine
+from ..tickets import RequestHandle
+from .schemas import RequestError
+from .tools import ToolReader, choose_tools
+
+PASSED = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "stop", "n"),
+    *("presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "max_tokens"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "seed"),
+)
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
+FINISH = {"filtered": "content_filter"}
+Entry = tuple[int, float | None, Mapping[int, float] | None]  # token id, ln p, and those of the likeliest ones
+
+
+@dataclass
+class Asked:
+    """What a request for text asks for. `prompts` and `params` are for the engine."""
+
+    model_name: str
+    prompts: list[Any]
+    params: dict[str, Any]
+    is_chat: bool
+    n: int = 1
+    stream: bool = False
+    usage_in_stream: bool = False
+    priority: int = 0
+    echo: bool = False
+    top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
+    is_only_scored: bool = False  # max_tokens is 0
+    tools: ToolReader | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+    def submit(self, engine: Engine, timeout_s: float | None = None) -> list[Choice]:
+        """Queue all texts: n of each prompt. Raises what `Engine.submit` raises."""
+        texts = len(self.prompts) * self.params.get("n", 1)
+        if texts > engine.config.max_queue:
+            raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
+        choices: list[Choice] = []
+        try:
+            for prompt in self.prompts:
+                for handle in engine.streams(prompt, priority=self.priority, timeout_s=timeout_s, **self.params):
+                    choices.append(Choice(self, len(choices), handle, engine.model))
+        except BaseException:
+            for choice in choices:
+                choice.handle.close()
+            raise
+        return choices
+
+    def frame(self, choices: Sequence[Mapping[str, Any]], is_chunk: bool = False) -> dict[str, Any]:
+        """The object around the choices."""
+        kind = f"chat.completion{'.chunk' * is_chunk}" if self.is_chat else "text_completion"
+        facts = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
+        return {**facts, "system_fingerprint": "bitnet_ref", "choices": list(choices)}
+
+    def response(self, choices: Sequence[Choice], results: Sequence[Generation]) -> dict[str, Any]:
+        """All texts in one object; the best `n` of each prompt where more were generated."""
+        total, every = usage(self, choices), list(zip(choices, results, strict=True))
+        size = self.params.get("n", 1)
+        if self.n < size:
+            groups = [every[first : first + size] for first in range(0, len(every), size)]
+            every = [pair for group in groups for pair in sorted(group, key=_mean_logprob, reverse=True)[: self.n]]
+        whole = [choice.whole(result, index) for index, (choice, result) in enumerate(every)]
+        return {**self.frame(whole), "usage": total}
+
+
+def _mean_logprob(pair: tuple[Choice, Generation]) -> float:
+    return sum(pair[1].logprobs) / len(pair[1].logprobs)
+
+
+def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of the request; a prompt with several texts counts once."""
+    first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]]
+    prompt = sum(stats.prompt_tokens for stats in first)
+    new = 0 if asked.is_only_scored else sum(choice.handle.stats.generated_tokens for choice in choices)
+    details = {"cached_tokens": sum(stats.cached_tokens for stats in first)}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": details,
+    }
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) -> Asked:
+    """The request of a body that passed its schema. Raises RequestError."""
+    params, common = _read_common(body, engine)
+    if body.get("suffix") is not None:
+        raise RequestError("suffix: these models continue texts and cannot fill in the middle; leave it out", "suffix")
+    prompt, echo, top = body["prompt"], bool(body.get("echo")), body.get("logprobs")
+    many = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    params.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    only_scored = params["max_tokens"] == 0
+    if only_scored and not echo:
+        raise RequestError("max_tokens: 0 asks for no text, unless echo is true; expected at least 1", "max_tokens")
+    params["max_tokens"] = max(1, params["max_tokens"])
+    if echo and top is not None:
+        params["prompt_logprobs"] = top
+    n, best_of = params.get("n", 1), body.get("best_of") or params.get("n", 1)
+    if best_of < n or (best_of > n and common["stream"]):
+        raise RequestError(f"best_of: expected at least n, {n}, and no more in a stream; got {best_of}", "best_of")
+    params |= {"n": best_of, "echo": True}  # the prompt's text is cut off again; so a space after it is not lost
+    return Asked(
+        *(model_name, prompt if many else [prompt], params, False, n),
+        **common,
+        echo=echo,
+        top=top,
+        is_only_scored=only_scored,
+    )
+
+
+def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
+    """The request of a body that passed its schema, with the conversation as token ids. Raises RequestError."""
+    params, common = _read_common(body, engine)
+    if body.get("max_completion_tokens") is not None:
+        params["max_tokens"] = body["max_completion_tokens"]
+    kind = (body.get("response_format") or {}).get("type", "text")
+    if kind == "json_object":
+        params["guided_json"] = {"type": "object"}
+    elif kind == "json_schema":
+        if not body["response_format"].get("json_schema"):
+            raise RequestError("response_format.json_schema: is missing", "response_format.json_schema")
+        schema = body["response_format"]["json_schema"]["schema"]
+        params["guided_json"] = {} if schema is None else schema
+    if body.get("top_logprobs") is not None and not body.get("logprobs"):
+        raise RequestError("top_logprobs: needs logprobs=true", "top_logprobs")
+    tools, guide = choose_tools(body.get("tools") or [], body.get("tool_choice"))
+    if guide is not None:
+        params["guided_json"] = guide
+    if isinstance(params.get("guided_json"), dict):
+        params["guided_json"] = {"x-guidance": COMPACT, **params["guided_json"]}
+    ids = chat_ids(engine.model, body, chat_template, tools is not None)
+    sampling = SamplingParams.of(**{**engine.config.sampling, **params})
+    if sampling.max_tokens is None:
+        params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
+    top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    return Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top, tools=tools)
+
+
+def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> list[int]:
+    """The conversation of a body in the form of the model's chat template, as token ids."""
+    tokenizer, tools = model.tokenizer, body.get("tools") if with_tools else None
+    if tools and "tools" not in (chat_template or tokenizer.chat_template or ""):
+        raise RequestError("tools: the chat template of this model has no place for tools", "tools")
+    variables = body.get("chat_template_kwargs") or {}
+    for name in ("messages", "tools", "documents", "add_generation_prompt"):
+        if name in variables:
+            raise RequestError(f"chat_template_kwargs: {name} is set by the server", "chat_template_kwargs")
+    return tokenizer.apply_chat_template(
+        [_plain_message(message) for message in body["messages"]],
+        body.get("add_generation_prompt") is not False,
+        tokenize=True,
+        tools=tools,
+        chat_template=chat_template,
+        variables=variables,
+    )
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As templates expect it: text in one piece, and the arguments of tool calls as values."""
+    content = message.get("content")
+    text = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    plain = {**message, "content": text}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [{**call, "function": _with_values(call["function"])} for call in calls]
+    return plain
+
+
+def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {**function, "arguments": json.loads(function["arguments"])}
+    except (ValueError, RecursionError):
+        return dict(function)
+
+
+def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
+    params = {name: body[name] for name in PASSED if body.get(name) is not None}
+    if params.get("top_k") == -1:  # vLLM's "no limit"
+        params["top_k"] = 0
+    if "seed" in params:
+        params["seed"] %= 2**64
+    if "temperature" not in engine.config.sampling:
+        params.setdefault("temperature", 1.0)  # OpenAI's
+    top = body.get("top_logprobs") or 0 if isinstance(body.get("logprobs"), bool) else body.get("logprobs")
+    if top is not None and body.get("logprobs") is not False:
+        params["logprobs"] = top
+    options = body.get("stream_options") or {}
+    stream = bool(body.get("stream"))
+    if options and not stream:
+        raise RequestError("stream_options: needs stream=true", "stream_options")
+    return params, {
+        "stream": stream,
+        "usage_in_stream": bool(options.get("include_usage")),
+        "priority": body.get("priority") or 0,
+    }
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """One text of a response: its chunks or its result, as OpenAI writes them."""
+
+    def __init__(self, asked: Asked, index: int, handle: RequestHandle, model: LoadedModel) -> None:
+        self.asked, self.index, self.handle, self._tokenizer = asked, index, handle, model.tokenizer
+        self._prompt_ids: list[int] = handle.prompt_token_ids
+        self._tokens = model.vocabulary.tokens if asked.top is not None else []
+        self._decoder, self._offset, self._begun = self._tokenizer.stream_decoder(), 0, False
+
+    def opening(self) -> dict[str, Any]:
+        """The first chunk of a chat's stream: the role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, chunk: StreamChunk) -> dict[str, Any] | None:
+        """A chunk of a stream. None: it says nothing yet."""
+        text, entries, finish = self._new_text(chunk.text), self._entries([chunk]), chunk.finish_reason
+        calls: list[dict[str, Any]] = []
+        if self.asked.tools is not None:
+            if not self._begun:
+                self._reader = self.asked.tools.copy()
+            text, calls = self._reader.push(text, finish)
+        self._begun = True
+        if not (text or calls or entries or finish or self.asked.top is not None):
+            return None
+        finish = "tool_calls" if calls else FINISH.get(finish or "", finish)
+        ends = {"logprobs": self._logprobs(entries), "finish_reason": finish, "stop_reason": chunk.stop_reason}
+        if not self.asked.is_chat:
+            return {"index": self.index, "text": text, **ends}
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        return {"index": self.index, "delta": delta, **ends}
+
+    def whole(self, result: Generation, index: int) -> dict[str, Any]:
+        """The whole text."""
+        tops = result.top_logprobs or []
+        logprobs = result.logprobs if self.asked.top is not None else []
+        steps = [
+            StreamChunk("", token, logprob, top_logprobs=top)
+            for token, logprob, top in zip(result.token_ids, logprobs, tops, strict=False)
+        ]
+        text, entries, finish = self._new_text(result.text), self._entries(steps), result.finish_reason
+        finish = FINISH.get(finish, finish)
+        calls: list[dict[str, Any]] = []
+        if self.asked.tools is not None:
+            text, calls = self.asked.tools.copy().push(text, finish)
+        finish = "tool_calls" if calls else finish
+        ends = {"logprobs": self._logprobs(entries), "finish_reason": finish, "stop_reason": result.stop_reason}
+        if not self.asked.is_chat:
+            return {"index": index, "text": text, **ends}
+        message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        return {"index": index, "message": {**message, **({"tool_calls": calls} if calls else {})}, **ends}
+
+    def _new_text(self, text: str) -> str:
+        """The text without what the engine echoes for the sake of spaces."""
+        if self.asked.is_chat or self._begun:
+            return "" if self.asked.is_only_scored else text
+        new = "" if self.asked.is_only_scored else text[len(self.handle.echo) :]
+        return self.handle.echo + new if self.asked.echo else new
+
+    def _entries(self, chunks: Sequence[StreamChunk]) -> list[Entry]:
+        """The tokens with their log probabilities; an echo's are before those of the first chunk."""
+        if self.asked.top is None:
+            return []
+        new: list[Entry] = [] if self.asked.is_only_scored else [_entry(chunk) for chunk in chunks]
+        if self._begun or self.asked.is_chat:
+            return new
+        if not self.asked.echo:
+            for token in self._prompt_ids:
+                self._push(token)
+            self._offset = 0
+            return new
+        scores = self.handle.prompt_logprobs or [None] * len(self._prompt_ids)
+        pairs = zip(self._prompt_ids, scores, strict=True)
+        return [*((token, None if top is None else top[token], top) for token, top in pairs), *new]
+
+    def _push(self, token: int) -> int:
+        """Take the token into the text.   -> where in the text it begins"""
+        before = self._offset
+        if token < self._tokenizer.vocab_size:
+            self._offset += len(self._decoder.push(token))
+        return before
+
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+        if self.asked.top is None:
+            return None
+        if self.asked.is_chat:
+            return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
+        return {
+            "tokens": [self._text(token) for token, _, _ in entries],
+            "token_logprobs": [logprob for _, logprob, _ in entries],
+            "top_logprobs": [None if top is None else self._by_text(top) for _, _, top in entries],
+            "text_offset": [self._push(token) for token, _, _ in entries],
+        }
+
+    def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
+        """By text; the likelier one of two tokens with the same text."""
+        return {self._text(token): logprob for token, logprob in reversed(list(top.items()))}
+
+    def _chat_entry(self, entry: Entry) -> dict[str, Any]:
+        token, logprob, top = entry
+        assert logprob is not None
+        likeliest = [self._token(each, ln_p) for each, ln_p in (top or {}).items()][: self.asked.top]
+        return {**self._token(token, logprob), "top_logprobs": likeliest}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    def _text(self, token: int) -> str:
+        """The token's text, or as OpenAI writes it if it is no UTF-8: "bytes:\\xe2\\x82"."""
+        data = self._bytes(token)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token: int) -> bytes:
+        """Of a special token, those of its name."""
+        data = self._tokens[token] if token < len(self._tokens) else b""
+        return data or (self._tokenizer.id_to_token(token).encode() if token < self._tokenizer.vocab_size else b"")
+
+
+def _entry(chunk: StreamChunk) -> Entry:
+    return chunk.token_id, chunk.logprob, chunk.top_logprobs

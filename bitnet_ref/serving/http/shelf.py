@@ -1,0 +1,151 @@
+"""`ModelShelf`: several models by name, one engine each. They are loaded when needed, and leave when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...backends.loaded import LoadedModel
+from ...errors import OutOfMemory
+from ...system.sharing import model_files
+from ..engine import Engine
+from .schemas import RequestError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Place:
+    """A model's place on the shelf."""
+
+    name: str
+    source: Path
+    engine: Engine | None = None
+    nbytes: int = 0  # of weights and cache, once loaded; before, an estimate
+    is_loading: bool = False
+    users: int = 0
+    last_used_s: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # while it is loaded or dropped
+
+    @property
+    def is_idle(self) -> bool:
+        return self.engine is not None and self.users == 0 and not self.lock.locked()
+
+
+class ModelShelf:
+    """The engines of a server.
+
+    sources: file or folder of each model. open_engine: loads one. budget_bytes: what all loaded models may hold
+    together, weights and caches; before another one is loaded, the idle ones longest unused are dropped. idle_s: one
+    that has been idle for so long is dropped. None: no limit.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Path],
+        open_engine: Callable[[Path], Engine],
+        budget_bytes: int | None = None,
+        idle_s: float | None = None,
+    ) -> None:
+        self.places = {name: Place(name, source) for name, source in sources.items()}
+        self._open, self._budget, self._idle_s = open_engine, budget_bytes, idle_s
+        self.is_ready = False  # whether the first models are loaded
+
+    def place(self, name: str | None) -> Place:
+        """The model of this name; without a name the only one. Raises RequestError."""
+        if name is None and len(self.places) == 1:
+            return next(iter(self.places.values()))
+        if name is None:
+            raise RequestError(f"model: is missing; there are: {', '.join(self.places)}", "model")
+        if name not in self.places:
+            message = f"model: there is no model {name[:200]!r}; there are: {', '.join(self.places)}"
+            raise RequestError(message, "model", 404, "model_not_found")
+        return self.places[name]
+
+    async def load_first(self) -> None:
+        """Load the models in their order, as many as the budget allows: with several, at least the first."""
+        for number, place in enumerate(self.places.values()):
+            if number and self._budget is not None and self._held() + _file_bytes(place.source) > self._budget:
+                break
+            async with self.borrow(place):
+                pass
+        self.is_ready = True
+
+    @asynccontextmanager
+    async def borrow(self, place: Place) -> AsyncIterator[Engine]:
+        """The model's engine, loaded if it is not; it stays while it is borrowed.
+
+        Raises RequestError where there is no room for it now, and what loading raises.
+        """
+        place.users += 1  # first, so that it is not dropped between
+        try:
+            async with place.lock:
+                if place.engine is None or place.engine.closed:
+                    await self._load(place)
+            assert place.engine is not None
+            yield place.engine
+        finally:
+            place.users -= 1
+            place.last_used_s = time.monotonic()
+
+    async def _load(self, place: Place) -> None:
+        needed = place.nbytes or _file_bytes(place.source)
+        while self._budget is not None and self._held() + needed > self._budget:
+            idle = [each for each in self.places.values() if each.is_idle]
+            if not idle:
+                held = ", ".join(each.name for each in self.places.values() if each.engine or each.is_loading)
+                text = f"needs {needed:,} bytes, and the server's budget of {self._budget:,} is held by: {held}"
+                if not held:
+                    raise OutOfMemory(f"model {place.name} needs {needed:,} bytes; the budget is {self._budget:,}")
+                raise RequestError(f"model: {place.name} {text}; try again later", "model", 503, "model_unavailable")
+            await self._drop(min(idle, key=lambda each: each.last_used_s))
+        started, place.nbytes, place.is_loading = time.monotonic(), needed, True
+        try:
+            place.engine = await asyncio.to_thread(self._open, place.source)
+        finally:
+            place.is_loading = False
+        place.engine.metrics.model_name = place.name
+        place.nbytes = _weight_bytes(place.engine.model) + place.engine.cache.nbytes
+        log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
+
+    def _held(self) -> int:
+        return sum(place.nbytes for place in self.places.values() if place.engine is not None or place.is_loading)
+
+    async def _drop(self, place: Place) -> None:
+        async with place.lock:
+            engine, place.engine = place.engine, None
+        if engine is not None:
+            await engine.aclose()
+            del engine  # the model may have other users, so it is not closed
+            await asyncio.to_thread(gc.collect)
+            log.info("model %s dropped", place.name)
+
+    async def drop_idle(self) -> None:
+        """Drop idle models for ever; a task that the server cancels."""
+        while self._idle_s is not None:
+            await asyncio.sleep(min(self._idle_s / 4, 60.0))
+            for place in self.places.values():
+                if place.is_idle and time.monotonic() - place.last_used_s > self._idle_s:
+                    await self._drop(place)
+
+    async def close(self, drain: bool) -> None:
+        for place in self.places.values():
+            if place.engine is not None:
+                await place.engine.aclose(drain)
+
+
+def _file_bytes(source: Path) -> int:
+    """About what a model will hold: the bytes of its files."""
+    return sum(file.stat().st_size for file in model_files(source))
+
+
+def _weight_bytes(model: LoadedModel) -> int:
+    w = model.weights
+    head = 0 if w.tied else w.lm_head.nbytes
+    return w.embedding.nbytes + head + sum(linear.nbytes for layer in w.layers for _, linear in layer.linears())

@@ -1,0 +1,96 @@
+"""Tools: what forces a call, and the calls in a model's text.
+
+Two forms are read, which published chat templates teach: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+(Hermes, Qwen, Falcon 3) and a reply that is nothing but such an object (Llama 3; `parameters` means `arguments`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .schemas import RequestError
+
+MARK = "<tool_call>"
+_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolReader:
+    """Passes the text of a reply on, but holds back what may be a call of one of these tools."""
+
+    def __init__(self, names: Sequence[str], is_forced: bool) -> None:
+        """is_forced: the whole reply is one call."""
+        self.names, self._is_forced = names, is_forced
+        self._held, self._is_object = "", is_forced
+
+    def copy(self) -> ToolReader:
+        """A reader for another reply."""
+        return ToolReader(self.names, self._is_forced)
+
+    def push(self, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """Add text.   -> the part that is certain, and after the last piece (finish) the calls"""
+        self._held += text
+        start = self._held.lstrip()
+        self._is_object = self._is_object or start.startswith("{")
+        mark = self._held.find(MARK)
+        if finish is not None:
+            before = "" if self._is_object else self._held if mark < 0 else self._held[:mark]
+            calls = self._read(self._held[len(before) :])
+            return (before.rstrip() if calls else self._held), calls
+        if self._is_object or not start:
+            return "", []
+        end = mark if mark >= 0 else len(self._held) - _partial(self._held)
+        certain, self._held = self._held[:end], self._held[end:]
+        return certain, []
+
+    def _read(self, text: str) -> list[dict[str, Any]]:
+        """The calls in a text; none if any of it is not a call of a known tool."""
+        calls = []
+        for part in [text] if self._is_object else _CALLS.findall(text):
+            try:
+                call = json.loads(part)
+                name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                return []
+            if name not in self.names or not isinstance(arguments, dict):
+                return []
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        return calls
+
+
+def _partial(text: str) -> int:
+    """Length of the longest end of `text` that begins a mark."""
+    return next(n for n in range(min(len(text), len(MARK) - 1), -1, -1) if text.endswith(MARK[:n]))
+
+
+def choose_tools(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+) -> tuple[ToolReader | None, dict[str, Any] | None]:
+    """A reader of calls, and the JSON schema of the reply if it has to be one. None, None without tools.
+
+    choice: "auto", "none", "required" or {"function": {"name": ...}}, as `tool_choice`.
+    """
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if not functions and choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
+    if not functions or choice == "none":
+        return None, None
+    if choice in (None, "auto"):
+        return ToolReader(list(functions), False), None
+    if isinstance(choice, Mapping):
+        name = choice["function"]["name"]
+        if name not in functions:
+            raise RequestError(f"tool_choice: there is no tool {name!r}", "tool_choice")
+        functions = {name: functions[name]}
+    definitions: dict[str, Any] = {}
+    forms = []
+    for name, function in functions.items():
+        arguments = dict(function.get("parameters") or {"type": "object"})
+        definitions |= arguments.pop("$defs", None) or {}
+        form = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+        forms.append({**form, "properties": {"name": {"const": name}, "arguments": arguments}})
+    return ToolReader(list(functions), True), {"anyOf": forms, **({"$defs": definitions} if definitions else {})}

@@ -1,0 +1,109 @@
+"""Drafts: with guesses verified together, each text is that of plain decoding, to the bit."""
+
+import numpy as np
+import pytest
+from helpers import GOLDEN, model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bitnet_ref.errors import GenerationError
+from bitnet_ref.generation.drafts import Drafts, LookupDrafts
+
+STORY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat"
+OPTIONS = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 40)},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "seed": st.integers(0, 5),
+        "top_k": st.sampled_from([0, 1, 20]),
+        "repetition_penalty": st.sampled_from([0.8, 1.3]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.5]),
+        "logit_bias": st.sampled_from([{5: 3.0}, {262: -9.0}]),
+        "stop": st.sampled_from(["mat", ". "]),
+        "bad_words": st.sampled_from([["cat"], ["The dog"]]),
+        "min_tokens": st.just(3),
+        "filter": st.just(["log"]),
+        "logprobs": st.integers(0, 4),
+        "ignore_eos": st.booleans(),
+        "n": st.just(2),
+        "echo": st.booleans(),
+    },
+)
+
+
+def facts(result):
+    outs = result if isinstance(result, list) else [result]
+    return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, o.logprobs, o.top_logprobs) for o in outs]
+
+
+@settings(max_examples=25, deadline=None)
+@given(options=OPTIONS, backend=st.sampled_from(["numpy", "cython"]), by_model=st.booleans(), start=st.integers(0, 20))
+def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
+    subject = model("storyteller", backend)
+    if options.get("temperature", 0) and "seed" not in options:
+        options = {**options, "seed": 1}
+    prompt = STORY[start:]
+    plain = subject.generate(prompt, **options)
+    drafted = subject.generate(prompt, speculate=subject if by_model else "lookup", **options)
+    assert facts(drafted) == facts(plain)
+
+
+def test_guesses_save_steps():
+    subject = model("storyteller", "cython")
+    out = subject.generate(STORY, max_tokens=40, speculate=subject, ignore_eos=True)
+    assert out.stats.accepted_tokens == out.stats.drafted_tokens > 30
+    prompts = [STORY, "Alice", STORY[8:]]
+    together = subject.generate(prompts, max_tokens=30, speculate="lookup")
+    assert facts(together) == [fact for each in prompts for fact in facts(subject.generate(each, max_tokens=30))]
+    assert together[0].stats.drafted_tokens > together[0].stats.accepted_tokens > 0
+    chunks = list(subject.stream(STORY, max_tokens=30, speculate="lookup"))
+    assert [chunk.token_id for chunk in chunks] == together[0].token_ids
+
+
+def test_what_cannot_go_back_is_decoded_plainly():
+    subject = model("storyteller", "cython")
+    for options in ({"overflow": "sliding", "window": 40}, {"guided_regex": "[a-z ]+"}):
+        if "guided_regex" in options:
+            pytest.importorskip("llguidance")
+        out = subject.generate(STORY, max_tokens=30, speculate="lookup", **options)
+        assert facts(out) == facts(subject.generate(STORY, max_tokens=30, **options))
+        assert out.stats.drafted_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "guess"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4]),
+        ([1, 2, 9, 7, 1, 2, 8, 7, 1, 2], [8, 7]),  # equally long: the latest
+        ([5, 1, 2, 9, 7, 1, 2, 8, 5, 1, 2], [9, 7]),  # the longest
+        ([1, 2, 3, 2], []),  # one token is no repetition
+        ([7, 7, 7, 7], [7]),
+        ([4], []),
+    ],
+)
+def test_what_is_looked_up(ids, guess):
+    assert LookupDrafts().guess(np.array(ids), 2).tolist() == guess
+
+
+def test_guesses_that_are_wrong_cost_a_bounded_share():
+    drafts, verified = LookupDrafts(), 0
+    ids = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
+    for _ in range(1000):  # a text in which every guess is wrong
+        guess = drafts.propose(ids, 100)
+        verified += len(guess)
+        drafts.learn(len(guess), 0)
+    assert 0 < 0.15 * verified <= 0.02 * 1000 + 1
+
+
+def test_wrong_uses_are_refused(tmp_path):
+    subject = model("storyteller", "numpy")
+    with pytest.raises(GenerationError, match="speculate: expected \"lookup\" or a loaded model, got 'look'"):
+        subject.generate("a", speculate="look")
+    with pytest.raises(GenerationError, match="the draft model has a vocabulary of"):
+        subject.generate("a", speculate=model(GOLDEN / "llama-dense", "numpy"))
+    with pytest.raises(GenerationError, match="takes no speculate"):
+        subject.generate("a", speculate="lookup", num_beams=2)
+    with subject.engine() as engine, pytest.raises(GenerationError, match="the engine takes no drafts"):
+        engine.generate("a", speculate="lookup")
+    with pytest.raises(NotImplementedError):
+        Drafts().propose(np.array([1]), 3)

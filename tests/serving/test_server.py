@@ -1,0 +1,530 @@
+"""The HTTP server on a real socket, with the storyteller: OpenAI's own client, and raw requests."""
+
+import asyncio
+import json
+import socket
+import time
+
+import numpy as np
+import pytest
+from cli_runs import BACKEND, FAST, invoke, invoke_json, process
+from engine_checks import check, until
+from helpers import GOLDEN, chat_folder, model
+from server_runs import RunningServer, ServerLimits, events
+
+from bitnet_ref.cli import serve_command
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.tools import ToolReader
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+STORY, PROMPT = ASSETS / "storyteller", "Once upon a time"
+HELLO = [{"role": "user", "content": "Hello"}]
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"enum": ["utc", "cet"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    return chat_folder(tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture(scope="module")
+def running(talker):
+    """Two models: storyteller, and the same with a chat template."""
+    with RunningServer({"storyteller": STORY, "talker": talker}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def whole():
+    """What the model gives alone: its text with the space after the prompt, and its tokens."""
+    story = model(STORY, BACKEND, threads=1)
+
+    def generate(prompt=PROMPT, **params):
+        out = story.generate(prompt, echo=True, **params)
+        return out.text.removeprefix(story.tokenizer.decode(out.prompt_token_ids)), out
+
+    return generate
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_is_what_the_model_gives(client, whole):
+    text, out = whole(max_tokens=12)
+    answer = client.completions.create(model="storyteller", prompt=PROMPT, max_tokens=12, temperature=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "length")
+    assert text.startswith(","), text
+    assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
+        "prompt_tokens": len(out.prompt_token_ids),
+        "completion_tokens": 12,
+        "total_tokens": len(out.prompt_token_ids) + 12,
+    }
+    ids = client.completions.create(model="storyteller", prompt=out.prompt_token_ids, max_tokens=12, temperature=0)
+    assert ids.choices[0].text == text
+
+
+def test_every_parameter_reaches_the_engine(client, whole):
+    params = {"max_tokens": 10, "temperature": 0.9, "top_p": 0.8, "seed": 7, "stop": ["."], "frequency_penalty": 0.5}
+    params |= {"presence_penalty": 0.25, "logit_bias": {"262": -5}}
+    more = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
+    answer = client.completions.create(model="storyteller", prompt=PROMPT, n=2, extra_body=more, **params)
+    _, outs = whole(max_tokens=3)
+    story = model(STORY, BACKEND, threads=1)
+    outs = story.generate(PROMPT, echo=True, n=2, **params, **more)
+    before = len(story.tokenizer.decode(outs[0].prompt_token_ids))
+    assert [choice.text for choice in answer.choices] == [out.text[before:] for out in outs]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    stopped = client.completions.create(model="storyteller", prompt=PROMPT, temperature=0, stop=" little")
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (", and the", "stop")
+
+
+def test_several_prompts_and_the_best_of_several(client, whole):
+    prompts = ["Alice", "The old man", "It was"]
+    answer = client.completions.create(model="storyteller", prompt=prompts, max_tokens=5, temperature=0)
+    assert [choice.text for choice in answer.choices] == [whole(each, max_tokens=5)[0] for each in prompts]
+    best = client.completions.create(model="storyteller", prompt=PROMPT, max_tokens=5, seed=1, n=1, best_of=6)
+    outs = model(STORY, BACKEND, threads=1).generate(PROMPT, max_tokens=5, seed=1, n=6, temperature=1.0)
+    expected = max(outs, key=lambda out: sum(out.logprobs) / len(out.logprobs))
+    assert best.choices[0].text.strip() == expected.text.strip()
+    assert best.usage.completion_tokens == 30
+
+
+def test_the_prompts_own_log_probabilities(client):
+    """As an evaluation asks for them: echo, logprobs, and no new token."""
+    story, text = model(STORY, BACKEND, threads=1), "The rabbit ran away."
+    answer = client.completions.create(model="storyteller", prompt=text, max_tokens=0, echo=True, logprobs=3)
+    choice, ids = answer.choices[0], story.tokenizer.encode(text)
+    logits = story.logits(ids).astype(np.float64)
+    expected = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[range(len(ids) - 1), ids[1:]]
+    assert choice.text == text
+    assert choice.logprobs.token_logprobs[0] is None
+    assert np.allclose(choice.logprobs.token_logprobs[1:], expected, atol=1e-9)
+    assert "".join(choice.logprobs.tokens[1:]).strip() == text
+    assert [len(top) in (3, 4) for top in choice.logprobs.top_logprobs[1:]] == [True] * (len(ids) - 1)
+    for token, place in zip(choice.logprobs.tokens[1:], choice.logprobs.text_offset[1:], strict=True):
+        assert text[place:].lstrip().startswith(token.strip())
+    assert answer.usage.completion_tokens == 0
+    more = client.completions.create(
+        model="storyteller", prompt=text, max_tokens=4, echo=True, logprobs=3, temperature=0
+    ).choices[0]
+    assert more.text.startswith(text)
+    assert len(more.logprobs.tokens) == len(ids) + 4
+    assert more.logprobs.token_logprobs[: len(ids)] == choice.logprobs.token_logprobs
+    tail = list(zip(more.logprobs.tokens, more.logprobs.text_offset, strict=True))[len(ids) :]
+    assert all(more.text[place:].startswith(token) for token, place in tail), tail
+
+
+def test_streams(client, whole):
+    text, out = whole(max_tokens=20)
+    params = {"model": "storyteller", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": 1}
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **params))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens, chunks[0].usage) == ([], 20, None)
+    logprobs = [each for chunk in chunks[:-1] for each in chunk.choices[0].logprobs.token_logprobs]
+    assert logprobs == out.logprobs
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 19 + ["length"]
+    both = list(client.completions.create(stream=True, n=3, **(params | {"echo": True, "seed": 1, "temperature": 1.0})))
+    joined = ["".join(c.text for chunk in both for c in chunk.choices if c.index == index) for index in range(3)]
+    at_once = client.completions.create(n=3, **(params | {"echo": True, "seed": 1, "temperature": 1.0}))
+    assert joined == [choice.text for choice in at_once.choices]
+
+
+# -- chats -------------------------------------------------------------------------------------------------------------
+
+
+def test_chats(client, running, talker):
+    model_alone = model(talker, BACKEND, threads=1)
+    expected = model_alone.generate(model_alone.tokenizer.apply_chat_template(HELLO, tokenize=True), max_tokens=9)
+    answer = client.chat.completions.create(
+        model="talker", messages=HELLO, max_completion_tokens=9, temperature=0, logprobs=True, top_logprobs=2
+    )
+    message = answer.choices[0].message
+    assert (message.role, message.content) == ("assistant", expected.text)
+    entries = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in entries] == expected.logprobs
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode().strip() == expected.text.strip()
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    chunks = list(
+        client.chat.completions.create(
+            model="talker",
+            messages=parts,
+            max_tokens=9,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert (chunks[0].choices[0].delta.role, chunks[0].choices[0].delta.content) == ("assistant", "")
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == expected.text
+    assert (chunks[-2].choices[0].finish_reason, chunks[-1].choices) == ("length", [])
+    assert chunks[-1].usage.completion_tokens == 9
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="storyteller", messages=HELLO)
+
+
+def test_replies_that_match_a_schema(client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    answer = client.chat.completions.create(
+        model="talker",
+        messages=HELLO,
+        max_tokens=30,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+    )
+    assert json.loads(answer.choices[0].message.content)["n"] in (1, 2)
+    assert answer.choices[0].finish_reason == "stop"
+    free = client.chat.completions.create(
+        model="talker", messages=HELLO, max_tokens=8, response_format={"type": "json_object"}
+    )
+    assert free.choices[0].message.content.lstrip().startswith("{")
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match="guided_json"):
+        client.chat.completions.create(model="talker", messages=HELLO, response_format=bad)
+
+
+def test_tools(talker):
+    pytest.importorskip("llguidance")
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with (
+        RunningServer({"talker": talker}, chat_template=template) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        params = {"model": "talker", "messages": HELLO, "tools": [CLOCK], "max_tokens": 40}
+        for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
+            reply = client.chat.completions.create(tool_choice=choice, **params).choices[0]
+            assert (reply.finish_reason, reply.message.content) == ("tool_calls", None)
+            (call,) = reply.message.tool_calls
+            assert call.function.name == "clock"
+            assert json.loads(call.function.arguments)["zone"] in ("utc", "cet")
+        chunks = list(client.chat.completions.create(tool_choice="required", stream=True, **params))
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert [(call.index, call.function.name) for call in calls] == [(0, "clock")]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        auto = client.chat.completions.create(**(params | {"max_tokens": 5})).choices[0]
+        assert (auto.message.tool_calls, auto.finish_reason) == (None, "length")
+        answered = [
+            *HELLO,
+            {"role": "assistant", "content": None, "tool_calls": [call.model_dump() for call in [call]]},
+        ]
+        answered.append({"role": "tool", "tool_call_id": "1", "content": "It is five."})
+        assert client.chat.completions.create(**(params | {"messages": answered, "max_tokens": 5})).choices
+        for wrong in ({"type": "function", "function": {"name": "cook"}}, "sometimes"):
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
+                client.chat.completions.create(tool_choice=wrong, **params)
+
+
+CALL = '{"name": "clock", "arguments": {"zone": "utc"}}'
+REPLIES = [
+    ("It is five.", "It is five.", []),
+    (f"<tool_call>\n{CALL}\n</tool_call>", "", ["utc"]),
+    (
+        f"Let me see.\n<tool_call>{CALL}</tool_call> <tool_call>{CALL.replace('utc', 'cet')}",
+        "Let me see.",
+        ["utc", "cet"],
+    ),
+    (f" {CALL.replace('arguments', 'parameters')}", "", ["utc"]),
+    ("a <tool_cat> <tool_call>{]</tool_call>", None, []),  # what is no call stays text
+    ("<tool_call>" + CALL.replace("clock", "cook"), None, []),
+    ('{"a": 1}', None, []),
+    ("x <tool", None, []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "zones"), REPLIES, ids=range(len(REPLIES)))
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
+    reader, said = ToolReader(["clock"], is_forced=False), ""
+    for start in range(0, len(text), size):
+        part, calls = reader.push(text[start : start + size], "stop" if start + size >= len(text) else None)
+        assert calls == [] or start + size >= len(text)
+        said += part
+    assert said.strip() == (text if content is None else content).strip()
+    assert [json.loads(call["function"]["arguments"])["zone"] for call in calls] == zones
+
+
+# -- the rest of the API -----------------------------------------------------------------------------------------------
+
+
+def test_embeddings(client):
+    story = model(STORY, BACKEND, threads=1)
+    answer = client.embeddings.create(model="storyteller", input=["Alice", "The old man"])
+    assert np.array_equal([row.embedding for row in answer.data], story.embed(["Alice", "The old man"]))
+    plain = client.embeddings.create(model="storyteller", input="Alice", encoding_format="float")
+    assert np.array_equal(plain.data[0].embedding, story.embed("Alice"))
+    assert plain.usage.prompt_tokens == len(story.tokenizer.encode("Alice"))
+
+
+def test_models_tokens_and_health(client, running):
+    assert [each.id for each in client.models.list()] == ["storyteller", "talker"]
+    assert client.models.retrieve("talker").id == "talker"
+    story = model(STORY, BACKEND, threads=1)
+    _, _, facts = running.post("/tokenize", {"model": "storyteller", "prompt": PROMPT, "return_token_strs": True})
+    assert facts["tokens"] == story.tokenizer.encode(PROMPT)
+    assert (facts["count"], facts["max_model_len"], facts["token_strs"][0]) == (5, 256, "<s>")
+    _, _, chat = running.post("/tokenize", {"model": "talker", "messages": HELLO})
+    assert chat["tokens"] == model(
+        running.shelf.places["talker"].source, BACKEND, threads=1
+    ).tokenizer.apply_chat_template(HELLO, tokenize=True)
+    _, _, text = running.post("/detokenize", {"model": "storyteller", "tokens": facts["tokens"]})
+    assert text == {"prompt": "<s> " + PROMPT}
+    _, _, info = running.get("/tokenizer_info?model=talker")
+    assert (info["bos_token"], info["vocab_size"]) == ("<s>", story.tokenizer.vocab_size)
+    assert running.get("/health")[::2] == (200, {"status": "ok"})
+    status, headers, metrics = running.get("/metrics")
+    assert (status, headers.get_content_type()) == (200, "text/plain")
+    for name in ("storyteller", "talker"):
+        assert f'bitnet_ref:num_requests_running{{model_name="{name}"}} 0.0' in metrics
+    assert metrics.count("# TYPE bitnet_ref:num_requests_running ") == 1
+    _, _, page = running.get("/openapi.json")
+    assert {route.path.replace(":path", "") for route in running.app.routes} == set(page["paths"])
+
+
+BAD = [
+    ({"prompt": 5}, "prompt: expected string, or a list of string, or a list of integer", "prompt"),
+    ({}, "prompt: is missing", "prompt"),
+    ({"prompt": ""}, None, None),
+    ({"prompt": []}, "prompt", "prompt"),
+    ({"prompt": PROMPT, "temprature": 1}, "did you mean 'temperature'", "temprature"),
+    ({"prompt": PROMPT, "temperature": 9}, "temperature: expected at most 2, got 9", "temperature"),
+    ({"prompt": PROMPT, "temperature": "1"}, "temperature: expected number or null", "temperature"),
+    ({"prompt": PROMPT, "suffix": "."}, "suffix: these models", "suffix"),
+    ({"prompt": PROMPT, "max_tokens": 1000}, "context is 256; lower max_tokens", None),
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens: 0", "max_tokens"),
+    ({"prompt": PROMPT, "n": 9}, "n: expected at most 8", "n"),
+    ({"prompt": PROMPT, "n": 3, "best_of": 2}, "best_of: expected at least n", "best_of"),
+    ({"prompt": PROMPT, "logit_bias": {"99999": 1}}, "logit_bias: token id 99999", "logit_bias"),
+    ({"prompt": [99999]}, "token id 99999", None),
+    ({"prompt": "\ud800"}, "lone surrogate", None),
+    ({"prompt": PROMPT, "model": "x"}, "there is no model 'x'", "model"),
+    ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options: needs", "stream_options"),
+    ({"prompt": PROMPT, "guided_regex": "("}, "guided_regex", "guided_regex"),
+    ([], "the body: expected object", None),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), BAD, ids=range(len(BAD)))
+def test_bad_requests_say_what_was_wrong(running, body, message, param):
+    status, _, answer = running.post("/v1/completions", {"model": "storyteller", **body} if body != [] else [])
+    if message is None:
+        assert status == 200  # an empty text has a BOS
+        return
+    assert status == (404 if param == "model" else 400), answer
+    assert message in answer["error"]["message"]
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] in ("invalid_request_error", "not_found_error")
+
+
+def test_bad_http(running):
+    json_type = {"content_type": "application/json"}
+    for body, headers, status, message in [
+        ("{", json_type, 400, "no JSON"),
+        ('{"prompt": NaN}', json_type, 400, "NaN is no JSON number"),
+        ("[" * 100_000, json_type, 400, "the body"),
+        ("[" * 100 + "]" * 100, json_type, 400, "nested deeper"),
+        ('{"prompt": "x"}', {"content_type": "text/plain"}, 415, "application/json"),
+        (json.dumps({"prompt": "x" * (5 << 20)}), json_type, 413, "maximum"),
+    ]:
+        got, _, answer = running.request("POST", "/v1/completions", body, headers)
+        assert (got, message in answer["error"]["message"]) == (status, True), answer
+    assert running.get("/v1/completions")[0] == 405
+    assert running.get("/nothing")[2]["error"]["type"] == "not_found_error"
+
+
+# -- keys, limits, models ----------------------------------------------------------------------------------------------
+
+
+def test_keys_hosts_and_origins():
+    options = {"api_keys": ("one", "two"), "origins": ("https://a.example",), "hosts": ("127.0.0.1",)}
+    with RunningServer({"storyteller": STORY}, **options) as server:
+        for key, status in (("one", 200), ("two", 200), ("three", 401), ("", 401)):
+            assert server.get("/v1/models", authorization=f"Bearer {key}")[0] == status
+        status, headers, answer = server.get("/metrics")
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert server.get("/health")[0] == 200
+        assert server.get("/health", host="evil.example")[0] == 400
+        _, headers, _ = server.get("/health", origin="https://a.example")
+        assert headers["access-control-allow-origin"] == "https://a.example"
+        assert server.get("/health", origin="https://b.example")[1]["access-control-allow-origin"] is None
+
+
+def test_a_full_server_says_when_to_come_back_and_a_late_request_ends():
+    limits = ServerLimits(max_streams=2, body_timeout_s=0.3, request_timeout_s=0.4)
+    long = {"prompt": PROMPT, "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with RunningServer({"storyteller": STORY}, limits, settings={"max_batch": 1, "max_queue": 2}) as server:
+        engine = server.engines["storyteller"]
+        engine.generate("Alice", max_tokens=2)
+        engine._worker.pool.clear_idle()
+        slow = [engine.submit("Alice", strategy=sleepy, max_tokens=60) for _ in range(2)]
+        until(lambda: engine.requests[0].state == "running")
+        status, _, answer = server.post("/v1/completions", {"prompt": PROMPT, "n": 1})
+        assert (status, answer["error"]["type"]) == (504, "server_error")  # it waited behind these
+        waiting = [server.open_request("/v1/completions", long)]
+        until(lambda: engine.metrics.snapshot()["num_requests_waiting"] == 2)
+        status, headers, answer = server.post("/v1/completions", {"prompt": PROMPT})
+        assert (status, headers["retry-after"]) == (429, "1"), answer
+        assert "queue is full" in answer["error"]["message"]
+        for handle in slow:
+            handle.close()
+        for connection in waiting:
+            connection.close()
+        with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+            )
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        until(lambda: not engine.requests)
+    check(engine)
+
+
+def sleepy(ids, logits, generator):
+    time.sleep(0.05)
+    return 5
+
+
+def test_models_come_and_go():
+    tiny = GOLDEN / "bitnet-packed-offline"
+    sources = {"a": STORY, "b": tiny}
+    with RunningServer(sources, budget=105_000_000, idle_s=0.2, settings={"cache_tokens": 256}) as server:
+        held = [place.name for place in server.shelf.places.values() if place.engine is not None]
+        assert held == ["a", "b"]
+        until(lambda: all(place.engine is None for place in server.shelf.places.values()))
+        status, _, answer = server.post("/v1/completions", {"model": "b", "prompt": [5, 6], "max_tokens": 2})
+        assert (status, "tokenizer" in answer["error"]["message"]) == (400, True)
+        assert server.post("/v1/completions", {"model": "a", "prompt": "Alice"})[0] == 200
+        server.shelf._budget = server.shelf.places["a"].nbytes
+        until(lambda: server.shelf.places["b"].engine is None)
+        stream = server.open_request(
+            "/v1/completions", {"model": "a", "prompt": "Alice", "stream": True, "max_tokens": 50}
+        )
+        until(lambda: (engine := server.shelf.places["a"].engine) is not None and engine.requests)
+        assert server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 503
+        stream.close()
+        until(lambda: server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 400)
+        assert server.shelf.places["a"].engine is None
+
+
+# -- clients that go away, or read slowly ------------------------------------------------------------------------------
+
+
+def test_a_client_that_goes_away_frees_its_pages(talker):
+    with RunningServer({"storyteller": STORY}, settings={"max_batch_tokens": 9}) as server:
+        engine = server.engines["storyteller"]
+        prompt, long = list(range(5, 205)), {"max_tokens": 40, "ignore_eos": True}
+        for body in (
+            {"prompt": prompt, **long},
+            {"prompt": prompt, "stream": True, **long},
+            {"prompt": "Alice", "max_tokens": 250, "n": 4, "stream": True, "ignore_eos": True},
+        ):
+            connection = server.open_request("/v1/completions", body)
+            until(lambda: engine.metrics.snapshot()["num_requests_running"])
+            steps = engine.metrics.counters["engine_steps"]
+            connection.close()
+            until(lambda: not engine.requests)
+            assert engine.metrics.counters["engine_steps"] - steps < 25  # of 23 or 250 that were to come
+            engine._worker.pool.clear_idle()
+        assert engine.metrics.finished["abort"] == 6
+        assert server.shelf.places["storyteller"].users == 0
+    check(engine)
+
+
+def test_a_reader_that_stops_pauses_itself_alone(whole):
+    settings = {"max_unread": 4, "max_batch": 4}
+    body = {"prompt": PROMPT, "max_tokens": 250, "logprobs": 20, "temperature": 0, "stream": True, "ignore_eos": True}
+    with RunningServer({"storyteller": STORY}, settings=settings) as server:
+        engine = server.engines["storyteller"]
+        connection = server.open_request("/v1/completions", {**body, "n": 2}, receive_buffer=2048)
+        until(lambda: engine.metrics.snapshot()["num_requests_paused"] == 2)
+        answer = server.post("/v1/completions", {"prompt": "Alice", "temperature": 0, "max_tokens": 20})[2]
+        assert answer["choices"][0]["text"] == whole("Alice", max_tokens=20)[0]
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(1 << 16)
+        connection.close()
+        text = "".join(part for part in data.decode().split("\r\n") if part.startswith(("data", ": ")))
+        got = [choice for event in events(text) for choice in event["choices"]]
+        expected = whole(max_tokens=250, ignore_eos=True)[0]
+        for index in range(2):
+            assert "".join(choice["text"] for choice in got if choice["index"] == index) == expected
+    check(engine)
+
+
+# -- asynchronous clients, and the process -----------------------------------------------------------------------------
+
+
+def test_many_asynchronous_streams_equal_their_single_runs(running, whole):
+    prompts = ["Alice", "The old man", "It was", PROMPT, "The rabbit ran", "She"]
+
+    async def read(client, number):
+        stream = await client.completions.create(
+            model="storyteller",
+            prompt=prompts[number % len(prompts)],
+            max_tokens=15,
+            temperature=0.8,
+            seed=number,
+            stream=True,
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def read_all():
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="any") as client:
+            return await asyncio.gather(*(read(client, number) for number in range(24)))
+
+    for number, text in enumerate(asyncio.run(read_all())):
+        assert text == whole(prompts[number % len(prompts)], max_tokens=15, temperature=0.8, seed=number)[0]
+
+
+def test_the_command_drains_when_it_is_ended(whole):
+    command = process(
+        "serve", "--port", "0", "--json", *FAST, "--allow-origin", "x", stdout=-1, text=True, module="bitnet_ref"
+    )
+    try:
+        facts = json.loads(command.stdout.readline())
+        port = int(facts["url"].rpartition(":")[2])
+        assert facts["models"] == ["storyteller"]
+        with openai.OpenAI(base_url=f"{facts['url']}/v1", api_key="any") as client:
+            stream = client.completions.create(
+                model="storyteller", prompt=PROMPT, max_tokens=250, temperature=0, stream=True
+            )
+            first = next(iter(stream)).choices[0].text
+            command.terminate()
+            text = first + "".join(chunk.choices[0].text for chunk in stream)
+        assert text == whole(max_tokens=250)[0]
+        assert command.wait(20) == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 1)
+    finally:
+        command.kill()
+        command.communicate()
+
+
+def test_a_server_that_cannot_start_says_why(monkeypatch, running):
+    assert invoke_json("serve", "--port", running.port, code=3)["error"]["message"].startswith(
+        "cannot listen on 127.0.0.1"
+    )
+    assert "no address of this machine" in invoke_json("serve", "--host", "8.8.8.8.8", code=2)["error"]["message"]
+    assert invoke_json("serve", "nothing-here", code=3)["error"]["type"] == "FormatError"
+    assert invoke("serve", "a=storyteller", "a=storyteller").exit_code == 2
+    assert invoke("serve", "--memory-budget", "much").exit_code == 2
+    monkeypatch.setattr(serve_command, "NEEDED", ("starlette", "no_such_package"))
+    error = invoke_json("serve", code=4)["error"]
+    assert error["message"] == "serve needs no_such_package: pip install 'bitnet-ref[server]'"
