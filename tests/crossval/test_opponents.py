@@ -331,6 +331,13 @@ def test_a_receipt_without_its_model_confirms_nothing(receipt):
     assert not verify_receipt(receipt, str(receipt.parent / "elsewhere")).refuted
 
 
+def test_the_trace_of_a_receipt_may_have_a_name_that_no_file_can_have(receipt):
+    sealed = read_receipt(receipt)
+    sealed["kind"], sealed["subject"]["trace"] = "trace", "x" * 5000
+    write_receipt(receipt, seal({key: sealed[key] for key in ("kind", "bitnet_ref", "subject", "results", "agrees")}))
+    assert any("the trace: there is no file" in line for line in verify_receipt(receipt).unchecked)
+
+
 # -- causes ------------------------------------------------------------------------------------------------------------
 
 
