@@ -339,10 +339,11 @@ class Site:
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [*descriptions(step), *families(step)]
-            if unit == (self.name,) and self.target.alone:
+            if unit == (self.name,):
                 own += list(solved(step, self.target))
             for d in own:
-                if "{in" in d.text and len(self.stretch) > 1 and self._made_in_stretch(step, d.text):
+                changes_input = "{in" in d.text and "is taken for" not in d.text
+                if changes_input and len(self.stretch) > 1 and self._made_in_stretch(step, d.text):
                     continue  # the same change of the step that computes this input is tried
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, len(trials), unit, d))
@@ -824,6 +825,17 @@ def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, 
 
 def _shape_of(step: Step) -> list[type]:
     return [type(x) for x in step.inputs]
+
+
+def work_through(setting: Setting, view: View) -> str:
+    """Of the first wrong tensor: the line of the reference to compare with, and one value. "" where there is none."""
+    with np.errstate(all="ignore"):
+        evidence = Evidence(setting, view)
+        if not evidence.wrong:
+            return ""
+        step, target = evidence.steps[name := evidence.wrong[0]], evidence.targets[name]
+        shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
+    return f"{remedy(step)}\n{shown}".strip()
 
 
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
