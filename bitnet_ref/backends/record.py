@@ -121,7 +121,8 @@ class Recorder:
         self.keep("hook_embed", x)
         return x
 
-    def _on_rms_norm(self, call: Call, x: NDArray, weight: NDArray, eps: float) -> Any:
+    def name_norm(self, x: NDArray, weight: NDArray) -> str:
+        """The name of the norm with this weight. Its input x may be the residual stream, which is then kept."""
         name = self.norm_names[id(weight)]
         if name.endswith("ln1"):
             if self.block:
@@ -133,6 +134,10 @@ class Recorder:
             self.keep(f"{self.block}.hook_resid_mid", x)
         elif name == "ln_final":
             self.keep(f"{self.block}.hook_resid_post", x)
+        return name
+
+    def _on_rms_norm(self, call: Call, x: NDArray, weight: NDArray, eps: float) -> Any:
+        name = self.name_norm(x, weight)
         self.current = f"{name}.hook_scale"
         self.keep(self.current, self.by_token(name, layers.rms_scale(self.be.to_host(x), eps)))
         y = call(x, weight, eps)

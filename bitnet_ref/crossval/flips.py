@@ -93,8 +93,9 @@ def judge_flips(
         scales = np.asarray(candidate[scale_name]).reshape(-1)
         same_scale = scales == scale.reshape(-1) if len(scales) == len(scale) else ~same_scale  # else: one per block
     equal_input = np.zeros(mine.shape, dtype=bool)
-    if source in candidate:  # then the noise is known
-        x_candidate = np.asarray(candidate[source]).reshape(mine.shape).astype(x.dtype)
+    theirs_x = np.asarray(candidate[source]) if source in candidate else None
+    if theirs_x is not None and theirs_x.size == x.size:  # then the noise is known
+        x_candidate = theirs_x.reshape(mine.shape).astype(x.dtype)
         with np.errstate(all="ignore"):
             other, other_scale = before_rounding(x_candidate)
             noise = np.abs(other - value) + FLIP_FLOOR

@@ -165,7 +165,7 @@ class Rules:
                     f"got {moved.dtype.name} {moved.shape}"
                 )
             largest = moved.max()  # NaN, if there is one
-            if not abs(largest) <= LARGEST_LOGIT:
+            if not -LARGEST_LOGIT <= largest <= LARGEST_LOGIT:
                 wrong = "-inf for every token" if largest == -np.inf else f"{largest:+g}".replace("+nan", "NaN")
                 raise GenerationError(f"processor {_name(processor)}: expected logits to choose from, got {wrong}")
             logits = moved

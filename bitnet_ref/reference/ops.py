@@ -64,7 +64,12 @@ class Ops:
         rows, ids = w.shape[0], tokens.size
         ok = tokens.ndim == 1 and tokens.dtype.kind in "iu" and (ids == 0 or 0 <= tokens.min() <= tokens.max() < rows)
         require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens)
-        return w.array[tokens].astype(self.dtype) if isinstance(w, DenseWeight) else w.rows(tokens, self.dtype)
+        if not isinstance(w, DenseWeight):
+            return w.rows(tokens, self.dtype)
+        x = w.array.take(tokens, axis=0)
+        if x.dtype.name == "bfloat16":  # the upper half of a float32; the cast of ml_dtypes crashes for want of memory
+            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return x.astype(self.dtype, copy=False)
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         """x (N, D), weight (D,) -> (N, D)"""
@@ -220,4 +225,4 @@ class Ops:
 
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         """x (N, D), rows (n,) -> (n, D)"""
-        return x[rows]
+        return x.take(rows, axis=0)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BackendError
 
-MAX_THREADS = 4096  # OpenMP ends the process when the system cannot start all of them
+MAX_THREADS = 4096
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT = Path("/")  # where /proc and /sys are
+_team = threading.local()  # .size: of the team that this thread may start
 
 
 def resolve_threads(threads: int | None = None) -> int:
@@ -34,6 +36,32 @@ def thread_choice(threads: int | None = None) -> tuple[int, str]:
         if text:
             return _check_count(int(text) if text.isdecimal() and len(text) < 10 else text, name), name
     return machine_threads()
+
+
+def check_team(threads: int) -> None:
+    """Raise BackendError unless the calling thread can start the others of its team now: OpenMP would end the process.
+
+    Every thread that computes has a team of its own, so each of them asks once.
+    """
+    if getattr(_team, "size", 1) >= threads:
+        return
+    done, team = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(threads - 1):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            team.append(thread)
+    except RuntimeError as error:
+        raise BackendError(
+            f"the system starts only {len(team)} of the {threads - 1} threads that compute beside this one; pass a "
+            "smaller `threads` (BITNET_REF_NUM_THREADS), or raise the limit on processes (ulimit -u, the cgroup's "
+            "pids.max) or on memory"
+        ) from error
+    finally:
+        done.set()
+        for thread in team:
+            thread.join()
+    _team.size = threads
 
 
 def machine_threads(root: Path = _ROOT) -> tuple[int, str]:

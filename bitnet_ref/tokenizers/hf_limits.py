@@ -9,7 +9,6 @@ would become too long is refused before the library sees it. `regex_cost` bounds
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -185,7 +184,7 @@ def _bytes_of(step: dict[str, Any], key: str, field: str) -> int:
 def _charsmap(step: dict[str, Any], field: str) -> bytes:
     try:
         return base64.b64decode(check_type(step.get("precompiled_charsmap"), str, field), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or characters beyond ASCII
         raise TokenizerError(f"is not base64: {error}", field=field) from error
 
 

@@ -63,7 +63,10 @@ def test_ternary_models_round_alike(models, tmp_path):
 @pytest.mark.parametrize("models", [15, pytest.param(1000, marks=pytest.mark.slow)])
 def test_so_do_models_with_dense_linears_among_ternary_ones(models, tmp_path):
     def dense_linears(seed):
-        return [name for name in LINEARS if rng(seed, 1).integers(2) or name == LINEARS[seed % 7]]
+        """Some, but not all: a dense model rounds to no int8, and its float32 sums differ by up to 4e-5."""
+        draws = rng(seed, 1).integers(2, size=len(LINEARS))
+        draws[seed % 7], draws[(seed + 3) % 7] = True, False
+        return [name for name, is_dense in zip(LINEARS, draws, strict=True) if is_dense]
 
     assert [seed for seed in range(models) if not logits_agree(tmp_path, seed, dense_linears(seed))] == []
     print(f"{models} random models")

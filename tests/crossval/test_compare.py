@@ -229,6 +229,17 @@ def test_noise_is_no_difference_and_flips_are_explained(story):
     assert flips  # or this test saw nothing
 
 
+def test_flips_whose_source_has_another_shape_are_no_flips_by_noise(story):
+    m, tokens, seen = story
+    candidate = {name: np.array(seen[name]) for name in seen}
+    candidate["blocks.0.attn.q_proj.hook_x_int8"][0, 0] ^= 4
+    source = linear_input("blocks.0.attn.q_proj", m.config)
+    candidate[source] = candidate[source][:1]
+    found = compare(seen, candidate, m.config, tokens)
+    assert not found.agrees
+    assert any("noise of" in op.note for op in found.ops)
+
+
 def test_random_models_with_noise_give_no_false_alarm(tmp_path):
     flips, worst = 0, 0.0
     for seed in range(20):

@@ -1,12 +1,12 @@
-"""Coverage-guided fuzzing with atheris: what the targets atheris_safetensors, atheris_gguf and atheris_onnx share.
+"""Coverage-guided fuzzing with atheris: what the targets atheris_safetensors, _gguf, _onnx and _uses share.
 
     pip install 'bitnet-ref[fuzz]'
     python tests/fuzz/atheris_gguf.py -max_total_time=600                  # from good files: tests/data, and small ones
     python tests/fuzz/atheris_gguf.py CORPUS_FOLDER -max_total_time=600    # the same, and what it learns is kept there
 
 Options are libFuzzer's. Half of the mutations are libFuzzer's, half know the format (see the *_mutants.py). An input is
-a model's file; the target opens it and reads all of its weights and its tokenizer. One of bitnet_ref's errors about
-files is fine. Every other exception, a warning, 5 seconds, 2 GiB, or a crash ends the run, and the input is left as
+a model's file; the target opens it and reads all of its weights and its tokenizer. One of bitnet_ref's errors
+is fine. Every other exception, a warning, 5 seconds, 2 GiB, or a crash ends the run, and the input is left as
 crash-*, timeout-* or oom-*; run the target with that file to see it again.
 """
 
@@ -26,13 +26,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import atheris
 
-with atheris.instrument_imports(include=["bitnet_ref.formats"]):
-    pass
-
-from bitnet_ref.errors import ConfigError, FormatError, TokenizerError
-from bitnet_ref.formats.checkpoint import read_weights
-from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.tokenizers import load_tokenizer_files
+# Only what is imported here for the first time is instrumented: nothing may import bitnet_ref before this module.
+with atheris.instrument_imports(include=["bitnet_ref.formats", "bitnet_ref.tokenizers", "bitnet_ref.crossval"]):
+    import bitnet_ref.crossval.receipt
+    import bitnet_ref.crossval.report
+    import bitnet_ref.formats.gguf.model
+    import bitnet_ref.formats.hf.folder
+    import bitnet_ref.formats.native.model
+    import bitnet_ref.formats.onnx.model
+    import bitnet_ref.tokenizers.hf_tokenizer
+    import bitnet_ref.tokenizers.templates.chat_template
+    import bitnet_ref.tokenizers.templates.filters
+    import bitnet_ref.tokenizers.templates.limits
+    import bitnet_ref.tokenizers.templates.sandbox  # noqa: F401
+    from bitnet_ref.errors import BitNetRefError
+    from bitnet_ref.formats.checkpoint import read_weights
+    from bitnet_ref.formats.open import open_checkpoint
+    from bitnet_ref.tokenizers import load_tokenizer_files
 
 MAX_BYTES = 1 << 18  # of an input, and of a seed
 LIMITS = ("-timeout=5", "-rss_limit_mb=2048", f"-max_len={MAX_BYTES}")
@@ -57,8 +67,9 @@ def fuzz(
     prepare: Callable[[Path], object],
     seeds: Iterable[bytes],
     mutate: Callable[[random.Random, bytes], bytes],
+    use: Callable[[Path], object] = read_all,
 ) -> None:
-    """Run libFuzzer, with sys.argv's options.
+    """Run libFuzzer, with sys.argv's options, on what `use` does with a file.
 
     name: of the file that an input becomes. prepare: writes what stands beside it, into the folder. mutate: changes an
     input in its format's own terms; it may raise when the input is none.
@@ -72,9 +83,9 @@ def fuzz(
         def one_input(data: bytes) -> None:
             path = Path(folder) / name(data)
             path.write_bytes(data)
-            with warnings.catch_warnings(), suppress(FormatError, ConfigError, TokenizerError):
+            with warnings.catch_warnings(), suppress(BitNetRefError):
                 warnings.simplefilter("error")
-                read_all(path)
+                use(path)
 
         def mutator(data: bytes, max_size: int, seed: int) -> bytes:
             dice = random.Random(seed)

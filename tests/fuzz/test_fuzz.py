@@ -116,9 +116,12 @@ def test_longer_campaign(kind, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["safetensors", "gguf", "onnx"])
-def test_coverage_guided_targets_run(name, tmp_path):
+@pytest.mark.parametrize(
+    "target", ["safetensors", "gguf", "onnx", "uses tokenizer", "uses template", "uses trace", "uses receipt"]
+)
+def test_coverage_guided_targets_run(target, tmp_path):
     """A few seconds of each; what a real run takes is in atheris_target.py."""
+    name, *kind = target.split()
     if importlib.util.find_spec("atheris") is None:
         pytest.skip("needs the atheris package: pip install 'bitnet-ref[fuzz]'")
     needs_package(name)
@@ -126,6 +129,7 @@ def test_coverage_guided_targets_run(name, tmp_path):
         [
             sys.executable,
             str(CAMPAIGN.parent / f"atheris_{name}.py"),
+            *kind,
             "-max_total_time=2",
             f"-artifact_prefix={tmp_path}/",
         ],

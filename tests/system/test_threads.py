@@ -1,12 +1,16 @@
 """bitnet_ref.system.threads: the count comes from the argument, two variables or the machine."""
 
 import os
+import re
+import sys
 import threading
 
 import pytest
+from helpers import run_python
 
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.backends.backend import blas_threads
+from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.errors import BackendError
 from bitnet_ref.system.threads import (
     MAX_THREADS,
@@ -226,3 +230,35 @@ def test_a_numpy_model_computes_on_its_threads(monkeypatch):
     assert seen
     assert all(counts == {1} for counts in seen)
     assert set(blas_counts()) == {2}
+
+
+TEAM = """
+import resource, sys, threading
+from pathlib import Path
+import bitnet_ref
+
+model = bitnet_ref.load("storyteller", backend="cython", threads=16)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+threading.stack_size(256 << 20)  # so that few stacks fit, and no want of memory meets anything else
+resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), resource.RLIM_INFINITY))
+errors = []
+
+def use():
+    try:
+        model.generate("Once", max_tokens=2)
+    except bitnet_ref.errors.BackendError as error:
+        errors.append(str(error))
+
+thread = threading.Thread(target=use)
+thread.start(), thread.join()
+assert len(model.generate("Once", max_tokens=2).token_ids) == 2  # this thread has its team
+print(__import__("json").dumps(errors))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of an address space is Linux's")
+@pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
+def test_a_thread_that_cannot_start_its_team_gets_an_error():
+    """OpenMP would end the process."""
+    (error,) = run_python(TEAM, env={"OMP_STACKSIZE": "256M"})
+    assert re.match(r"the system starts only \d of the 15 threads .* pass a smaller `threads`", error)

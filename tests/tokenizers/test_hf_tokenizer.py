@@ -201,6 +201,12 @@ def test_a_panic_of_the_library_is_an_error(byte_level_json: Table, part: Table)
         load(byte_level_json | part).encode_batch(["a", "b"])
 
 
+def test_a_charsmap_that_is_not_base64(byte_level_json: Table) -> None:
+    for text in ("a", "\u00e9"):
+        with pytest.raises(TokenizerError, match="is not base64"):
+            load(byte_level_json | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": text}})
+
+
 def test_what_would_abort_the_process_is_refused(byte_level_json: Table) -> None:
     with pytest.raises(TokenizerError, match=r"model\.continuing_subword_prefix: is not supported for BPE"):
         load(edit(byte_level_json, "model", "continuing_subword_prefix", to="##"))

@@ -35,6 +35,7 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
+from ...system.threads import check_team
 from ..backend import Backend, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec
 from .extension import (
@@ -88,6 +89,7 @@ class CythonBackend(KernelBackend):
         """strips: whether up_proj and down_proj get them, "always", "never", or "auto": large ones do. Default:
         BITNET_REF_STRIPS, else "auto". See `kernels/cpu/strips.h`."""
         super().__init__(dtype, threads, head=head)
+        check_team(self.threads)
         self.strips = choose_strips(strips)
         self.simd = choose_simd(simd)
         self.layout = choose_layout(layout, self.simd)
@@ -176,6 +178,7 @@ class CythonBackend(KernelBackend):
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
+        check_team(self.threads)
         return nullcontext()  # the kernels get their thread count with each call, and no BLAS runs beside them
 
     def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:

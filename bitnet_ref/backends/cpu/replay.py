@@ -130,9 +130,10 @@ class KernelStep:
         (cos, sin), (local_cos, local_sin) = self._rope[0], self._rope[-1]
         x = decoder_layers(be, self._x, w.layers, cfg, ((cos, sin), (local_cos, local_sin)), self._batch, cache)
         result = head_input(be, w, cfg, x)
-        inputs = self._x, self._rope, self._batch.slots, self._batch.positions
+        memory: list[NDArray] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
+        ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
         is_from_kernels = any(result.base is buffer for buffer in self._pool.buffers)
-        if not (is_from_kernels and self._tape.lies_in([*self._pool.buffers, *inputs])):
+        if not (is_from_kernels and self._tape.lies_in(ranges)):
             return None
         self._result = result
         return result.copy()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import LOGITS
+from .describe import find, first_difference
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
 from .variants import Hypothesis, Setting
@@ -58,6 +60,8 @@ class Diagnosis:
             details.append(f"with it the logits' relative error goes {errors}")
         if self.first_difference is not None:
             details.append(f"the first difference is then at {self.first_difference}")
+        if self.record_next is not None:
+            details.append(f"{self.record_next} would tell it from the others: record it next")
         text = f"{verdict}: {self.cause}" + (f" ({'; '.join(details)})" if details else "")
         return f"{text}. {self.remedy}" if self.confirmed else text
 
@@ -75,6 +79,7 @@ class Diagnoses(list[Diagnosis]):
 
     stopped = ""
     untested = 0
+    changes: Mapping[str, Callable[[Setting], Setting | None]] = {}  # by cause: the reference with it
 
 
 Progress = Callable[[int, int, str], None]  # (how many were tested, of how many, what is tested now)
@@ -97,7 +102,7 @@ class Watch:
         """So many tests are to come."""
         self.total += count
 
-    def step(self, text: str) -> None:
+    def __call__(self, text: str) -> None:
         """Before a test. Raises _Stopped after the deadline."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise _Stopped
@@ -134,13 +139,17 @@ def diagnose(
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
     watch, tested, stopped = Watch(progress, deadline), list[Diagnosis](), ""
+    hypotheses: dict[str, Hypothesis] = {}
     try:
-        _search_causes(Setting.of(model, tokens), View(candidate), comparison, thorough, depth, watch, tested)
+        _search_causes(
+            Setting.of(model, tokens), View(candidate), comparison, thorough, depth, watch, tested, hypotheses
+        )
     except _Stopped:
         stopped = "the time is up"
     except KeyboardInterrupt:
         stopped = "interrupted"
     diagnoses = Diagnoses(_rank(tested))
+    diagnoses.changes = {cause: hypothesis.change for cause, hypothesis in hypotheses.items()}
     diagnoses.stopped, diagnoses.untested = stopped, watch.total - watch.tested if stopped else 0
     return diagnoses
 
@@ -153,25 +162,38 @@ def _search_causes(
     depth: int,
     watch: Watch,
     tested: list[Diagnosis],
+    hypotheses: dict[str, Hypothesis],
 ) -> None:
     """Add every cause that is tested to `tested`."""
     forced = comparison.mode == "teacher-forced"
-    search = _Search(setting, view, _first_name(comparison), thorough, forced, watch, tested)
+    search = _Search(setting, view, _first_name(comparison), thorough, forced, watch, tested, hypotheses=hypotheses)
     last = search.run()
     assumed: list[Diagnosis] = []  # mistakes that are made while the next one is looked for
     while len(assumed) < depth - 1 and not any(d.confirmed for d in last):
-        if not (parts := [d for d in last if d.partly]):
+        if not search.parts:
             break
-        assumed.append(parts[0])
-        changed = search.hypotheses[parts[0].cause].change(search.setting)
+        assumed.append(part := search.parts[0])
+        changed = search.hypotheses[part.cause].change(search.setting)
         assert changed is not None
         further: list[Diagnosis] = []
         error = search.error_before
-        search = _Search(changed, view, parts[0].first_difference, thorough, forced, watch, further, error)
+        search = _Search(changed, view, part.first_difference, thorough, forced, watch, further, error, hypotheses)
         try:
             last = search.run()
         finally:
-            tested += [_combine([*assumed, d]) for d in further if d.confirmed]
+            for d in (d for d in further if d.confirmed):
+                both = _combine([*assumed, d])
+                parts = [hypotheses[one.cause] for one in (*assumed, d)]
+                hypotheses[both.cause] = Hypothesis("", both.name, both.cause, both.remedy, partial(_change_all, parts))
+                tested.append(both)
+
+
+def _change_all(hypotheses: Sequence[Hypothesis], setting: Setting) -> Setting | None:
+    """The setting with several mistakes made."""
+    changed: Setting | None = setting
+    for hypothesis in hypotheses:
+        changed = None if changed is None else hypothesis.change(changed)
+    return changed
 
 
 def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
@@ -223,6 +245,7 @@ class _Search:
     diagnoses: list[Diagnosis]  # the results go there, one by one
     error_before: float | None = None  # of the logits, without any change
     hypotheses: dict[str, Hypothesis] = field(default_factory=dict)  # those tested, by cause
+    parts: list[Diagnosis] = field(default_factory=list)  # that move the first difference to a later op
 
     def run(self) -> list[Diagnosis]:
         self.reference = self.setting.run()
@@ -232,20 +255,82 @@ class _Search:
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
         likely = [h for h in hypotheses if any(fnmatchcase(name, glob) for name in span for glob in h.shows.split())]
         self._test_all(likely, expected=True)
+        if not self.forced and not any(d.confirmed for d in self.diagnoses):
+            self._describe()
         if self.thorough and not any(d.confirmed for d in self.diagnoses):
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
         # of those that explain a part: the further one moves the first difference, the earlier in the list
-        self.diagnoses.sort(key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly else 0)
+        for parts in (self.diagnoses, self.parts):
+            parts.sort(
+                key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly or d in self.parts else 0
+            )
         return _rank(self.diagnoses)
 
     def _test_all(self, hypotheses: Sequence[Hypothesis], expected: bool) -> None:
         """Each changed setting is made just before its run and then dropped: it may hold a model's weights."""
         self.watch.add(len(hypotheses))
         for hypothesis in hypotheses:
-            self.watch.step(hypothesis.cause)
+            self.watch(hypothesis.cause)
             changed = hypothesis.change(self.setting)
             if changed is not None:
                 self.diagnoses.append(self._test(hypothesis, changed, expected))
+
+    def _describe(self) -> None:
+        """What the first wrong tensor is, without a list of mistakes."""
+        for finding in find(self.setting, self.candidate, self.watch):
+            changed = self.setting.with_edits(finding.edits)
+            hypothesis = Hypothesis(
+                "", "described", finding.text, finding.remedy, partial(Setting.with_edits, edits=finding.edits)
+            )
+            self.hypotheses[finding.text] = hypothesis
+            tensors = changed.run(self.candidate.__contains__)
+            comparison, error = (
+                compare(tensors, self.candidate, changed.config, changed.tokens),
+                self._logit_error(tensors),
+            )
+            confirmed = comparison.agrees or not finding.left
+            first = None if confirmed else finding.left[0] if finding.left else _first_name(comparison)
+            self.diagnoses.append(self._judge(hypothesis, confirmed, True, first, error, finding.example))
+        equal = [d for d in self.diagnoses if d.confirmed and d.name == "described"]
+        for d in equal[1:]:  # the same computation in other words, or one that another tensor would tell apart
+            one, other = (self.hypotheses[each.cause].change(self.setting) for each in (equal[0], d))
+            assert one is not None
+            assert other is not None
+            decides = first_difference(one, other)
+            self.diagnoses.remove(d)
+            if decides is not None:
+                self.diagnoses.append(replace(d, record_next=decides))
+
+    def _judge(
+        self,
+        hypothesis: Hypothesis,
+        confirmed: bool,
+        expected: bool,
+        first: str | None,
+        error: float | None,
+        example: str,
+    ) -> Diagnosis:
+        """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
+        end = len(self.order)
+        moved = (
+            not confirmed and first is not None and self.order.get(first, end) > self.order.get(self.first or "", end)
+        )
+        worse = error is not None and self.error_before is not None and error > self.error_before
+        diagnosis = Diagnosis(
+            hypothesis.name,
+            hypothesis.cause,
+            hypothesis.remedy,
+            confirmed=confirmed,
+            partly=moved and not worse,
+            expected=expected,
+            first_difference=first,
+            logit_error_before=self.error_before,
+            logit_error=error,
+            example=example,
+        )
+        if moved:
+            self.parts.append(diagnosis)
+        return diagnosis
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.hypotheses[hypothesis.cause] = hypothesis
@@ -254,19 +339,7 @@ class _Search:
             tensors = changed.run(self.candidate.__contains__)
             comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
             error = self._logit_error(tensors)
-        first, end = _first_name(comparison), len(self.order)
-        moved = first is not None and self.order.get(first, end) > self.order.get(self.first or "", end)
-        return Diagnosis(
-            hypothesis.name,
-            hypothesis.cause,
-            hypothesis.remedy,
-            confirmed=bool(comparison.agrees),
-            partly=not comparison.agrees and moved,
-            expected=expected,
-            first_difference=first,
-            logit_error_before=self.error_before,
-            logit_error=error,
-        )
+        return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error, "")
 
     def _compare_beginning(self, changed: Setting) -> Comparison | None:
         """The comparison up to the op that differs first without the change, which costs little.

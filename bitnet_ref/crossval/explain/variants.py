@@ -1,14 +1,18 @@
 """The reference with one thing changed, run and recorded: how a hypothesis about an engine's mistake is tested.
 
 A `Setting` is everything that a forward pass depends on. A `Hypothesis` makes a changed one.
+
+A run is a sequence of *steps*, each named after the tensor that it computes: a norm's length, then its result; the
+activation scale, the int8 values, the accumulators, the output; q, k and v; scores, pattern, values. An *edit* computes
+one step another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -19,13 +23,24 @@ from ...backends import Backend
 from ...backends.loaded import LoadedModel
 from ...backends.observe import observe
 from ...backends.record import Call, NamesFilter, Recorder
+from ...errors import BitNetRefError
 from ...reference import layers, model
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import forward
-from ...reference.weights import LayerWeights, ModelWeights, TernaryWeight, plain_weights
+from ...reference.weights import (
+    DenseWeight,
+    GroupTernaryLinear,
+    LayerWeights,
+    LinearWeight,
+    ModelWeights,
+    TernaryLinear,
+    TernaryWeight,
+    plain_weights,
+)
 
 Op = Callable[..., NDArray]
+Edit = Callable[..., NDArray]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
 Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
 NORMS = (
     "attn_norm",
@@ -54,11 +69,27 @@ class AttentionRule:
     factor: float = 1.0
 
 
+@dataclass
+class Step:
+    """One step of a run.
+
+    name: the tensor that it computes.   seen: the tensors of the run so far, by name.   inputs, result: as computed.
+    """
+
+    name: str
+    setting: Setting
+    seen: Mapping[str, NDArray]
+    inputs: tuple[Any, ...] = ()
+    result: NDArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    compute: Callable[..., NDArray] = np.asarray
+
+
 @dataclass(frozen=True)
 class Setting:
     """What one run computes.
 
     tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
+    edits: of steps, by name.
     texts: replacements of functions of `reference.model` by name, for mistakes in the order of the ops.
     """
 
@@ -67,6 +98,7 @@ class Setting:
     tokens: NDArray[np.int64]
     ops: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     attention: AttentionRule = AttentionRule()
+    edits: Mapping[str, Edit] = field(default_factory=dict)
     texts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
@@ -76,6 +108,9 @@ class Setting:
 
     def with_ops(self, **ops: Callable[..., Any]) -> Setting:
         return replace(self, ops={**self.ops, **ops})
+
+    def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
+        return replace(self, edits={**self.edits, **edits})
 
     def with_texts(self, **texts: Callable[..., Any]) -> Setting:
         return replace(self, texts={**self.texts, **texts})
@@ -110,14 +145,25 @@ class Setting:
         """The plain backend with the replaced ops."""
         return observe(Backend("float32", threads=1), self.around)
 
-    def run(self, names_filter: NamesFilter = None, until: str | None = None) -> dict[str, NDArray]:
+    def run(
+        self,
+        names_filter: NamesFilter = None,
+        until: str | None = None,
+        tape: Mapping[str, Step] | None = None,
+        settle: Callable[[Step], NDArray] | None = None,
+        copies: int = 1,
+    ) -> dict[str, NDArray]:
         """One forward pass, recorded: {name: array} in the order of the computation.
 
         until: the pass ends when the tensor of that name has been computed.
+        tape: the steps of an earlier run; those without an edit whose inputs are the same are not computed again.
+        settle: called with each step that was computed; the run goes on with the tensor that it returns.
+        copies: so many sequences of the tokens, laid end to end; `edit_copies` edits each in its own way.
         """
         be = Backend("float32", threads=1)
-        recorder = _VariantRecorder(self, be, names_filter, until)
-        batch, cache = TokenBatch.of([(0, 0, self.tokens)]), KVCache(self.config, slots=1, capacity=len(self.tokens))
+        recorder = _VariantRecorder(self, be, names_filter, until, tape or {}, settle)
+        batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
+        cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
             forward(self._with_its_texts(observe(be, recorder)), self.weights, self.config, batch, cache)
         return recorder.seen
@@ -154,40 +200,245 @@ class _Finished(Exception):
 
 
 class _VariantRecorder(Recorder):
-    """Records a pass with the setting's ops and its rule of attention."""
+    """Records a pass, step by step, with the setting's ops, edits and rule of attention."""
 
-    def __init__(self, setting: Setting, be: Backend, names_filter: NamesFilter, until: str | None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        be: Backend,
+        names_filter: NamesFilter,
+        until: str | None,
+        tape: Mapping[str, Step],
+        settle: Callable[[Step], NDArray] | None,
+    ) -> None:
         super().__init__(be, setting.weights, setting.config, names_filter)
-        self.setting, self.rule, self.until = setting, setting.attention, until
+        self.setting, self.rule, self.until, self.tape, self.settle = setting, setting.attention, until, tape, settle
+        self.steps: dict[str, NDArray] = {}
+        self.in_linears = False
 
     def __call__(self, op: str, call: Call, args: tuple[Any, ...]) -> Any:
         return super().__call__(op, lambda *inputs: self.setting.around(op, call, inputs), args)
 
     def keep(self, name: str, array: NDArray) -> None:
+        if name == "lm_head.hook_out" and name not in self.steps and self.setting.config.logit_softcap is not None:
+            return  # `_on_linears` has a step for it
         super().keep(name, array)
         if name == self.until:
             raise _Finished
 
+    def step(self, name: str, compute: Callable[..., NDArray], *inputs: Any) -> NDArray:
+        """One step: as in the tape, computed, or as the edit computes it."""
+        edit, earlier = self.setting.edits.get(name), self.tape.get(name)
+        if edit is None and name != self.until and earlier is not None and _same_inputs(earlier.inputs, inputs):
+            result = earlier.result
+        else:
+            step = Step(name, self.setting, self.steps, inputs, compute=compute)
+            step.result = compute(*inputs) if edit is None else edit(step, compute, *inputs)
+            result = step.result if self.settle is None else self.settle(step)
+        self.steps[name] = result
+        if not name.endswith(("hook_x_scale", "product", "proj_scaled")):  # a trace has the scale after the int8 values
+            self.keep(name, self.by_token(name.rpartition(".")[0], result))
+        return result
+
+    def _on_embed(self, call: Call, w: Any, tokens: NDArray) -> NDArray:
+        return self.step("hook_embed", call, w, tokens)
+
+    def _on_rms_norm(self, call: Call, x: NDArray, weight: NDArray, eps: float) -> Any:
+        if "rms_norm" in self.setting.ops:
+            return super()._on_rms_norm(call, x, weight, eps)
+        name = self.name_norm(x, weight)
+        length = self.step(f"{name}.hook_scale", layers.rms_scale, x, eps)
+        return self.step(f"{name}.hook_normalized", lambda x, length, weight: x / length * weight, x, length, weight)
+
+    def _on_linears(self, call: Call, x: NDArray, ws: Any) -> Any:
+        self.in_linears = True
+        outputs = super()._on_linears(call, x, ws)
+        self.in_linears = False
+        if self.linear.endswith("v_proj"):
+            names = [f"{self.block}.attn.hook_{letter}" for letter in "qk"]
+            heads = [y.reshape(len(y), -1, self.cfg.head_dim) for y in outputs[:2]]
+            q, k = (self.step(name, np.asarray, y) for name, y in zip(names, heads, strict=True))
+            return (q.reshape(outputs[0].shape), k.reshape(outputs[1].shape), *outputs[2:])
+        if self.linear == "lm_head" and (cap := self.setting.config.logit_softcap) is not None:
+            self.step("lm_head.hook_out", layers.softcap, outputs[0], cap)
+        return outputs
+
+    def _on_scale(self, call: Call, x: NDArray, factor: float) -> Any:
+        if x.ndim == 3:
+            return self.step(f"{self.block}.attn.hook_scaled_q", call, x, factor)
+        name = f"{self.block}.{self.linear.rpartition('.')[2]}_scaled" if self.block else "hook_embed_scaled"
+        return self.step("ln_final.hook_scaled" if self.current.startswith("ln_final") else name, call, x, factor)
+
+    def _on_output_gate(self, call: Call, z: NDArray, gate: NDArray, activation: str) -> Any:
+        return self.step(f"{self.block}.attn.hook_gated_z", call, z, gate, activation)
+
+    def _on_quantize_activations(self, call: Call, x: NDArray) -> Any:
+        if "quantize_activations" in self.setting.ops:
+            x_q, self.x_scale = call(x)
+            return x_q, self.x_scale
+        self.x_scale = scale = self.step(f"{self.linear}.hook_x_scale", lambda x: call(x)[1], x)
+        return self.step(f"{self.linear}.hook_x_int8", _to_int8, x, scale), scale
+
+    def _on_ternary_matmul(self, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+        self.keep(f"{self.linear}.hook_x_int8", x_q)
+        self.keep(f"{self.linear}.hook_x_scale", self.x_scale)
+        if w.nbytes < 1 << 17 and "ternary_matmul" not in self.setting.ops:
+            call = _small_product
+        return self.step(f"{self.linear}.hook_acc_int32", call, x_q, w)
+
+    def _on_dequantize(self, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> Any:
+        return self._product(call, acc, w, x_quant_scale)
+
+    def _on_dense_matmul(self, call: Call, x: NDArray, w: DenseWeight) -> Any:
+        return self._product(call, x, w)
+
+    def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryLinear) -> Any:
+        return self._product(partial(super()._on_group_matmul, call), x, w)
+
+    def _product(self, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
+        """A linear's output; without its bias or cap, which are other steps, it has another name."""
+        name = f"{self.linear}.{'hook_out' if w.bias is None else 'product'}"
+        if self.linear == "lm_head" and self.setting.config.logit_softcap is not None:
+            name = "lm_head.hook_uncapped"
+        return self.step(name, call, x, w, *scale)
+
+    def _on_add(self, call: Call, x: NDArray, y: NDArray) -> Any:
+        if self.in_linears:
+            return self.step(f"{self.linear}.hook_out", call, x, y)
+        half = "attn" if self.linear.endswith("o_proj") else "mlp"
+        y = self.step(f"{self.block}.hook_{half}_out", np.asarray, y)
+        middle = f"{self.block}.hook_resid_mid"
+        return self.step(middle if middle not in self.steps else f"{self.block}.hook_resid_post", call, x, y)
+
+    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *in_part: bool) -> Any:
+        attn = f"{self.block}.attn"
+        if "rope" in self.setting.ops:
+            q, k = call(q, k, cos, sin, *in_part)
+            self.keep(f"{attn}.hook_rot_q", q)
+            self.keep(f"{attn}.hook_rot_k", k)
+            return q, k
+        q = self.step(f"{attn}.hook_rot_q", layers.apply_rope, q, cos, sin)
+        return q, self.step(f"{attn}.hook_rot_k", layers.apply_rope, k, cos, sin)
+
+    def _on_append(self, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+        self.keys, self.values = k, self.step(f"{self.block}.attn.hook_v", np.asarray, v)
+        call(cache, layer, batch, k, v)
+
     def _on_attention(
         self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
     ) -> NDArray:
-        n = len(batch)
-        scores_all = np.full((q.shape[1], n, n), -np.inf, dtype=q.dtype)
-        pattern_all, z = np.zeros_like(scores_all), np.empty_like(q)
-        keys, values = cache.visible(layer, 0, n - 1, None)
-        self.keep(f"{self.block}.attn.hook_v", values)
-        if self.rule.kv_heads is not None:
-            keys, values = keys[:, self.rule.kv_heads], values[:, self.rule.kv_heads]
-        for i in range(n):
-            first, stop = self.rule.sees(i, window)
-            seen = slice(first, min(stop, n))
-            scores_all[:, i, seen] = layers.attention_scores(q[i], keys[seen]) * np.float32(self.rule.factor)
-            pattern_all[:, i, seen] = layers.softmax(scores_all[:, i, seen])
-            z[i] = layers.attention_values(pattern_all[:, i, seen], values[seen])
-        self.keep(f"{self.block}.attn.hook_attn_scores", scores_all)
-        self.keep(f"{self.block}.attn.hook_pattern", pattern_all)
-        self.keep(f"{self.block}.attn.hook_z", z)
-        return z
+        attn, group = f"{self.block}.attn", q.shape[1] // self.keys.shape[1]
+        heads = list(self.rule.kv_heads or (h // group for h in range(q.shape[1])))
+
+        n = len(self.setting.tokens)
+
+        def scores(q: NDArray, keys: NDArray, window: int | None) -> NDArray:
+            q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, keys[:, heads]))
+            wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
+            given = wide.astype(q.dtype) * q.dtype.type(self.rule.factor)
+            given[:, :, ~_visible(self.rule.sees, n, window)] = -np.inf
+            return given.reshape(q.shape[1], len(q), n)
+
+        def values(pattern: NDArray, v: NDArray) -> NDArray:
+            p_of = pattern.astype(np.float64).reshape(len(pattern), -1, n, n)
+            v_of = v[:, heads].astype(np.float64).reshape(-1, n, len(heads), v.shape[2])
+            return (
+                np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
+                .reshape(-1, len(heads), v.shape[2])
+                .astype(v.dtype)
+            )
+
+        given = self.step(f"{attn}.hook_attn_scores", scores, q, self.keys, window)
+        pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
+        return self.step(f"{attn}.hook_z", values, pattern, self.values)
+
+    def _on_gated(self, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
+        mlp = f"{self.block}.mlp"
+        gate, up = self.step(f"{mlp}.hook_pre", np.asarray, gate), self.step(f"{mlp}.hook_pre_linear", np.asarray, up)
+        return self.step(f"{mlp}.hook_post", call, gate, up, activation)
+
+
+def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> Edit:
+    """The edit of a step of a run with copies: copy i is edited by edits[i]. `failed` gets those that cannot be."""
+
+    def part(x: Any, i: int) -> Any:
+        rows = len(edits) * tokens
+        own = slice(i * tokens, (i + 1) * tokens)
+        if isinstance(x, np.ndarray) and x.ndim == 3 and x.shape[1:] == (rows, tokens):  # scores, patterns
+            return x[:, own]
+        return x[own] if isinstance(x, np.ndarray) and x.ndim and len(x) == rows else x
+
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right = compute(*inputs)
+        result = right.copy()
+        for i, own in enumerate(edits):
+            if own is None:
+                continue
+            given = tuple(part(x, i) for x in inputs)
+            seen = _Parts(step.seen, partial(part, i=i))
+            place = part(result, i)
+            try:
+                value = own(Step(step.name, step.setting, seen, given, part(right, i), compute), compute, *given)
+                value = value.reshape(place.shape)
+                if not np.isfinite(np.where(np.isneginf(value), 0, value)).all():
+                    raise FloatingPointError
+                place[:] = value
+            except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
+                failed.add(i)  # not every edit can be made of every shape
+        return result
+
+    return edit
+
+
+class _Parts(Mapping[str, NDArray]):
+    """One copy's part of each tensor."""
+
+    def __init__(self, seen: Mapping[str, NDArray], part: Callable[[NDArray], NDArray]) -> None:
+        self.seen, self.part = seen, part
+
+    def __getitem__(self, name: str) -> NDArray:
+        return self.part(self.seen[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.seen)
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+
+def _same_inputs(earlier: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
+    """Whether arrays are the same memory, which a tape holds and so is not used again, or small and equal."""
+
+    def same(a: Any, b: Any) -> bool:
+        if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+            return a is b or bool(a == b)
+        if a.shape != b.shape:
+            return False
+        memory = a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
+        return memory or (a.size < 1 << 14 and np.array_equal(a, b))  # RoPE's tables are computed in each run
+
+    return len(earlier) == len(inputs) and all(map(same, earlier, inputs))
+
+
+def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
+    return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
+
+
+@lru_cache(maxsize=64)
+def _transposed(w: TernaryLinear) -> NDArray[np.float32]:
+    return np.ascontiguousarray(w.ternary().T.astype(np.float32))
+
+
+def _small_product(x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
+    """`quantization.ternary_matmul` of a small matrix that is not unpacked each time: a search multiplies often."""
+    return (x_q.astype(np.float32) @ _transposed(w)).astype(np.int32)
+
+
+@cache
+def _visible(sees: Sees, n: int, window: int | None) -> NDArray[np.bool_]:
+    """(N, N): whether token i sees token j."""
+    bounds = [sees(i, window) for i in range(n)]
+    return np.array([[first <= j < stop for j in range(n)] for first, stop in bounds])
 
 
 def with_matrix(weight: TernaryWeight, w_t: NDArray[np.int8]) -> TernaryWeight:

@@ -240,7 +240,11 @@ cdef struct recorded_call:
 
 cdef class Tape:
     """Calls in their order. It keeps alive what they read except activations: weights, which may be laid out for one
-    call only, and layers of a cache."""
+    call only, and layers of a cache.
+
+    What records calls has no `[x for ...]` and no `(*all, last)`: when the list cannot grow, the C code of Cython 3.3
+    releases the element twice.
+    """
     cdef recorded_call *calls
     cdef Py_ssize_t count, capacity
     cdef set addresses  # of the activations that the calls read and write
@@ -271,9 +275,8 @@ cdef class Tape:
         self.calls[self.count].run, self.calls[self.count].call = run, copy
         self.count += 1
 
-    def lies_in(self, arrays):
-        """Whether the calls read and write activations in these arrays only."""
-        ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+    def lies_in(self, ranges):
+        """Whether the calls read and write activations in these ranges (start, end) of addresses only."""
         return all(any(start <= address < end for start, end in ranges) for address in self.addresses)
 
     def play(self):

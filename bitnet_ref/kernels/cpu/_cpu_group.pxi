@@ -219,5 +219,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     if tape is not None:
-        tape.record(run_group, &c, sizeof(c), [<size_t> c.x] + [<size_t> c.ys[i] for i in range(count)], (*ws,))
+        for i in range(count):
+            tape.addresses.add(<size_t> c.ys[i])
+        tape.record(run_group, &c, sizeof(c), (<size_t> c.x,), tuple(ws))
     return bad

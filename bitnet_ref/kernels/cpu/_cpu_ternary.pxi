@@ -308,9 +308,9 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {M} tokens of {K} activations")
     if tape is not None:
-        addresses = [<size_t> c.x] + [<size_t> c.ys[i] for i in range(len(ys))]
-        addresses += [<size_t> c.residual] if residual is not None else []
-        tape.record(run_linears, &c, sizeof(c), addresses, (*ws, norm_weight))
+        for i in range(count):
+            tape.addresses.add(<size_t> c.ys[i])
+        tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x)), (tuple(ws), norm_weight))
     return bad
 
 

@@ -1,0 +1,883 @@
+"""Says what a wrong tensor is: the simplest edits of the reference's own steps that give the engine's tensor.
+
+`Evidence` is one run of the reference in which each step is fed the engine's own tensors, as far as they were recorded.
+So each wrong tensor is judged by itself, whatever earlier errors there are. A *site* is a wrong tensor and the steps
+from right tensors to it: one step of a full trace, a block of a thin one. The descriptions of these steps are computed,
+the simplest first, and compared with the engine's tensor. What explains one site is tried at the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import BitNetRefError
+from ...reference.weights import DenseWeight, LinearWeight
+from ..compare import View, fits
+from ..names import op_kind
+from ..tolerances import EPSILON, tolerance_of
+from .edits import (
+    Description,
+    Family,
+    after,
+    before,
+    constants,
+    descriptions,
+    families,
+    hole,
+    instead,
+    kept_columns,
+    matrix,
+    moved,
+    names_of,
+    next_id,
+)
+from .variants import Edit, Setting, Step, edit_copies
+from .wording import example, layer_of, noun, place_in_words, remedy, role, scope_in_words
+
+
+class Report(Protocol):
+    """What is told of each test before it starts; it may end the search. `add` says how many are to come."""
+
+    def __call__(self, text: str) -> None: ...
+
+    def add(self, count: int) -> None: ...
+
+
+# What an edit raises that does not fit a step's shapes.
+IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
+NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+BETWEEN_TOKENS = (
+    "hook_rot_q",
+    "hook_rot_k",
+    "hook_attn_scores",
+    "hook_pattern",
+    "hook_z",
+    "hook_q",
+    "hook_k",
+    "hook_v",
+)
+RELATED = (
+    {"hook_rot_q", "hook_rot_k"},
+    {"hook_attn_scores", "hook_z"},
+    {"hook_q", "hook_k", "hook_v"},
+)  # one mistake in both
+FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
+ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
+
+
+@dataclass
+class Match:
+    """How a computed tensor fits the engine's. region: (axis, indices) where it does; elsewhere the right one fits."""
+
+    whole: bool
+    region: tuple[int, tuple[int, ...]] | None = None
+    share: float = 0.0  # of the wrong values that it explains
+
+
+class Target:
+    """An engine's tensor that is wrong, and what "equal" means for it."""
+
+    def __init__(self, name: str, right: NDArray, theirs: NDArray, alone: bool, dtype: str, ternary: bool) -> None:
+        self.name, self.theirs, self.alone = name, theirs.astype(np.float64), alone
+        self.by_head = name.endswith(("hook_attn_scores", "hook_pattern"))
+        self.exact = right.dtype.kind == "i"
+        self.flips = ternary and not alone
+        kind = op_kind(name, lambda _: ternary)
+        depth = None if alone else 0
+        self.relative = max(tolerance_of(kind, False).relative(depth), 4 * EPSILON)
+        if dtype in NARROW:
+            self.relative, self.exact = NARROW[dtype] * (4 if alone else 12), False
+        self.row_axes = (2,) if self.by_head else tuple(range(1, right.ndim))
+        self.right = right.astype(np.float64)
+        with np.errstate(all="ignore"):
+            size = np.where(np.isfinite(self.theirs), np.abs(self.theirs), 0).max(axis=self.row_axes, keepdims=True)
+        self.allowed = self.relative * np.maximum(size, 1.0 if self.by_head else 0.0) + (dtype in NARROW) * (
+            kind == "activation int8"
+        )
+        self.right_close = self.close(self.right)
+        self.error = self.distance(self.right)
+
+    def close(self, mine: NDArray) -> NDArray[np.bool_]:
+        mine = mine.reshape(self.theirs.shape).astype(np.float64)
+        with np.errstate(all="ignore"):
+            if self.exact:
+                return np.asarray(mine == self.theirs)
+            both = np.isneginf(mine) & (self.theirs <= -1e9)
+            return np.asarray((np.abs(mine - self.theirs) <= self.allowed) | both)
+
+    def distance(self, mine: NDArray) -> float:
+        """Relative L2, over what is finite in both."""
+        a, b = self.theirs, mine.reshape(self.theirs.shape).astype(np.float64)
+        good = np.isfinite(a) & np.isfinite(b)
+        if not good.any() or (np.isnan(b) & ~np.isnan(a)).any():
+            return np.inf
+        return float(np.linalg.norm((a - b)[good]) / max(float(np.linalg.norm(a[good])), 1e-30))
+
+    @property
+    def agrees(self) -> bool:
+        return self.fits_but_for_flips(self.right_close, self.right)
+
+    def fits_but_for_flips(self, close: NDArray[np.bool_], mine: NDArray) -> bool:
+        if close.all():
+            return True
+        if self.exact and self.name.endswith("hook_x_int8"):  # x * scale within rounding of a half
+            apart = np.abs(mine.reshape(self.theirs.shape) - self.theirs)
+            return bool(apart.max() <= 1 and (~close).mean() <= 0.002)
+        if not self.flips or self.by_head:
+            return False
+        rows = ~close.all(axis=self.row_axes)
+        with np.errstate(all="ignore"):
+            error = np.linalg.norm((mine.reshape(self.theirs.shape) - self.theirs)[rows])
+        return bool(rows.mean() <= FLIPPED_ROWS and error <= FLIP_ERROR * np.linalg.norm(self.theirs[rows]))
+
+    def match(self, mine: NDArray) -> Match | None:
+        """None where the tensor explains nothing."""
+        close = self.close(mine)
+        if self.fits_but_for_flips(close, mine.astype(np.float64)):
+            changed = ~self.right_close & close
+            few = self.exact and not close.all() and (~close).sum() > 0.1 * (~self.right_close).sum()
+            return Match(True, share=1.0) if changed.any() and not few else None
+        wrong = ~self.right_close
+        share = float((wrong & close).sum() / max(1, wrong.sum()))
+        if share == 0:
+            return None
+        for axis in range(close.ndim) if self.alone else (0,):
+            others = tuple(i for i in range(close.ndim) if i != axis)
+            bad = wrong.any(axis=others)
+            if not bad.all() and np.take(close, np.flatnonzero(bad), axis=axis).all():
+                return Match(False, (axis, tuple(np.flatnonzero(bad).tolist())), 1.0)
+        return Match(False, None, share if share > 0.5 and self.distance(mine) < self.error / 2 else 0.0)
+
+
+def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:
+    """The edit, at these indices of an axis of the result only."""
+
+    def part(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right, wrong = compute(*inputs), edit(step, compute, *inputs)
+        places = [i for i in indices if i < right.shape[axis]]
+        result = right.copy()
+        key = (slice(None),) * axis + (places,)
+        result[key] = wrong[key]
+        return result
+
+    return part
+
+
+class Evidence:
+    """One run of a setting, each step fed the engine's tensors. `wrong`: those that the steps do not give, in order."""
+
+    def __init__(self, setting: Setting, view: View) -> None:
+        self.setting, self.view = setting, view
+        self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
+        self.steps: dict[str, Step] = {}
+        self.targets: dict[str, Target] = {}
+        self.sources: dict[
+            str, list[str]
+        ] = {}  # of each step: the steps that computed its inputs and were not recorded
+        self.recorded: set[str] = set()
+        self.settled: dict[str, NDArray] = {}  # the tensors that the run goes on with
+        setting.run(names_filter=(), settle=self._settle)
+        self.wrong = [name for name, target in self.targets.items() if not target.agrees]
+
+    def _settle(self, step: Step) -> NDArray:
+        self.settled[step.name] = result = self._judge(step)
+        step.result = result  # a tape of these steps goes on with it as well
+        return result
+
+    def _judge(self, step: Step) -> NDArray:
+        step.seen = dict(step.seen)
+        arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
+        if step.name.endswith("hook_attn_scores"):
+            arrays = arrays[:2]
+        self.sources[step.name] = [
+            name for name, earlier in step.seen.items()
+            if name not in self.recorded and any(np.may_share_memory(x, earlier) for x in arrays)
+        ]  # fmt: skip
+        self.steps[step.name] = step
+        theirs = self._recorded_as(step)
+        if theirs is None:
+            return step.result
+        right = step.result if theirs.shape == step.result.shape else step.result[-len(theirs) :]
+        stretch = self.stretch(step.name)
+        ternary = any(name.endswith("hook_x_int8") for name in self.steps)
+        target = Target(step.name, right, theirs, len(stretch) == 1, self.dtype, ternary)
+        self.targets[step.name] = target
+        whole = theirs.shape == step.result.shape and np.isfinite(np.where(np.isneginf(theirs), 0, theirs)).all()
+        if not whole:
+            return step.result
+        self.recorded.add(step.name)
+        return theirs.astype(step.result.dtype)
+
+    def _recorded_as(self, step: Step) -> NDArray | None:
+        """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
+        block, name = step.name.rpartition(".")[0], step.name
+        names = [name]
+        if name.endswith("hook_resid_post"):
+            layer = int(block.split(".")[1])
+            names.append(f"blocks.{layer + 1}.hook_resid_pre")
+        for given in names:
+            if given in self.view:
+                theirs = np.asarray(self.view[given])
+                shape = step.result.shape
+                if fits(shape, theirs.shape) or theirs.size == step.result.size:
+                    return (
+                        np.where(theirs <= -1e9, -np.inf, theirs).reshape(shape)
+                        if name.endswith("scores")
+                        else theirs.reshape(shape)
+                    )
+                if name == "lm_head.hook_out" and theirs.size == shape[-1]:
+                    return theirs.reshape(1, -1)
+        return None
+
+    def stretch(self, name: str) -> list[str]:
+        """The steps from recorded tensors to this one, itself first, then backwards."""
+        needed, order = {name}, [name]
+        for earlier in reversed(list(self.steps)):
+            if earlier in needed:
+                order += [earlier] if earlier != name else []
+                needed.update(self.sources[earlier])
+        return order
+
+    @cached_property
+    def copies(self) -> int:
+        """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
+        numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
+        return max(1, min(32, 200_000 // numbers))
+
+    @cached_property
+    def tape(self) -> dict[str, Step]:
+        """The steps of this run with so many copies of the tokens."""
+        tape: dict[str, Step] = {}
+
+        def settle(step: Step) -> NDArray:
+            by_head = step.name.endswith(("hook_attn_scores", "hook_pattern"))
+            step.result = np.tile(
+                self.settled[step.name],
+                (1, self.copies, 1) if by_head else (self.copies,) + (1,) * (step.result.ndim - 1),
+            )
+            tape[step.name] = step
+            return step.result
+
+        self.setting.run(names_filter=(), settle=settle, copies=self.copies)
+        return tape
+
+    def compute_all(self, target: str, trials: Sequence[Mapping[str, Edit]]) -> list[NDArray | None]:
+        """`compute` of several edits, in as few runs as possible."""
+        if self.copies == 1 or len(trials) == 1 or all(list(edits) == [target] for edits in trials):
+            return [self.compute(target, edits) for edits in trials]
+        trials, failed = list(trials)[: self.copies], set[int]()
+        names = {name for edits in trials for name in edits}
+        padded = [*trials, *[{}] * (self.copies - len(trials))]
+        edits = {n: edit_copies([each.get(n) for each in padded], len(self.setting.tokens), failed) for n in names}
+        changed = self.setting.with_edits(edits)
+        try:
+            whole = changed.run(target.__eq__, target, self.tape, copies=self.copies)[target]
+        except IMPOSSIBLE:
+            half = len(trials) // 2
+            return self.compute_all(target, trials[:half]) + self.compute_all(target, trials[half:])
+        by_head = target.endswith(("hook_attn_scores", "hook_pattern"))
+        parts = np.split(whole, self.copies, axis=int(by_head))
+        return [None if i in failed else self._as_recorded(target, parts[i]) for i in range(len(trials))]
+
+    def compute(self, target: str, edits: Mapping[str, Edit]) -> NDArray | None:
+        """The tensor with these edits made; None where they cannot be."""
+        with np.errstate(all="ignore"):
+            try:
+                if list(edits) == [target]:
+                    step = self.steps[target]
+                    result = edits[target](step, step.compute, *step.inputs)
+                else:
+                    result = self.setting.with_edits(edits).run(target.__eq__, target, self.steps)[target]
+            except IMPOSSIBLE:
+                return None  # not every edit can be made of every shape
+        return self._as_recorded(target, result)
+
+    def _as_recorded(self, target: str, result: NDArray) -> NDArray | None:
+        shape = self.steps[target].result.shape
+        if result.size != np.prod(shape):
+            return None
+        theirs = self.targets[target].theirs
+        return result.reshape(shape)[-len(theirs) :] if theirs.shape != shape else result
+
+
+@dataclass
+class Explanation:
+    """A description with its constant solved, of the steps `names` of one site. share: of the wrong values."""
+
+    cost: float
+    text: str
+    edit: Edit
+    names: tuple[str, ...]
+    where: str = ""
+    share: float = 1.0
+    error: float = 0.0
+
+
+class Site:
+    """A wrong tensor, and the search for what explains it."""
+
+    def __init__(self, evidence: Evidence, name: str, report: Report) -> None:
+        self.evidence, self.name, self.report = evidence, name, report
+        self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
+        self.partial: Explanation | None = None
+        self.mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
+
+    def explanations(self) -> list[Explanation]:
+        """What explains the whole tensor, the simplest first; empty if nothing does."""
+        trials: list[tuple[float, int, tuple[str, ...], Description | Family]] = []
+        first_right = not self.target.by_head and bool(self.target.right_close[:1].all())
+        for unit in self.units():
+            step = self.evidence.steps[unit[0]]
+            distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
+            if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
+                distance += 1  # the first token sees only itself: it tells attention from all else
+            own: list[Description | Family] = [*descriptions(step), *families(step)]
+            if unit == (self.name,):
+                own += list(solved(step, self.target))
+            for d in own:
+                changes_input = "{in" in d.text and "is taken for" not in d.text
+                if changes_input and len(self.stretch) > 1 and self._made_in_stretch(step, d.text):
+                    continue  # the same change of the step that computes this input is tried
+                slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
+                trials.append((d.cost + distance + slow, len(trials), unit, d))
+        trials.sort(key=lambda trial: trial[:2])
+        self.report.add(len(trials))
+        good: list[Explanation] = []
+        size = self.evidence.copies
+        for start in range(0, len(trials), size):
+            if good and trials[start][0] > good[0].cost + ENOUGH:
+                self.report.add(start - len(trials))
+                break
+            chunk = trials[start : start + size]
+            changed = [
+                dict.fromkeys(unit, d.edit if isinstance(d, Description) else d.nudged) for _, _, unit, d in chunk
+            ]
+            for (cost, _, unit, d), mine in zip(chunk, self.evidence.compute_all(self.name, changed), strict=True):
+                self.report(say(d.text, self.evidence.steps[unit[0]]))
+                if mine is None:
+                    continue
+                if isinstance(d, Family):
+                    promises = self._promises(mine)
+                    result = self.solve(unit, d, cost, promises) if promises or (d.starts and d.cost < 1.15) else None
+                else:
+                    result = self.attempt(unit, d.edit, d.text, cost, mine)
+                if result is not None:
+                    good.append(result)
+        closest = min((e.error for e in good), default=0.0)
+        return [e for e in good if e.error <= 20 * closest + 8 * EPSILON]
+
+    def _promises(self, nudged: NDArray) -> bool:
+        """Whether the constant moves the tensor towards the engine's, judged by a small change of it."""
+        if self.target.alone:
+            return True
+        with np.errstate(all="ignore"):
+            slope = (nudged.reshape(self.target.theirs.shape) - self.target.right)[self.mask]
+            wanted = (self.target.theirs - self.target.right)[self.mask]
+            norms = float(np.linalg.norm(slope) * np.linalg.norm(wanted))
+        return norms > 0 and abs(float(slope @ wanted)) > 0.3 * norms
+
+    def _made_in_stretch(self, step: Step, text: str) -> bool:
+        index = int(text[text.index("{in") + 3])
+        x = step.inputs[index]
+        return any(np.may_share_memory(x, self.evidence.steps[name].result) for name in self.stretch[1:])
+
+    def units(self) -> Iterator[tuple[str, ...]]:
+        """The sets of steps that one mistake may be in: each step, and those of one kind."""
+        renamed = ("hook_pre", "hook_pre_linear", "hook_attn_out", "hook_mlp_out")  # a tensor's second name
+        yield from ((name,) for name in self.stretch if len(self.stretch) == 1 or not name.endswith(renamed))
+        if len(self.stretch) == 1:
+            return
+        by_kind: dict[str, list[str]] = {}
+        for name in self.stretch:
+            by_kind.setdefault(name.rpartition(".")[2], []).append(name)
+        for names in by_kind.values():
+            groups = [names, [n for n in names if ".attn." in n], [n for n in names if ".mlp." in n]]
+            groups += [
+                [n for n in names if any(f".{p}_proj." in n for p in "qkv")],
+                [n for n in names if ".ln" in n],
+                [n for n in names if "sub_norm" in n],
+            ]
+            groups += [[n for n in names if "gate_proj" in n or "up_proj" in n]]
+            groups += [
+                [n for n in names if n.split(".", 2)[-1] == r] for r in {n.split(".", 2)[-1] for n in names}
+            ]  # in all layers
+            done = [[n] for n in names]
+            for group in groups:
+                if len(group) > 1 and group not in done:
+                    done.append(group)
+                    yield tuple(group)
+        for pair in (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"), ("hook_attn_scores", "hook_z")):
+            names = [n for n in self.stretch if n.endswith(pair)]
+            if len(names) > 1:
+                yield tuple(names)
+
+    def compute(self, unit: Iterable[str], edit: Edit) -> NDArray | None:
+        return self.evidence.compute(self.name, dict.fromkeys(unit, edit))
+
+    def attempt(
+        self, unit: tuple[str, ...], edit: Edit, text: str, cost: float, mine: NDArray | None = None
+    ) -> Explanation | None:
+        mine = self.compute(unit, edit) if mine is None else mine
+        match = None if mine is None else self.target.match(mine)
+        if match is None or mine is None:
+            return None
+        if match.whole:
+            error = self.target.distance(mine)
+            if not self.target.alone and error > 0.05 * self.target.error:
+                return None  # among so many descriptions one is near by chance
+            return Explanation(cost, text, edit, unit, error=error)
+        if match.region is None:
+            if match.share > (self.partial.share if self.partial else 0.5):
+                self.partial = Explanation(cost, text, edit, unit, share=match.share)
+            return None
+        axis, indices = match.region
+        of_step = axis if self.target.alone else int(unit[0].endswith(("hook_attn_scores", "hook_pattern")))
+        part = regional(edit, of_step, indices)
+        again = self.compute(unit, part)
+        found = None if again is None else self.target.match(again)
+        if again is None or found is None or not found.whole:
+            return None
+        shape, by_head = self.target.theirs.shape, self.target.by_head
+        where = place_in_words(shape, by_head, self.evidence.setting.config, axis, indices)
+        return Explanation(cost + 0.1, text, part, unit, where, error=self.target.distance(again))
+
+    def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
+        """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
+        target = self.target
+        with np.errstate(all="ignore"):
+            whole = float(
+                np.linalg.norm(np.nan_to_num((target.theirs - target.right)[self.mask], posinf=1e30, neginf=-1e30))
+            )
+        starts = [c for c in (family.right, *family.starts) if not np.isnan(c)]
+        values = self._values(unit, family, starts)
+        errors = [np.inf if y is None else float(np.linalg.norm(y)) for y in values]
+        order = sorted(range(len(starts)), key=errors.__getitem__)
+        if not target.alone and not errors[order[0]] < 0.97 * whole and not promises:
+            return None
+        best, best_error = family.right, np.inf
+        for i in order[: len(order) if target.alone else 2]:
+            c, y, error = starts[i], values[i], errors[i]
+            for _ in range(10):
+                if y is None:
+                    break
+                h = c * 1e-3 if family.log else max(abs(c), 0.1) * 1e-3
+                (shifted,) = self._values(unit, family, [c + h])
+                if shifted is None:
+                    break
+                slope = (y - shifted) / h
+                norm = float(slope @ slope)
+                if not norm > 0 or not np.isfinite(norm):
+                    break
+                delta = float(slope @ y) / norm
+                steps = [delta, delta / 3, delta / 9, delta / 27]
+                trial = [c * float(np.exp(np.clip(s / c, -3, 3))) if family.log else c + s for s in steps]
+                tried = self._values(unit, family, trial)
+                lower = [(float(np.linalg.norm(v)), t, v) for t, v in zip(trial, tried, strict=True) if v is not None]
+                if not lower or min(lower, key=lambda item: item[0])[0] >= error:
+                    break
+                last, (error, c, y) = c, min(lower, key=lambda item: item[0])
+                if abs(c - last) <= 1e-8 * abs(c):
+                    break
+            if error < best_error:
+                best, best_error = c, error
+            if best_error < 1e-4 * whole:
+                break
+        if not best_error < 0.5 * whole or best == family.right:
+            return None
+        near = 1e-5 if target.alone and not target.exact else 0.02
+        step = self.evidence.steps[unit[0]]
+        for words, constant in _first(names_of(best, step, near), 12):
+            result = self.attempt(unit, _by_constants(family, constant), family.text.replace("{c}", words), cost)
+            if result is not None:
+                return result
+        return self.attempt(unit, family.edit(best), family.text.replace("{c}", f"{best:.8g}"), cost + 0.3)
+
+    def _values(self, unit: tuple[str, ...], family: Family, constants: list[float]) -> list[NDArray | None]:
+        """The differences from the engine's tensor with each constant; None where they are not finite."""
+        trials = [dict.fromkeys(unit, family.edit(c)) for c in constants]
+        values: list[NDArray | None] = []
+        for mine in self.evidence.compute_all(self.name, trials):
+            with np.errstate(all="ignore"):
+                apart = (
+                    None if mine is None else (self.target.theirs - mine.reshape(self.target.theirs.shape))[self.mask]
+                )
+            values.append(apart if apart is not None and np.isfinite(apart).all() else None)
+        return values
+
+
+def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
+    return lambda step, compute, *inputs: family.edit(constant(constants(step)))(step, compute, *inputs)
+
+
+def _first(items: Iterable[Any], count: int) -> Iterator[Any]:
+    return (item for _, item in zip(range(count), items, strict=False))
+
+
+def say(text: str, step: Step) -> str:
+    """A description's text with nouns for its places."""
+
+    def word(match: re.Match[str]) -> str:
+        key = match[1]
+        if key in ("it", "w", "c"):
+            return {"it": "it", "w": "the matrix", "c": "another constant"}[key]
+        if key.startswith("in"):
+            x = step.inputs[int(key[2:])]
+            names = [n for n, y in step.seen.items() if isinstance(x, np.ndarray) and np.may_share_memory(x, y)]
+            return noun(names[-1]) if names else ("the stream" if key == "in0" else f"input {int(key[2:]) + 1}")
+        own = layer_of(step.name)
+        return noun(key) + ("" if layer_of(key) in (None, own) else f" of layer {layer_of(key)}")
+
+    return re.sub(r"{([^{}]+)}", word, text)
+
+
+def solved(step: Step, target: Target) -> Iterator[Description]:
+    """Descriptions that the engine's tensor itself suggests."""
+    theirs, right, kind = target.theirs, target.right, step.name.rpartition(".")[2]
+    if theirs.shape != step.result.shape or not np.isfinite(np.where(np.isneginf(theirs), 0, theirs)).all():
+        return
+    if kind == "hook_x_int8":
+        low, high = theirs.min(), theirs.max()
+        yield Description(
+            1,
+            f"activations are clipped to {low:g} and {high:g}",
+            instead(lambda x, s: np.clip(np.rint(x * s), low, high)),
+        )
+        yield from _rounding(step, theirs)
+        offset = float(np.median(theirs - right))
+        if offset:
+            yield Description(
+                1.2,
+                f"{offset:g} is added to the int8 values",
+                after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127)),
+            )
+    if kind == "hook_embed":
+        table, ids = step.inputs
+        rows = table.array.astype(np.float32) if isinstance(table, DenseWeight) else table.rows(slice(None), np.float32)
+        taken = np.array([int(np.abs(rows - row).max(axis=1).argmin()) for row in theirs])
+        shifts = set(((taken - ids) % len(rows)).tolist())
+        if len(shifts) == 1 and (shift := shifts.pop()):
+            yield Description(
+                1, f"the row of id + {shift} is taken", before(1, partial(next_id, by=shift, rows=len(rows)))
+            )
+        elif shifts != {0}:
+            yield Description(1.5, f"the rows of other ids are taken: {taken.tolist()}", before(1, lambda ids: taken))
+    if kind in ("hook_scale", "hook_x_scale"):
+        yield from _cut_rows(step, target)
+    if len(step.inputs) == 2 and isinstance(step.inputs[1], LinearWeight):
+        yield from _cut_sums(step, target)
+    wrong = ~target.right_close
+    if target.by_head or theirs.ndim < 2:
+        return
+    flat, flat_right = theirs.reshape(len(theirs), -1), right.reshape(len(theirs), -1)
+    allowed = np.broadcast_to(target.allowed, theirs.shape).reshape(flat.shape)
+    bad = np.flatnonzero(wrong.reshape(flat.shape).any(axis=0))
+    if 1 < len(bad) <= 1024 and len(flat) > 1:  # columns in another order
+        order = np.arange(flat.shape[1])
+        for j in bad:
+            apart = np.abs(flat_right - flat[:, j : j + 1]) <= (0 if target.exact else allowed)
+            same = np.flatnonzero(apart.all(axis=0))
+            if not len(same):
+                break
+            order[j] = same[0]
+        else:
+            pairs = ", ".join(f"{j} is that of {order[j]}" for j in bad[:3].tolist())
+            yield Description(
+                1.8,
+                f"its columns are in another order: column {pairs}, ...",
+                after(partial(_in_order, order=order)),
+            )
+    rows = np.flatnonzero(wrong.reshape(flat.shape).any(axis=1))
+    order = np.arange(len(flat))
+    for t in rows:
+        same = np.flatnonzero((np.abs(flat_right - flat[t]) <= (0 if target.exact else allowed[t])).all(axis=1))
+        if not len(same):
+            break
+        order[t] = same[0]
+    else:
+        pairs = ", ".join(f"{t} has that of {order[t]}" for t in rows[:4].tolist())
+        yield Description(
+            1.8, f"its tokens are in another order: token {pairs}", after(partial(np.take, indices=order, axis=0))
+        )
+    if step.result.dtype.kind == "f":
+        yield from _sums_of_two(step, target, rows)
+
+
+def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
+    """round(x * scale + c) or round(x * scale * c): the constants that give every integer."""
+    v = step.inputs[0].astype(np.float64) * step.inputs[1]
+    inside = np.abs(theirs) < min(127, np.abs(theirs).max())
+    if not inside.any():
+        return
+    v, t = v[inside], theirs[inside]
+    low, high = (t - 0.5 - v).max(), (t + 0.5 - v).min()
+    text = "{} is added to x * scale before the rounding"
+    if low < high and (c := _plainest(low, high)):
+        yield Description(
+            1.2, text.format(f"{c:g}"), instead(lambda x, s: np.clip(np.rint(x * s + np.float32(c)), -128, 127))
+        )
+    big = np.abs(v) > 1
+    if big.any():
+        ends = np.sort(np.stack([(t - 0.5)[big] / v[big], (t + 0.5)[big] / v[big]]), axis=0)
+        f = _plainest(ends[0].max(), ends[1].min())
+        if ends[0].max() < ends[1].min() and f not in (0.0, 1.0):
+            text = f"x * scale is multiplied by {f:g} before the rounding"
+            yield Description(1.2, text, instead(lambda x, s: np.clip(np.rint(x * s * np.float32(f)), -128, 127)))
+
+
+def _plainest(low: float, high: float) -> float:
+    """The number between two with the fewest digits."""
+    middle = (low + high) / 2
+    return next((c for n in range(1, 9) if low < (c := float(f"{middle:.{n}g}")) < high), middle)
+
+
+def _in_order(x: NDArray, order: NDArray[np.int64]) -> NDArray:
+    return x.reshape(len(x), -1)[:, order]
+
+
+def _columns(x: NDArray, part: slice) -> NDArray:
+    return x[:, part]
+
+
+def _cut_rows(step: Step, target: Target) -> Iterator[Description]:
+    """How many columns a norm's length, or an activation scale, is taken of."""
+    x = step.inputs[0].astype(np.float64)
+    n = x.shape[1]
+    if step.name.endswith("hook_x_scale"):
+        for reverse in (False, True):
+            most = 127 / np.maximum(np.maximum.accumulate(np.abs(x[:, ::-1] if reverse else x), axis=1), 1e-5)
+            for k in np.flatnonzero((np.abs(most - target.theirs) <= target.allowed).all(axis=0))[:3].tolist():
+                part = slice(n - k - 1, n) if reverse else slice(0, k + 1)
+                end = "last" if reverse else "first"
+                text = f"the activation scale takes the largest of the {end} {k + 1} of {n} columns only"
+                yield Description(1.2, text, before(0, partial(_columns, part=part)))
+        return
+    sums, count, eps = np.cumsum(np.square(x), axis=1), np.arange(1, n + 1), float(step.inputs[1])
+    for words, mean in (("", sums / count), (", divided by all", sums / n)):
+        for k in np.flatnonzero((np.abs(np.sqrt(mean + eps) - target.theirs) <= target.allowed).all(axis=0))[
+            :3
+        ].tolist():
+            text = f"the mean of squares runs over the first {k + 1} of {n} columns only{words}"
+            yield Description(1.2, text, instead(partial(_length_of, columns=k + 1, divisor=n if words else k + 1)))
+
+
+def _length_of(x: NDArray, eps: float, columns: int, divisor: int) -> NDArray:
+    return np.asarray(np.sqrt(np.square(x[:, :columns].astype(np.float64)).sum(-1, keepdims=True) / divisor + eps))
+
+
+def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
+    """Where a product's sums stop or start, from one of them."""
+    x, m = step.inputs[0].astype(np.float64), matrix(step.inputs[1]).astype(np.float64)
+    i, j = np.unravel_index(int(np.abs(target.theirs - target.right).argmax()), target.theirs.shape)
+    sums = np.cumsum(x[i] * m[j])
+    n, slack = len(sums), 0.0 if target.exact else float(np.broadcast_to(target.allowed, target.theirs.shape)[i, j])
+    for k in np.flatnonzero(np.abs(sums - target.theirs[i, j]) <= slack)[:20].tolist():
+        yield Description(
+            1.1,
+            f"the sums stop after {k + 1} of {n} inputs",
+            before(0, partial(kept_columns, first=0, stop=k + 1)),
+        )
+    for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
+        yield Description(
+            1.1,
+            f"the sums start at input {k + 1} of {n}",
+            before(0, partial(kept_columns, first=k + 1, stop=n)),
+        )
+    missing = sums[-1] - target.theirs[i, j]
+    before_sum = np.concatenate([[0.0], sums])
+    for width in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if width >= n:
+            break
+        for a in np.flatnonzero(np.abs(before_sum[width:] - before_sum[:-width] - missing) <= slack)[:10].tolist():
+            yield Description(
+                1.3,
+                f"inputs {a} to {a + width - 1} are left out",
+                before(0, partial(hole, first=a, stop=a + width)),
+            )
+
+
+def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterator[Description]:
+    """a A + b B, of tensors that the run has, the right result among them."""
+    block = step.name.split(".")[:2]
+    given = {
+        name: x
+        for name, x in step.seen.items()
+        if x.size == step.result.size
+        and x.dtype == step.result.dtype
+        and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
+    }
+    arrays = {
+        "": target.right.astype(step.result.dtype),
+        **dict([(n, x) for n, x in given.items() if np.isfinite(x).all()][-16:]),
+    }
+    names = list(arrays)
+    columns = {name: arrays[name].reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for name in names}
+    y = target.theirs[rows].reshape(-1)
+    limit = np.broadcast_to(target.allowed, target.theirs.shape)[rows].reshape(-1)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            pair = np.stack([columns[a], columns[b]], axis=1)
+            gram = pair.T @ pair
+            if np.linalg.det(gram) <= 1e-9 * gram[0, 0] * gram[1, 1]:
+                continue
+            factors = np.linalg.solve(gram, pair.T @ y)
+            if (np.abs(pair @ factors - y) > 4 * limit).mean() > 0.01:
+                continue
+            exact = [
+                next((c for _, c in names_of(float(f), step, 1e-5)), lambda _, f=f: float(f))
+                if abs(f) > 1e-6
+                else (lambda _: 0.0)
+                for f in factors
+            ]
+            words = [
+                next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0"
+                for f in factors
+            ]
+            said = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
+            text = " + ".join(s if w == "1" else f"{w} times {s}" for w, s in zip(words, said, strict=True) if w != "0")
+            yield Description(1.5, f"it is {text}", _sum_edit((a, b), exact, step.name))
+
+
+def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right, given = compute(*inputs), constants(step)
+        parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
+        return sum(np.float32(f(given)) * part for f, part in zip(factors, parts, strict=True)).astype(right.dtype)  # type: ignore[union-attr]
+
+    return edit
+
+
+# -- from a site to the whole run --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Finding:
+    """What was found of one mistake. edits: of the whole run.   left: the tensors that are wrong with it, in order."""
+
+    text: str
+    remedy: str
+    example: str
+    edits: dict[str, Edit]
+    left: list[str]
+    share: float = 1.0
+
+
+def find(setting: Setting, view: View, report: Report, evidence: Evidence | None = None) -> list[Finding]:
+    """What the first wrong tensor of the engine is. Each finding explains it; those that explain most come first."""
+    with np.errstate(all="ignore"):  # most descriptions are wrong, and some overflow
+        return _find(evidence or Evidence(setting, view), view, report)
+
+
+def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
+    setting = evidence.setting
+    if not evidence.wrong:
+        return []
+    name = evidence.wrong[0]
+    site = Site(evidence, name, report)
+    findings = []
+    step, target = evidence.steps[name], evidence.targets[name]
+    shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
+    explanations = site.explanations()
+    for explanation in explanations[:6]:
+        edits = spread(evidence, explanation)
+        left = _left(setting.with_edits(edits), view)
+        if left is None or name in left:
+            continue
+        for wider in wider_scopes(evidence, explanation, edits):
+            if _left(setting.with_edits(wider), view) == left:
+                edits = wider
+                break
+        first = evidence.steps[explanation.names[0]]
+        text = say(explanation.text, first)
+        scope = scope_in_words(edits, evidence.steps)
+        where = f" ({explanation.where})" if explanation.where else ""
+        findings.append(Finding(f"{scope}: {text}{where}", remedy(first), shown, edits, left))
+        if not left and len(findings) >= 3:
+            break
+    return sorted(findings, key=lambda finding: len(finding.left))
+
+
+def _left(setting: Setting, view: View) -> list[str] | None:
+    """The tensors that are wrong in this setting; None where it cannot be computed."""
+    try:
+        return Evidence(setting, view).wrong
+    except IMPOSSIBLE:
+        return None
+
+
+def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
+    """The same edit in more steps, the widest first: those in which it does not show may have it too."""
+    kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
+    layers = {layer_of(n) for n in edits}
+    shapes = _shape_of(evidence.steps[explanation.names[0]])
+    for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
+        names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
+        names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
+        if len(names) > len(edits) and len(edits) > 1:
+            yield {**dict.fromkeys(names, explanation.edit), **edits}
+
+
+def _shape_of(step: Step) -> list[type]:
+    return [type(x) for x in step.inputs]
+
+
+def work_through(setting: Setting, view: View) -> str:
+    """Of the first wrong tensor: the line of the reference to compare with, and one value. "" where there is none."""
+    with np.errstate(all="ignore"):
+        evidence = Evidence(setting, view)
+        if not evidence.wrong:
+            return ""
+        step, target = evidence.steps[name := evidence.wrong[0]], evidence.targets[name]
+        shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
+    return f"{remedy(step)}\n{shown}".strip()
+
+
+def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
+    """The explanation's edit in all steps where it explains the engine's tensors."""
+    edits = dict.fromkeys(explanation.names, explanation.edit)
+    kinds = {name.rpartition(".")[2] for name in explanation.names}
+    kinds |= {kind for group in RELATED if kinds & group for kind in group}
+    for name in evidence.wrong[1:]:
+        if name in edits:
+            continue
+        layer = layer_of(name)
+        steps = [
+            n if layer is None or layer_of(n) is None else ".".join(["blocks", str(layer), *n.split(".")[2:]])
+            for n in explanation.names
+        ]
+        tries = [[s for s in steps if s in evidence.stretch(name)]]
+        if name.rpartition(".")[2] in kinds:
+            tries.append([name])
+        tries += [[n] for n in evidence.stretch(name)[1:8] if n.rpartition(".")[2] in kinds]
+        for unit in tries:
+            if unit and all(n in evidence.steps for n in unit):
+                mine = evidence.compute(
+                    name,
+                    {
+                        **{n: e for n, e in edits.items() if n in evidence.stretch(name)},
+                        **dict.fromkeys(unit, explanation.edit),
+                    },
+                )
+                match = None if mine is None else evidence.targets[name].match(mine)
+                if match is not None and match.whole:
+                    edits.update(dict.fromkeys(unit, explanation.edit))
+                    break
+    return edits
+
+
+def first_difference(one: Setting, other: Setting) -> str | None:
+    """The first tensor in which two explanations differ by more than rounding; None if they are one."""
+    first, second = one.run(), other.run()
+    for name, a in first.items():
+        b = second.get(name)
+        if b is not None and not np.allclose(
+            np.nan_to_num(a), np.nan_to_num(b), rtol=1e-4, atol=1e-5 * float(np.abs(np.nan_to_num(a, neginf=0)).max())
+        ):
+            return name
+    return None
