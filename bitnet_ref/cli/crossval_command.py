@@ -387,9 +387,8 @@ def draw_causes(crossings: list[Crossing], required: list[str], out: Console) ->
             out.print()
         for line in lines:
             out.print(style_text(f"{crossing.opponent}: {line}"))
-        for cause in crossing.causes:
-            if cause.example and (cause.confirmed or cause.partly):
-                out.print(style_text(f"\n{cause.example}"))
+        for text in crossing.examples():
+            out.print(style_text(f"\n{text}"))
 
 
 def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> None:

@@ -18,8 +18,10 @@ from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..errors import BackendError, NumericsError, TokenizerError
 from .compare import View, compare
+from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
+from .explain.variants import Setting
 from .paths import check_paths
 from .report import Crossing, evidence
 from .self_check import check_answers, is_emulated, is_shipped
@@ -144,6 +146,8 @@ def explain_trace(
     with Trace(path) as trace:
         run = _actual_run(crossing, reference, trace)
         free = crossing.comparisons[-1]
+        if not free.agrees and free.problem is None:
+            crossing.worked = work_through(Setting.of(reference, run.token_ids), run)
         causes = diagnose(reference, run.token_ids, run, free, progress=progress, deadline=deadline)
         if crossing.other_tokens is not None:
             prompt = diagnose_prompt(model, trace.token_ids, run.token_ids, trace.prompt)

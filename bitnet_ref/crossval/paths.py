@@ -193,7 +193,7 @@ def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
         third = rows[2][2 * step : 2 * step + 2]  # a prompt in pieces beside the others' tokens
         parts += [(2, 2 * step, third)] if third else []
         run([part for part in parts if part[2]])
-    pairs = [(row, each) for row, each in zip(rows, logits, strict=True) if each]  # of 2 tokens there is no third
+    pairs = [(row, each) for row, each in zip(rows, logits, strict=True) if each]  # the third may not have begun
     alone = np.concatenate([_whole(model, row[: sum(map(len, each))], "ops") for row, each in pairs])
     return _equal(np.concatenate([np.concatenate(each) for _, each in pairs]), alone)
 
@@ -204,8 +204,8 @@ def _prefill(tokens: list[int]) -> int:
 
 def _three(tokens: list[int]) -> list[list[int]]:
     """Three sequences of different lengths and contents."""
-    third = len(tokens) // 3
-    return [tokens[: 2 * third], tokens[third:], tokens[third // 2 : 2 * third]]
+    third = max(1, len(tokens) // 3)
+    return [tokens[: 2 * third], tokens[third:] or tokens, tokens[third // 2 : 2 * third]]
 
 
 def _divide(make: MakeBackend, reference: Model) -> Model:

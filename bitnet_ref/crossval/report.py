@@ -59,6 +59,7 @@ class Crossing:
     contract: Comparison | None = None  # then: with the unchanged reference
     greedy: Greedy | None = None  # of an engine that prints tokens only
     paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
+    worked: str = ""  # of the first wrong op: the reference's line, and one value of it worked through
     other_tokens: str | None = None  # the ids that a trace should have run on, and those that its embedding shows
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
@@ -117,7 +118,14 @@ class Crossing:
             sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
         if stopped := self.causes.stopped:
             sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
-        return sentences
+        return sentences + [
+            f"{cause.cause}: record {cause.record_next} next" for cause in self.causes if cause.record_next
+        ]
+
+    def examples(self) -> list[str]:
+        """Values worked through: of the causes that were found, or of the first wrong op."""
+        shown = [cause.example for cause in self.causes if cause.example and (cause.confirmed or cause.partly)]
+        return list(dict.fromkeys(shown)) or [self.worked] * bool(self.worked)
 
     def _repr_html_(self) -> str:
         """For notebooks: its part of the page that `write_html` writes."""
@@ -134,6 +142,7 @@ class Crossing:
             "gaps": self.gaps,
             "other_tokens": self.other_tokens,
             "diagnosis": self.diagnosis(),
+            "examples": self.examples(),
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "paths": [check.to_dict() for check in self.paths],
@@ -240,11 +249,7 @@ def _section(anchor: str, c: Crossing) -> str:
     parts += [f"<p>{_sentence(gap)}</p>" for gap in c.gaps]
     if causes := c.diagnosis():
         parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_sentence(cause)}</li>' for cause in causes)}</ul>")
-        parts += [
-            f"<pre>{_e(cause.example)}</pre>"
-            for cause in c.causes
-            if cause.example and (cause.confirmed or cause.partly)
-        ]
+    parts += [f"<pre>{_e(text)}</pre>" for text in c.examples()]
     for comparison in c.comparisons:
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:

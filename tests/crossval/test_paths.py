@@ -111,3 +111,10 @@ def test_a_check_that_breaks_fails_alone():
 
     first, second = paths.run_checks([("a", broken), ("b", lambda: (1, None, "fine"))])
     assert (first.passed, first.detail, second.passed) == (False, "ZeroDivisionError: no", True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_short_prompts_have_every_path(count):
+    reference = model(GOLDEN / "bitnet-packed-offline")
+    checks = check_paths(lambda **settings: choose_backend("numpy", **settings), reference, [5, 9, 7][:count])
+    assert [(each.path, each.detail) for each in checks if not each.passed] == []

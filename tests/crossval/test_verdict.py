@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 from helpers import GOLDEN, model
 from rich.console import Console
 
+import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.cli.crossval_command import draw
 from bitnet_ref.cli.shell import make_table, style_text
@@ -243,7 +245,7 @@ def test_the_verdict_comes_first_and_ctrl_c_keeps_what_is_known(unexplained):
 
 def test_the_budget_ends_the_search(unexplained, tmp_path):
     started = time.monotonic()
-    result = crossval("trace", "storyteller", unexplained, "--budget", "1s", "--json", "--html", tmp_path / "page")
+    result = crossval("trace", "storyteller", unexplained, "--budget", "0.05s", "--json", "--html", tmp_path / "page")
     assert result.exit_code == 1
     assert time.monotonic() - started < 20
     (found,) = json.loads(result.stdout)["results"]
@@ -259,6 +261,23 @@ def test_progress_is_told(unexplained):
     explain_trace(crossing, m, unexplained, progress=lambda *step: told.append(step), budget_s=0.5)
     assert [step[0] for step in told] == list(range(len(told)))
     assert all(total > done and text for done, total, text in told)
+
+
+def test_a_value_is_worked_through(tmp_path, seen):
+    """Whether a cause is found or not: the present line of the reference, and the engine's own value."""
+    m, name = model(CASE), "blocks.1.mlp.hook_post"
+    wrong = np.cos(seen[name] * 7) + seen[name]
+    write_trace(tmp_path / "t", {**seen, name: wrong}, IDS, engine="theirs")
+    crossing = cross_trace(m, tmp_path / "t", causes=False)
+    explain_trace(crossing, m, tmp_path / "t", budget_s=0.0)
+    (text,) = crossing.examples()
+    line, value, *_, last = text.splitlines()
+    file, number, source = re.fullmatch(r"Compare with (\S+):(\d+), gated: (.*)", line).groups()
+    assert source in (Path(bitnet_ref.__file__).parents[1] / file).read_text().splitlines()[int(number) - 1]
+    index = tuple(map(int, re.fullmatch(rf"{re.escape(name)}\[(.*)\]", value)[1].split(", ")))
+    assert f"the engine has {wrong[index]:.6g}" in last
+    assert text.splitlines()[0] in crossval("trace", CASE, tmp_path / "t", "--budget", "0", "--json").stdout
+    assert not cross_trace(m, tmp_path / "t", causes=False).examples()
 
 
 # -- watch -------------------------------------------------------------------------------------------------------------

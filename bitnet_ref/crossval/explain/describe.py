@@ -827,6 +827,17 @@ def _shape_of(step: Step) -> list[type]:
     return [type(x) for x in step.inputs]
 
 
+def work_through(setting: Setting, view: View) -> str:
+    """Of the first wrong tensor: the line of the reference to compare with, and one value. "" where there is none."""
+    with np.errstate(all="ignore"):
+        evidence = Evidence(setting, view)
+        if not evidence.wrong:
+            return ""
+        step, target = evidence.steps[name := evidence.wrong[0]], evidence.targets[name]
+        shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
+    return f"{remedy(step)}\n{shown}".strip()
+
+
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     """The explanation's edit in all steps where it explains the engine's tensors."""
     edits = dict.fromkeys(explanation.names, explanation.edit)
