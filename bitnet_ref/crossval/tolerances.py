@@ -142,7 +142,7 @@ TIES_IN_A_ROW = 24
 def angle_drift(kind: str, depth: int | None, tokens: int) -> NDArray[np.float64]:
     """What another engine's tensor may be off by beyond its tolerance, its angles being float32.   -> (tokens,)"""
     affected = kind == "rope" or (depth is not None and tolerance_of(kind, own_engine=False).chain > 0)
-    return np.arange(tokens, dtype=np.float64) * (OTHER_ANGLES * EPSILON * affected)
+    return np.arange(tokens).astype(np.float64) * float(OTHER_ANGLES * EPSILON * affected)
 
 
 def tolerance_of(kind: str, own_engine: bool = True) -> Tolerance:
