@@ -40,7 +40,7 @@ def test_a_peer_is_asked_for_the_same_shape(tmp_path, monkeypatch):
     assert "sliding_window" not in asked
     windowed = replace(TINY, model_type="mistral", sub_norms=False, quantization=None, sliding_window=4)
     assert json.loads(benchmark.measure_peer("echo", windowed).weights)["config"]["sliding_window"] == 4
-    with pytest.raises(BackendError, match="no bitnet model of transformers has it"):
+    with pytest.raises(BackendError, match="mlp_bias: no bitnet model of transformers has True"):
         benchmark.measure_peer("echo", replace(TINY, mlp_bias=True))
 
 

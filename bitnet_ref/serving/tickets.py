@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Event
 from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
@@ -26,13 +26,36 @@ WAIT = Number(0, LONGEST_S, optional=True)
 SUBJECT = "this request belongs to the engine"  # of `check_process`
 
 
+class Latch:
+    """An event that one thread sets, once. It is a single lock: when memory runs out inside `threading.Event.set`, the
+    lock of its Condition may stay held, and every later call waits for ever."""
+
+    def __init__(self) -> None:
+        self._closed, self._set = threading.Lock(), False
+        self._closed.acquire()
+
+    def set(self) -> None:
+        if not self._set:
+            self._set = True
+            self._closed.release()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it was set within that time."""
+        if not self._set and self._closed.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            self._closed.release()
+        return self._set
+
+
 class Outbox:
     """Chunks on their way to the reader. The engine's thread puts, any thread or event loop takes."""
 
     def __init__(self) -> None:
         self.chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()  # None: the end
         self.error: GenerationError | None = None
-        self.done = Event()
+        self.done = Latch()
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asyncio reader
         self.news = asyncio.Event()
 

@@ -155,11 +155,21 @@ def test_on_a_terminal_the_prompt_comes_first_and_the_words_stay_apart():
 
 
 def test_generate_takes_every_sampling_parameter():
-    """But for functions, which a command line cannot give."""
+    """But for functions, which a command line cannot give, and what a stream does not have."""
     given = {param.name for param in cli.commands["generate"].params}
-    assert {field.name for field in fields(SamplingParams)} - given == {"strategy", "processors"}
+    assert {field.name for field in fields(SamplingParams)} - given == {"strategy", "processors", "prompt_logprobs"}
     assert {field.name for field in fields(SamplingParams)} - {param.name for param in cli.commands["chat"].params} == (
-        {"strategy", "processors", "n", "num_beams", "length_penalty", "early_stopping", "logprobs", "echo"}
+        {
+            "strategy",
+            "processors",
+            "prompt_logprobs",
+            "n",
+            "num_beams",
+            "length_penalty",
+            "early_stopping",
+            "logprobs",
+            "echo",
+        }
     )
     text = invoke("generate", "--help").stdout
     titles = (

@@ -33,7 +33,8 @@ def peak():
 choose_backend(sys.argv[2], threads=1)
 before = peak()
 m = bitnet_ref.load(sys.argv[1], backend=sys.argv[2], threads=1)
-print(json.dumps(peak() - before))
+strips = sum(w.strips.nbytes for _, w in m.weights.linears() if getattr(w, "strips", None) is not None)
+print(json.dumps([peak() - before, strips]))
 """
 
 
@@ -91,6 +92,6 @@ def test_peak_of_a_load(tmp_path, backend_name, kind):
     config = {**base, **WIDE, "num_hidden_layers": 6 if kind == "packed" else 1}
     size = write_large_checkpoint(tmp_path, config)
     assert 75e6 < size < 120e6
-    growth = run_python(CODE, tmp_path, backend_name)
+    growth, strips = run_python(CODE, tmp_path, backend_name)  # strips: second copies, of up_proj and down_proj
     assert growth > 0.8 * size  # the measure works: the weights are in memory
-    assert growth < (LIMIT + emulated) * size, f"{growth / size:.2f} times the file's size"
+    assert growth < min(LIMIT * size + strips, 2 * size) + emulated * size, f"{growth / size:.2f} times the file's size"

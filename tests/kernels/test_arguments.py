@@ -26,6 +26,14 @@ def good_calls():
     panels = np.zeros((2, 512), dtype=np.uint8)
     _cpu.pack_panels(packed, panels, 1, 0)
     weight = {"panels": panels, "n_out": N, "n_in": K, "w_dequant_scale": 0.5, "bias": floats(N), "method": 0}
+    strips = np.zeros((N, 64), dtype=np.uint8)
+    _cpu.pack_strips(packed, strips, False, 1)
+    weight |= {"strips": strips, "by_columns": False}
+    count, size, chunks, _, rows = _cpu.group_sizes(N, K, 16, 0)
+    group_panels, group_scales = np.zeros((count, size), dtype=np.uint8), np.ones((count * chunks, rows), np.float32)
+    _cpu.group_pack_panels(packed, K, 16, 0, group_panels, 1)
+    by_groups = {"panels": group_panels, "scales": group_scales, "n_out": N, "n_in": K, "group": 16, "layout": 0}
+    by_groups |= {"bias": floats(N), "signs": np.ones(K, np.float32), "order": np.arange(K), "block": 16}
     int8, tokens = np.ones((M, K), dtype=np.int8), np.arange(M)
     keys, scales = np.zeros((pages, size, G, d), dtype=np.int8), np.ones((pages, size, G), dtype=np.float32)
     arrays = floats(pages, size, G, d), floats(pages, size, G, d)
@@ -46,6 +54,18 @@ def good_calls():
             "method": 0, **run,
         },
         "Panels": weight,
+        "StripCounts": {},
+        "has_strips": {"kernels": 0},
+        "pack_strips": {"packed": packed, "strips": strips.copy(), "by_columns": 0, "threads": 2},
+        "group_layout": {"kernels": 0},
+        "group_sizes": {"N": N, "K": K, "group": 16, "layout": 0},
+        "group_pack_panels": {
+            "packed": packed, "K": K, "group": 16, "layout": 0, "panels": group_panels.copy(), "threads": 2
+        },
+        "GroupPanels": by_groups,
+        "group_linears": {
+            "x": floats(M, K), "ws": [_cpu.GroupPanels(**by_groups)], "ys": [floats(M, N)], "tape": _cpu.Tape(), **run
+        },
         "bit_linears": {
             "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
             "norm_weight": floats(K), "eps": 1e-5, "gate": 0, "residual": floats(M, N), **run,
@@ -143,15 +163,15 @@ def attack():
 FREE_SIZES = {
     ("sum_words", "words"), ("pack_panels", "packed"), ("unpack_panels", "packed"), ("ternary_matmul", "acc"),
     ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
-    ("screen_rows", "x"),
+    ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
-    "packed": "pack_panels",
-    "panels": "unpack_panels ternary_matmul Panels",
+    "packed": "pack_panels pack_strips group_pack_panels",
+    "panels": "unpack_panels ternary_matmul Panels GroupPanels",
     "x_q": "ternary_matmul",
 }
 INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add", "x_quant_scale": "dequantize"}
@@ -174,7 +194,7 @@ def test_no_bad_argument_passes_or_crashes():
     sizes = {(name, argument) for name, argument, problem in passed if problem.startswith("shape")}
     assert sizes == FREE_SIZES
     assert {argument for _, argument, problem in passed if problem == "absent"} == {
-        "bias", "norm_weight", "residual", "cos", "sin"
+        "bias", "norm_weight", "residual", "cos", "sin", "strips", "order"
     }  # fmt: skip
     for name, argument, problem in passed:
         if problem == "read-only" and argument in OUTPUTS:

@@ -61,11 +61,16 @@ cdef class GroupPanels:
         self.bias, self.signs, self.order = bias, signs, order
         if bias is not None and self.bias.shape[0] != n_out:
             raise ValueError(f"GroupPanels: bias {self.bias.shape[0]}, expected {n_out}")
+        if bias is not None:
+            check_aligned(<size_t> &self.bias[0])
         if signs is not None and (self.signs.shape[0] != n_in or block < 1 or block & (block - 1) or n_in % block):
             raise ValueError(f"GroupPanels: {self.signs.shape[0]} signs in blocks of {block}, for {n_in} columns")
-
+        if signs is not None:
+            check_aligned(<size_t> &self.signs[0])
         if order is not None and (signs is None or self.order.shape[0] != n_in or not 0 <= min(order) <= max(order) < n_in):
             raise ValueError(f"GroupPanels: the order of the inputs has {self.order.shape[0]} numbers, for {n_in} columns")
+        if order is not None:
+            check_aligned(<size_t> &self.order[0], sizeof(int64_t))
 
     def rows(self, const int64_t[::1] ids, uint8_t[:, ::1] packed):
         """packed[i] = row ids[i], four codes per byte"""

@@ -1,4 +1,4 @@
-"""The whole campaign: `pytest -m slow -n0 -s tests/campaigns/test_drawn_mistakes.py`, 10 minutes and more."""
+"""The whole campaign: `pytest -m slow -n0 -s tests/campaigns/test_many_drawn_mistakes.py`, 10 minutes and more."""
 
 import sys
 from pathlib import Path
