@@ -16,7 +16,7 @@ def group_sizes(Py_ssize_t N, Py_ssize_t K, Py_ssize_t group, int layout):
     """(panels, bytes of a panel, chunks, chunks per group, rows of a panel) of a matrix (N, K)"""
     check_group(K, group, layout)
     cdef group_shape shape = make_group_shape(K, group, layout)
-    panels = (N + GROUP_ROWS - 1) // GROUP_ROWS
+    panels = N // GROUP_ROWS + (N % GROUP_ROWS != 0)
     return panels, shape.n_chunks * shape.code_bytes, shape.n_chunks, shape.per_group, GROUP_ROWS
 
 
