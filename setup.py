@@ -20,7 +20,7 @@ if WISH not in ("auto", "required", "off"):
 
 # -ffp-contract=off and no -ffast-math: the numerical contract forbids fused multiply-add and reordering in float32.
 C_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-C_FLAGS += ["-Wno-unused-function", "-Wno-psabi"]
+C_FLAGS += ["-Wno-unused-function", "-Wno-psabi", "-g0"]  # Python's own flags may ask for 4 MB of debug information
 
 
 class BuildExt(build_ext):
