@@ -58,11 +58,12 @@ def describe_engine(engine: Engine, after: int) -> dict[str, Any]:
     holders, config = engine.page_holders, engine.config
     while holders and holders[-1] is None:
         holders.pop()
+    metrics = {name: None if value != value else value for name, value in engine.metrics.snapshot().items()}  # no NaN
     return {
         "now_s": time.perf_counter(),
         "closed": engine.closed,
         "limits": {"max_batch": config.max_batch, "max_batch_tokens": config.max_batch_tokens},
-        "metrics": engine.metrics.snapshot(),
+        "metrics": metrics,
         "steps": steps,
         "requests": [asdict(story) for story in (*alive[:MAX_REQUESTS], *reversed(ended))],
         "hidden_requests": max(0, len(alive) - MAX_REQUESTS),
