@@ -167,10 +167,18 @@ class Ticket:
         """Its story until now, or until its end for this reason; any thread may ask."""
         stats, leases = self.stats, [job.lease for job in self.jobs]
         return RequestStory(
-            *(self.number, reason or self.state_name, self.jobs[0].priority),
-            *(self.arrival_s, self.start_s, self.first_token_s, end_s),
-            *(stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens, stats.screened_tokens),
-            tuple(tuple(lease.pages) for lease in leases if lease is not None),
+            request_id=self.number,
+            state=reason or self.state_name,
+            priority=self.jobs[0].priority,
+            arrival_s=self.arrival_s,
+            start_s=self.start_s,
+            first_token_s=self.first_token_s,
+            end_s=end_s,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            generated_tokens=stats.generated_tokens,
+            screened_tokens=stats.screened_tokens,
+            pages=tuple(tuple(lease.pages) for lease in leases if lease is not None),
         )
 
 
