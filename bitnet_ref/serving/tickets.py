@@ -103,6 +103,7 @@ class Ticket:
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
         choices = range(request.params.n) if choice is None else (choice,)
         self.rows = [Continuation(request, slot=-1, choice=each) for each in choices]
+        self.rows[0].scores = request.params.prompt_logprobs is not None
         seen = self.rows[0].context_tokens
         self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
         self.jobs = [

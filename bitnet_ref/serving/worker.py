@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -136,11 +137,14 @@ class Worker:
         return [ticket.state(now_s) for ticket in alive]
 
     def _gauges(self) -> dict[str, float]:
+        used, free = (None, None) if self.model.is_closed else self.model.backend.memory()
         return {
             "num_requests_running": len(self._alive) - self._in_queue - len(self._scheduler.held),
             "num_requests_waiting": self._in_queue,
             "num_requests_paused": len(self._scheduler.held),
             "kv_cache_usage_perc": self.pool.in_use / self.pool.pages,
+            "memory_used_bytes": used or math.nan,
+            "memory_free_bytes": math.nan if free is None else free,
         }
 
     def _run(self) -> None:
@@ -325,9 +329,15 @@ class Worker:
         self._deliveries.append((ticket, None))
         ticket.ended = True
         self.metrics.end(reason)
-        seconds, stats = time.perf_counter() - ticket.arrival_s, ticket.stats
+        now, stats, first_s = time.perf_counter(), ticket.stats, None
+        seconds = now - ticket.arrival_s
         self.metrics.observe("e2e_request_latency_seconds", seconds)
-        first_s = None if ticket.first_token_s is None else round(ticket.first_token_s - ticket.arrival_s, 4)
+        if ticket.first_token_s is not None and ticket.start_s is not None:
+            first_s = round(ticket.first_token_s - ticket.arrival_s, 4)
+            self.metrics.observe("request_prefill_time_seconds", ticket.first_token_s - ticket.start_s)
+            self.metrics.observe("request_decode_time_seconds", now - ticket.first_token_s)
+            self.metrics.observe("request_prompt_tokens", stats.prompt_tokens)
+            self.metrics.observe("request_generation_tokens", stats.generated_tokens)
         log.info(
             "request %d ended (%s) after %.3f s: %d prompt tokens, %d of them cached, %d new; first token after %s s",
             *(ticket.number, reason, seconds, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens),

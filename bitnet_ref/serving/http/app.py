@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...errors import (
     BackendError,
     BitNetRefError,
+    ContextOverflow,
     EngineClosed,
     GenerationError,
     OutOfMemory,
@@ -281,6 +282,7 @@ class StreamEvents:
 
     def __init__(self, asked: Asked, choices: list[Choice]) -> None:
         self._asked, self._choices = asked, choices
+        self._opening = "".join(self._event([choice.opening()]) for choice in choices if asked.is_chat)
         self._queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(maxsize=1)
         self._tasks = [asyncio.create_task(self._follow(choice)) for choice in choices]
         self._running = len(choices)
@@ -304,8 +306,7 @@ class StreamEvents:
         event = await self._queue.get()
         if isinstance(event, BaseException):
             raise event
-        opening = [choice.opening() for choice in self._choices] if self._asked.is_chat else []
-        return "".join(self._event([part]) for part in opening) + self._write(event)
+        return self._opening + self._write(event)
 
     async def rest(self) -> AsyncIterator[str]:
         while self._running:
@@ -331,8 +332,10 @@ class StreamEvents:
         return self._event([event])
 
     def _event(self, parts: list[dict[str, Any]]) -> str:
-        nothing = {"usage": None} if self._asked.usage_in_stream else {}
-        return _sse({**self._asked.frame(parts, is_chunk=True), **nothing})
+        asked = self._asked
+        so_far = usage(asked, self._choices) if asked.usage_in_chunks else None
+        counts = {"usage": so_far} if asked.usage_in_stream else {}
+        return _sse({**asked.frame(parts, is_chunk=True), **counts})
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -381,6 +384,8 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
         status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
         name = re.match(r"(\w+): ", message)
         param = name[1] if status == 400 and name else None
+        if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
+            code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
     if status == 500:
         log.error("a request failed: %s", describe_error(error), exc_info=error)
         message = "a fault of the server; its log has the cause"
