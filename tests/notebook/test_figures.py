@@ -99,7 +99,7 @@ def test_panels_draw_their_data():
     stacked, line, table, boxes, flow = figure.axes
     assert [bar.get_height() for bar in stacked.patches] == [1, 2, 3, 4]
     assert [bar.get_y() for bar in stacked.patches] == [0, 0, 1, 2]
-    assert line.lines[0].get_ydata() == [2, 3]
+    assert line.lines[0].get_ydata().tolist() == [2, 3]
     assert len(line.lines) == 4
     assert line.get_title() == "t"
     assert np.asarray(table.images[0].get_array()).tolist() == [[-1, 0, 1]]
