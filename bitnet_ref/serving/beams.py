@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ from ..generation.search import BeamSearch
 from ..generation.sequence import Request
 from .tickets import RequestHandle
 
-if TYPE_CHECKING:
-    from .engine import Engine
+Submit = Callable[[Prompt, int, float | None, SamplingParams], RequestHandle]  # priority, timeout_s
 
 
 @dataclass
@@ -36,12 +35,10 @@ class KeepLogits:
 class BeamHandle:
     """The `n` best continuations of one prompt, equal to those of `beam_search`, when somebody waits for them."""
 
-    def __init__(
-        self, engine: Engine, prompt: Prompt, priority: int, timeout_s: float | None, params: SamplingParams
-    ) -> None:
-        self.done, self._best = False, list[Generation]()
-        self._search = BeamSearch(Request(engine.model, prompt, params))
-        self._steps = self._run(engine, priority, timeout_s or engine.config.request_timeout_s)
+    def __init__(self, request: Request, submit: Submit, priority: int, timeout_s: float | None) -> None:
+        """submit: of the engine. timeout_s: of the whole search."""
+        self.done, self._best, self._search = False, list[Generation](), BeamSearch(request)
+        self._steps = self._run(submit, priority, timeout_s)
 
     def result(self) -> Any:
         for handle in self._steps:
@@ -56,10 +53,10 @@ class BeamHandle:
     def close(self) -> None:
         self._steps.close()
 
-    def _run(self, engine: Engine, priority: int, timeout_s: float | None) -> Generator[RequestHandle, None, None]:
+    def _run(self, submit: Submit, priority: int, timeout_s: float | None) -> Generator[RequestHandle, None, None]:
         """Yields each request, for the caller to wait for."""
-        search, kind = self._search, engine.model.backend.summary
-        stats, started = GenerationStats(engine.model.backend.name), time.perf_counter()
+        search, started = self._search, time.perf_counter()
+        stats = GenerationStats(search.request.model.backend.name)
         handles: list[RequestHandle] = []
         try:
             while not search.done:
@@ -67,9 +64,9 @@ class BeamHandle:
                 left_s = None if timeout_s is None else max(1e-3, timeout_s - (time.perf_counter() - started))
                 for beam, strategy in zip(search.running, strategies, strict=True):
                     params = SamplingParams(max_tokens=1, strategy=strategy)
-                    handles.append(engine._submit(search.ids(beam), priority, left_s, params))
+                    handles.append(submit(search.ids(beam), priority, left_s, params))
                 yield from handles
-                if engine.model.backend.summary != kind:
+                if any(handle.stats.backend != stats.backend for handle in handles):
                     raise GenerationError("num_beams: the device failed in mid-search; another one rounds differently")
                 stats.head_rows += sum(len(strategy.logits) for strategy in strategies)
                 search.advance(np.stack([strategy.logits for strategy in strategies]))

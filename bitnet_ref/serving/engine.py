@@ -204,15 +204,19 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     ) -> Generator[RequestHandle | BeamHandle, None, None]:
         """Submit the prompts, at most max_batch at a time. Yields each request in order for the caller to wait for."""
         handles: list[RequestHandle | BeamHandle] = []
-        sampling = self.config.params(params)
+        sampling, timeout_s = self.config.params(params), TIMEOUT.read(timeout_s, "timeout_s")
         try:
             for current in range(len(prompts)):
                 unfinished = sum(not handle.done for handle in handles[current:])
                 while len(handles) < len(prompts) and unfinished < self.config.max_batch:
                     try:
-                        place = prompts[len(handles)], priority, timeout_s, sampling
-                        is_search = sampling.num_beams > 1
-                        handles.append(BeamHandle(self.pick(), *place) if is_search else self._submit(*place))
+                        prompt = prompts[len(handles)]
+                        if sampling.num_beams > 1:
+                            request, longest_s = Request(self.model, prompt, sampling), self.config.request_timeout_s
+                            submit = self.pick()._submit
+                            handles.append(BeamHandle(request, submit, priority, timeout_s or longest_s))
+                        else:
+                            handles.append(self._submit(prompt, priority, timeout_s, sampling))
                     except QueueFull:
                         if not unfinished:  # none of these requests will make room
                             raise

@@ -61,6 +61,8 @@ def test_beams_obey_the_engines_limits(story):
             ({"num_beams": 3}, "num_beams: expected at most 2"),
             ({"num_beams": 2, "temperature": 1.0}, "beam search compares"),
             ({"num_beams": 2, "max_tokens": 1000}, "context is 256"),
+            ({"num_beams": 2, "timeout_s": 0}, "timeout_s: expected"),
+            ({"num_beams": 2, "timeout_s": "1"}, "timeout_s: expected"),
         ):
             with pytest.raises(GenerationError, match=message):
                 engine.generate("Alice", **params)
