@@ -258,7 +258,8 @@ def test_the_engine_live(server, open_page):
     engine = server.engines["storyteller"]
     handles = [engine.submit(SECRET, strategy=slowly, max_tokens=100, ignore_eos=True) for _ in range(3)]
     ids = [handle.request_id for handle in handles]
-    page.until("requests.filter((each) => each.state === 'running').length === 3 && steps.at(-1)?.parts.length === 3")
+    page.until("requests.filter((each) => each.state === 'running').length === 3")
+    page.until("steps.at(-1)?.parts.map(([, , kind]) => kind).join() === 'decode,decode,decode'")
     assert [page.text(f"#requests li:nth-child({n}) .state") for n in (1, 2, 3)] == ["running"] * 3
     assert "3 unfinished" in page.text("#requests-facts")
     page.click("#requests button", 0)
