@@ -15,7 +15,7 @@ def setup() -> Callable[..., None]:
     """Gives matplotlib the style of the course, and returns `show_source`. Needs matplotlib."""
     import matplotlib.pyplot as plt
 
-    style = {"figure.dpi": 80, "font.size": 10, "axes.titlesize": 11, "legend.frameon": False}
+    style: Any = {"figure.dpi": 80, "font.size": 10, "axes.titlesize": 11, "legend.frameon": False}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
     plt.rcParams.update(style)
     return show_source

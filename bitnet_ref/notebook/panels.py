@@ -74,7 +74,11 @@ def bars(
         start, thickness = np.zeros(len(names)), 0.8 if stacked else 0.8 / len(series)
         for number, (label, values) in enumerate(series.items()):
             one_each = len(series) == 1 and not isinstance(colours, Mapping) and len(colours) == len(names)
-            colour = [colour_of(colours, "", i) for i in places] if one_each else colour_of(colours, label, number)
+            colour = (
+                [colour_of(colours, "", i) for i in range(len(names))]
+                if one_each
+                else colour_of(colours, label, number)
+            )
             shift = 0 if stacked else (number - (len(series) - 1) / 2) * thickness
             options = {"color": colour, "label": label}
             if upright:
@@ -167,7 +171,7 @@ def cells(
             red, green, blue, _ = image.to_rgba(table[r, c])
             dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
             style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else "black"}
-            ax.text(c, r, plain(str(word)), **style)
+            ax.text(c, r, str(word).replace("$", r"\$"), **style)
         if columns is not None:
             turned = sum(len(str(name)) for name in columns) > 50
             ax.set_xticks(range(len(columns)), [plain(str(name)) for name in columns], rotation=90 * turned, fontsize=8)

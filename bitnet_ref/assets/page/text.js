@@ -35,7 +35,7 @@ class Pace {
   }
   toString() {
     const words = { stop: "the text is complete", length: "max_tokens reached", content_filter: "filtered" };
-    const speed = (this.tokens - 1) / ((performance.now() - this.first) / 1000);
+    const speed = this.tokens / ((performance.now() - this.begin) / 1000); // of the whole: pieces may arrive together
     const parts = this.tokens ? [count(this.tokens, "token")] : ["stopped"];
     if (this.tokens > 1) parts.push(`${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s`);
     if (this.first) parts.push(`first after ${seconds((this.first - this.begin) / 1000)}`);
@@ -55,7 +55,7 @@ function showChatState() {
   $("chat-form").hidden = $("messages").hidden = !chats;
   $("chat-empty").hidden = !chats || $("messages").children.length > 0;
   $("chat-clear").hidden = chatting || messages.length === 0;
-  $("chat-again").hidden = chatting || messages.length === 0;
+  $("chat-again").hidden = chatting || messages.length === 0 || document.querySelector(".failed") !== null;
 }
 
 function addMessage(role, content) {
@@ -89,6 +89,7 @@ async function reply() {
   showChatState();
   const { element, text, facts } = addMessage("assistant", "");
   element.classList.add("busy");
+  $("messages").setAttribute("aria-busy", "true"); // so that it is read out when it is whole
   const message = { role: "assistant", content: "" };
   const pace = new Pace();
   let failed = false;
@@ -109,10 +110,11 @@ async function reply() {
     failed = !message.content;
   }
   element.classList.remove("busy");
+  $("messages").setAttribute("aria-busy", "false");
   if (failed) takeBack(element);
   else messages.push(message);
   chatting = false;
-  showChatState();
+  following(showChatState);
   if (!$("chat").hidden && wide.matches) $("chat-text").focus();
 }
 
