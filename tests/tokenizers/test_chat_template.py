@@ -21,8 +21,8 @@ BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 HELLO = [{"role": "user", "content": " Hello "}]
 
 
-# Templates as published (llama.cpp, models/templates; Apache-2.0), with tools, calls, their results and thinking, and what
-# transformers 5.23 renders in jinja2's ImmutableSandboxedEnvironment.
+# Templates as published (llama.cpp, models/templates; Apache-2.0), with tools, calls, their results and thinking, and
+# what transformers 5.23 renders in jinja2's ImmutableSandboxedEnvironment.
 TOOLS = json.loads((Path(__file__).parents[1] / "data/tokenizers/qwen_tools.json").read_text(encoding="utf-8"))
 
 

@@ -406,6 +406,9 @@ def _check_family(config: ModelConfig) -> None:
             "GGUF has one window for all layers, and this model has layers of two kinds; convert to native instead"
         )
         raise ConfigError(message, field="layer_types")
+    if not config.unit_embeddings:
+        message = "GGUF cannot say that embeddings are not scaled to length 1; convert to native instead"
+        raise ConfigError(message, field="unit_embeddings")
     if config.local_rope is not None and config.local_rope.rope_type != "default":
         message = "GGUF cannot say a RoPE scaling of sliding layers; convert to native instead"
         raise ConfigError(message, field="local_rope")
