@@ -25,7 +25,7 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDAr
 
     They have length 1, unless the model's modules.json has no Normalize.
     prompt: put before each text, like "Instruct: find the answer\\nQuery: "; None: the model's `default_prompt`. Token
-        ids are taken as they are; to a text the tokenizer adds its special tokens, and for a Qwen model the end of text.
+        ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model the end of text.
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
     parts, single = split_prompts(texts)
