@@ -29,7 +29,7 @@ from ..notebook.figures import StepRecord
 from ..notebook.live import LiveView, RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .tickets import RequestHandle, Ticket, check_process
+from .tickets import RequestHandle, RequestStory, Ticket, check_process
 from .worker import Worker
 
 PRIORITY, TIMEOUT = Number(-LARGEST, whole=True), Number(0, LONGEST_S, above=True, optional=True)
@@ -215,6 +215,17 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """The unfinished requests, and how far each of them is."""
         check_process(self._worker.process)
         return self._worker.requests()
+
+    @property
+    def stories(self) -> list[RequestStory]:
+        """What happened when to the last requests that ended, then to the unfinished ones; without their texts."""
+        check_process(self._worker.process)
+        return self._worker.stories()
+
+    @property
+    def page_holders(self) -> list[int | None]:
+        """How many sequences hold each page of the cache. 0: kept for texts that begin as it does. None: empty."""
+        return self._worker.pool.holders()
 
     @property
     def closed(self) -> bool:

@@ -33,8 +33,9 @@ from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .scheduler import Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
-from .tickets import Delivery, Ticket, check_process, wake_readers
+from .tickets import Delivery, RequestStory, Ticket, check_process, wake_readers
 
+ENDED_STORIES = 64
 STALE_DEADLINES = 1024  # of requests that have ended; more are dropped at once
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Worker:
         self._fallback = list(config.fallback[tried:])  # backends that have not been tried
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
+        self._ended: deque[RequestStory] = deque(maxlen=ENDED_STORIES)
         self._scheduler = self._new_scheduler()
         self.process = os.getpid()
         self._lock = RLock()  # guards the following
@@ -135,6 +137,12 @@ class Worker:
         with self._lock:
             alive = list(self._alive.values())
         return [ticket.state(now_s) for ticket in alive]
+
+    def stories(self) -> list[RequestStory]:
+        """Of the last requests that ended, in that order, then of the unfinished ones in the order of their arrival."""
+        with self._lock:
+            alive = list(self._alive.values())
+        return [*self._ended, *(ticket.story() for ticket in alive if not ticket.ended)]
 
     def _gauges(self) -> dict[str, float]:
         used, free = (None, None) if self.model.is_closed else self.model.backend.memory()
@@ -331,6 +339,8 @@ class Worker:
         self.metrics.end(reason)
         now, stats, first_s = time.perf_counter(), ticket.stats, None
         seconds = now - ticket.arrival_s
+        self._ended.append(ticket.story(reason, now))
+        self.metrics.add("screened_tokens", stats.screened_tokens)
         self.metrics.observe("e2e_request_latency_seconds", seconds)
         if ticket.first_token_s is not None and ticket.start_s is not None:
             first_s = round(ticket.first_token_s - ticket.arrival_s, 4)

@@ -46,12 +46,13 @@ from ...generation.generate import split_prompts
 from ..engine import Engine
 from ..metrics import render_metrics
 from . import schemas
+from .page import describe_engine, render_page
 from .schemas import RequestError
 from .shapes import Asked, Choice, chat_ids, read_chat, read_completion, usage
 from .shelf import ModelShelf
 
 log = logging.getLogger(__name__)
-OPEN_PATHS = ("/health",)  # need no key
+OPEN_PATHS = ("/", "/health")  # need no key
 STATUSES: dict[type[BitNetRefError], int] = {  # the first that fits
     QueueFull: 429,
     RequestTimeout: 504,
@@ -202,6 +203,20 @@ class Server:
         engines = [place.engine for place in self.shelf.places.values() if place.engine is not None]
         text, kind = render_metrics([engine.metrics for engine in engines])
         return Response(text, headers={"content-type": kind})
+
+    async def page(self, request: Request) -> Response:
+        content, headers = await asyncio.to_thread(render_page)
+        return Response(content, headers=headers)
+
+    async def engine(self, request: Request) -> Response:
+        """What the page's live view shows. It does not load the model."""
+        place, after = self.shelf.place(request.query_params.get("model")), request.query_params.get("after", "0")
+        if re.fullmatch("[0-9]{1,18}", after) is None:
+            raise RequestError(f"after: expected the number of a step, got {after[:50]!r}", "after")
+        facts = {"model": place.name, "loaded": place.engine is not None}
+        if place.engine is not None:
+            facts |= await asyncio.to_thread(describe_engine, place.engine, int(after))
+        return JSONResponse(facts)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(schemas.describe_api(self.version))
@@ -471,6 +486,8 @@ def create_app(
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,
         "/tokenizer_info": server.tokenizer_info,
+        "/": server.page,
+        "/engine": server.engine,
         "/health": server.health,
         "/metrics": server.metrics,
         "/openapi.json": server.openapi,
