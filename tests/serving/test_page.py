@@ -205,6 +205,15 @@ def test_completion_and_what_a_token_might_have_been(open_page):
     assert page.text("#tokens").removeprefix("<s>").split() == other.split()
     page.click(".token", 0)
     assert "nothing predicted it" in page.text("#bars-title")
+    page.run("$('prompt').value = '\U0001f407 Alice \U0001f3a9 said'")  # letters of two units in JavaScript
+    page.click("#complete")
+    page.until("!completing && tokens.length > 12")
+    text, last = page.run("[result.text, [tokens.at(-1).text, tokens.at(-1).offset]]")
+    assert text[last[1] :] == last[0]
+    page.click(".token", page.run("tokens.length - 12"))  # the first that the model wrote
+    page.click("#bars button", 0)
+    page.until("!completing && tokens.length > 12")
+    assert page.run("$('prompt').value").startswith("\U0001f407 Alice \U0001f3a9 said")
 
 
 @needs_chromium

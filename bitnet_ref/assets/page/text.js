@@ -168,7 +168,7 @@ function addToken(text, offset, logprob, top) {
   const p = logprob == null ? null : Math.exp(logprob);
   const level = p == null || p >= 0.5 ? 0 : p >= 0.1 ? 1 : p >= 0.01 ? 2 : 3;
   const token = { text, offset, logprob, top };
-  token.element = make("span", { className: `token p${level}`, role: "button", tabIndex: tokens.length ? -1 : 0, textContent: text });
+  token.element = make("span", { className: `token p${level}`, role: "button", tabIndex: tokens.length ? -1 : 0, textContent: text.startsWith("bytes:") ? "\ufffd" : text });
   token.element.setAttribute("aria-pressed", "false");
   token.element.setAttribute("aria-label", `${visible(text)}, ${p == null ? "given" : percent(p)}`);
   tokens.push(token);
@@ -227,7 +227,7 @@ function choose(token) {
     return;
   }
   const entries = Object.entries(token.top).sort(([, a], [, b]) => b - a);
-  if (!(token.text in token.top)) entries.push([token.text, token.logprob]);
+  if (!Object.hasOwn(token.top, token.text)) entries.push([token.text, token.logprob]);
   const place = entries.findIndex(([text]) => text === token.text);
   const rank = place < SHOWN ? (place === 0 ? "the likeliest" : `number ${place + 1}`) : `not among the first ${SHOWN}`;
   $("bars-title").replaceChildren(title, ` had ${percent(Math.exp(token.logprob))}: ${rank}.`);
