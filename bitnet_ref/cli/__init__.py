@@ -19,6 +19,7 @@ from .convert_command import convert
 from .crossval_command import crossval
 from .doctor_command import doctor
 from .embed_command import embed
+from .evaluation_commands import evaluate, perplexity
 from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
@@ -57,6 +58,8 @@ COMMANDS = (
     convert,
     crossval,
     bench,
+    perplexity,
+    evaluate,
     train,
     train_tokenizer,
     doctor,
