@@ -11,7 +11,7 @@ from bitnet_ref.evaluation import perplexity
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.sampling import log_probability
 
-TEXT = "Once upon a time there was a little girl who lived in a wood. " * 9
+TEXT = "Once upon a time there was a little girl who lived in a wood. " * 20
 ENDINGS = [" there was a king", " rabbit the of", " a"]
 CHOICE = """task: tiny_choice
 dataset_path: json
