@@ -157,4 +157,4 @@ def announce(bound: socket.socket, names: list[str]) -> None:
     if wants_json():
         print_json({"url": url, "models": names})
     else:
-        click.echo(f"serving {', '.join(names)} at {url}/v1; Ctrl-C ends")
+        click.echo(f"serving {', '.join(names)} at {url}/v1, with a page at {url}; Ctrl-C ends")

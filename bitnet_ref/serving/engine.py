@@ -20,7 +20,7 @@ from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
-from ..errors import ConfigError, GenerationError, QueueFull
+from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
 from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
@@ -29,7 +29,7 @@ from ..notebook.figures import StepRecord
 from ..notebook.live import LiveView, RequestProgress
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .tickets import RequestHandle, Ticket, check_process
+from .tickets import RequestHandle, RequestStory, Ticket, check_process
 from .worker import Worker
 
 PRIORITY, TIMEOUT = Number(-LARGEST, whole=True), Number(0, LONGEST_S, above=True, optional=True)
@@ -103,7 +103,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
         request = Request(self.model, prompt, params)
         if request.capacity > self.cache.capacity:
-            raise GenerationError(
+            raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
                 f"engine's cache holds {self.cache.capacity} of a request; lower max_tokens, or raise cache_tokens"
             )
@@ -135,7 +135,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> list[RequestHandle]:
         """`submit` for the n continuations of a prompt, each to read on its own: chunk by chunk, or as a result. They
-        equal the list that `submit` gives. `prompt_logprobs` are those of the first."""
+        equal the list that `submit` gives."""
         sampling, handles = self.config.params(params), list[RequestHandle]()
         with ExitStack() as stack:
             for choice in range(sampling.n):
@@ -215,6 +215,17 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """The unfinished requests, and how far each of them is."""
         check_process(self._worker.process)
         return self._worker.requests()
+
+    @property
+    def stories(self) -> list[RequestStory]:
+        """What happened when to the last requests that ended, then to the unfinished ones; without their texts."""
+        check_process(self._worker.process)
+        return self._worker.stories()
+
+    @property
+    def page_holders(self) -> list[int | None]:
+        """How many sequences hold each page of the cache. 0: kept for texts that begin as it does. None: empty."""
+        return self._worker.pool.holders()
 
     @property
     def closed(self) -> bool:

@@ -110,7 +110,7 @@ class ModelShelf:
             place.engine = await asyncio.to_thread(self._open, place.source)
         finally:
             place.is_loading = False
-        place.engine.metrics.model_name = place.name
+        place.engine.metrics.labels["model_name"] = place.name
         place.nbytes = _weight_bytes(place.engine.model) + place.engine.cache.nbytes
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
 
