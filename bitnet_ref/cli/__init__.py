@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
+from .batch_command import batch
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
@@ -50,6 +51,7 @@ COMMANDS = (
     generate,
     chat,
     serve,
+    batch,
     embed,
     inspect,
     pull,

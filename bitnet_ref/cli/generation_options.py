@@ -154,6 +154,15 @@ def load_model(options: dict[str, Any]) -> Model:
         return load(load_options.pop("model"), progress=bar, **load_options)
 
 
+def name_model(text: str) -> tuple[str, Path]:
+    """The name and the path of "MODEL" or "NAME=MODEL"."""
+    from ..formats.open import find_model
+
+    name, _, source = text.rpartition("=") if not Path(text).exists() else ("", "", text)
+    path = find_model(source)
+    return name or (source if not Path(source).exists() else path.resolve().name), path
+
+
 def worker_options(function: AnyFunction) -> AnyFunction:
     """Where the items of a long run are computed: see `spread`."""
     option = section("Workers (the extra dask)")

@@ -83,12 +83,12 @@ class TaskModel(TemplateLM):
                 windows.append((text, *make_disjoint_window(window)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            totals[owner] += logprob
+        for owner, scored in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += scored[0]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        texts = []
+        texts = list[str]()
         with self.model.engine() as engine:
             handles = []
             for context, given in (request.args for request in requests):
@@ -110,7 +110,8 @@ def read_generation(given: Mapping[str, Any], length: int) -> dict[str, Any]:
     until = rest.pop("until", None) or []
     lengths = [value for name in LENGTHS if (value := rest.pop(name, None)) is not None]
     samples, temperature = rest.pop("do_sample", None), float(rest.pop("temperature", 0.0))
-    params = {name: rest[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in rest}
+    names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    params: dict[str, Any] = {name: rest[name] for name in names if name in rest}
     return {
         **params,
         "stop": [until] if isinstance(until, str) else [text for text in until if text],

@@ -265,8 +265,9 @@ class _Journal:
         if path is not None and path.exists():
             stored = read_json_object(path, FormatError, MAX_STATE_BYTES)
             if stored.get("run") != self.key:
-                old = stored.get("run") if isinstance(stored.get("run"), dict) else {}
-                other = ", ".join(name for name, value in self.key.items() if old.get(name) != value)
+                old = stored.get("run")
+                same = old.items() if isinstance(old, dict) else ()
+                other = ", ".join(name for name, value in self.key.items() if (name, value) not in same)
                 message = f"is the state of another run: {other or 'its form'} differs; delete it or name another file"
                 raise FormatError(message, path=path, field="run")
             try:

@@ -25,7 +25,8 @@ MAX_DEATHS = (
 CONNECT_S = 30.0
 LOOK_S = 1.0  # how often the workers are counted
 Opener = tuple[Any, ...]  # a function of a module, and its arguments: hashable, and the same in each process
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _resources: dict[Opener, Any] = {}
 _lock = Lock()
