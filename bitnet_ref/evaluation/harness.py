@@ -67,7 +67,7 @@ class TaskModel(TemplateLM):
         for first in range(0, len(contexts), CONTEXTS_AT_A_TIME):
             some = contexts[first : first + CONTEXTS_AT_A_TIME]
             groups = [(list(ids), [requests[number][2] for number in numbers]) for ids, numbers in some]
-            for (_, numbers), scores in zip(some, score_groups(self.model, groups), strict=True):
+            for (_context, numbers), scores in zip(some, score_groups(self.model, groups), strict=True):
                 for number, score in zip(numbers, scores, strict=True):
                     results[number] = score.total, score.is_greedy
                 done += len(numbers)

@@ -95,7 +95,7 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
         from distributed import KilledWorker, as_completed
 
         waiting, places, deaths = iter(enumerate(items)), dict[str, tuple[int, T]](), dict[int, int]()
-        running, room, counted_s = as_completed([]), 0, -LOOK_S
+        running, room, counted_s = as_completed([], loop=self.client.loop), 0, -LOOK_S
 
         def submit(index: int, item: T) -> None:
             future = self.client.submit(call, self.opener, function, item, pure=False)

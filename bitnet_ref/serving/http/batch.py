@@ -135,7 +135,7 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     schemas.check(body, path)
     assert isinstance(body, dict)
     if body.get("model") not in (None, server.model_name):
-        message = f"model: there is no model {body['model'][:200]!r}; there is: {server.model_name}"
+        message = f"model: there is no model {body['model'][:200]!r}; there are: {server.model_name}"
         raise RequestError(message, "model", 404, "model_not_found")
     if body.get("stream"):
         raise RequestError("stream: a batch has no streams", "stream")
@@ -178,7 +178,8 @@ def run_batch(
     """
     started, partial = time.perf_counter(), target.with_name(target.name + ".partial")
     with open_regular(source, FormatError) as raw, explain_os_errors(partial), partial.open("a+b") as journal:
-        file, summary = BufferedReader(raw), BatchSummary()
+        file: BinaryIO = BufferedReader(raw)
+        summary = BatchSummary()
         total = _check_ids(file, source)
         try:
             lock_file(journal.fileno(), block=False)
@@ -202,15 +203,15 @@ def run_batch(
             for line in read_lines(file):
                 offset, length = places[batch_id(line)]
                 journal.seek(offset)
-                text = journal.read(length)
-                out.write(text)
-                summary.failed += ANSWERED not in text
+                answer = journal.read(length)
+                out.write(answer)
+                summary.failed += ANSWERED not in answer
         partial.unlink()
     summary.lines, summary.seconds = total, time.perf_counter() - started
     return summary
 
 
-def read_lines(file: BufferedReader) -> Iterator[bytes]:
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines that are not blank, from the start; of one that is too long, MAX_LINE_BYTES + 1 bytes.
 
     Each step seeks: two of these may read one file at a time.
@@ -218,8 +219,7 @@ def read_lines(file: BufferedReader) -> Iterator[bytes]:
     offset = 0
     while True:
         file.seek(offset)
-        line = file.readline(MAX_LINE_BYTES + 1)
-        rest = line
+        rest = line = file.readline(MAX_LINE_BYTES + 1)
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
         offset = file.tell()
@@ -235,7 +235,7 @@ def in_groups(lines: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
         yield group
 
 
-def _check_ids(file: BufferedReader, source: Path) -> int:
+def _check_ids(file: BinaryIO, source: Path) -> int:
     """The number of lines. Raises FormatError for no line, or two with one custom_id."""
     seen, count = set[str](), 0
     for line in read_lines(file):
