@@ -26,6 +26,7 @@ from .generation.params import SamplingOptions, expand_params
 from .generation.score import Score, score
 from .reference.cache import TokenIds
 from .system.sharing import file_identity, model_files, share_by_key
+from .system.threads import resolve_threads
 
 if TYPE_CHECKING:
     from .notebook.profiling import Profile
@@ -178,16 +179,26 @@ def load_engine(
 
     Raises what `load` raises, and ConfigError.
     """
-    from .serving import Engine, EngineConfig
+    from .serving import Engine, EngineConfig, Replicas, start_engines
 
     config = EngineConfig.load() if config is None else config
     missing: BackendError | None = None
-    cards = {name: getattr(config, name) for name in ("memory_limit", "devices", "gpu_layers", "cache_tokens")}
+    cards = {name: getattr(config, name) for name in ("memory_limit", "gpu_layers", "cache_tokens")}
+    count, devices = config.replicas, config.devices or ()
+    if count > 1 and options.get("threads") is None:
+        options["threads"] = max(1, resolve_threads() // count)
     for backend in (config.backend, *config.fallback):
         on_cards = cards if backend in ("auto", "cupy") else {}
         try:
-            loaded = load(model, **{"dtype": config.dtype, **on_cards, **options, "backend": backend})
-            engine = Engine(loaded, config)
+            common = {"dtype": config.dtype, **on_cards, **options, "backend": backend}
+            loaded = load(model, devices=devices[::count] or None, **common) if on_cards else load(model, **common)
+            if count == 1 or loaded.backend.name in ("numpy", "cython"):
+                engine = start_engines(loaded, config)
+            elif len(devices) < count:
+                raise ConfigError(f"expected at least {count} devices, one for each engine", field="replicas")
+            else:
+                others = [load(model, devices=devices[number::count], **common) for number in range(1, count)]
+                engine = Replicas([Engine(each, config) for each in (loaded, *others)])
         except (BackendUnavailable, OutOfMemory, DeviceError) as error:
             missing = missing or error
             continue
@@ -233,11 +244,11 @@ class Model(LoadedModel):
         return score(self, prompt, continuations)
 
     def embed(
-        self, texts: Prompts, *, prompt: str = "", quantize: str | None = None, ranges: NDArray | None = None
+        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None = None, ranges: NDArray | None = None
     ) -> NDArray:
         """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
 
-        prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's.
+        prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's. None: the model's default.
         quantize: "int8", "uint8", "binary" or "ubinary", with `ranges` (2, D) of each dimension; None: float32.
         """
         vectors = embed(self, texts, prompt)
@@ -266,6 +277,6 @@ class Model(LoadedModel):
 
     def engine(self, **settings: Any) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `serving.EngineConfig`."""
-        from .serving import Engine
+        from .serving import start_engines
 
-        return Engine(self, **settings)
+        return start_engines(self, **settings)

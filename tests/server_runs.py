@@ -13,7 +13,7 @@ from cli_runs import BACKEND
 from helpers import model
 
 from bitnet_ref.cli.serve_command import listen
-from bitnet_ref.serving import Engine, EngineConfig
+from bitnet_ref.serving import EngineConfig, start_engines
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
@@ -43,7 +43,7 @@ class RunningServer:
 
     def open_engine(self, path):
         assert self.hold.wait(20)
-        engine = self.engines[Path(path).name] = Engine(
+        engine = self.engines[Path(path).name] = start_engines(
             model(path, backend=BACKEND, threads=1), EngineConfig(**self.settings)
         )
         return engine

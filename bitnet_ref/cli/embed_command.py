@@ -39,7 +39,7 @@ BATCH = 32  # texts between two reports of progress
 @click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line.")
 @click.option("--out", type=OUTPUT_FILE, help="Write the vectors there: .npy, or .jsonl with the texts.")
 @click.option("--instruct", metavar="TASK", help='Put "Instruct: TASK\\nQuery:" before each text (queries, Qwen3).')
-@click.option("--prompt", metavar="TEXT", help="Put TEXT before each text.")
+@click.option("--prompt", metavar="TEXT", help="Put TEXT before each text. Default: the model's default prompt.")
 @click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")
 @click.option("--quantize", type=click.Choice(PRECISIONS), help="int8: by the texts' own ranges; binary: a bit each.")
 @model_options
@@ -69,7 +69,7 @@ def embed(
     count, address = pop_workers(options)
     opener = model_opener(options, count)
     model = load_model(options)
-    before = instruction_prompt(instruct) if instruct is not None else prompt or ""
+    before = instruction_prompt(instruct) if instruct is not None else prompt
     if prompt_name is not None:
         before = prompt_of(model, prompt_name)
     vectors = embed_all(spread(opener, count, address, model), rows, before)
@@ -85,7 +85,7 @@ def embed(
             click.echo(f"{similarity:7.4f}  {text}")
 
 
-def embed_all(workers: Workers, rows: list[str], prompt: str) -> NDArray[np.float32]:
+def embed_all(workers: Workers, rows: list[str], prompt: str | None) -> NDArray[np.float32]:
     parts: dict[int, NDArray[np.float32]] = {}
     starts = range(0, len(rows), BATCH)
     with workers, LoadingBar(f"embedding {len(rows)} texts") as bar:
@@ -95,7 +95,7 @@ def embed_all(workers: Workers, rows: list[str], prompt: str) -> NDArray[np.floa
     return np.concatenate([parts[index] for index in range(len(starts))])
 
 
-def embed_batch(model: Model, batch: tuple[str, list[str]]) -> NDArray[np.float32]:
+def embed_batch(model: Model, batch: tuple[str | None, list[str]]) -> NDArray[np.float32]:
     prompt, texts = batch
     return model.embed(texts, prompt=prompt)
 

@@ -80,7 +80,7 @@ def bars(
                 else colour_of(colours, label, number)
             )
             shift = 0 if stacked else (number - (len(series) - 1) / 2) * thickness
-            options = {"color": colour, "label": label}
+            options = {"color": colour, "label": label if len(series) > 1 else "_nolegend_"}
             if upright:
                 drawn = ax.bar(places + shift, values, thickness, bottom=start, **options)
             else:

@@ -27,6 +27,7 @@ from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, Sam
 from ..generation.sequence import Request
 from ..notebook.figures import StepRecord
 from ..notebook.live import LiveView, RequestProgress
+from .beams import BeamHandle
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .tickets import RequestHandle, RequestStory, Ticket, check_process
@@ -66,13 +67,22 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         return self._worker.model
 
     @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines behind this one: itself, unless there are replicas."""
+        return [self]
+
+    def pick(self) -> Engine:
+        """The engine for the next request."""
+        return self
+
+    @property
     def cache(self) -> PagedKVCache:
         """The pages of all sequences."""
         return self._worker.cache
 
     def __repr__(self) -> str:
         now = self.metrics.snapshot()
-        state = "closed" if self._worker.closed else f"{now['num_requests_running']} requests running"
+        state = "closed" if self.closed else f"{now['num_requests_running']} requests running"
         return f"<bitnet_ref.Engine of {self.model!r}: {state}, {now['num_requests_waiting']} waiting>"
 
     @expand_params
@@ -98,6 +108,8 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     ) -> RequestHandle:
         """wanted, choice: as of `Ticket`."""
         check_process(self._worker.process)
+        if params.num_beams > 1:
+            raise GenerationError("num_beams: beams have no text before the end; use the engine's generate")
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
@@ -189,17 +201,22 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     def _submit_all(
         self, prompts: Sequence[Prompt], priority: int, timeout_s: float | None, params: SamplingOptions
-    ) -> Generator[RequestHandle, None, None]:
+    ) -> Generator[RequestHandle | BeamHandle, None, None]:
         """Submit the prompts, at most max_batch at a time. Yields each request in order for the caller to wait for."""
-        handles: list[RequestHandle] = []
+        handles: list[RequestHandle | BeamHandle] = []
+        sampling, timeout_s = self.config.params(params), TIMEOUT.read(timeout_s, "timeout_s")
         try:
             for current in range(len(prompts)):
                 unfinished = sum(not handle.done for handle in handles[current:])
                 while len(handles) < len(prompts) and unfinished < self.config.max_batch:
                     try:
-                        handles.append(
-                            self.submit(prompts[len(handles)], priority=priority, timeout_s=timeout_s, **params)
-                        )
+                        prompt = prompts[len(handles)]
+                        if sampling.num_beams > 1:
+                            request, longest_s = Request(self.model, prompt, sampling), self.config.request_timeout_s
+                            submit = self.pick()._submit
+                            handles.append(BeamHandle(request, submit, priority, timeout_s or longest_s))
+                        else:
+                            handles.append(self._submit(prompt, priority, timeout_s, sampling))
                     except QueueFull:
                         if not unfinished:  # none of these requests will make room
                             raise
@@ -253,7 +270,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """`close`, without blocking the event loop."""
         import asyncio
 
-        await asyncio.to_thread(self._worker.close, drain)
+        await asyncio.to_thread(self.close, drain)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close(drain=error is None)

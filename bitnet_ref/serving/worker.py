@@ -128,6 +128,11 @@ class Worker:
             thread.join()
 
     @property
+    def unfinished(self) -> int:
+        """How many requests wait, run or are paused."""
+        return len(self._alive)
+
+    @property
     def closed(self) -> bool:
         return self._closing is not None
 

@@ -75,7 +75,7 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
         self.opener = opener
         with ExitStack() as stack:
             if address is None:
-                quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.ERROR}
+                quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
                 cluster = LocalCluster(n_workers=count, threads_per_worker=1, memory_limit=0, **quiet)
                 stack.enter_context(cluster)
             try:

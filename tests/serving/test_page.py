@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chromium import CHROMIUM, Chromium
-from cli_runs import BACKEND
+from cli_runs import BACKEND, FAST, process
 from engine_checks import check, until
 from helpers import chat_folder, model
 from server_runs import RunningServer, ServerLimits
@@ -205,6 +205,15 @@ def test_completion_and_what_a_token_might_have_been(open_page):
     assert page.text("#tokens").removeprefix("<s>").split() == other.split()
     page.click(".token", 0)
     assert "nothing predicted it" in page.text("#bars-title")
+    page.run("$('prompt').value = '\U0001f407 Alice \U0001f3a9 said'")  # letters of two units in JavaScript
+    page.click("#complete")
+    page.until("!completing && tokens.length > 12")
+    text, last = page.run("[result.text, [tokens.at(-1).text, tokens.at(-1).offset]]")
+    assert text[last[1] :] == last[0]
+    page.click(".token", page.run("tokens.length - 12"))  # the first that the model wrote
+    page.click("#bars button", 0)
+    page.until("!completing && tokens.length > 12")
+    assert page.run("$('prompt').value").startswith("\U0001f407 Alice \U0001f3a9 said")
 
 
 @needs_chromium
@@ -244,6 +253,10 @@ def test_chats_stop_and_go_on(server, open_page):
     assert page.run("[messages.length, $('chat-text').value]") == [2, "<img src=x onerror=alert(1)>"]
     page.click("#chat-clear")
     assert page.run("messages.length + $('messages').children.length") == 0
+    with RunningServer({"talker": server.shelf.places["talker"].source}) as chats:
+        page = open_page(chats.url)
+        page.until("model !== null")
+        assert page.run("[view, location.hash]") == ["chat", "#chat"]
 
 
 @needs_chromium
@@ -254,7 +267,8 @@ def test_the_engine_live(server, open_page):
     engine = server.engines["storyteller"]
     handles = [engine.submit(SECRET, strategy=slowly, max_tokens=100, ignore_eos=True) for _ in range(3)]
     ids = [handle.request_id for handle in handles]
-    page.until("requests.filter((each) => each.state === 'running').length === 3 && steps.at(-1)?.parts.length === 3")
+    page.until("requests.filter((each) => each.state === 'running').length === 3")
+    page.until("steps.at(-1)?.parts.map(([, , kind]) => kind).join() === 'decode,decode,decode'")
     assert [page.text(f"#requests li:nth-child({n}) .state") for n in (1, 2, 3)] == ["running"] * 3
     assert "3 unfinished" in page.text("#requests-facts")
     page.click("#requests button", 0)
@@ -393,6 +407,36 @@ def test_a_phone(server, open_page, tmp_path):
     with Image.open(tmp_path / "phone.png") as image:
         assert image.size == (720, 1480)
         assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_comes_back(browser):
+    def start(port):
+        command = process("serve", "--port", port, "--json", *FAST, stdout=-1, text=True, module="bitnet_ref")
+        return command, json.loads(command.stdout.readline())["url"]
+
+    command, url = start(0)
+    try:
+        page = browser.page(f"{url}/")
+        page.until("model !== null")
+        settings(page, max_tokens=250)
+        page.run("$('prompt').value = 'Alice'")
+        page.click("#complete")
+        page.until("tokens.length > 2 && tokens.length < 200")
+        command.kill()
+        page.until("!completing")
+        assert page.text("#complete-facts") == "The connection ended before the text did."
+        page.until("$('banner').textContent === 'The server does not answer. Trying again.'")
+        command.communicate()
+        command, _ = start(url.rpartition(":")[2])
+        page.until("$('banner').hidden")
+        page.click("#complete")
+        page.until("!completing")
+        assert "tokens/s" in page.text("#complete-facts")
+    finally:
+        command.kill()
+        command.communicate()
 
 
 @needs_chromium

@@ -63,7 +63,10 @@ async function* readEvents(path, body, signal) {
       if (error.name === "AbortError") throw error;
       part = { done: true };
     }
-    if (part.done) throw new ServerError(0, "The connection ended before the text did.");
+    if (part.done) {
+      lookForServer();
+      throw new ServerError(0, "The connection ended before the text did.");
+    }
     const events = (rest + part.value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
@@ -145,7 +148,7 @@ async function lookForServer() {
   start();
 }
 
-let started = false;
+let isChosen = VIEWS.includes(location.hash.slice(1)); // the view, by the address; otherwise the first model decides
 
 async function start() {
   try {
@@ -173,8 +176,8 @@ async function chooseModel() {
   model = { id, chats: Boolean(info.chat_template), context: info.model_max_length };
   $("context").textContent = model.context ? `The model reads ${model.context.toLocaleString("en")} in all.` : "";
   $("chat-none-name").textContent = id;
-  if (!started && !location.hash) show(model.chats ? "chat" : "completion");
-  started = true;
+  if (!isChosen) show(model.chats ? "chat" : "completion");
+  isChosen = true;
   showChatState();
 }
 
@@ -253,7 +256,7 @@ function percent(share) {
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 addEventListener("DOMContentLoaded", () => {
-  show(VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "completion");
+  show(isChosen ? location.hash.slice(1) : "completion");
   lookForServer();
   watchEngine();
 });

@@ -35,7 +35,7 @@ class Pace {
   }
   toString() {
     const words = { stop: "the text is complete", length: "max_tokens reached", content_filter: "filtered" };
-    const speed = (this.tokens - 1) / ((performance.now() - this.first) / 1000);
+    const speed = this.tokens / ((performance.now() - this.begin) / 1000); // of the whole: pieces may arrive together
     const parts = this.tokens ? [count(this.tokens, "token")] : ["stopped"];
     if (this.tokens > 1) parts.push(`${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s`);
     if (this.first) parts.push(`first after ${seconds((this.first - this.begin) / 1000)}`);
@@ -55,7 +55,7 @@ function showChatState() {
   $("chat-form").hidden = $("messages").hidden = !chats;
   $("chat-empty").hidden = !chats || $("messages").children.length > 0;
   $("chat-clear").hidden = chatting || messages.length === 0;
-  $("chat-again").hidden = chatting || messages.length === 0;
+  $("chat-again").hidden = chatting || messages.length === 0 || document.querySelector(".failed") !== null;
 }
 
 function addMessage(role, content) {
@@ -89,6 +89,7 @@ async function reply() {
   showChatState();
   const { element, text, facts } = addMessage("assistant", "");
   element.classList.add("busy");
+  $("messages").setAttribute("aria-busy", "true"); // so that it is read out when it is whole
   const message = { role: "assistant", content: "" };
   const pace = new Pace();
   let failed = false;
@@ -109,10 +110,11 @@ async function reply() {
     failed = !message.content;
   }
   element.classList.remove("busy");
+  $("messages").setAttribute("aria-busy", "false");
   if (failed) takeBack(element);
   else messages.push(message);
   chatting = false;
-  showChatState();
+  following(showChatState);
   if (!$("chat").hidden && wide.matches) $("chat-text").focus();
 }
 
@@ -166,7 +168,7 @@ function addToken(text, offset, logprob, top) {
   const p = logprob == null ? null : Math.exp(logprob);
   const level = p == null || p >= 0.5 ? 0 : p >= 0.1 ? 1 : p >= 0.01 ? 2 : 3;
   const token = { text, offset, logprob, top };
-  token.element = make("span", { className: `token p${level}`, role: "button", tabIndex: tokens.length ? -1 : 0, textContent: text });
+  token.element = make("span", { className: `token p${level}`, role: "button", tabIndex: tokens.length ? -1 : 0, textContent: text.startsWith("bytes:") ? "\ufffd" : text });
   token.element.setAttribute("aria-pressed", "false");
   token.element.setAttribute("aria-label", `${visible(text)}, ${p == null ? "given" : percent(p)}`);
   tokens.push(token);
@@ -225,7 +227,7 @@ function choose(token) {
     return;
   }
   const entries = Object.entries(token.top).sort(([, a], [, b]) => b - a);
-  if (!(token.text in token.top)) entries.push([token.text, token.logprob]);
+  if (!Object.hasOwn(token.top, token.text)) entries.push([token.text, token.logprob]);
   const place = entries.findIndex(([text]) => text === token.text);
   const rank = place < SHOWN ? (place === 0 ? "the likeliest" : `number ${place + 1}`) : `not among the first ${SHOWN}`;
   $("bars-title").replaceChildren(title, ` had ${percent(Math.exp(token.logprob))}: ${rank}.`);

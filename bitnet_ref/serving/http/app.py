@@ -173,8 +173,8 @@ class Server:
         return JSONResponse({"status": "ok" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        engines = [place.engine for place in self.shelf.places.values() if place.engine is not None]
-        text, kind = render_metrics([engine.metrics for engine in engines])
+        loaded = [place.engine for place in self.shelf.places.values() if place.engine is not None]
+        text, kind = render_metrics([engine.metrics for each in loaded for engine in each.engines])
         return Response(text, headers={"content-type": kind})
 
     async def page(self, request: Request) -> Response:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 import time
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def describe_engine(engine: Engine, after: int) -> dict[str, Any]:
         "limits": {"max_batch": config.max_batch, "max_batch_tokens": config.max_batch_tokens},
         "metrics": metrics,
         "steps": steps,
-        "requests": [asdict(story) for story in (*alive[:MAX_REQUESTS], *reversed(ended))],
+        "requests": [vars(story) for story in (*alive[:MAX_REQUESTS], *reversed(ended))],
         "hidden_requests": max(0, len(alive) - MAX_REQUESTS),
         "pages": {"size": engine.cache.page_size, "total": engine.cache.pages, "holders": holders[:MAX_PAGES]},
     }

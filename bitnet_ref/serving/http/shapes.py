@@ -237,7 +237,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 def embedding_ids(model: LoadedModel, texts: Any) -> list[list[int]]:
     """The token ids of each text (or list of token ids) of a request for embeddings."""
     parts, _ = split_prompts(texts)
-    return [model.check_tokens(token_ids_of(model, part, "")).tolist() for part in parts]
+    return [model.check_tokens(token_ids_of(model, part)).tolist() for part in parts]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: NDArray, tokens: int) -> dict[str, Any]:
