@@ -41,5 +41,5 @@ def test_layouts_that_are_neither_are_refused():
     by_heads = np.moveaxis(np.zeros((2, 3, 4, 8), dtype=np.float32), 0, 2)
     _cpu.KVLayer(by_heads, by_heads.copy("K"))
     for keys, values in ((by_heads, by_heads.copy("C")), (by_heads[:, ::2], by_heads[:, ::2])):
-        with pytest.raises(ValueError, match="KVLayer|contiguous"):
+        with pytest.raises(ValueError, match=r"KVLayer|contiguous"):
             _cpu.KVLayer(keys, values)
