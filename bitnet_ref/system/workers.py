@@ -117,7 +117,7 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
                 deaths[index] = deaths.get(index, 0) + 1
                 if deaths[index] > MAX_DEATHS:
                     message = (
-                        f"item {index} was lost {deaths[index]} times, each with its worker: too little memory there?"
+                        f"item {index} was lost {deaths[index]} times with its worker: too little memory there?"
                     )
                     raise BackendUnavailable(message)
                 log.info("item %d was lost with its worker, or with the connection: it is computed again", index)
