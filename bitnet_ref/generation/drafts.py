@@ -10,7 +10,7 @@ words earlier in the prompt or the text ("Prompt Lookup Decoding", apoorvumang, 
 ("Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192; here without its rejection sampling,
 which keeps the distribution, but not the tokens).
 
-In a batch every row waits for a longer pass. There a guess costs its share of all rows' tokens (`token_cost`).
+In a batch every row waits for a longer pass. There a guess costs its share of all rows' tokens (`Pace.token_cost`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,37 @@ from ..reference.cache import TokenBatch
 
 LONGEST = 12  # tokens of a draft
 LEAST_MATCH = 2  # tokens that a text must repeat before the next ones are guessed
-COST = 0.15  # of verifying one more token, in decoding steps
+COST = 0.15  # of verifying one more token, in decoding steps, for models that the memory limits
+DECAY = 0.98  # of what a pass says about the pace, with each further one
 INCOME = 0.02  # that a plain step may lose to later drafts: the share that a text without repetition gets slower
 START, MOST = 1.0, 4.0  # of the balance: what drafts may lose in advance, and at most
 
 
-def step_time(tokens: int) -> float:
-    """How long a pass over so many tokens takes, in passes over one."""
-    return 1 + COST * (tokens - 1)
+class Pace:
+    """How long a pass takes, by its tokens. cost: of one more, in passes over one; at least COST, and 1 at most."""
 
+    def __init__(self) -> None:
+        self.cost = COST
+        self._sums = [0.0] * 5  # of 1, n, n^2, t and n t over the last passes, over n + 1 tokens in t seconds
 
-def token_cost(rows: int, tokens: int) -> float:
-    """How many tokens all rows of a step over `tokens` lose because it verifies one more. COST for a single row."""
-    return COST * rows / step_time(tokens)
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Fit a line to the last passes, by least squares."""
+        n, (weight, _, _, total, _) = tokens - 1, self._sums
+        t = min(seconds, 3 * total / weight) if weight else seconds  # the processor may have been taken away
+        self._sums = [DECAY * old + new for old, new in zip(self._sums, (1, n, n * n, t, n * t), strict=True)]
+        mean_n, mean_nn, mean_t, mean_nt = (each / self._sums[0] for each in self._sums[1:])
+        if (spread := mean_nn - mean_n**2) > 0.01:
+            slope = (mean_nt - mean_n * mean_t) / spread
+            first = max(mean_t - slope * mean_n, 1e-9)  # of a pass over one token
+            self.cost = min(1.0, max(COST, slope / first))
+
+    def time(self, tokens: int) -> float:
+        """Of a pass, in passes over one token."""
+        return 1 + self.cost * (tokens - 1)
+
+    def token_cost(self, rows: int, tokens: int) -> float:
+        """How many tokens all rows of a step over `tokens` lose because it verifies one more. `cost` for one row."""
+        return self.cost * rows / self.time(tokens)
 
 
 class Drafts:

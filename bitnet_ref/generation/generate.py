@@ -19,7 +19,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenIds
-from .drafts import token_cost
+from .drafts import Pace
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
@@ -162,7 +162,7 @@ def generate_chunks(
 
 def propose_drafts(rows: Sequence[Continuation], step_tokens: int) -> dict[int, NDArray[np.int64]]:
     """slot -> guessed tokens, of the rows that decode with drafts and have some. All fit in one step."""
-    drafts, room, cost = {}, step_tokens - len(rows), token_cost(len(rows), len(rows))
+    drafts, room, cost = {}, step_tokens - len(rows), Pace().token_cost(len(rows), len(rows))
     for row in rows:
         if len(draft := row.guess(room, cost)):
             drafts[row.slot] = draft

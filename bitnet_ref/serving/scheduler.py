@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..generation.drafts import COST, step_time, token_cost
+from ..generation.drafts import Pace
 from ..generation.sequence import Continuation
 from .pages import Lease, PagePool
 
@@ -99,7 +99,7 @@ class Scheduler:
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
-        self._lent = MOST_LENT  # draft tokens that others would wait for now
+        self.pace, self._lent = Pace(), MOST_LENT  # draft tokens that others would wait for now
 
     def add(self, job: Job) -> None:
         job.rank = (job.arrival_s - job.priority * self.priority_wait_s, job.rank[1])
@@ -237,8 +237,8 @@ class Scheduler:
     def _add_drafts(self, plan: StepPlan) -> None:
         """Let decoding jobs verify guessed tokens, in the room that is left."""
         tokens = sum(piece.tokens for piece in plan.pieces)
-        self._lent = min(MOST_LENT, self._lent + LENT * step_time(tokens) / COST)
-        room, cost, drafts = self.max_batch_tokens - tokens, token_cost(len(plan.pieces), tokens), {}
+        self._lent = min(MOST_LENT, self._lent + LENT * self.pace.time(tokens) / self.pace.cost)
+        room, cost, drafts = self.max_batch_tokens - tokens, self.pace.token_cost(len(plan.pieces), tokens), {}
         for index, piece in enumerate(() if self.waiting else plan.pieces):
             draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), cost)
             if len(draft):

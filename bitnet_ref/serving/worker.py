@@ -417,6 +417,8 @@ class Worker:
         seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler
         metrics.observe("engine_step_seconds", seconds)
         metrics.add("engine_steps")
+        if all(piece.ends and piece.tokens == 1 for piece in plan.pieces):
+            scheduler.pace.learn(sum(1 + len(piece.draft) for piece in plan.pieces), seconds)
         log.debug(
             "step %d, %.4f s: requests and tokens %s; %d wait",
             *(metrics.counters["engine_steps"], seconds),

@@ -116,9 +116,7 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
             if isinstance(error, KilledWorker) or future.status in ("lost", "cancelled"):
                 deaths[index] = deaths.get(index, 0) + 1
                 if deaths[index] > MAX_DEATHS:
-                    message = (
-                        f"item {index} was lost {deaths[index]} times with its worker: too little memory there?"
-                    )
+                    message = f"item {index} was lost {deaths[index]} times with its worker: too little memory there?"
                     raise BackendUnavailable(message)
                 log.info("item %d was lost with its worker, or with the connection: it is computed again", index)
                 submit(index, item)
