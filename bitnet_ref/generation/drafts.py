@@ -24,6 +24,7 @@ from ..reference.cache import TokenBatch
 
 LONGEST = 12  # tokens of a draft
 LEAST_MATCH = 2  # tokens that a text must repeat before the next ones are guessed
+MOST_MATCH = 16  # tokens that are compared: more take time, and tell little
 COST = 0.15  # of verifying one more token, in decoding steps, for models that the memory limits
 DECAY = 0.98  # of what a pass says about the pace, with each further one
 INCOME = 0.02  # that a plain step may lose to later drafts: the share that a text without repetition gets slower
@@ -86,9 +87,8 @@ class LookupDrafts(Drafts):
 
     def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1  # of the copies that match in `length` tokens
-        while True:
-            longer = ends[ends >= length]
-            longer = longer[ids[longer - length] == ids[-1 - length]] if length < len(ids) else longer[:0]
+        while length < MOST_MATCH and len(longer := ends[ends >= length]):
+            longer = longer[ids[longer - length] == ids[-1 - length]]
             if not len(longer):
                 break
             ends, length = longer, length + 1

@@ -243,7 +243,9 @@ class Scheduler:
             draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), cost)
             if len(draft):
                 drafts[index], room = draft, room - len(draft)
-        lends = {piece.job.ticket for piece in plan.pieces} != {plan.pieces[index].job.ticket for index in drafts}
+            elif self._lent < 1:  # it has no time to lend
+                return
+        lends = len(drafts) < len(plan.pieces)
         spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
         for index, draft in drafts.items():
             piece, lease, count = plan.pieces[index], plan.pieces[index].job.lease, len(draft)

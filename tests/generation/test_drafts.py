@@ -84,6 +84,7 @@ def test_what_cannot_go_back_is_decoded_plainly():
         ([5, 1, 2, 9, 7, 1, 2, 8, 5, 1, 2], [9, 7]),  # the longest
         ([1, 2, 3, 2], []),  # one token is no repetition
         ([7, 7, 7, 7], [7]),
+        ([1, *range(20, 40), 6, 6, 2, *range(20, 40), 7, 7, 1, *range(20, 40)], [7, 7]),  # equal in 16 tokens
         ([4], []),
     ],
 )
