@@ -83,18 +83,31 @@ class Drafts:
 
 
 class LookupDrafts(Drafts):
-    """What followed the longest earlier copy of the text's end, the latest of those that are as long."""
+    """What followed the longest earlier copy of the text's end, the latest of those that are as long; and what follows
+    that, as long as the text goes on like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = self._source = 0  # tokens of the last text, and the place in it that should follow; 0: none
 
     def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        new = len(ids) - self._seen
+        if self._source and (ids[self._seen :] == ids[self._source : self._source + new]).all():
+            self._source += new
+        else:
+            self._source = self._search(ids)
+        self._seen = len(ids)
+        return ids[self._source :][:count] if self._source else ids[:0]
+
+    def _search(self, ids: NDArray[np.int64]) -> int:
+        """The place after that copy, or 0."""
         ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1  # of the copies that match in `length` tokens
         while length < MOST_MATCH and len(longer := ends[ends >= length]):
             longer = longer[ids[longer - length] == ids[-1 - length]]
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        if length < LEAST_MATCH or not len(ends):
-            return ids[:0]
-        return ids[ends[-1] + 1 :][:count]
+        return int(ends[-1]) + 1 if length >= LEAST_MATCH and len(ends) else 0
 
 
 class ModelDrafts(Drafts):

@@ -161,6 +161,8 @@ class Stepper:
         """Go on after each guess that is right, and return the pages of the others.   logits: after each guess"""
         row = job.row
         chunks = accept_drafts(row, draft, logits, job.ticket.stats, partial(self._accept, job))
+        if not draft:
+            return
         self.metrics.add("spec_decode_num_draft_tokens", len(draft))
         for name in ("spec_decode_num_accepted_tokens", "generation_tokens"):
             self.metrics.add(name, len(chunks))
