@@ -136,6 +136,7 @@ def test_links_to_files_that_are_not_on_the_site():
     rest = "[b](https://x.org/a.md) [c](#d) [e](../files.md#f) ![g](h.png)"
     assert site_pages.rewrite_links(*arguments, None) == f"`a` {rest}"
     assert site_pages.rewrite_links(*arguments, "https://r") == f"[`a`](https://r/setup.py) {rest}"
+    assert site_pages.rewrite_links("[w](wrong.md)", "docs/x.md", "x.md", None) == "[w](wrong.md)", "MyST warns of it"
     assert site_pages.rewrite_links("[u](docs/using.md)", "README.md", "first_text.md", None) == "[u](using.md)"
 
 

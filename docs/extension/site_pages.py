@@ -69,6 +69,8 @@ def rewrite_links(text, origin, page, repository_url):
         path = os.path.normpath(os.path.join(os.path.dirname(origin), match["path"]))
         if (target := path_on_site(path)) is not None:
             return f"[{match['text']}]({os.path.relpath(target, os.path.dirname(page))}{match['anchor'] or ''})"
+        if not (ROOT / path).exists():
+            return match[0]  # MyST warns of it
         return f"[{match['text']}]({repository_url}/{path})" if repository_url else match["text"]
 
     return LINK.sub(rewrite, text)
