@@ -24,6 +24,7 @@ SETTINGS = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.system-monitor.interval": "600s",
     "distributed.comm.timeouts.connect": "120s",
+    "distributed.comm.timeouts.tcp": "600s",  # the event loop of a thousand workers does not always read in 30 s
     "logging": {"distributed": "critical"},
 }
 STARTED_TOGETHER = 50
