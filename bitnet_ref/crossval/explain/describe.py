@@ -33,13 +33,14 @@ from .edits import (
     hole,
     instead,
     kept_columns,
+    like,
     matrix,
     moved,
     names_of,
     next_id,
 )
 from .variants import Edit, Setting, Step, edit_copies
-from .wording import example, layer_of, noun, place_in_words, remedy, role, scope_in_words
+from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
 
 
 class Report(Protocol):
@@ -196,6 +197,8 @@ class Evidence:
         arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
         if step.name.endswith("hook_attn_scores"):
             arrays = arrays[:2]
+        if step.name.endswith("hook_conv"):  # its input is a copy of three tensors
+            arrays = [step.seen[step.name.replace("hook_conv", f"{letter}_proj.hook_out")] for letter in "qkv"]
         self.sources[step.name] = [
             name for name, earlier in step.seen.items()
             if name not in self.recorded and any(np.may_share_memory(x, earlier) for x in arrays)
@@ -213,7 +216,7 @@ class Evidence:
         if not whole:
             return step.result
         self.recorded.add(step.name)
-        return theirs.astype(step.result.dtype)
+        return like(theirs, step.result)
 
     def _recorded_as(self, step: Step) -> NDArray | None:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
@@ -248,6 +251,8 @@ class Evidence:
     @cached_property
     def copies(self) -> int:
         """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
+        if self.setting.config.delta is not None:  # a DeltaNet's memory is of one sequence
+            return 1
         numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
         return max(1, min(32, 200_000 // numbers))
 
@@ -445,7 +450,7 @@ class Site:
         if again is None or found is None or not found.whole:
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
-        where = place_in_words(shape, by_head, self.evidence.setting.config, axis, indices)
+        where = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
         return Explanation(cost + 0.1, text, part, unit, where, error=self.target.distance(again))
 
     def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
@@ -464,10 +469,10 @@ class Site:
         best, best_error = family.right, np.inf
         for i in order[: len(order) if target.alone else 2]:
             c, y, error = starts[i], values[i], errors[i]
-            for _ in range(10):
-                if y is None:
+            for iteration in range(10):
+                if y is None or (iteration > 1 and not target.alone and error > 0.6 * whole):
                     break
-                h = c * 1e-3 if family.log else max(abs(c), 0.1) * 1e-3
+                h = c * (1e-3 if target.alone else 0.1) if family.log else max(abs(c), 0.1) * 1e-3
                 (shifted,) = self._values(unit, family, [c + h])
                 if shifted is None:
                     break
@@ -572,41 +577,32 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         yield from _cut_rows(step, target)
     if len(step.inputs) == 2 and isinstance(step.inputs[1], LinearWeight):
         yield from _cut_sums(step, target)
-    wrong = ~target.right_close
-    if target.by_head or theirs.ndim < 2:
-        return
-    flat, flat_right = theirs.reshape(len(theirs), -1), right.reshape(len(theirs), -1)
-    allowed = np.broadcast_to(target.allowed, theirs.shape).reshape(flat.shape)
-    bad = np.flatnonzero(wrong.reshape(flat.shape).any(axis=0))
-    if 1 < len(bad) <= 1024 and len(flat) > 1:  # columns in another order
-        order = np.arange(flat.shape[1])
-        for j in bad:
-            apart = np.abs(flat_right - flat[:, j : j + 1]) <= (0 if target.exact else allowed)
-            same = np.flatnonzero(apart.all(axis=0))
-            if not len(same):
-                break
-            order[j] = same[0]
-        else:
-            pairs = ", ".join(f"{j} is that of {order[j]}" for j in bad[:3].tolist())
-            yield Description(
-                1.8,
-                f"its columns are in another order: column {pairs}, ...",
-                after(partial(_in_order, order=order)),
-            )
-    rows = np.flatnonzero(wrong.reshape(flat.shape).any(axis=1))
-    order = np.arange(len(flat))
-    for t in rows:
-        same = np.flatnonzero((np.abs(flat_right - flat[t]) <= (0 if target.exact else allowed[t])).all(axis=1))
-        if not len(same):
-            break
-        order[t] = same[0]
-    else:
-        pairs = ", ".join(f"{t} has that of {order[t]}" for t in rows[:4].tolist())
-        yield Description(
-            1.8, f"its tokens are in another order: token {pairs}", after(partial(np.take, indices=order, axis=0))
-        )
-    if step.result.dtype.kind == "f":
+    yield from _other_orders(step, target)
+    if step.result.dtype.kind == "f" and not target.by_head and theirs.ndim > 1:
+        rows = np.flatnonzero((~target.right_close).reshape(len(theirs), -1).any(axis=1))
         yield from _sums_of_two(step, target, rows)
+
+
+def _other_orders(step: Step, target: Target) -> Iterator[Description]:
+    """The right tensor with its tokens, heads, columns or keys in an order that the engine's tensor shows."""
+    allowed = np.broadcast_to(target.allowed, target.theirs.shape) * (not target.exact)
+    for axis, word in enumerate(axis_words(target.right.shape, target.by_head)):
+        theirs, right, room, close = (
+            np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
+            for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)
+        )
+        order, wrong = np.arange(len(theirs)), np.flatnonzero(~close.all(axis=1)).tolist()
+        if not 1 < len(wrong) <= 1024:
+            continue
+        for i in wrong:
+            equal = np.flatnonzero((np.abs(right - theirs[i]) <= room[i]).all(axis=1))
+            if not len(equal):
+                break
+            order[i] = equal[0]
+        else:
+            pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])
+            text = f"its {word}s are in another order: {word} {pairs}{', ...' * (len(wrong) > 4)}"
+            yield Description(1.8, text, after(partial(np.take, indices=order, axis=axis)))
 
 
 def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
@@ -635,10 +631,6 @@ def _plainest(low: float, high: float) -> float:
     """The number between two with the fewest digits."""
     middle = (low + high) / 2
     return next((c for n in range(1, 9) if low < (c := float(f"{middle:.{n}g}")) < high), middle)
-
-
-def _in_order(x: NDArray, order: NDArray[np.int64]) -> NDArray:
-    return x.reshape(len(x), -1)[:, order]
 
 
 def _columns(x: NDArray, part: slice) -> NDArray:
@@ -819,7 +811,7 @@ def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, 
     for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
-        if len(names) > len(edits) and len(edits) > 1:
+        if len(names) > len(edits) and (len(edits) > 1 or not kinds_only):
             yield {**dict.fromkeys(names, explanation.edit), **edits}
 
 
@@ -871,13 +863,12 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     return edits
 
 
-def first_difference(one: Setting, other: Setting) -> str | None:
-    """The first tensor in which two explanations differ by more than rounding; None if they are one."""
+def differing_tensors(one: Setting, other: Setting) -> list[str]:
+    """The tensors in which two explanations differ by more than rounding, in order. Empty if they are one."""
     first, second = one.run(), other.run()
-    for name, a in first.items():
-        b = second.get(name)
-        if b is not None and not np.allclose(
-            np.nan_to_num(a), np.nan_to_num(b), rtol=1e-4, atol=1e-5 * float(np.abs(np.nan_to_num(a, neginf=0)).max())
-        ):
-            return name
-    return None
+    return [name for name, x in first.items() if name in second and _differ(np.nan_to_num(x), second[name])]
+
+
+def _differ(x: NDArray, y: NDArray) -> bool:
+    size = float(np.abs(np.where(np.abs(x) < 1e30, x, 0)).max())
+    return not np.allclose(x, np.nan_to_num(y), rtol=1e-4, atol=1e-5 * size)

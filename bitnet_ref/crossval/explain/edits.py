@@ -61,14 +61,28 @@ def wide(x: NDArray) -> NDArray[np.float64]:
     return x.astype(np.float64)
 
 
+def like(x: Any, right: NDArray) -> NDArray:
+    """x in the dtype of the right tensor; float32 where integers of the reference are no integers in x."""
+    x = np.asarray(x)
+    if right.dtype.kind == "i" and x.dtype.kind == "f" and not (x == np.rint(x)).all():
+        return x.astype(np.float32)
+    return x.astype(right.dtype)
+
+
 def instead(function: Callable[..., Any]) -> Edit:
     """function(*inputs) in place of the step's own formula."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         right = compute(*inputs)
-        return np.broadcast_to(np.asarray(function(*inputs)), right.shape).astype(right.dtype)
+        return like(np.broadcast_to(np.asarray(function(*inputs)), right.shape), right)
 
     return edit
+
+
+def heads_apart(x: NDArray, step: Step) -> NDArray:
+    """The rows of a norm over heads, (N*H, C), as (N, H, C); any other array as it is."""
+    n = len(step.setting.tokens)
+    return x.reshape(n, -1, x.shape[1]) if x.ndim == 2 and len(x) > n and len(x) % n == 0 else x
 
 
 def after(change: Change) -> Edit:
@@ -76,7 +90,7 @@ def after(change: Change) -> Edit:
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         right = compute(*inputs)
-        return np.asarray(change(right)).reshape(right.shape).astype(right.dtype)
+        return like(np.asarray(change(heads_apart(right, step))).reshape(right.shape), right)
 
     return edit
 
@@ -85,7 +99,14 @@ def before(index: int, change: Callable[[Any], Any]) -> Edit:
     """The step with one of its inputs changed."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        return compute(*inputs[:index], change(inputs[index]), *inputs[index + 1 :])
+        x = inputs[index]
+        if isinstance(x, np.ndarray):
+            given = heads_apart(x, step)
+            changed = change(given)
+            changed = changed if given is x else changed.reshape(x.shape)
+        else:
+            changed = change(x)
+        return compute(*inputs[:index], changed, *inputs[index + 1 :])
 
     return edit
 
@@ -647,7 +668,7 @@ def _products(step: Step) -> Iterator[Description]:
         for words, codes in CODES.items():
             table = np.array(codes, dtype=np.float32)
             yield Description(1, f"the codes of {{w}} are {words}", with_matrix(partial(_recoded, table=table)))
-        for bits in (16, 15, 14, 13, 12, 8):
+        for bits in range(16, 7, -1):
             top = 2 ** (bits - 1)
             yield Description(1, f"accumulators wrap round at {bits} bits", after(partial(_wrapped, top=top)))
             yield Description(1, f"accumulators saturate at {bits} bits", after(partial(np.clip, a_min=-top, a_max=top - 1)))
@@ -852,13 +873,13 @@ def descriptions(step: Step) -> Iterator[Description]:
     """Every description of a step without a constant to solve for, the own formulas first."""
     yield from own_descriptions(step)
     by_head = step.name.endswith(("hook_attn_scores", "hook_pattern"))
-    for cost, text, change in changes(step.result, by_head):
+    for cost, text, change in changes(heads_apart(step.result, step), by_head):
         yield Description(cost, text.replace("{x}", "{it}"), after(change))
     arrays = [i for i, x in enumerate(step.inputs) if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind in "fi"]
     arrays = [i for i in arrays if i == 0 or not step.name.endswith(("hook_rot_q", "hook_rot_k"))]
     for index in arrays:
         masked = step.name.endswith("hook_pattern")
-        for cost, text, change in changes(step.inputs[index], masked):
+        for cost, text, change in changes(heads_apart(step.inputs[index], step), masked):
             yield Description(cost + 0.2, text.replace("{x}", f"{{in{index}}}"), before(index, change))
     size, block = step.result.size, step.name.split(".")[:2]
     near = [name for name in step.seen if name != step.name]
@@ -888,7 +909,7 @@ def families(step: Step) -> Iterator[Family]:
 
     if kind == "hook_scale":
         eps = float(step.inputs[1])
-        yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-3, 1e-2, 1e-1))
+        yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
         yield Family(1.3, "{c} is added to the length", with_c(lambda c, x, eps: np.sqrt(_ms(x)) + c), eps, True)
         yield Family(1.4, "the sum of squares is divided by {c} times its number of terms", with_c(lambda c, x, eps: np.sqrt(_ms(x) / c + eps)), 1, True)
     if kind == "hook_normalized":
@@ -973,13 +994,8 @@ def families(step: Step) -> Iterator[Family]:
     for index, x in enumerate(step.inputs):
         if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f" and kind not in ("hook_pattern", "hook_rot_q", "hook_rot_k", "hook_attn_scores"):
             yield Family(1.2, f"{{in{index}}} is multiplied by {{c}}", _times(index), 1, False, (0.1, 8))
-    if step.result.dtype.kind == "f" and kind not in ("hook_attn_scores",):
-        yield Family(1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
-        yield Family(1.3, "{c} is added to {it}", lambda c: after(lambda x: x + x.dtype.type(c)), 0)
-        yield Family(1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10))
-        yield Family(1.3, "{it} is capped by {c} tanh(x / {c})", lambda c: after(lambda x: c * np.tanh(wide(x) / c)), 1e4, True, (0.1, 1, 10, 30))
-    elif kind == "hook_acc_int32":
-        yield Family(1.2, "{it} is multiplied by {c}", lambda c: after(lambda x: np.rint(wide(x) * c)), 1, False, (2,))
+    if kind == "hook_acc_int32":
+        yield Family(1.2, "{it} is multiplied by {c}", lambda c: after(lambda x: wide(x) * c), 1, False, (2,))
         yield Family(
             1.2,
             "{c} times the sum of the inputs is added to the accumulators: codes have an offset",
@@ -989,6 +1005,11 @@ def families(step: Step) -> Iterator[Family]:
             (1, -1),
         )
         yield Family(1.3, "{c} is added to the accumulators", lambda c: after(lambda x: x + round(c)), 0)
+    elif step.result.dtype.kind == "f" and kind != "hook_attn_scores":
+        yield Family(1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
+        yield Family(1.3, "{c} is added to {it}", lambda c: after(lambda x: x + x.dtype.type(c)), 0)
+        yield Family(1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10))
+        yield Family(1.3, "{it} is capped by {c} tanh(x / {c})", lambda c: after(lambda x: c * np.tanh(wide(x) / c)), 1e4, True, (0.1, 1, 10, 30))
 
 
 def constants(step: Step) -> dict[str, float]:
