@@ -24,6 +24,7 @@ from .generation.embed import embed, quantize_embeddings
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
 from .system.sharing import file_identity, model_files, share_by_key
+from .system.threads import resolve_threads
 
 if TYPE_CHECKING:
     from .notebook.profiling import Profile
@@ -174,16 +175,26 @@ def load_engine(
 
     Raises what `load` raises, and ConfigError.
     """
-    from .serving import Engine, EngineConfig
+    from .serving import Engine, EngineConfig, Replicas, start_engines
 
     config = EngineConfig.load() if config is None else config
     missing: BackendError | None = None
-    cards = {name: getattr(config, name) for name in ("memory_limit", "devices", "gpu_layers", "cache_tokens")}
+    cards = {name: getattr(config, name) for name in ("memory_limit", "gpu_layers", "cache_tokens")}
+    count, devices = config.replicas, config.devices or ()
+    if count > 1 and options.get("threads") is None:
+        options["threads"] = max(1, resolve_threads() // count)
     for backend in (config.backend, *config.fallback):
         on_cards = cards if backend in ("auto", "cupy") else {}
         try:
-            loaded = load(model, **{"dtype": config.dtype, **on_cards, **options, "backend": backend})
-            engine = Engine(loaded, config)
+            common = {"dtype": config.dtype, **on_cards, **options, "backend": backend}
+            loaded = load(model, devices=devices[::count] or None, **common) if on_cards else load(model, **common)
+            if count == 1 or loaded.backend.name in ("numpy", "cython"):
+                engine = start_engines(loaded, config)
+            elif len(devices) < count:
+                raise ConfigError(f"expected at least {count} devices, one for each engine", field="replicas")
+            else:
+                others = [load(model, devices=devices[number::count], **common) for number in range(1, count)]
+                engine = Replicas([Engine(each, config) for each in (loaded, *others)])
         except (BackendUnavailable, OutOfMemory, DeviceError) as error:
             missing = missing or error
             continue
@@ -257,6 +268,6 @@ class Model(LoadedModel):
 
     def engine(self, **settings: Any) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `serving.EngineConfig`."""
-        from .serving import Engine
+        from .serving import start_engines
 
-        return Engine(self, **settings)
+        return start_engines(self, **settings)

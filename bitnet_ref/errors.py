@@ -17,6 +17,7 @@ __all__ = [
     "BackendUnavailable",
     "BitNetRefError",
     "ConfigError",
+    "ContextOverflow",
     "DeviceError",
     "EngineClosed",
     "FormatError",
@@ -165,6 +166,10 @@ class NumericsError(BitNetRefError):
 
 class GenerationError(BitNetRefError):
     """A bad generation parameter, a prompt that does not fit the context, a full queue, or a cancelled request."""
+
+
+class ContextOverflow(GenerationError):
+    """The prompt, or the prompt and `max_tokens`, are longer than the model's context or the engine's cache."""
 
 
 class QueueFull(GenerationError):

@@ -13,7 +13,7 @@ from cli_runs import BACKEND
 from helpers import model
 
 from bitnet_ref.cli.serve_command import listen
-from bitnet_ref.serving import Engine, EngineConfig
+from bitnet_ref.serving import EngineConfig, start_engines
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
@@ -27,6 +27,8 @@ class RunningServer:
 
     def __init__(self, sources, limits=None, *, budget=None, idle_s=None, settings=None, drain_s=10, **options):
         self.engines = {}
+        self.hold = threading.Event()  # clear it to let models wait before they load
+        self.hold.set()
         self.settings = {"max_batch": 8, "page_size": 4, **(settings or {})}
         self.shelf = ModelShelf(sources, self.open_engine, budget, idle_s)
         self.app = create_app(self.shelf, limits or ServerLimits(), **options)
@@ -40,7 +42,8 @@ class RunningServer:
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def open_engine(self, path):
-        engine = self.engines[Path(path).name] = Engine(
+        assert self.hold.wait(20)
+        engine = self.engines[Path(path).name] = start_engines(
             model(path, backend=BACKEND, threads=1), EngineConfig(**self.settings)
         )
         return engine

@@ -17,6 +17,7 @@ from bitnet_ref.crossval.teacher import teacher_forced
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import parse_hf_config
+from bitnet_ref.formats.native.model import VERSION
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference import layers, quantization
 from bitnet_ref.reference.cache import TokenBatch
@@ -88,6 +89,10 @@ def test_a_native_file_is_the_same_model(case, tmp_path):
     assert convert(FAMILIES / case, path, "native").exact
     again = bitnet_ref.load(path, backend="numpy")
     assert again.config == m.config
+    assert again.weights.nbytes == m.weights.nbytes
+    if "groups" in case:  # packed in the file too
+        assert path.stat().st_size < (FAMILIES / case / "model.safetensors").stat().st_size / 3
+        assert f"version {VERSION}" in inspect_model(path).format
     np.testing.assert_array_equal(again.logits(expected["tokens"]), m.logits(expected["tokens"]))
     with pytest.raises(ConfigError, match="convert to native"):
         convert(FAMILIES / case, tmp_path / "onnx", "onnx")

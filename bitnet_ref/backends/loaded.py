@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendError, GenerationError, TokenizerError, describe
+from ..errors import BackendError, ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights, plain_weights
@@ -199,7 +199,7 @@ class LoadedModel:
         if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise GenerationError(f"expected a non-empty list of token ids, got {describe(token_ids)}")
         if tokens.size > self.context_length and not any_length:
-            raise GenerationError(
+            raise ContextOverflow(
                 f"{tokens.size} tokens do not fit the model's context of {self.context_length}; shorten them"
             )
         bad = np.flatnonzero((tokens < 0) | (tokens >= self.config.vocab_size))

@@ -19,7 +19,7 @@ import numpy as np
 from ..backends import Backend
 from ..backends.cpu import extension
 from ..errors import ShapeError
-from ..notebook.figures import new_figure, save_figure
+from ..notebook.figures import SERIES, new_figure, save_figure
 from ..system.threads import resolve_threads
 from .timing import Action, Record, Timing, take_turns
 
@@ -184,20 +184,27 @@ def peak_of(backend: Backend) -> tuple[Action, int] | None:
 
 
 def draw_roofline(axes: Axes, ceiling: Ceiling, threads: int, points: Iterable[tuple[str, float, float]] = ()) -> None:
-    """The roof of each kernel set on that many threads.
+    """The roof of each kernel set on that many threads, and points in its colour, with a marker for each method.
 
-    points: (name, multiply-adds per byte, G multiply-adds per second).
+    points: ("avx2 2-bit", multiply-adds per byte, G multiply-adds per second).
     """
-    intensities = [2.0**power for power in range(-1, 13)]
     peaks = [peak for peak in ceiling.peaks if peak.threads == threads]
+    colours = dict(zip([*INSTRUCTIONS, "scalar"], SERIES, strict=False))
     for peak in peaks:
+        ridge = peak.g_multiply_adds_per_s / ceiling.read_gb_per_s(threads)
+        intensities = [0.5, ridge, 4096.0]
         heights = [ceiling.roof(peak.kernel_set, threads, i) for i in intensities]
-        axes.plot(intensities, heights, label=f"{peak.kernel_set}: {peak.g_multiply_adds_per_s:.0f} G/s")
+        label = f"{peak.kernel_set}: {peak.g_multiply_adds_per_s:.0f} G/s"
+        axes.plot(intensities, heights, color=colours[peak.kernel_set], label=label)
     series: dict[str, list[tuple[float, float]]] = {}
     for name, intensity, speed in points:
         series.setdefault(name, []).append((intensity, speed))
+    methods = dict.fromkeys(name.partition(" ")[2] for name in series)
+    markers = dict(zip(methods, "os^Dv", strict=False))
     for name, values in series.items():
-        axes.plot(*zip(*values, strict=True), "o:", markersize=5, label=name)
+        kernel_set, _, method = name.partition(" ")
+        style: Any = {"color": colours.get(kernel_set), "marker": markers.get(method, "o"), "label": name}
+        axes.plot(*zip(*values, strict=True), ls=":", markersize=5, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     title = f"{threads} thread{'s' if threads > 1 else ''}, memory {ceiling.read_gb_per_s(threads):.1f} GB/s"

@@ -144,12 +144,11 @@ class RandomCheckpoint(Checkpoint):
     def _by_groups(self) -> bool:
         return self.config.model_type == "qwen3" and self.config.quantization is None
 
-    def table(self) -> EmbeddingWeight:
+    def embedding(self) -> EmbeddingWeight:
         shape = self.config.vocab_size, self.config.hidden_size
-        return random_group_weight(self._rng, *shape) if self._by_groups else self.embedding()
-
-    def embedding(self) -> DenseWeight:
-        table = random_dense_weight(self._rng, self.config.vocab_size, self.config.hidden_size)
+        if self._by_groups:
+            return random_group_weight(self._rng, *shape)
+        table = random_dense_weight(self._rng, *shape)
         if self._gate_zeros is not None:
             table.array[:, :BIAS_CHANNELS] = BIAS_SIZE
         return DenseWeight(table.array.astype(np.float16)) if self._float16 else table
@@ -168,7 +167,7 @@ class RandomCheckpoint(Checkpoint):
 
     def linear(self, name: str) -> LinearWeight:
         if name == "lm_head":
-            return self.table()
+            return self.embedding()
         shape = linear_shape(self.config, name)
         if self.config.quantization is None:
             return (random_group_weight if self._by_groups else random_dense_weight)(self._rng, *shape)

@@ -44,6 +44,7 @@ def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/serving.md).")
 @click.option("--backend", type=click.Choice(("auto", *NAMES)), help="As in generate.  [default: the config's]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]")
+@click.option("--replicas", type=click.IntRange(min=1), help="Engines per model; see docs/serving.md.  [default: 1]")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
     "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
@@ -74,7 +75,8 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     from ..serving.http.shelf import ModelShelf
 
     backend, threads = options["backend"], options["threads"]
-    config = EngineConfig.load(options["config"], **({"backend": backend} if backend else {}))
+    chosen = {"backend": backend, "replicas": options["replicas"]}
+    config = EngineConfig.load(options["config"], **{name: value for name, value in chosen.items() if value})
 
     def open_engine(path: Path) -> Engine:
         return load_engine(path, config, threads=threads)
@@ -157,4 +159,4 @@ def announce(bound: socket.socket, names: list[str]) -> None:
     if wants_json():
         print_json({"url": url, "models": names})
     else:
-        click.echo(f"serving {', '.join(names)} at {url}/v1; Ctrl-C ends")
+        click.echo(f"serving {', '.join(names)} at {url}/v1, with a page at {url}; Ctrl-C ends")

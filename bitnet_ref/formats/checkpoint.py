@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
@@ -106,12 +106,8 @@ class Checkpoint(Closeable, ABC):
         return quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
 
     @abstractmethod
-    def embedding(self) -> DenseWeight:
-        """(V, D)"""
-
-    def table(self) -> EmbeddingWeight:
-        """The embedding, packed where the checkpoint has it so: (V, D)"""
-        return self.embedding()
+    def embedding(self) -> EmbeddingWeight:
+        """(V, D), packed where the checkpoint has it so."""
 
     @abstractmethod
     def norm(self, name: str) -> NDArray[np.float32]:
@@ -136,7 +132,7 @@ class Checkpoint(Closeable, ABC):
     def dense_dtype(self, name: str) -> np.dtype:
         """The stored dtype of a matrix that is not ternary (or of "embedding")."""
         weight = self.embedding() if name == "embedding" else self.linear(name)
-        assert isinstance(weight, DenseWeight)
+        assert isinstance(weight, DenseWeight | GroupTernaryWeight)
         return weight.array.dtype
 
     def rounded(self, name: str, values: NDArray) -> NDArray:
@@ -147,7 +143,7 @@ class Checkpoint(Closeable, ABC):
         """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
         return np.dtype(np.float32) if self.is_folded and name in self.rotations else self.dense_dtype(name)
 
-    def check_tied_head(self, embedding: DenseWeight) -> None:
+    def check_tied_head(self, embedding: EmbeddingWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -349,10 +345,10 @@ def read_layer(
 
 def read_embedding(checkpoint: Checkpoint) -> EmbeddingWeight:
     """The embedding, checked against a head that the file stores although it is tied."""
-    table = checkpoint.table()
-    if checkpoint.config.tie_word_embeddings and isinstance(table, DenseWeight):
-        checkpoint.check_tied_head(table)
-    embedding = in_groups(checkpoint, "embedding", table)
+    stored = checkpoint.embedding()
+    if checkpoint.config.tie_word_embeddings:
+        checkpoint.check_tied_head(stored)
+    embedding = in_groups(checkpoint, "embedding", stored)
     assert isinstance(embedding, EmbeddingWeight)
     return embedding
 
@@ -372,6 +368,8 @@ def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeigh
     if isinstance(w, DenseWeight) and (packed := split_groups(w.array)) is not None:
         planes, scales, group = packed
         return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias, rotation)
+    if isinstance(w, GroupTernaryWeight):
+        return w if rotation is None else replace(w, rotation=rotation)
     if rotation is not None:
         raise FormatError("is in a Hadamard basis and not ternary by groups", path=checkpoint.path, field=name)
     if isinstance(w, TernaryWeight) and config.quantization is not None and not config.quantization.int8_activations:
@@ -382,7 +380,7 @@ def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeigh
 
 def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
     """The weight in the plain basis, where `checkpoint` is to give it so."""
-    if checkpoint.is_folded and name in checkpoint.rotations and isinstance(w, DenseWeight):
+    if checkpoint.is_folded and name in checkpoint.rotations and isinstance(w, DenseWeight | GroupTernaryWeight):
         return DenseWeight(checkpoint.rotations[name].fold(w.array), w.bias)
     return w
 

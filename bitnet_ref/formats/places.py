@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.config import DeltaConfig, ModelConfig
+from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import linear_name
 from .checkpoint import linear_shape
 from .names import LINEARS_IN_DELTA, OUTSIDE_BLOCKS, gguf_name, hf_module
@@ -27,6 +28,18 @@ class LinearPlace(NamedTuple):
         """The linear, out of the tensor.   (height, K) -> (N, K)"""
         w = stored if self.rows is None else stored[self.rows]
         return w if self.columns is None else np.ascontiguousarray(w[:, self.columns])
+
+    def take_groups(self, packed: NDArray[np.uint8], scales: NDArray) -> tuple[NDArray[np.uint8], NDArray] | None:
+        """The same of a packed tensor and its scales, each of a block; None where columns are no whole blocks."""
+        if self.rows is not None:
+            packed, scales = packed[self.rows], scales[self.rows]
+        if self.columns is None:
+            return packed, scales
+        block = len(self.columns) // scales.shape[1]
+        starts = self.columns[::block]
+        if (starts % block).any() or (self.columns.reshape(-1, block) != starts[:, None] + np.arange(block)).any():
+            return None
+        return packed[:, self.columns[::CODES_PER_BYTE] // CODES_PER_BYTE], scales[:, starts // block]
 
 
 def linear_place(config: ModelConfig, name: str, style: Literal["hf", "gguf"]) -> LinearPlace:

@@ -51,12 +51,17 @@ def layout_of(plan: Plan) -> Layout:
 
 
 def write_parts(
-    checkpoint: Checkpoint, plan: Plan, write: Callable[[str, NDArray], None], progress: Progress | None
+    checkpoint: Checkpoint,
+    plan: Plan,
+    write: Callable[[str, NDArray], None],
+    progress: Progress | None,
+    change: Callable[[str, Any], Any] = lambda name, part: part,
 ) -> None:
-    """Read one part after the other and write its tensors."""
+    """Read one part after the other and write its tensors.   change: (name, part) -> what `PlannedTensor.make` gets"""
     tick = ticker(progress, len(plan))
-    for name, part in parts(checkpoint):
+    for name, stored in parts(checkpoint):
+        part = change(name, stored)
         for tensor in plan[name]:
             write(tensor.name, tensor.make(part))
-        del part
+        del part, stored
         tick()

@@ -49,7 +49,7 @@ from ..reference.weights import (
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
-from .checkpoint import ReadOptions, linear_names, linear_shape, norm_sizes
+from .checkpoint import ReadOptions, delta_name, delta_shapes, linear_names, linear_shape, norm_sizes
 from .open import open_checkpoint
 from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype_name
 
@@ -238,7 +238,7 @@ def _check(w: Any, config: ModelConfig) -> None:
     expect("weights", ModelWeights, type(w))
     expect("layers", config.num_hidden_layers, len(w.layers))
     expect("embedding", (config.vocab_size, config.hidden_size), w.embedding.shape)
-    expect("linears", [*linear_names(config), "lm_head"], [name for name, _ in w.linears()])
+    expect("linears", {*linear_names(config), "lm_head"}, {name for name, _ in w.linears()})
     for name, weight in w.linears():
         shape = linear_shape(config, name)
         expect(name, shape, weight.shape)
@@ -247,6 +247,11 @@ def _check(w: Any, config: ModelConfig) -> None:
         if (norm := getattr(weight, "input_norm", None)) is not None:
             expect_floats(f"{name}.input_norm", shape[1], norm.weight)
             expect(f"{name}.eps", True, isinstance(norm.eps, int | float))
+    for index, layer in enumerate(w.layers):
+        sizes = delta_shapes(config.delta) if config.delta is not None and config.is_delta(index) else {}
+        expect(delta_name(index), bool(sizes), layer.delta is not None)
+        arrays = {part: getattr(layer.delta, part) for part in sizes}
+        expect(delta_name(index), sizes, {part: array.shape for part, array in arrays.items()})
     for weight in (w.embedding, *(weight for _, weight in w.linears())):
         if isinstance(weight, DenseWeight):
             expect("dense matrix", True, dtype_name(weight.array.dtype) in ("BF16", "F16", "F32"))

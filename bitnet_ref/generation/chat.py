@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..errors import GenerationError
+from ..errors import ContextOverflow, GenerationError
 from ..reference.cache import KVCache
 from .generate import TokenStream, check_streamable, generate_chunks
 from .overflow import ContextWindow
@@ -150,7 +150,7 @@ class ChatSession:
         if not window.moves:
             if (room := window.size - len(ids)) < 1:
                 has_turns = len(messages) > len(self.opening) + 1
-                raise GenerationError(
+                raise ContextOverflow(
                     f"the conversation has {len(ids)} tokens and the model's context is {window.size}; "
                     + (self.how_to_reset if has_turns else "shorten the message")
                 )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
-from ..errors import GenerationError, TokenizerError, describe
+from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
@@ -69,10 +69,10 @@ class Request:
         asked = self.params.max_tokens
         wanted = min(DEFAULT_MAX_TOKENS, limit) if asked is None else asked
         if policy == "error" and (room < 1 or wanted > room):
-            raise GenerationError(
+            raise ContextOverflow(
                 f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
                 f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
-                f'{max(room, 0)}, shorten the prompt, or see overflow="truncate"'
+                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'"
             )
         return wanted
 
@@ -132,6 +132,7 @@ class Continuation:
         self.drafts = request.drafts() if self.constraint is None else None
         self.logprobs = Logprobs(request.params.logprobs or 0)
         self._prompt_logprobs = Logprobs(request.params.prompt_logprobs or 0)
+        self.scores = choice == 0 and request.params.prompt_logprobs is not None  # the prompt's tokens
         self.scored = 0  # tokens of the prompt whose next token has its log probability
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
@@ -190,7 +191,7 @@ class Continuation:
 
     def to_score(self, start: int, count: int) -> int:
         """How many of these tokens of the context show the log probability of a prompt token, for the first time."""
-        if self.request.params.prompt_logprobs is None or self.choice > 0:
+        if not self.scores:
             return 0
         return max(0, min(start + count, len(self.request.prompt) - 1) - max(start, self.scored))
 
@@ -201,9 +202,9 @@ class Continuation:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
-        """Of each prompt token, once computed: {token id: ln p} of the most likely ones, and its own. None for all but
-        the first of the n continuations."""
-        if self.request.params.prompt_logprobs is None or self.choice > 0:
+        """Of each prompt token, once computed: {token id: ln p} of the most likely ones, and its own. None unless
+        it `scores`: of n continuations of one prompt that is computed once, the first."""
+        if not self.scores:
             return None
         return [None, *(self._prompt_logprobs[index][1] for index in range(self.scored))]
 

@@ -237,8 +237,9 @@ class NativeInspector(Inspector):
         with NativeCheckpoint(self.path) as again:
             return again.tokenizer_files()
 
-    def table_name(self, name: str) -> str:
-        return name if name == "embedding" else f"{name}.weight"
+    def table_name(self, name: str) -> str | None:
+        tensor = name if name == "embedding" else f"{name}.weight"
+        return None if any(stored.name == f"{name}.scales" for stored in self.out.tensors) else tensor
 
     def weights_of(self, tensor: StoredTensor) -> int:
         config, stem = self.out.config, tensor.name.rpartition(".")[0]

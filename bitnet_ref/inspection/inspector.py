@@ -39,7 +39,7 @@ _UNCOUNTED = ("scales", "other", "tokenizer")  # kinds of tensors that hold no p
 # counts
 _KINDS = (
     (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
-    (r".*\.(weight_scale|w_dequant_scale|scale)", "scales"),
+    (r".*\.(weight_scale|w_dequant_scale|scales?)", "scales"),
     (r".*\.bias", "biases"),
     (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
     (r".*\.(packed|trits)", "ternary planes"),

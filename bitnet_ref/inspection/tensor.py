@@ -31,7 +31,7 @@ from ..formats.open import choose_format, find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsFile
 from ..notebook.figures import FLOAT, MINUS, PLUS, Figure, new_figure
 from ..reference.quantization import unpack_ternary
-from ..reference.weights import DenseWeight, TernaryWeight, linear_name
+from ..reference.weights import DenseWeight, GroupTernaryWeight, TernaryWeight, linear_name
 
 Bands = list[tuple[int, int, tuple[float, float, float]]]  # (first, last + 1, shares of -1, 0, +1)
 _ZERO = "#e3e3e3"  # the colour of a weight of 0
@@ -89,7 +89,7 @@ def _read_part(checkpoint: Checkpoint, name: str) -> Any:
     if name.endswith("norm"):
         return checkpoint.norm(name)
     weight = checkpoint.embedding() if name == "embedding" else checkpoint.linear(name)
-    return weight.array if isinstance(weight, DenseWeight) else weight
+    return weight.array if isinstance(weight, DenseWeight | GroupTernaryWeight) else weight
 
 
 def _show_stored(

@@ -150,11 +150,11 @@ def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
     None when some group of any size holds other values than -s, 0 and +s. What is packed equals w, value for value.
     """
     k = w.shape[1]
-    divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
-    sizes = sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
     step = max(1, _BLOCK_VALUES // max(1, k))
     blocks = [slice(start, start + step) for start in range(0, len(w), step)]  # so that no copy of all of w is made
-    group = next((size for size in sizes if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None)
+    group = next(
+        (size for size in _group_sizes(k) if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None
+    )
     if group is None:
         return None
     starts = np.arange(0, k, group)
@@ -166,6 +166,21 @@ def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
         signs = np.where(np.signbit(w[part]), np.int8(-1), np.int8(1))
         packed[part] = pack_ternary(np.where(magnitude == 0, np.int8(0), signs))
     return (packed, scales, group) if scales.astype(np.float32).any() else None
+
+
+def merge_groups(scales: NDArray, group: int, in_features: int) -> tuple[NDArray, int]:
+    """(scales, group) of the largest groups in which the scales (N, K/group), 0 or above, are one beside 0."""
+    magnitude = _magnitude(scales)
+    for size in _group_sizes(in_features):
+        if size > group and size % group == 0 and _is_grouped(magnitude, size // group):
+            return np.maximum.reduceat(scales, np.arange(0, scales.shape[1], size // group), axis=1), size
+    return scales, group
+
+
+def _group_sizes(k: int) -> list[int]:
+    """The sizes of groups that are looked for in rows of k inputs, the largest first."""
+    divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
+    return sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
 
 
 def _magnitude(w: NDArray) -> NDArray:

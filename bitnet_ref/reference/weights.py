@@ -178,12 +178,12 @@ class GroupTernaryLinear(LinearWeight):
 
     def dense(self) -> DenseWeight:
         """The same matrix in float32, not packed; a rotation is folded into it."""
-        planes = self.planes()
-        w = planes.astype(np.float32) if self.rotation is None else self.rotation.fold(planes)
+        w = self.array.astype(np.float32) if self.rotation is None else self.rotation.fold(self.array)
         return DenseWeight(w, self.bias)
 
-    def planes(self) -> NDArray:
-        """The stored matrix as floats: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
+    @property
+    def array(self) -> NDArray:
+        """The stored matrix as floats, made at each use: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
         packed, scales = self.packed_rows(slice(None))
         return quantization.expand_groups(packed, self.in_features, scales, self.group, self.dtype)
 

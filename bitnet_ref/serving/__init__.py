@@ -3,6 +3,7 @@
 from .cache_memory import cache_memory
 from .engine import Engine
 from .engine_config import EngineConfig
+from .replicas import Replicas, start_engines
 from .tickets import RequestHandle
 
-__all__ = ["Engine", "EngineConfig", "RequestHandle", "cache_memory"]
+__all__ = ["Engine", "EngineConfig", "Replicas", "RequestHandle", "cache_memory", "start_engines"]

@@ -20,16 +20,17 @@ from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
-from ..errors import ConfigError, GenerationError, QueueFull
+from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
 from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
 from ..notebook.figures import StepRecord
 from ..notebook.live import LiveView, RequestProgress
+from .beams import BeamHandle
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .tickets import RequestHandle, Ticket, check_process
+from .tickets import RequestHandle, RequestStory, Ticket, check_process
 from .worker import Worker
 
 PRIORITY, TIMEOUT = Number(-LARGEST, whole=True), Number(0, LONGEST_S, above=True, optional=True)
@@ -66,13 +67,22 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         return self._worker.model
 
     @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines behind this one: itself, unless there are replicas."""
+        return [self]
+
+    def pick(self) -> Engine:
+        """The engine for the next request."""
+        return self
+
+    @property
     def cache(self) -> PagedKVCache:
         """The pages of all sequences."""
         return self._worker.cache
 
     def __repr__(self) -> str:
         now = self.metrics.snapshot()
-        state = "closed" if self._worker.closed else f"{now['num_requests_running']} requests running"
+        state = "closed" if self.closed else f"{now['num_requests_running']} requests running"
         return f"<bitnet_ref.Engine of {self.model!r}: {state}, {now['num_requests_waiting']} waiting>"
 
     @expand_params
@@ -98,12 +108,14 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     ) -> RequestHandle:
         """wanted, choice: as of `Ticket`."""
         check_process(self._worker.process)
+        if params.num_beams > 1:
+            raise GenerationError("num_beams: beams have no text before the end; use the engine's generate")
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
         request = Request(self.model, prompt, params)
         if request.capacity > self.cache.capacity:
-            raise GenerationError(
+            raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
                 f"engine's cache holds {self.cache.capacity} of a request; lower max_tokens, or raise cache_tokens"
             )
@@ -135,7 +147,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> list[RequestHandle]:
         """`submit` for the n continuations of a prompt, each to read on its own: chunk by chunk, or as a result. They
-        equal the list that `submit` gives. `prompt_logprobs` are those of the first."""
+        equal the list that `submit` gives."""
         sampling, handles = self.config.params(params), list[RequestHandle]()
         with ExitStack() as stack:
             for choice in range(sampling.n):
@@ -189,17 +201,22 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     def _submit_all(
         self, prompts: Sequence[Prompt], priority: int, timeout_s: float | None, params: SamplingOptions
-    ) -> Generator[RequestHandle, None, None]:
+    ) -> Generator[RequestHandle | BeamHandle, None, None]:
         """Submit the prompts, at most max_batch at a time. Yields each request in order for the caller to wait for."""
-        handles: list[RequestHandle] = []
+        handles: list[RequestHandle | BeamHandle] = []
+        sampling, timeout_s = self.config.params(params), TIMEOUT.read(timeout_s, "timeout_s")
         try:
             for current in range(len(prompts)):
                 unfinished = sum(not handle.done for handle in handles[current:])
                 while len(handles) < len(prompts) and unfinished < self.config.max_batch:
                     try:
-                        handles.append(
-                            self.submit(prompts[len(handles)], priority=priority, timeout_s=timeout_s, **params)
-                        )
+                        prompt = prompts[len(handles)]
+                        if sampling.num_beams > 1:
+                            request, longest_s = Request(self.model, prompt, sampling), self.config.request_timeout_s
+                            submit = self.pick()._submit
+                            handles.append(BeamHandle(request, submit, priority, timeout_s or longest_s))
+                        else:
+                            handles.append(self._submit(prompt, priority, timeout_s, sampling))
                     except QueueFull:
                         if not unfinished:  # none of these requests will make room
                             raise
@@ -215,6 +232,17 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """The unfinished requests, and how far each of them is."""
         check_process(self._worker.process)
         return self._worker.requests()
+
+    @property
+    def stories(self) -> list[RequestStory]:
+        """What happened when to the last requests that ended, then to the unfinished ones; without their texts."""
+        check_process(self._worker.process)
+        return self._worker.stories()
+
+    @property
+    def page_holders(self) -> list[int | None]:
+        """How many sequences hold each page of the cache. 0: kept for texts that begin as it does. None: empty."""
+        return self._worker.pool.holders()
 
     @property
     def closed(self) -> bool:
@@ -242,7 +270,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """`close`, without blocking the event loop."""
         import asyncio
 
-        await asyncio.to_thread(self._worker.close, drain)
+        await asyncio.to_thread(self.close, drain)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close(drain=error is None)

@@ -52,6 +52,8 @@ class EngineConfig:
 
     Other:
     sampling: defaults of `SamplingParams` for all requests.
+    replicas: engines that share the requests, each with its own cache; the least busy one takes the next. On the
+        processor they share the weights, and its threads are divided among them; on cards each has its own devices.
     timeline_steps: recent steps to keep in `Engine.timeline`; 0 is none.
     """
 
@@ -75,6 +77,7 @@ class EngineConfig:
     gpu_layers: int | str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     timeline_steps: int = 2000
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for name, number in _NUMBERS.items():
@@ -120,15 +123,12 @@ class EngineConfig:
         """The parameters of one request: the given ones over the defaults. Raises GenerationError."""
         names = {ALIASES.get(name, name) for name in given}
         params = SamplingParams.of(**{name: v for name, v in self.sampling.items() if name not in names}, **given)
-        if params.num_beams > 1:
-            raise GenerationError(
-                f"num_beams: the engine has no beam search, got {params.num_beams}; use model.generate"
-            )
         if params.speculate is not None:
             raise GenerationError("speculate: the engine takes no drafts; use model.generate or model.stream")
         limit = min(self.max_batch, self.max_queue)
-        if params.n > limit:
-            raise GenerationError(f"n: expected at most {limit}, as max_batch and max_queue say, got {params.n}")
+        for name, count in (("n", params.n), ("num_beams", params.num_beams)):
+            if count > limit:
+                raise GenerationError(f"{name}: expected at most {limit}, as max_batch and max_queue say, got {count}")
         return params
 
     @classmethod
@@ -225,6 +225,7 @@ _NUMBERS = {
     "cache_bytes": _BYTES,
     "memory_limit": _BYTES,
     "timeline_steps": Number(0, whole=True),
+    "replicas": Number(1, 1024, whole=True),
 }
 
 

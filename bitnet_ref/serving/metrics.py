@@ -23,6 +23,7 @@ FINISHED = ("stop", "length", "filtered", "abort", "timeout", "error")  # abort:
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 
 # name: (limits of the buckets, explanation)
@@ -31,11 +32,16 @@ HISTOGRAMS = {
     "inter_token_latency_seconds": (_NEXT, "Between two tokens of a request."),
     "e2e_request_latency_seconds": (_WHOLE, "From a request's arrival to its end."),
     "request_queue_time_seconds": (_WHOLE, "From a request's arrival to its first step."),
+    "request_prefill_time_seconds": (_WHOLE, "From a request's first step to its first token."),
+    "request_decode_time_seconds": (_WHOLE, "From a request's first token to its end."),
+    "request_prompt_tokens": (_TOKENS, "Tokens of a request's prompt."),
+    "request_generation_tokens": (_TOKENS, "Tokens that a request got."),
     "engine_step_seconds": (_NEXT, "One step of the engine, all sequences together."),
 }
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of started requests.",
     "generation_tokens": "Tokens generated.",
+    "screened_tokens": "Tokens of ended requests that were chosen without computing all logits.",
     "prefix_cache_queries": "Tokens of admitted sequences, looked up in the cache.",
     "prefix_cache_hits": "Tokens that the cache held already.",
     "num_preemptions": "Sequences that lost their pages and have to compute them again.",
@@ -49,6 +55,8 @@ GAUGES = {
     "num_requests_waiting": "Requests that wait for a place in it.",
     "num_requests_paused": "Requests whose readers are behind.",
     "kv_cache_usage_perc": "Share of the cache's pages in use, 0 to 1.",
+    "memory_used_bytes": "Memory that the model's device holds: the process's, or the card's.",
+    "memory_free_bytes": "Memory that the device has left.",
 }
 
 
@@ -89,7 +97,7 @@ class EngineMetrics:
     """The counters, histograms and gauges of one engine. gauges: a function that returns their present values."""
 
     def __init__(self, gauges: Callable[[], dict[str, float]], model_name: str = "") -> None:
-        self.model_name = model_name
+        self.labels = {"model_name": model_name}
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.finished = dict.fromkeys(FINISHED, 0)
         self.histograms = {name: Histogram(limits) for name, (limits, _) in HISTOGRAMS.items()}
@@ -134,7 +142,7 @@ class EngineMetrics:
         """Called by prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        labels, values = ["model_name"], [self.model_name]
+        labels, values = list(self.labels), list(self.labels.values())
         numbers = {**self._gauges(), **self.counters}
         for kind, explanations in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, explanation in explanations.items():

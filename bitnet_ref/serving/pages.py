@@ -45,6 +45,12 @@ class PagePool:
     def in_use(self) -> int:
         return self.pages - self.available
 
+    def holders(self) -> list[int | None]:
+        """As `Engine.page_holders`; any thread may ask."""
+        return [
+            count if count or key is not None else None for count, key in zip(self._holders, self._keys, strict=True)
+        ]
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -84,6 +85,24 @@ def _wake(outboxes: Sequence[Outbox]) -> None:
         outbox.news.set()
 
 
+@dataclass(frozen=True)
+class RequestStory:
+    """What has happened to a request, without any of its text. Times are of `time.perf_counter`; None: not yet."""
+
+    request_id: int
+    state: str  # "waiting", "running", "paused", or why it ended, as in `EngineMetrics.finished`
+    priority: int
+    arrival_s: float
+    start_s: float | None  # of its first step
+    first_token_s: float | None
+    end_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int  # of all its texts
+    screened_tokens: int
+    pages: tuple[tuple[int, ...], ...]  # of the cache, in order, that each of its texts holds
+
+
 class Ticket:
     """One request in the engine and its n rows. The user's thread creates it; then only the engine's thread uses it."""
 
@@ -103,6 +122,7 @@ class Ticket:
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
         choices = range(request.params.n) if choice is None else (choice,)
         self.rows = [Continuation(request, slot=-1, choice=each) for each in choices]
+        self.rows[0].scores = request.params.prompt_logprobs is not None
         seen = self.rows[0].context_tokens
         self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
         self.jobs = [
@@ -141,6 +161,24 @@ class Ticket:
             generated_tokens=self.stats.generated_tokens,
             age_s=now_s - self.arrival_s,
             newest_text="".join(chunk.text for chunk in self.rows[0].chunks[-NEWEST_CHUNKS:]),
+        )
+
+    def story(self, reason: str | None = None, end_s: float | None = None) -> RequestStory:
+        """Its story until now, or until its end for this reason; any thread may ask."""
+        stats, leases = self.stats, [job.lease for job in self.jobs]
+        return RequestStory(
+            request_id=self.number,
+            state=reason or self.state_name,
+            priority=self.jobs[0].priority,
+            arrival_s=self.arrival_s,
+            start_s=self.start_s,
+            first_token_s=self.first_token_s,
+            end_s=end_s,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            generated_tokens=stats.generated_tokens,
+            screened_tokens=stats.screened_tokens,
+            pages=tuple(tuple(lease.pages) for lease in leases if lease is not None),
         )
 
 

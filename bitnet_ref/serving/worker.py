@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -32,8 +33,9 @@ from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .scheduler import Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
-from .tickets import Delivery, Ticket, check_process, wake_readers
+from .tickets import Delivery, RequestStory, Ticket, check_process, wake_readers
 
+ENDED_STORIES = 64
 STALE_DEADLINES = 1024  # of requests that have ended; more are dropped at once
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Worker:
         self._fallback = list(config.fallback[tried:])  # backends that have not been tried
         self.metrics = EngineMetrics(self._gauges, model.path.name if model.path is not None else "")
         self.timeline: deque[StepRecord] = deque(maxlen=config.timeline_steps)
+        self._ended: deque[RequestStory] = deque(maxlen=ENDED_STORIES)
         self._scheduler = self._new_scheduler()
         self.process = os.getpid()
         self._lock = RLock()  # guards the following
@@ -125,6 +128,11 @@ class Worker:
             thread.join()
 
     @property
+    def unfinished(self) -> int:
+        """How many requests wait, run or are paused."""
+        return len(self._alive)
+
+    @property
     def closed(self) -> bool:
         return self._closing is not None
 
@@ -135,12 +143,21 @@ class Worker:
             alive = list(self._alive.values())
         return [ticket.state(now_s) for ticket in alive]
 
+    def stories(self) -> list[RequestStory]:
+        """Of the last requests that ended, in that order, then of the unfinished ones in the order of their arrival."""
+        with self._lock:
+            alive = list(self._alive.values())
+        return [*self._ended, *(ticket.story() for ticket in alive if not ticket.ended)]
+
     def _gauges(self) -> dict[str, float]:
+        used, free = (None, None) if self.model.is_closed else self.model.backend.memory()
         return {
             "num_requests_running": len(self._alive) - self._in_queue - len(self._scheduler.held),
             "num_requests_waiting": self._in_queue,
             "num_requests_paused": len(self._scheduler.held),
             "kv_cache_usage_perc": self.pool.in_use / self.pool.pages,
+            "memory_used_bytes": used or math.nan,
+            "memory_free_bytes": math.nan if free is None else free,
         }
 
     def _run(self) -> None:
@@ -325,9 +342,17 @@ class Worker:
         self._deliveries.append((ticket, None))
         ticket.ended = True
         self.metrics.end(reason)
-        seconds, stats = time.perf_counter() - ticket.arrival_s, ticket.stats
+        now, stats, first_s = time.perf_counter(), ticket.stats, None
+        seconds = now - ticket.arrival_s
+        self._ended.append(ticket.story(reason, now))
+        self.metrics.add("screened_tokens", stats.screened_tokens)
         self.metrics.observe("e2e_request_latency_seconds", seconds)
-        first_s = None if ticket.first_token_s is None else round(ticket.first_token_s - ticket.arrival_s, 4)
+        if ticket.first_token_s is not None and ticket.start_s is not None:
+            first_s = round(ticket.first_token_s - ticket.arrival_s, 4)
+            self.metrics.observe("request_prefill_time_seconds", ticket.first_token_s - ticket.start_s)
+            self.metrics.observe("request_decode_time_seconds", now - ticket.first_token_s)
+            self.metrics.observe("request_prompt_tokens", stats.prompt_tokens)
+            self.metrics.observe("request_generation_tokens", stats.generated_tokens)
         log.info(
             "request %d ended (%s) after %.3f s: %d prompt tokens, %d of them cached, %d new; first token after %s s",
             *(ticket.number, reason, seconds, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens),

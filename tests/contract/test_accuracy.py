@@ -64,7 +64,14 @@ def test_dense_linear_and_lm_head(be, reference, in_double, n, out, k):
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
     ("n", "out", "k", "group"),
-    [(1, 300, 2560, 128), (5, 70, 512, 64), (13, 60, 768, 256), (2, 40, 200, 48), (3, 50, 1000, 1000)],
+    [
+        (1, 300, 2560, 128),
+        (5, 70, 512, 64),
+        (13, 60, 768, 256),
+        (2, 40, 200, 48),
+        (3, 50, 1000, 1000),
+        (2, 1300, 300, 128),
+    ],
 )
 def test_ternary_by_groups(be, reference, in_double, n, out, k, group, outliers):
     """On the CPU without the floor: the reference has one rounding, the last."""

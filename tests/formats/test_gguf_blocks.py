@@ -9,16 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, NumericsError, ShapeError
+from bitnet_ref.formats.gguf import blocks
 from bitnet_ref.formats.gguf.blocks import (
     BY_NAME,
     DEQUANTIZABLE,
     GROUP_TYPES,
+    blocks_from_groups,
     blocks_from_ternary,
     dequantize,
+    groups_from_blocks,
     quantize,
     scale_in_blocks,
     ternary_from_blocks,
 )
+from bitnet_ref.reference import quantization
 
 SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
 
@@ -179,3 +183,52 @@ def test_what_does_not_fit():
             blocks_from_ternary(np.ones((1, 256), np.int8), scale, "TQ1_0")
     with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
         blocks_from_ternary(np.full((1, 256), 2, np.int8), 1.0, "TQ1_0")
+
+
+# -- ternary by groups -------------------------------------------------------------------------------------------------
+
+
+def reader(raw):
+    return lambda start, count: raw[start : start + count]
+
+
+@pytest.mark.parametrize("kind", ["Q2_0", "Q2_0 of 128", "PQ2_0", "PTQ1_0"])
+@pytest.mark.parametrize("runs", [1, 2, 5])
+def test_blocks_are_packed_as_their_values_would_be(kind, runs, monkeypatch):
+    """Scales of any sign, of 0, and of blocks of zeros; `runs` neighbours share one."""
+    monkeypatch.setattr(blocks, "_CHUNK_BLOCKS", 7)
+    generator, block = rng(42, runs), BY_NAME[kind].block_values
+    n, k = 9, block * 10
+    w_t = random_ternary(generator, n, k)
+    w_t[0, :block], w_t[3, block:] = 0, 0
+    d = np.repeat(generator.standard_normal((n, 10 // runs)), runs, axis=1).astype(np.float16)
+    d[generator.random(d.shape) < 0.1] = 0
+    d[5] = np.float16(2**-24)
+    raw = blocks_from_groups(w_t, d, "PQ2_0" if block == 128 and "Q2" in kind else kind)
+    packed, scales = groups_from_blocks(reader(raw), kind, (n, k))
+    merged, group = quantization.merge_groups(scales, block, k)
+    values = dequantize(raw, kind, (n, k)).astype(np.float16)
+    expected = quantization.split_groups(values)
+    np.testing.assert_array_equal(quantization.expand_groups(packed, k, merged, group, np.float16), values)
+    for got, wanted in zip((packed, merged, group), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert group == block * runs or runs == 1
+
+
+@pytest.mark.parametrize("kind", ["Q2_0", "PTQ1_0"])
+def test_what_is_not_ternary_has_no_groups(kind):
+    block = BY_NAME[kind]
+    raw = np.zeros((4, block.block_bytes), dtype=np.uint8)
+    shape, at = (2, 2 * block.block_values), block.block_bytes - 2 if kind == "PTQ1_0" else 0
+    assert groups_from_blocks(reader(raw.reshape(-1)), kind, shape) is None  # all 0
+    raw[:, at : at + 2] = np.float16(0.5).tobytes()[0], np.float16(0.5).tobytes()[1]
+    assert groups_from_blocks(reader(raw.reshape(-1)), kind, shape) is not None
+    if kind == "Q2_0":
+        raw[2, 9] = 0xC0  # a code 3
+        assert groups_from_blocks(reader(raw.reshape(-1)), kind, shape) is None
+        assert dequantize(raw.reshape(-1), kind, shape).max() == 1.0
+        raw[2, 9] = 0
+    raw[3, at + 1] = 0x7C  # Inf
+    assert groups_from_blocks(reader(raw.reshape(-1)), kind, shape) is None
+    with pytest.raises(ShapeError):
+        groups_from_blocks(reader(raw.reshape(-1)), kind, (4, 32))

@@ -1,6 +1,7 @@
 """Loading a model takes the memory of its file and little more: nothing is held twice, nothing is widened whole."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -9,6 +10,10 @@ import pytest
 from helpers import BITNET, TINY, raw_safetensors, rng, run_python
 
 from bitnet_ref.backends import cuda
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf.blocks import BY_NAME
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
+from bitnet_ref.formats.gguf.file import Typed
 
 LIMIT = 1.5  # times the file's size, above the baseline of the imported package
 WIDE = {
@@ -95,3 +100,53 @@ def test_peak_of_a_load(tmp_path, backend_name, kind):
     growth, strips = run_python(CODE, tmp_path, backend_name)  # strips: second copies, of up_proj and down_proj
     assert growth > 0.8 * size  # the measure works: the weights are in memory
     assert growth < min(LIMIT * size + strips, 2 * size) + emulated * size, f"{growth / size:.2f} times the file's size"
+
+
+def write_large_gguf(path: Path, kind: str) -> int:
+    """A Qwen3 whose matrices, the tied embedding among them, are blocks of random ternary bytes. Returns its size."""
+    block, hidden, ffn = BY_NAME[kind], 1024, 3072
+    shapes = {"token_embd": (12000, hidden), "output_norm": (hidden,)}
+    for i in range(3):
+        vectors = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 128, "attn_k_norm": 128}
+        narrow = {"attn_k": (512, hidden), "attn_v": (512, hidden), "ffn_down": (hidden, ffn)}
+        square = dict.fromkeys(("attn_q", "attn_output"), (hidden, hidden))
+        wide = dict.fromkeys(("ffn_gate", "ffn_up"), (ffn, hidden))
+        of_layer = {name: (size,) for name, size in vectors.items()} | narrow | square | wide
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in of_layer.items()}
+
+    def make(shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return np.ones(shape, dtype=np.float32).view(np.uint8)
+        raw = rng(3).choice(VALID_BYTES, (shape[0] * shape[1] // block.block_values, block.block_bytes))
+        scales = (0.02, 0.03) * (len(raw) // 2)  # of neighbours: no larger groups
+        at = block.block_bytes - 2 if kind == "PTQ1_0" else 0
+        raw[:, at : at + 2] = np.array(scales, dtype=np.float16).view(np.uint8).reshape(-1, 2)
+        return raw.reshape(-1)
+
+    keys = {"context_length": 64, "embedding_length": hidden, "block_count": 3, "feed_forward_length": ffn}
+    keys |= {"attention.head_count": 8, "attention.head_count_kv": 4, "attention.key_length": 128, "vocab_size": 12000}
+    typed = {"general.architecture": Typed("string", "qwen3")}
+    typed |= {f"qwen3.{key}": Typed("uint32", value) for key, value in keys.items()}
+    typed["qwen3.attention.layer_norm_rms_epsilon"] = Typed("float32", 1e-6)
+    tensors = [
+        TensorToWrite(f"{name}.weight", shape, "F32" if len(shape) == 1 else kind, partial(make, shape))
+        for name, shape in shapes.items()
+    ]
+    write_gguf(path, typed, tensors)
+    return path.stat().st_size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.filterwarnings("ignore:.*taken as not rotated")
+@pytest.mark.parametrize("kind", ["Q2_0", "PTQ1_0"])
+def test_peak_of_a_load_of_groups(tmp_path, kind):
+    """The blocks become the packed form in pieces, never floats; those are 15 times as many bytes."""
+    path = tmp_path / "x.gguf"
+    size = write_large_gguf(path, kind)
+    assert size > 8e6
+    growth, _ = run_python(CODE, path, "cython")
+    constant = 10e6  # the extension's code, and a chunk of blocks
+    assert 0.8 * size < growth < LIMIT * size + constant, f"{growth / size:.2f} times the file's size"
+    convert(path, tmp_path / "x.bitnet.safetensors", "native", verify=False)
+    growth, _ = run_python(CODE, tmp_path / "x.bitnet.safetensors", "numpy")
+    assert 0.8 * size < growth < LIMIT * size + constant, f"{growth / size:.2f} times, native"

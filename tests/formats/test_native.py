@@ -314,8 +314,11 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files(name, native):
-    path, header, data = native
-    edit, field, message = BAD[name]
+    check_bad(BAD[name], *native)
+
+
+def check_bad(case, path, header, data):
+    edit, field, message = case
     data = edit(header, data)
     path.write_bytes(raw_safetensors(header, data))
     with pytest.raises(FormatError, match=message) as caught:
@@ -323,6 +326,41 @@ def test_bad_files(name, native):
     assert caught.value.path == str(path)
     assert field in caught.value.field
     assert caught.value.offset is not None or "missing" in message
+
+
+BAD_GROUPS = {
+    "no size": (rename(f"{Q}.group", "x"), f"{Q}.group", "missing"),
+    "groups of 0": (overwrite(f"{Q}.group", 0, bytes(8)), f"{Q}.group", "expected 1 to 256"),
+    "groups of another size": (overwrite(f"{Q}.group", 0, b"\x40"), f"{Q}.scales", "shape"),
+    "a negative scale": (overwrite(f"{Q}.scales", 1, b"\x80"), f"{Q}.scales", "negative"),
+    "an infinite scale": (overwrite("embedding.scales", 0, b"\0\x7c"), "embedding.scales", "inf"),
+    "code 3 in a group": (overwrite("embedding.packed", 5, b"\xff"), "embedding.packed", "code 3"),
+    "no plane": (rename(f"{Q}.packed", "x"), f"{Q}.packed", "missing"),
+    "a dense one beside": (rename("blocks.0.attn_norm", f"{Q}.weight"), "blocks.0.attn_norm", "missing"),
+}
+
+
+@pytest.fixture(scope="module")
+def by_groups(tmp_path_factory):
+    path = tmp_path_factory.mktemp("groups") / "x.bitnet.safetensors"
+    convert(DATA / "families" / "qwen3-groups128", path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", BAD_GROUPS)
+def test_bad_groups(name, by_groups, tmp_path):
+    length = 8 + int.from_bytes(by_groups[:8], "little")
+    check_bad(BAD_GROUPS[name], tmp_path / "x.bitnet.safetensors", json.loads(by_groups[8:length]), by_groups[length:])
+
+
+def test_groups_in_base3(by_groups, tmp_path):
+    paths = [tmp_path / f"{name}.bitnet.safetensors" for name in ("a", "b", "again")]
+    paths[0].write_bytes(by_groups)
+    convert(paths[0], paths[1], storage="base3")
+    convert(paths[1], paths[2])
+    assert paths[2].read_bytes() == by_groups
+    assert everything(paths[1]) == everything(paths[0])
+    assert paths[1].stat().st_size < 0.87 * paths[0].stat().st_size
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -323,7 +323,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
 }
 
 /* Sums of a panel by groups: each set gives the bits of the portable one, nearly those of sums in long double, and for a
- * token among others what it gives alone. outlier: one value is 10,000 times as large. */
+ * token among others what it gives alone, and so do the last rows of a panel. outlier: one value is 10,000 times as large. */
 static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t group, size_t T, int kind, int outlier) {
     const size_t row_bytes = (K + 3) / 4, size = kind ? 2 : 4;
     const kernel_set *sets[] = {&KERNEL_SETS[0], set, set};
@@ -335,24 +335,25 @@ static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t gr
     float *x = random_floats(T * K);
     x[random_u32() % (T * K)] *= outlier ? 10000 : 1;
     if (random_u32() % 4 == 0) memset(x, 0, K / 2 * sizeof *x);
+    const size_t all = (rows + PANEL_ROWS - 1) / PANEL_ROWS * PANEL_ROWS, last = all / 2 / PANEL_ROWS * PANEL_ROWS;
     double *acc[3];
-    for (int s = 0; s < 3; s++) { /* portable, all tokens, the last token alone */
+    for (int s = 0; s < 3; s++) { /* portable, all tokens, the last token and rows alone */
         const size_t first = s == 2 ? T - 1 : 0, tokens = T - first;
-        group_shape shape = make_group_shape(K, group, sets[s]->group_layout);
+        group_shape shape = make_group_shape(rows, K, group, sets[s]->group_layout);
         uint8_t *panel = allocate(shape.n_chunks * shape.code_bytes), *payload = allocate(shape.n_chunks * tokens * shape.token_bytes);
-        char *scales = allocate(shape.n_chunks * GROUP_ROWS * size);
+        char *scales = allocate(shape.n_chunks * shape.rows * size);
         int32_t *x_sum = allocate(shape.n_chunks * tokens * GROUP_PLANES * sizeof *x_sum);
         double *steps = allocate(shape.n_chunks * tokens * sizeof *steps);
         group_chunk *chunks = allocate(shape.n_chunks * sizeof *chunks);
         void *scratch = allocate(SCRATCH_BYTES);
-        acc[s] = allocate(tokens * GROUP_ROWS * sizeof **acc);
+        acc[s] = allocate(tokens * all * sizeof **acc);
         group_pack(&shape, packed, rows, row_bytes, panel);
         for (size_t r = 0; r < rows; r++) {
             group_unpack_row(&shape, panel, r, again);
             must_equal(set, "group_unpack_row", again, packed + r * row_bytes, row_bytes, rows, K, group);
         }
-        for (size_t i = 0; i < shape.n_chunks * GROUP_ROWS; i++) { /* 1 / 4, 1 / 2 or 1 by row and group */
-            const int power = (int)((i % GROUP_ROWS + i / GROUP_ROWS / shape.per_group) % 3) - 2;
+        for (size_t i = 0; i < shape.n_chunks * shape.rows; i++) { /* 1 / 4, 1 / 2 or 1 by row and group */
+            const int power = (int)((i % shape.rows + i / shape.rows / shape.per_group) % 3) - 2;
             const float scale = ldexpf(1, power);
             const uint16_t half = kind == 2 ? (uint16_t)((15 + power) << 10) : (uint16_t)((127 + power) << 7);
             memcpy(scales + i * size, kind ? (const void *)&half : &scale, size);
@@ -366,7 +367,10 @@ static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t gr
                 if (steps[at + t] != steps[at + t]) fail(set, "a group's step", rows, K, group);
             }
         }
-        sets[s]->group_panel(&shape, panel, scales, kind, chunks, tokens, acc[s], sets[s]->ternary[0].run, scratch);
+        const size_t from = s == 2 ? last : 0;
+        if (shape.rows != all) fail(set, "rows of a panel", rows, K, group);
+        sets[s]->group_panel(&shape, panel + from / PANEL_ROWS * shape.subpanel_bytes, scales + from * size, kind, all - from,
+                             chunks, tokens, acc[s], sets[s]->ternary[0].run, scratch);
         free(panel), free(payload), free(scales), free(x_sum), free(steps), free(chunks), free(scratch);
     }
     for (size_t r = 0; r < rows; r++)
@@ -377,13 +381,13 @@ static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t gr
                 const long double part = scale * ((packed[r * row_bytes + k / 4] >> 2 * (k % 4) & 3) - 1) * x[t * K + k];
                 sum += part, size_of_sum += scale * fabsl((long double)x[t * K + k]);
             }
-            if (acc[1][t * GROUP_ROWS + r] != acc[0][t * GROUP_ROWS + r]) fail(set, "groups, and portable", rows, K, group);
-            if (!(fabsl(acc[0][t * GROUP_ROWS + r] - sum) <= size_of_sum * 0x1p-23L)) fail(set, "groups", rows, K, group);
+            if (acc[1][t * all + r] != acc[0][t * all + r]) fail(set, "groups, and portable", rows, K, group);
+            if (!(fabsl(acc[0][t * all + r] - sum) <= size_of_sum * 0x1p-23L)) fail(set, "groups", rows, K, group);
         }
-    for (size_t r = 0; r < rows; r++)
-        if (acc[2][r] != acc[1][(T - 1) * GROUP_ROWS + r]) fail(set, "groups of a token alone", rows, K, group);
+    for (size_t r = last; r < rows; r++)
+        if (acc[2][r - last] != acc[1][(T - 1) * all + r]) fail(set, "groups of a token alone", rows, K, group);
     for (int s = 0; s < 3; s++) free(acc[s]);
-    group_shape shape = make_group_shape(K, group, set->group_layout);
+    group_shape shape = make_group_shape(rows, K, group, set->group_layout);
     uint8_t *token = allocate(shape.token_bytes);
     int32_t sums[GROUP_PLANES];
     x[0] = random_u32() % 2 ? NAN : INFINITY;
@@ -417,7 +421,7 @@ int main(int argc, char **argv) {
             check_screen(set, round % 3, between(1, 70), between(1, 300), between(1, 20));
             const size_t K = between(1, 600), sizes[] = {64, 128, 256, K, between(1, K)};
             const size_t most = set->group_layout == GROUP_BY_TABLES ? GROUP_TABLE_TOKENS : GROUP_PLANE_TOKENS;
-            check_groups(set, between(1, round % 4 ? 20 : GROUP_ROWS), K, sizes[round % 5], between(1, most), round % 3, round % 2);
+            check_groups(set, between(1, round % 4 ? 20 : GROUP_PLANE_ROWS), K, sizes[round % 5], between(1, most), round % 3, round % 2);
         }
         for (const ternary_method *method = METHODS; method < METHODS + N_METHODS; method++)
             for (int extreme = -1; extreme <= 1; extreme += 2) {

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from helpers import GOLDEN, rng
+from helpers import DATA, GOLDEN, rng
 
 import bitnet_ref
 from bitnet_ref.backends.cpu.backend import CythonBackend
@@ -81,6 +81,10 @@ def uses(everything):
             for case in cases:
                 for path in ("ops", "replayed") if everything else ("replayed",):
                     yield f"{case} {simd} {layout} {path}", passes(bitnet_ref.load(GOLDEN / case).on(be), path)
+            if layout == layouts_for(simd)[0]:  # ternary by groups, whose layout is the set's; turned into their basis
+                for file in ("", "pq2_0-hadamard.gguf"):
+                    groups = bitnet_ref.load(DATA / "families" / "qwen3-groups128" / file).on(be)
+                    yield f"groups {file} {simd}", passes(groups, "replayed")
     model = bitnet_ref.load("storyteller", backend="cython", threads=2, head="screened", cache_dtype="int8")
     prompts = ["Once upon a time there was a rabbit who", "The little", "A"] if everything else ["A"]
     yield f"{len(prompts)} texts of storyteller", texts(model, prompts, max_tokens=4 if everything else 1)

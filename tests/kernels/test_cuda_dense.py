@@ -166,4 +166,4 @@ def test_by_groups_in_any_company_and_order_of_threads(kind, k, group):
         np.testing.assert_array_equal(ws.download(group_matmul(ws, ws.upload(x[7:8]), mine)), results[0][7:8])
     np.testing.assert_array_equal(results[1], results[0])
     np.testing.assert_array_equal(results[2], results[0])
-    assert error_of(results[0], x, w.planes()) < 2
+    assert error_of(results[0], x, w.array) < 2

@@ -1,9 +1,12 @@
 """Figures show the numbers that they are given: widths, heights, labels."""
 
+import numpy as np
 import pytest
 from helpers import model
 
 from bitnet_ref.notebook.figures import memory_lines, plain, timeline
+from bitnet_ref.notebook.lesson import PACKAGE, read_function
+from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, lines, panels, spans
 from bitnet_ref.serving import cache_memory
 from bitnet_ref.serving.cache_memory import tokens_held
 
@@ -81,3 +84,37 @@ def test_memory_lines():
 
 def test_text_is_no_formula():
     assert plain("$5\n") == r"\$5⏎"
+
+
+def test_panels_draw_their_data():
+    draws = [
+        bars(["a", "b"], {"one": [1, 2], "two": [3, 4]}, stacked=True, upright=True, colours={"two": "wrong"}),
+        lines({"y": ([0, 1], [2, 3])}, marks={"flips": [0.5, 0.7]}, levels={"limit": 4}, title="t", legend="beside"),
+        cells([[-1, 0, 1]], palette="ternary", text=[["-", "0", "+"]], rows=["r"], columns="xyz"),
+        spans({"warp 0": [(0, 1, "write", "minus")]}, marks={"barrier": 1}),
+        diagram({"in": (0, 0, "minus"), "out": (1, 0, "pale")}, [("in", "out", "y")]),
+    ]
+    figure = panels(*draws, rows=2)
+    assert len(figure.axes) == 5  # the sixth place is empty
+    stacked, line, table, boxes, flow = figure.axes
+    assert [bar.get_height() for bar in stacked.patches] == [1, 2, 3, 4]
+    assert [bar.get_y() for bar in stacked.patches] == [0, 0, 1, 2]
+    assert line.lines[0].get_ydata().tolist() == [2, 3]
+    assert len(line.lines) == 4
+    assert line.get_title() == "t"
+    assert np.asarray(table.images[0].get_array()).tolist() == [[-1, 0, 1]]
+    shown = np.array([table.images[0].to_rgba(v, bytes=True)[:3] for v in (-1.0, 0.0, 1.0)])
+    hexes = ["#" + bytes(colour).hex() for colour in shown]
+    assert hexes == [COLOURS["minus"], COLOURS["zero"], COLOURS["plus"]]
+    assert boxes.patches[0].get_width() == 1
+    assert {text.get_text() for text in flow.texts} >= {"in", "out", "y"}
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_function_of_a_kernel_file():
+    text = read_function(PACKAGE / "kernels/cuda/ternary.cuh", "times_64")
+    assert text in (PACKAGE / "kernels/cuda/ternary.cuh").read_text()
+    assert text.startswith("/* Crumb i")
+    assert text.rstrip().endswith("}")
+    with pytest.raises(LookupError, match="no function nothing"):
+        read_function(PACKAGE / "kernels/cuda/ternary.cuh", "nothing")

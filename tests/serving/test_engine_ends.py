@@ -232,7 +232,7 @@ def test_one_of_n_rows_fails_its_request(engine):
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ("Alice", {"num_beams": 2}, "use model.generate"),
+        ("Alice", {"num_beams": 2}, "use generate"),
         ("Alice", {"tempature": 1}, "temperature"),
         ("Alice", {"priority": 1.5}, "priority"),
         ("Alice", {"timeout_s": 0}, "timeout_s"),

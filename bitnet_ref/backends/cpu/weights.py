@@ -120,10 +120,10 @@ class PanelWeight(TernaryLinear):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupPanelWeight(GroupTernaryLinear):
-    """A matrix that is ternary by groups, in panels of 256 rows (`kernels/cpu/group.h`)."""
+    """A matrix that is ternary by groups, in panels of equally many rows, R (`kernels/cpu/group.h`)."""
 
-    panels: NDArray[np.uint8]  # (ceil(N/256), bytes)
-    scales: NDArray  # (ceil(N/256) * chunks, 256), float32 or 16 bits; groups of more than 128 have several chunks
+    panels: NDArray[np.uint8]  # (ceil(N/R), bytes)
+    scales: NDArray  # (ceil(N/R) * chunks, R), float32 or 16 bits; groups of more than 128 have several chunks
     out_features: int
     in_features: int
     group: int

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, NumericsError, ShapeError
-from ...reference.quantization import SCALE_FLOOR
+from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ _SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
 _SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
 _MASK_2, _MASK_4 = np.uint8(3), np.uint8(15)
 _POWERS = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
+_PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
+_FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def _q2_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 def _ptq1_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """16 bytes of 5 trits (80 values) | 8 bytes of 5 (40) | 2 bytes of 4 (8) | d"""
-    q = _trits(blocks, ((0, 16, 5), (16, 24, 5), (24, 26, 4))).astype(np.int8) - np.int8(1)
+    q = _trits(blocks, _PTQ1_0_TRITS).astype(np.int8) - np.int8(1)
     return _half(blocks[:, -2:]) * q.astype(np.float32)
 
 
@@ -246,6 +248,40 @@ def ternary_from_blocks(
         np.subtract(codes.view(np.int8), np.int8(1), out=w_t[start : start + _CHUNK_BLOCKS])
     w_t[scales == 0] = 0
     return w_t.reshape(shape), scale if scale > 0 else np.float32(SCALE_FLOOR)
+
+
+def groups_from_blocks(
+    read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, int]
+) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
+    """A matrix of a type in GROUP_TYPES -> packed (N, K/4), the scale of each block (N, K/block), 0 or above.
+
+    read: (start, count) -> bytes of the tensor, of which a few megabytes are in memory at a time. None where the matrix
+    is not ternary (a code 3 means +2), holds zeros alone, or has a scale of NaN or Inf.
+    """
+    block = BY_NAME[kind]
+    _require_whole_blocks("groups_from_blocks", block, shape)
+    total = shape[0] * shape[1] // block.block_values
+    packed = np.empty((total, block.block_values // CODES_PER_BYTE), dtype=np.uint8)
+    scales = np.empty(total, dtype=np.float16)
+    for start in range(0, total, _CHUNK_BLOCKS):
+        part = slice(start, min(total, start + _CHUNK_BLOCKS))
+        raw = read(start * block.block_bytes, (part.stop - start) * block.block_bytes)
+        data, d = _split_codes(kind, raw.reshape(-1, block.block_bytes))
+        if (data & (data >> 1) & 0x55).any() or not np.isfinite(d).all():
+            return None
+        data = np.where((d < 0)[:, None], np.uint8(0xAA) - data, data)  # -d (code - 1) = d ((2 - code) - 1)
+        packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, data)
+        scales[part] = np.where((packed[part] == _FOUR_ZEROS).all(axis=1), np.float16(0), np.abs(d))
+    return (packed.reshape(shape[0], -1), scales.reshape(shape[0], -1)) if scales.any() else None
+
+
+def _split_codes(kind: str, blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """(2-bit codes, four in a byte as `quantization.pack_ternary` has them, scale) of each block of GROUP_TYPES."""
+    d = np.ascontiguousarray(blocks[:, -2:] if kind == "PTQ1_0" else blocks[:, :2]).view(np.float16)[:, 0]
+    if kind != "PTQ1_0":
+        return blocks[:, 2:], d
+    codes = _trits(blocks, _PTQ1_0_TRITS).reshape(len(blocks), -1, 4)
+    return np.bitwise_or.reduce(codes << _SHIFTS_2, axis=2), d
 
 
 def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> NDArray[np.uint8]:

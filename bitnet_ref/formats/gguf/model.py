@@ -6,6 +6,7 @@ What no field of the file says is decided from its contents and recorded in `evi
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from ...reference import quantization
 from ...reference.weights import (
     DeltaWeights,
     DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
     InputNorm,
     LinearWeight,
     Rotation,
@@ -26,7 +29,16 @@ from ..binary_file import first_not_finite
 from ..checkpoint import Checkpoint, ReadOptions, all_linears, has_bias, is_ternary, linear_shape, norm_size
 from ..names import DELTA_ARRAYS, gguf_name
 from ..places import LinearPlace, linear_place, value_heads_in_gguf
-from .blocks import BY_PACKAGE, DEQUANTIZABLE, GROUP_TYPES, TERNARY_BLOCKS, dequantize, quantize, ternary_from_blocks
+from .blocks import (
+    BY_PACKAGE,
+    DEQUANTIZABLE,
+    GROUP_TYPES,
+    TERNARY_BLOCKS,
+    dequantize,
+    groups_from_blocks,
+    quantize,
+    ternary_from_blocks,
+)
 from .config import ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
@@ -100,9 +112,23 @@ class GgufCheckpoint(Checkpoint):
             raise self.fail(name, f"expected F32, F16 or BF16, got {tensor.type.name}")
         return self._floats(tensor).astype(np.float32)
 
-    def embedding(self) -> DenseWeight:
-        table = self._floats(self._tensor("token_embd.weight", linear_shape(self.config, "embedding")))
-        return DenseWeight(table)
+    def embedding(self) -> EmbeddingWeight:
+        table = self._tensor("token_embd.weight", linear_shape(self.config, "embedding"))
+        return self._matrix(table, self._place("embedding"), "embedding", None)
+
+    def _matrix(
+        self, tensor: GgufTensor, place: LinearPlace, name: str, bias: NDArray[np.float32] | None
+    ) -> DenseWeight | GroupTernaryWeight:
+        """A matrix whose input stays in float, packed where the blocks are ternary."""
+        kind, (height, width) = tensor.type.name, tensor.shape
+        if kind in GROUP_TYPES:
+            with self.file.naming(tensor.name):
+                blocks = groups_from_blocks(partial(self.file.read_raw, tensor.name), kind, (height, width))
+            if blocks is not None and (own := place.take_groups(*blocks)) is not None:
+                packed, scales = (self._in_our_order(each, name) for each in own)
+                scales, group = quantization.merge_groups(scales, width // scales.shape[1], width)
+                return GroupTernaryWeight(packed, width, scales, group, bias)
+        return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
 
     def _read_rotations(self) -> dict[str, Rotation]:
         stored, rotations = read_rotations(self.file, self.evidence, self.is_folded), {}
@@ -143,7 +169,7 @@ class GgufCheckpoint(Checkpoint):
         if not is_ternary(self.config, name):
             if name in self.rotations:  # whose own order of inputs is a part of the basis
                 place = place._replace(columns=None)
-            return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
+            return self._matrix(tensor, place, name, bias)
         eps = self.input_norm_eps
         norm = None if eps is None else InputNorm(self._vector(f"{theirs}_norm_in.weight", shape[1]), eps)
         w_t, scale = self._ternary(tensor, shape)
@@ -178,7 +204,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _in_our_order(self, w: NDArray, name: str) -> NDArray:
         heads = permuted_heads(self.config, self.metadata["general.architecture"], name)
-        return np.ascontiguousarray(unpermute_rows(w, heads)) if heads else w
+        return np.ascontiguousarray(unpermute_rows(w, heads) if heads else w)
 
     def _ternary(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         """(w_t, scale) of a BitLinear's matrix of any type."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError, TokenizerError
 from ...reference import quantization
 from ...reference.config import ModelConfig, QuantizationConfig
-from ...reference.weights import DeltaWeights, DenseWeight, InputNorm, LinearWeight, TernaryWeight
+from ...reference.weights import DeltaWeights, DenseWeight, EmbeddingWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
@@ -261,7 +261,7 @@ class HfCheckpoint(Checkpoint):
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]
 
-    def check_tied_head(self, embedding: DenseWeight) -> None:
+    def check_tied_head(self, embedding: EmbeddingWeight) -> None:
         name = "lm_head.weight"
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
             raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")

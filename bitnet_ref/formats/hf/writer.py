@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...reference.config import DeltaConfig, ModelConfig, QuantizationConfig, RopeConfig
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
+from ...reference.weights import DenseWeight, GroupTernaryLinear, LinearWeight, TernaryLinear
 from ..checkpoint import (
     Checkpoint,
     Progress,
@@ -319,7 +319,7 @@ def _plan_linear(
 
             def array(each: str) -> NDArray:
                 dense = fold(checkpoint, each, checkpoint.linear(each))
-                assert isinstance(dense, DenseWeight)
+                assert isinstance(dense, DenseWeight | GroupTernaryLinear)
                 return dense.array
 
             dtype = dtype_name(checkpoint.given_dtype(name))

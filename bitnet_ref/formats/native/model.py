@@ -8,6 +8,8 @@ Tensors carry our own names. The config says whether a linear is ternary, has a 
                         .trits            (N, ceil(K/5)) U8, 1.6 bits a weight: `base3`
                         .w_dequant_scale  ()      F32: W ~ w_t * w_dequant_scale, in every native file
                         .weight           (N, K)  BF16, F16 or F32, of a linear that is dense
+                        .scales           (N, ceil(K/group)) BF16, F16 or F32, beside .packed or .trits of a linear or
+                        .group            ()      I64: `embedding` that is ternary by groups (from version 2 on)
                         .bias             (N,)    F32        .input_norm  (K,) F32
                         .signs            (K/b, b) F32, of a linear or `embedding` in a Hadamard basis of blocks of b
                         .order            (K,)    I64, of inputs that the basis takes in another order
@@ -23,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -35,7 +37,16 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference import quantization
 from ...reference.config import ModelConfig
-from ...reference.weights import DeltaWeights, DenseWeight, InputNorm, LinearWeight, Rotation, TernaryWeight
+from ...reference.weights import (
+    DeltaWeights,
+    DenseWeight,
+    EmbeddingWeight,
+    GroupTernaryWeight,
+    InputNorm,
+    LinearWeight,
+    Rotation,
+    TernaryWeight,
+)
 from ...system.atomic import atomic_path
 from ...system.json_file import parse_json_object
 from ..checkpoint import (
@@ -47,6 +58,7 @@ from ..checkpoint import (
     delta_name,
     delta_shapes,
     has_bias,
+    in_groups,
     is_ternary,
     linear_shape,
     norm_size,
@@ -58,7 +70,7 @@ from ..safetensors import DTYPES, SafetensorsWriter, content_hash, dtype_name
 from .base3 import TRITS_PER_BYTE, first_invalid_byte, pack_base3, unpack_base3
 
 SUFFIX = ".bitnet.safetensors"
-FORMAT, VERSION = "bitnet_ref", 1
+FORMAT, VERSION = "bitnet_ref", 2
 TOKENIZER_PREFIX = "tokenizer/"
 STORAGES = ("2bit", "base3")
 _NO_HASH = "sha256:" + "0" * 64
@@ -150,8 +162,9 @@ class NativeCheckpoint(Checkpoint):
     def _take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
         return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
-    def embedding(self) -> DenseWeight:
-        return DenseWeight(self._take("embedding", (self.config.vocab_size, self.config.hidden_size)))
+    def embedding(self) -> EmbeddingWeight:
+        shape = linear_shape(self.config, "embedding")
+        return self._groups("embedding", shape, None) or DenseWeight(self._take("embedding", shape))
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._take(name, (norm_size(self.config, name),), "F32")
@@ -167,16 +180,30 @@ class NativeCheckpoint(Checkpoint):
         n, k = linear_shape(cfg, name)
         bias = self._take(f"{name}.bias", (n,), "F32") if has_bias(cfg, name) else None
         if not is_ternary(cfg, name):
-            return DenseWeight(self._take(f"{name}.weight", (n, k)), bias)
-        read_plane = self._read_trits if f"{name}.trits" in self.tensors else self._read_packed
-        packed = read_plane(name, n, k)
+            return self._groups(name, (n, k), bias) or DenseWeight(self._take(f"{name}.weight", (n, k)), bias)
+        packed = self._read_plane(name, n, k)
         tensor = f"{name}.w_dequant_scale"
         scale = self.checked_scale(tensor, np.float32(self._take(tensor, (), "F32")))
         eps = self.input_norm_eps
         norm = None if eps is None else InputNorm(self._take(f"{name}.input_norm", (k,), "F32"), eps)
         return TernaryWeight(packed, k, scale, bias, norm)
 
-    def _read_packed(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
+    def _groups(self, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> GroupTernaryWeight | None:
+        """A matrix that is stored ternary by groups; None where it is stored dense."""
+        if f"{name}.scales" not in self.tensors:
+            return None
+        n, k = shape
+        group = int(self._take(f"{name}.group", (), "I64"))
+        if not 0 < group <= k:
+            raise self.fail(f"{name}.group", f"expected 1 to {k} inputs, got {group}")
+        scales = self._take(f"{name}.scales", (n, -(-k // group)))
+        if (scales < 0).any():
+            raise self.fail(f"{name}.scales", "holds a negative number")
+        return GroupTernaryWeight(self._read_plane(name, n, k), k, scales, group, bias)
+
+    def _read_plane(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
+        if f"{name}.trits" in self.tensors:
+            return self._read_trits(name, n, k)
         name += ".packed"
         packed = self._take(name, (n, -(-k // quantization.CODES_PER_BYTE)), "U8")
         self.check_codes(name, packed)
@@ -199,10 +226,10 @@ class NativeCheckpoint(Checkpoint):
             raise self.fail(name, f"row {row} goes on after its last weight; expected zero weights as padding")
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = name if name == "embedding" else f"{name}.weight"
-        if tensor not in self.tensors:
-            return super().dense_dtype(name)  # which says what is wrong
-        return DTYPES[self.tensors.info(tensor).dtype]
+        for tensor in (f"{name}.scales", name if name == "embedding" else f"{name}.weight"):
+            if tensor in self.tensors:
+                return DTYPES[self.tensors.info(tensor).dtype]
+        return super().dense_dtype(name)  # which says what is wrong
 
     def tokenizer_files(self) -> dict[str, bytes]:
         files = {}
@@ -263,15 +290,21 @@ def write_native(
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
     plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), partial(_plan_delta, checkpoint))
-    plan["embedding"] += _plan_rotation(checkpoint, "embedding")
+    table = _plan_groups(checkpoint, storage, "embedding") or plan["embedding"]
+    plan["embedding"] = [*table, *_plan_rotation(checkpoint, "embedding")]
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
-        "format_version": str(VERSION),
+        "format_version": str(VERSION if any(name.endswith(".scales") for name in layout) else 1),
         "config": json.dumps(checkpoint.config.to_dict(), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
     digests = {}
+
+    def by_groups(name: str, part: Any) -> Any:
+        floats = isinstance(part, DenseWeight | GroupTernaryWeight)
+        return in_groups(checkpoint, name, part) if floats else part
+
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
 
         def write(name: str, array: NDArray) -> None:
@@ -281,7 +314,7 @@ def write_native(
 
         for name, data in tokenizer.items():
             write(name, np.frombuffer(data, dtype=np.uint8))
-        write_parts(checkpoint, plan, write, progress)
+        write_parts(checkpoint, plan, write, progress, by_groups)
         computed = content_hash(metadata, digests)
         writer.set_metadata("content_hash", computed)
     return computed
@@ -310,24 +343,44 @@ def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[Pl
         yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(checkpoint, name, w).bias)
     if not is_ternary(config, name):
         dtype = dtype_name(checkpoint.given_dtype(name))
-        yield PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
+        dense = PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
+        yield from _plan_groups(checkpoint, storage, name) or [dense]
         return
-    if storage == "base3":
-        shape = (n, -(-k // TRITS_PER_BYTE))
-        yield PlannedTensor(f"{name}.trits", "U8", shape, lambda w: pack_base3(_checked(checkpoint, name, w).packed, k))
-    else:
-        shape = (n, -(-k // quantization.CODES_PER_BYTE))
-        yield PlannedTensor(f"{name}.packed", "U8", shape, lambda w: _checked(checkpoint, name, w).packed)
+    yield _plan_plane(storage, name, (n, k), lambda w: _checked(checkpoint, name, w).packed)
     yield PlannedTensor(f"{name}.w_dequant_scale", "F32", (), lambda w: np.array(w.w_dequant_scale, dtype=np.float32))
     if checkpoint.input_norm_eps is not None:
         yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.input_norm.weight)
 
 
+def _plan_plane(
+    storage: str, name: str, shape: tuple[int, int], packed: Callable[[Any], NDArray[np.uint8]]
+) -> PlannedTensor:
+    n, k = shape
+    if storage == "base3":
+        return PlannedTensor(f"{name}.trits", "U8", (n, -(-k // TRITS_PER_BYTE)), lambda w: pack_base3(packed(w), k))
+    return PlannedTensor(f"{name}.packed", "U8", (n, -(-k // quantization.CODES_PER_BYTE)), packed)
+
+
+def _plan_groups(checkpoint: Checkpoint, storage: str, name: str) -> list[PlannedTensor]:
+    """The tensors of a matrix that is ternary by groups, which is read to find out; none of another."""
+    stored = checkpoint.embedding() if name == "embedding" else checkpoint.linear(name)
+    w = in_groups(checkpoint, name, stored)
+    if not isinstance(w, GroupTernaryWeight):
+        return []
+    group = np.array(w.group, dtype=np.int64)
+    return [
+        _plan_plane(storage, name, w.shape, attrgetter("packed")),
+        PlannedTensor(f"{name}.scales", dtype_name(w.dtype), w.scales.shape, attrgetter("scales")),
+        PlannedTensor(f"{name}.group", "I64", (), lambda w: group),
+    ]
+
+
 def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
     """`w`. ShapeError if it contradicts the config."""
-    config, norm = checkpoint.config, getattr(w, "input_norm", None)
-    agrees = isinstance(w, DenseWeight) or (None if norm is None else norm.eps) == checkpoint.input_norm_eps
-    agrees = agrees and isinstance(w, DenseWeight) != is_ternary(config, name)
+    config, eps = checkpoint.config, checkpoint.input_norm_eps
+    agrees = isinstance(w, TernaryWeight) == is_ternary(config, name)
+    if isinstance(w, TernaryWeight):
+        agrees = agrees and (None if w.input_norm is None else w.input_norm.eps) == eps
     if not agrees or (w.bias is not None) != has_bias(config, name):
         raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(w).__name__}")
     return w

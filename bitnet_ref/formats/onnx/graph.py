@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...reference import quantization
 from ...reference.layers import rope_frequencies
-from ...reference.weights import DenseWeight, TernaryLinear, linear_name
+from ...reference.weights import DenseWeight, GroupTernaryLinear, TernaryLinear, linear_name
 from ..checkpoint import Checkpoint, Progress, part_count, ticker
 from ..names import hf_module
 from .file import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
@@ -144,7 +144,8 @@ class DecoderGraph:
         self._tick()
         if self.cfg.tie_word_embeddings:
             self.source.check_tied_head(embedding)
-        return self.g.weight(f"{hf_module('embedding')}.weight", embedding.array), embedding.array.dtype
+        rows = embedding.array
+        return self.g.weight(f"{hf_module('embedding')}.weight", rows), rows.dtype
 
     def rope_tables(self) -> tuple[str, str]:
         """cos and sin of every token's angles, (B, 1, S, d/2) float32: the angles in float64, rounded once."""
@@ -289,8 +290,9 @@ class DecoderGraph:
         w, name = self.source.linear(name), hf_module(name)
         self._tick()
         with self.g.scope(name.rpartition(".")[2]):
-            if isinstance(w, DenseWeight):
-                y = self.matmul(x, self.g.weight(f"{name}.weight", w.array), w.array.dtype)
+            if isinstance(w, DenseWeight | GroupTernaryLinear):
+                array = w.array
+                y = self.matmul(x, self.g.weight(f"{name}.weight", array), array.dtype)
             else:
                 assert isinstance(w, TernaryLinear)
                 y = self.ternary_product(x, name, w)

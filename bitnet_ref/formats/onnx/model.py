@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError
 from ...reference import quantization
 from ...reference.config import ModelConfig
-from ...reference.weights import DenseWeight, InputNorm, LinearWeight, TernaryWeight
+from ...reference.weights import DenseWeight, EmbeddingWeight, InputNorm, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
@@ -76,7 +76,7 @@ class OnnxCheckpoint(Checkpoint):
         packed, scale = self._ternary(name, matrix.astype(np.float32))
         return TernaryWeight(packed, shape[1], scale, bias, self._input_norm(name, shape[1]))
 
-    def check_tied_head(self, embedding: DenseWeight) -> None:
+    def check_tied_head(self, embedding: EmbeddingWeight) -> None:
         node = None if self.names is None else self.names.linears.get("lm_head")
         if node is not None:
             head = self._matrix("lm_head", self.constants.matrix(node), embedding.shape)

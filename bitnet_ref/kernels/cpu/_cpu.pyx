@@ -44,14 +44,14 @@ cdef extern from "kernels.h" nogil:
     const ternary_method METHODS[]
     const int N_METHODS
     ctypedef struct group_shape:
-        size_t K, group, per_group, n_chunks, code_bytes, token_bytes
+        size_t K, group, per_group, n_chunks, rows, subpanel_bytes, code_bytes, token_bytes
         int layout
     ctypedef struct group_chunk:
         const uint8_t *tokens
         const int32_t *x_sum
         const double *steps
-    const int GROUP_ROWS, GROUP_PLANES, GROUP_BY_TABLES, GROUP_TABLE_TOKENS, GROUP_PLANE_TOKENS, N_GROUP_LAYOUTS
-    group_shape make_group_shape(size_t, size_t, int)
+    const int GROUP_PLANES, GROUP_BY_TABLES, GROUP_TABLE_TOKENS, GROUP_PLANE_TOKENS, N_GROUP_LAYOUTS
+    group_shape make_group_shape(size_t, size_t, size_t, int)
     void group_pack(const group_shape *, const uint8_t *, size_t, size_t, uint8_t *)
     void group_unpack_row(const group_shape *, const uint8_t *, size_t, uint8_t *)
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
@@ -74,7 +74,7 @@ cdef extern from "kernels.h" nogil:
         int group_layout
         double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *,
                               int32_t *) noexcept nogil
-        void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, const group_chunk *, size_t, double *,
+        void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t, double *,
                             void (*)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
                                      size_t, size_t, void *) noexcept nogil, void *) noexcept nogil
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
@@ -121,6 +121,7 @@ floats_per_thread = FLOATS_PER_THREAD
 
 cdef enum:
     MAX_COLUMNS = 1 << 24  # of a ternary matrix: sums of 128 * K fit int32
+    MAX_ROWS = 1 << 30  # of a matrix by groups: the number of its panels cannot overflow
     MAX_THREADS = 4096  # as in system/threads.py: OpenMP ends the process when the system cannot start all of them
 
 cdef bint runs_here[16]  # whether this processor can run a kernel set

@@ -15,9 +15,11 @@ cdef int check_group(Py_ssize_t K, Py_ssize_t group, int layout) except -1:
 def group_sizes(Py_ssize_t N, Py_ssize_t K, Py_ssize_t group, int layout):
     """(panels, bytes of a panel, chunks, chunks per group, rows of a panel) of a matrix (N, K)"""
     check_group(K, group, layout)
-    cdef group_shape shape = make_group_shape(K, group, layout)
-    panels = N // GROUP_ROWS + (N % GROUP_ROWS != 0)
-    return panels, shape.n_chunks * shape.code_bytes, shape.n_chunks, shape.per_group, GROUP_ROWS
+    if not 0 < N < MAX_ROWS:
+        raise ValueError(f"a matrix of {N} rows by groups")
+    cdef group_shape shape = make_group_shape(N, K, group, layout)
+    panels = (N + shape.rows - 1) // shape.rows
+    return panels, shape.n_chunks * shape.code_bytes, shape.n_chunks, shape.per_group, shape.rows
 
 
 def group_pack_panels(const uint8_t[:, ::1] packed, Py_ssize_t K, Py_ssize_t group, int layout,
@@ -26,13 +28,13 @@ def group_pack_panels(const uint8_t[:, ::1] packed, Py_ssize_t K, Py_ssize_t gro
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
     count, size = group_sizes(N, K, group, layout)[:2]
     check_set(0, threads)
-    if N == 0 or row_bytes != (K + 3) // 4 or panels.shape[0] != count or panels.shape[1] != size:
+    if row_bytes != (K + 3) // 4 or panels.shape[0] != count or panels.shape[1] != size:
         raise ValueError(f"group_pack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
-    cdef group_shape shape = make_group_shape(K, group, layout)
+    cdef group_shape shape = make_group_shape(N, K, group, layout)
+    cdef Py_ssize_t rows = shape.rows
     cdef int team = threads_for(N * row_bytes, PANEL_BYTES_PER_THREAD, threads)
     for p in prange(panels.shape[0], nogil=True, num_threads=team, schedule="static"):
-        group_pack(&shape, &packed[p * GROUP_ROWS, 0], min(<Py_ssize_t> GROUP_ROWS, N - p * GROUP_ROWS), row_bytes,
-                   &panels[p, 0])
+        group_pack(&shape, &packed[p * rows, 0], min(rows, N - p * rows), row_bytes, &panels[p, 0])
 
 
 cdef class GroupPanels:
@@ -48,15 +50,14 @@ cdef class GroupPanels:
 
     def __cinit__(self, const uint8_t[:, ::1] panels, scales, Py_ssize_t n_out, Py_ssize_t n_in, Py_ssize_t group,
                   int layout, bias, signs, order, Py_ssize_t block):
-        """scales: (panels * chunks, GROUP_ROWS), of the dtypes of dense_matmul.  signs, order
+        """scales: (panels * chunks, rows of a panel), of the dtypes of dense_matmul.  signs, order
         (n_in): of a rotation by blocks."""
         cdef Py_ssize_t rows, columns
-        count, size, chunks = group_sizes(n_out, n_in, group, layout)[:3]
+        count, size, chunks, _, panel_rows = group_sizes(n_out, n_in, group, layout)
         self.panels, self.scales, self.n_out, self.block = panels, scales, n_out, block
-        self.shape = make_group_shape(n_in, group, layout)
+        self.shape = make_group_shape(n_out, n_in, group, layout)
         self.scale_values = _matrix(scales, &rows, &columns, &self.kind)
-        if (n_out < 1 or panels.shape[0] != count or panels.shape[1] != size or rows != count * chunks
-                or columns != GROUP_ROWS):
+        if panels.shape[0] != count or panels.shape[1] != size or rows != count * chunks or columns != panel_rows:
             raise ValueError(f"GroupPanels: {panels.shape[0], panels.shape[1]}, scales {rows, columns} for {n_out, n_in}")
         self.bias, self.signs, self.order = bias, signs, order
         if bias is not None and self.bias.shape[0] != n_out:
@@ -74,7 +75,7 @@ cdef class GroupPanels:
 
     def rows(self, const int64_t[::1] ids, uint8_t[:, ::1] packed):
         """packed[i] = row ids[i], four codes per byte"""
-        cdef Py_ssize_t i, n = ids.shape[0]
+        cdef Py_ssize_t i, n = ids.shape[0], rows = self.shape.rows
         if packed.shape[0] != n or packed.shape[1] != <Py_ssize_t> (self.shape.K + 3) // 4:
             raise ValueError(f"rows: {n} rows of {self.shape.K}, packed {packed.shape[0], packed.shape[1]}")
         for i in range(n):
@@ -82,45 +83,56 @@ cdef class GroupPanels:
                 raise ValueError(f"rows: row {ids[i]} of {self.n_out}")
         with nogil:
             for i in range(n):
-                group_unpack_row(&self.shape, &self.panels[ids[i] // GROUP_ROWS, 0], ids[i] % GROUP_ROWS, &packed[i, 0])
+                group_unpack_row(&self.shape, &self.panels[ids[i] // rows, 0], ids[i] % rows, &packed[i, 0])
 
 
 cdef struct group_call:
     const float *x
     const float *signs  # of a rotation, or NULL
     const int64_t *order  # of its inputs, or NULL
-    Py_ssize_t M, K, block, n_panels
-    group_shape shape
+    Py_ssize_t M, K, block
+    group_shape shape  # of a token
     const kernel_set *chosen
     int threads
+    group_shape shapes[MAX_LINEARS]
     const uint8_t *panels[MAX_LINEARS]
     const char *scales[MAX_LINEARS]
     int kinds[MAX_LINEARS]
     const float *biases[MAX_LINEARS]
     float *ys[MAX_LINEARS]
-    Py_ssize_t first[MAX_LINEARS + 1]  # first panel of each matrix
+    Py_ssize_t count
+    Py_ssize_t first[MAX_LINEARS + 1]  # first subpanel, of 64 rows, of each matrix
     Py_ssize_t n_out[MAX_LINEARS]
 
 
-cdef inline void multiply_group_panel(const group_call *c, Py_ssize_t p, Py_ssize_t start, Py_ssize_t tokens,
-                                      const group_chunk *chunks, double *acc, void *scratch) noexcept nogil:
-    """Panel p of all matrices times `tokens` tokens from `start` on."""
-    cdef Py_ssize_t i = 0, m, r, rows
+cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize_t end, Py_ssize_t start,
+                                    Py_ssize_t tokens, const group_chunk *chunks, double *acc,
+                                    void *scratch) noexcept nogil:
+    """The subpanels at .. end of all matrices times `tokens` tokens from `start` on."""
+    cdef Py_ssize_t i = 0, m, r, panel, row, rows, stored
+    cdef const group_shape *shape
     cdef float *out
-    while p >= c.first[i + 1]:
-        i = i + 1
-    p = p - c.first[i]
-    cdef Py_ssize_t scale_bytes = GROUP_ROWS * (4 if c.kinds[i] == 0 else 2)
-    c.chosen.group_panel(&c.shape, c.panels[i] + p * c.shape.n_chunks * c.shape.code_bytes,
-                         c.scales[i] + p * c.shape.n_chunks * scale_bytes, c.kinds[i], chunks, tokens, acc,
-                         c.chosen.ternary[0].run, scratch)
-    rows = min(<Py_ssize_t> GROUP_ROWS, c.n_out[i] - p * GROUP_ROWS)
-    for m in range(tokens):
-        out = c.ys[i] + (start + m) * c.n_out[i] + p * GROUP_ROWS
-        for r in range(rows):
-            out[r] = <float> acc[m * GROUP_ROWS + r]
-        if c.biases[i] != NULL:
-            add_arrays(out, c.biases[i] + p * GROUP_ROWS, rows, out)
+    while at < end:
+        while at >= c.first[i + 1]:
+            i = i + 1
+        shape = &c.shapes[i]
+        row = (at - c.first[i]) * PANEL_ROWS
+        panel = row // <Py_ssize_t> shape.rows
+        # to the end of the panel, of the matrix, or of this thread's part
+        stored = min((panel + 1) * <Py_ssize_t> shape.rows - row, (min(end, c.first[i + 1]) - at) * PANEL_ROWS)
+        r = panel * shape.n_chunks * shape.rows + row % <Py_ssize_t> shape.rows  # of the scales
+        c.chosen.group_panel(shape, c.panels[i] + panel * shape.n_chunks * shape.code_bytes
+                             + row % <Py_ssize_t> shape.rows // PANEL_ROWS * shape.subpanel_bytes,
+                             c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, chunks, tokens, acc,
+                             c.chosen.ternary[0].run, scratch)
+        rows = min(stored, c.n_out[i] - row)
+        for m in range(tokens):
+            out = c.ys[i] + (start + m) * c.n_out[i] + row
+            for r in range(rows):
+                out[r] = <float> acc[m * stored + r]
+            if c.biases[i] != NULL:
+                add_arrays(out, c.biases[i] + row, rows, out)
+        at = at + stored // PANEL_ROWS
 
 
 cdef Py_ssize_t run_group(const void *call) noexcept nogil:
@@ -128,12 +140,15 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     cdef Py_ssize_t K = c.K, n_chunks = c.shape.n_chunks, start, tokens, item, m, bad = OK
     cdef Py_ssize_t max_tokens = GROUP_TABLE_TOKENS if c.shape.layout == GROUP_BY_TABLES else GROUP_PLANE_TOKENS
     max_tokens = min(max_tokens, c.M)
+    cdef Py_ssize_t panel_rows = 0, n_subpanels = c.first[c.count], code_bytes = n_chunks * c.shape.subpanel_bytes
+    for item in range(c.count):
+        panel_rows = max(panel_rows, <Py_ssize_t> c.shapes[item].rows)
     cdef Py_ssize_t parts = (c.M + max_tokens - 1) // max_tokens, part
     # Each thread's scratch: that of the int8 kernels, then sums in double.
     cdef size_t kernel_bytes = thread_bytes(0 if c.shape.layout == GROUP_BY_TABLES else SCRATCH_BYTES)
-    cdef size_t own_bytes = kernel_bytes + thread_bytes(max_tokens * GROUP_ROWS * sizeof(double))
+    cdef size_t own_bytes = kernel_bytes + thread_bytes(max_tokens * panel_rows * sizeof(double))
     cdef int team = threads_for(max_tokens * K * 8, FLOATS_PER_THREAD, c.threads)
-    cdef int product_team = threads_for(c.n_panels * n_chunks * c.shape.code_bytes * max_tokens, PANEL_BYTES_PER_THREAD, c.threads)
+    cdef int product_team = threads_for(n_subpanels * code_bytes * max_tokens, PANEL_BYTES_PER_THREAD, c.threads)
     cdef char *threads_scratch = <char *> allocate(product_team, own_bytes)
     cdef uint8_t *payload = <uint8_t *> allocate(max_tokens * n_chunks, c.shape.token_bytes)
     cdef double *steps = <double *> allocate(max_tokens * n_chunks, sizeof(double))
@@ -165,8 +180,9 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
             break
         with parallel(num_threads=product_team):
             scratch = threads_scratch + threadid() * own_bytes
-            for item in prange(c.n_panels, schedule="static"):
-                multiply_group_panel(c, item, start, tokens, chunks, <double *> (scratch + kernel_bytes), scratch)
+            for item in prange(product_team, schedule="static"):
+                multiply_subpanels(c, item * n_subpanels // product_team, (item + 1) * n_subpanels // product_team, start,
+                                   tokens, chunks, <double *> (scratch + kernel_bytes), scratch)
     free(threads_scratch)
     free(payload)
     free(steps)
@@ -179,13 +195,13 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
 def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
     """Several matrices of one x (M, K) with the same groups and rotation: ys[i] (M, N_i) = x ws[i]^T + bias.
 
-    Returns -1, or the first row that holds NaN or Inf. Threads take panels of all.
+    Returns -1, or the first row that holds NaN or Inf. Threads take equal numbers of rows of all.
     """
     cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
     cdef group_call c
     cdef GroupPanels w
     cdef float[:, ::1] y
-    c.M, c.K, c.threads, c.n_panels = M, K, threads, 0
+    c.M, c.K, c.threads, c.count, c.first[0] = M, K, threads, count, 0
     c.chosen = check_set(kernels, threads)
     for weight in ws:
         if not isinstance(weight, GroupPanels):
@@ -208,15 +224,13 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
                 or (w.order is None) != (c.order == NULL) or (c.order != NULL and &w.order[0] != c.order)
                 or y.shape[0] != M or y.shape[1] != w.n_out):
             raise ValueError(f"group_linears: x {M, K}, weight {w.n_out, w.shape.K}, groups of {w.shape.group}")
-        c.first[i] = c.n_panels
-        c.n_panels += w.panels.shape[0]
+        c.shapes[i], c.first[i + 1] = w.shape, c.first[i] + (w.n_out + PANEL_ROWS - 1) // PANEL_ROWS
         c.panels[i], c.scales[i], c.kinds[i], c.n_out[i] = &w.panels[0, 0], <const char *> w.scale_values, w.kind, w.n_out
         c.biases[i] = NULL
         if w.bias is not None:
             c.biases[i] = &w.bias[0]
         c.ys[i] = &y[0, 0]
         check_aligned(<size_t> c.ys[i] | <size_t> c.biases[i])
-    c.first[count] = c.n_panels
     c.x = &x[0, 0]
     check_aligned(<size_t> c.x | <size_t> c.signs)
     with nogil:

@@ -10,7 +10,8 @@
  * 1.4 times the reference's (max over the rows), with and without outliers. Three planes of int8 with the scale of the
  * largest |x|, 24 bits, would be 3 to 4 times the reference's.
  *
- * Two layouts, both in panels of 256 rows, chunk after chunk, so that a panel is read front to back:
+ * Two layouts, both in panels of as many rows as `max_rows` allows, chunk after chunk, so that a panel is read front to
+ * back. 64 rows of a chunk are a subpanel; threads divide the subpanels of a panel among them.
  *   planes   2-bit codes as in panel.h. X is four int8 digits, which the int8 kernels of every set multiply (ternary_*.h).
  *   tables   five bits for three weights, for AVX-512 (group_avx512.h). */
 #ifndef BITNET_REF_GROUP_H
@@ -20,7 +21,7 @@
 
 #include "panel.h"
 
-enum { GROUP_ROWS = 256, GROUP_CHUNK = 128, GROUP_SUBPANELS = GROUP_ROWS / PANEL_ROWS };
+enum { GROUP_CHUNK = 128, GROUP_PLANE_ROWS = 256, GROUP_TABLE_ROWS = 1280 }; /* of a panel at most, by layout */
 enum { GROUP_PLANES = 4, GROUP_PLANE_TOKENS = 12, GROUP_TABLE_TOKENS = 4, GROUP_MAX_WIDE = GROUP_CHUNK + 16 };
 enum { TRIPLE_ENTRIES = 32, TRIPLES_PER_WORD = 6 };
 enum { GROUP_BY_PLANES, GROUP_BY_TABLES, N_GROUP_LAYOUTS };
@@ -30,6 +31,8 @@ typedef struct {
     size_t K, group;              /* columns; those that share a scale */
     size_t chunk, per_group, n_chunks; /* columns of a chunk, but for the last of a group; chunks of a group; of all */
     size_t wide;                  /* columns of a chunk as stored */
+    size_t rows;                  /* of a panel, a multiple of PANEL_ROWS */
+    size_t subpanel_bytes;        /* of a chunk of 64 rows */
     size_t code_bytes;            /* of a chunk of a panel */
     size_t token_bytes;           /* of what a kernel reads of a chunk of a token */
     size_t words, tails;          /* tables: 32-bit words and bytes of a row of a chunk */
@@ -38,14 +41,16 @@ typedef struct {
 
 static inline size_t divide_up(size_t a, size_t b) { return a / b + (a % b != 0); }
 
-static group_shape make_group_shape(size_t K, size_t group, int layout) {
+static group_shape make_group_shape(size_t N, size_t K, size_t group, int layout) {
+    const size_t max_rows = layout == GROUP_BY_PLANES ? GROUP_PLANE_ROWS : GROUP_TABLE_ROWS;
     group_shape s = {.K = K, .group = group, .layout = layout};
     s.per_group = divide_up(group, GROUP_CHUNK);
     s.chunk = divide_up(group, s.per_group);
     s.n_chunks = divide_up(K, group) * s.per_group;
+    s.rows = divide_up(divide_up(N, divide_up(N, max_rows)), PANEL_ROWS) * PANEL_ROWS;
     if (layout == GROUP_BY_PLANES) {
         s.wide = divide_up(s.chunk, BLOCK_K) * BLOCK_K;
-        s.code_bytes = s.wide / BLOCK_K * BLOCK_BYTES * GROUP_SUBPANELS;
+        s.subpanel_bytes = s.wide / BLOCK_K * BLOCK_BYTES;
         s.token_bytes = GROUP_PLANES * s.wide;
     } else {
         const size_t triples = divide_up(s.chunk, 3);
@@ -53,9 +58,10 @@ static group_shape make_group_shape(size_t K, size_t group, int layout) {
         if (s.tails > 3) s.words++, s.tails = 0;
         const size_t stored = TRIPLES_PER_WORD * s.words + s.tails;
         s.wide = 3 * stored;
-        s.code_bytes = (4 * s.words + s.tails) * GROUP_ROWS;
+        s.subpanel_bytes = (4 * s.words + s.tails) * PANEL_ROWS;
         s.token_bytes = stored * TRIPLE_ENTRIES * sizeof(int32_t);
     }
+    s.code_bytes = s.rows / PANEL_ROWS * s.subpanel_bytes;
     return s;
 }
 
@@ -68,9 +74,8 @@ static inline size_t group_columns(const group_shape *s, size_t c, size_t *count
     return start;
 }
 
-/* Each 64 rows of a chunk are a subpanel. */
 static inline uint8_t *subpanel_of(const uint8_t *codes, const group_shape *s, size_t row) {
-    return (uint8_t *)codes + row / PANEL_ROWS * (s->code_bytes / GROUP_SUBPANELS);
+    return (uint8_t *)codes + row / PANEL_ROWS * s->subpanel_bytes;
 }
 
 /* planes: the byte with the code of a column of a row, at bit 2 * (k % BLOCK_K / 4) */

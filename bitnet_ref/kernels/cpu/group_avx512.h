@@ -6,12 +6,15 @@
  * look-up; one shift moves the upper half. 43 triples for 128 columns are seven words and a byte: 1.81 bits per weight, and
  * a 16-bit scale makes it 1.94 (Q2_0 of 128: 2.125).
  *
- * The tables of a chunk of four tokens are 22 KB and stay in L1 for the 256 rows of a panel.
+ * A panel has as many as 1280 rows, so that the tables of a chunk, 5.5 KB for each token, come from L2 once for all of
+ * them. With panels of 256 rows they were read again for every 7.4 KB of codes, behind loads that wait for memory.
  *
- * Measured, one thread of an EPYC (Zen 4, 3.65 GHz) that other programs used too, best of several, 9728 x 2560 in L3, G
- *   weights/s: 1 token 92 (22 GB/s), 2: 110, 4: 107 to 118. The look-up alone would do 175: vpermi2d starts once a
- *   cycle. From memory, 1 token: 80 (19 GB/s; sum_words on the same machine: 30). A token of 4096 columns becomes tables
- *   in 5.6 us.
+ * Measured, one thread of an EPYC (Zen 4, 3.67 GHz) beside other programs, best of many bursts, K = 2560, G weights/s.
+ *   1 token: codes in L2 95 (23 GB/s; 110 without scales and steps), from memory 80 (19.5 GB/s; in panels of 256 rows
+ *   69), two threads 152 (37 GB/s; 128). A plain read in the same run: 38 GB/s, two threads 65. So one token is bound by
+ *   the look-ups: 48 weights cost 2.8 operations, of which a core starts two per cycle: 34 weights per cycle at best
+ *   (124 G/s, 30 GB/s); 26 are reached in L2.
+ *   2 tokens 97, 4 tokens 104 to 118. A token of 4096 columns becomes tables in 5 us.
  * What else was considered, weights per cycle of Zen 4 for one token (the look-up by triples: 25, at most 34):
  *   - int8 digits and vpdpbusd, as the layout of planes: 14, and four digits are needed (see group.h)
  *   - masked additions of float32, one for +1 and one for -1: 8; a product with codes widened to floats: fewer
@@ -20,8 +23,12 @@
  * Tried (1 token, 4 tokens):
  *   - intrinsics, not assembly, for look-up and addition: 95, 63: GCC 12 adds the sums of a word first, and spills
  *   - six shifts, not vpmulhuw: 89, 117
- *   - no prefetch: the same from L3, 43 and 82 from memory instead of 80 and 107
- *   - eight registers of rows at a time for one token: 2% faster, not worth a second layout */
+ *   - no prefetch: the same from L3, 43 and 82 from memory instead of 80 and 107. Prefetched 2 to 32 KB ahead: the same as
+ *     4 KB; every second line, or into L2: 50 to 63 instead of 71
+ *   - vpmultishiftqb, not vpmulhuw: 93 for 95 in L2
+ *   - a chunk of several panels of 256 rows in turn, the layout unchanged: two 74, four 62 instead of 69: the jumps
+ *     between panels stop the hardware prefetcher
+ *   - eight registers of rows at a time for one token: 2% faster; from memory 50 instead of 71 */
 #ifndef BITNET_REF_GROUP_AVX512_H
 #define BITNET_REF_GROUP_AVX512_H
 
@@ -102,9 +109,9 @@ GROUP_INLINE __m512i group_look_up(__m512i sum, __m512i low, __m512i high, __m51
             sum[4 * t + q] = group_look_up(sum[4 * t + q], low, high, index[q]);                                       \
     }
 
-/* 64 rows of one chunk for T tokens: acc[t * GROUP_ROWS + r] += their sums */
+/* 64 rows of one chunk for T tokens: acc[t * rows + r] += their sums */
 GROUP_INLINE void group_chunk_of(const int T, const group_shape *s, const uint8_t *codes, const group_chunk *x,
-                                 const void *scales, int kind, double *acc) {
+                                 const void *scales, int kind, size_t rows, double *acc) {
     __m512i sum[4 * GROUP_TABLE_TOKENS];
     const int32_t *tables = (const int32_t *)x->tokens;
     const size_t stride = s->token_bytes / sizeof *tables;
@@ -138,36 +145,37 @@ GROUP_INLINE void group_chunk_of(const int T, const group_shape *s, const uint8_
         GROUP_UNROLL
         for (int t = 0; t < T; t++) {
             const __m512d step = _mm512_set1_pd(x->steps[t]);
-            group_add_8(acc + t * GROUP_ROWS + 16 * q, _mm512_castsi512_si256(sum[4 * t + q]), step, low);
-            group_add_8(acc + t * GROUP_ROWS + 16 * q + 8, _mm512_extracti64x4_epi64(sum[4 * t + q], 1), step, high);
+            group_add_8(acc + t * rows + 16 * q, _mm512_castsi512_si256(sum[4 * t + q]), step, low);
+            group_add_8(acc + t * rows + 16 * q + 8, _mm512_extracti64x4_epi64(sum[4 * t + q], 1), step, high);
         }
     }
 }
 #undef LOOK_UP_IN
 
-/* A panel for T tokens, 1 to GROUP_TABLE_TOKENS: acc (T, GROUP_ROWS), aligned. scales: (n_chunks, GROUP_ROWS) */
+/* `rows` rows of a panel for T tokens, 1 to GROUP_TABLE_TOKENS: `group_panel` of group_steps.h. acc is aligned. */
 #define GROUP_PANEL_OF(T)                                                                                              \
     GROUP_TARGET static void group_panel_avx512_##T(const group_shape *s, const uint8_t *panel, const void *scales,    \
-                                                    int kind, const group_chunk *x, double *acc) {                    \
-        const size_t size = kind == 0 ? 4 : 2, bytes = s->code_bytes / GROUP_SUBPANELS;                                \
-        for (size_t c = 0; c < s->n_chunks; c++, x++)                                                                  \
-            for (size_t r = 0; r < GROUP_ROWS; r += PANEL_ROWS, panel += bytes)                                        \
-                group_chunk_of(T, s, panel, x, (const char *)scales + (c * GROUP_ROWS + r) * size, kind, acc + r);     \
+                                                    int kind, size_t rows, const group_chunk *x, double *acc) {        \
+        const size_t size = kind == 0 ? 4 : 2;                                                                         \
+        for (size_t c = 0; c < s->n_chunks; c++, x++, panel += s->code_bytes)                                          \
+            for (size_t r = 0; r < rows; r += PANEL_ROWS)                                                              \
+                group_chunk_of(T, s, panel + r / PANEL_ROWS * s->subpanel_bytes, x,                                    \
+                               (const char *)scales + (c * s->rows + r) * size, kind, rows, acc + r);                  \
     }
 GROUP_PANEL_OF(1)
 GROUP_PANEL_OF(2)
 GROUP_PANEL_OF(3)
 GROUP_PANEL_OF(4)
 
-static void group_panel_avx512(const group_shape *s, const uint8_t *panel, const void *scales, int kind,
+static void group_panel_avx512(const group_shape *s, const uint8_t *panel, const void *scales, int kind, size_t rows,
                                const group_chunk *x, size_t T, double *acc, ternary_panel_fn product, void *scratch) {
     (void)product, (void)scratch;
-    memset(acc, 0, T * GROUP_ROWS * sizeof *acc);
+    memset(acc, 0, T * rows * sizeof *acc);
     switch (T) {
-    case 1: group_panel_avx512_1(s, panel, scales, kind, x, acc); break;
-    case 2: group_panel_avx512_2(s, panel, scales, kind, x, acc); break;
-    case 3: group_panel_avx512_3(s, panel, scales, kind, x, acc); break;
-    default: group_panel_avx512_4(s, panel, scales, kind, x, acc);
+    case 1: group_panel_avx512_1(s, panel, scales, kind, rows, x, acc); break;
+    case 2: group_panel_avx512_2(s, panel, scales, kind, rows, x, acc); break;
+    case 3: group_panel_avx512_3(s, panel, scales, kind, rows, x, acc); break;
+    default: group_panel_avx512_4(s, panel, scales, kind, rows, x, acc);
     }
 }
 

@@ -79,21 +79,21 @@ STEP_TARGET static void STEP(group_add)(const int32_t *sums, double step, const 
     }
 }
 
-/* A panel for T tokens, 1 to GROUP_PLANE_TOKENS: acc (T, GROUP_ROWS). scales: (n_chunks, GROUP_ROWS). product: the set's
- * int8 kernel, and its scratch memory. */
+/* `rows` rows of a panel, whole subpanels, for T tokens, 1 to GROUP_PLANE_TOKENS: acc (T, rows). panel, scales: of the
+ * first row in the first chunk. product: the set's int8 kernel, and its scratch memory. */
 STEP_TARGET static void STEP(group_panel)(const group_shape *s, const uint8_t *panel, const void *scales, int kind,
-                                          const group_chunk *x, size_t T, double *acc, ternary_panel_fn product,
-                                          void *scratch) {
+                                          size_t rows, const group_chunk *x, size_t T, double *acc,
+                                          ternary_panel_fn product, void *scratch) {
     int32_t sums[GROUP_PLANE_TOKENS * GROUP_PLANES * PANEL_ROWS];
-    const size_t size = kind == 0 ? 4 : 2, bytes = s->code_bytes / GROUP_SUBPANELS;
-    memset(acc, 0, T * GROUP_ROWS * sizeof *acc);
-    for (size_t c = 0; c < s->n_chunks; c++, x++)
-        for (size_t r = 0; r < GROUP_ROWS; r += PANEL_ROWS, panel += bytes) {
-            product(panel, s->wide / BLOCK_K, (const int8_t *)x->tokens, s->wide, GROUP_PLANES * T, x->x_sum, sums,
-                    PANEL_ROWS, PANEL_ROWS, scratch);
+    const size_t size = kind == 0 ? 4 : 2;
+    memset(acc, 0, T * rows * sizeof *acc);
+    for (size_t c = 0; c < s->n_chunks; c++, x++, panel += s->code_bytes)
+        for (size_t r = 0; r < rows; r += PANEL_ROWS) {
+            product(panel + r / PANEL_ROWS * s->subpanel_bytes, s->wide / BLOCK_K, (const int8_t *)x->tokens, s->wide,
+                    GROUP_PLANES * T, x->x_sum, sums, PANEL_ROWS, PANEL_ROWS, scratch);
             for (size_t t = 0; t < T; t++)
                 STEP(group_add)(sums + t * GROUP_PLANES * PANEL_ROWS, x->steps[t],
-                                (const char *)scales + (c * GROUP_ROWS + r) * size, kind, acc + t * GROUP_ROWS + r);
+                                (const char *)scales + (c * s->rows + r) * size, kind, acc + t * rows + r);
         }
 }
 #endif

@@ -82,8 +82,8 @@ typedef struct {
     /* ternary by groups: group.h */
     int group_layout;
     double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *, int32_t *);
-    void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, const group_chunk *, size_t, double *,
-                        ternary_panel_fn, void *);
+    void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t,
+                        double *, ternary_panel_fn, void *);
     void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t, const double *,
                         float *, float *, size_t);
     /* makes what `screen_rows` reads instead of X for M > SCREEN_TILE_TOKENS: (M rounded up to 16, wide); or NULL */

@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...errors import (
     BackendError,
     BitNetRefError,
+    ContextOverflow,
     EngineClosed,
     GenerationError,
     OutOfMemory,
@@ -45,12 +46,13 @@ from ...generation.generate import split_prompts
 from ..engine import Engine
 from ..metrics import render_metrics
 from . import schemas
+from .page import describe_engine, render_page
 from .schemas import RequestError
 from .shapes import Asked, Choice, chat_ids, read_chat, read_completion, usage
 from .shelf import ModelShelf
 
 log = logging.getLogger(__name__)
-OPEN_PATHS = ("/health",)  # need no key
+OPEN_PATHS = ("/", "/health")  # need no key
 STATUSES: dict[type[BitNetRefError], int] = {  # the first that fits
     QueueFull: 429,
     RequestTimeout: 504,
@@ -198,9 +200,23 @@ class Server:
         return JSONResponse({"status": "ok" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        engines = [place.engine for place in self.shelf.places.values() if place.engine is not None]
-        text, kind = render_metrics([engine.metrics for engine in engines])
+        loaded = [place.engine for place in self.shelf.places.values() if place.engine is not None]
+        text, kind = render_metrics([engine.metrics for each in loaded for engine in each.engines])
         return Response(text, headers={"content-type": kind})
+
+    async def page(self, request: Request) -> Response:
+        content, headers = await asyncio.to_thread(render_page)
+        return Response(content, headers=headers)
+
+    async def engine(self, request: Request) -> Response:
+        """What the page's live view shows. It does not load the model."""
+        place, after = self.shelf.place(request.query_params.get("model")), request.query_params.get("after", "0")
+        if re.fullmatch("[0-9]{1,18}", after) is None:
+            raise RequestError(f"after: expected the number of a step, got {after[:50]!r}", "after")
+        facts = {"model": place.name, "loaded": place.engine is not None}
+        if place.engine is not None:
+            facts |= await asyncio.to_thread(describe_engine, place.engine, int(after))
+        return JSONResponse(facts)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(schemas.describe_api(self.version))
@@ -281,6 +297,7 @@ class StreamEvents:
 
     def __init__(self, asked: Asked, choices: list[Choice]) -> None:
         self._asked, self._choices = asked, choices
+        self._opening = "".join(self._event([choice.opening()]) for choice in choices if asked.is_chat)
         self._queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(maxsize=1)
         self._tasks = [asyncio.create_task(self._follow(choice)) for choice in choices]
         self._running = len(choices)
@@ -304,8 +321,7 @@ class StreamEvents:
         event = await self._queue.get()
         if isinstance(event, BaseException):
             raise event
-        opening = [choice.opening() for choice in self._choices] if self._asked.is_chat else []
-        return "".join(self._event([part]) for part in opening) + self._write(event)
+        return self._opening + self._write(event)
 
     async def rest(self) -> AsyncIterator[str]:
         while self._running:
@@ -331,8 +347,10 @@ class StreamEvents:
         return self._event([event])
 
     def _event(self, parts: list[dict[str, Any]]) -> str:
-        nothing = {"usage": None} if self._asked.usage_in_stream else {}
-        return _sse({**self._asked.frame(parts, is_chunk=True), **nothing})
+        asked = self._asked
+        so_far = usage(asked, self._choices) if asked.usage_in_chunks else None
+        counts = {"usage": so_far} if asked.usage_in_stream else {}
+        return _sse({**asked.frame(parts, is_chunk=True), **counts})
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -381,6 +399,8 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
         status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
         name = re.match(r"(\w+): ", message)
         param = name[1] if status == 400 and name else None
+        if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
+            code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
     if status == 500:
         log.error("a request failed: %s", describe_error(error), exc_info=error)
         message = "a fault of the server; its log has the cause"
@@ -466,6 +486,8 @@ def create_app(
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,
         "/tokenizer_info": server.tokenizer_info,
+        "/": server.page,
+        "/engine": server.engine,
         "/health": server.health,
         "/metrics": server.metrics,
         "/openapi.json": server.openapi,

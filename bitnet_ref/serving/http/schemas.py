@@ -124,6 +124,8 @@ CHAT = _object(
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL]},
         "parallel_tool_calls": FLAG,
         "chat_template_kwargs": ANY_OBJECT,
+        "add_generation_prompt": FLAG,
+        "continue_final_message": FLAG,
         **SAMPLING,
     },
     ("messages",),
@@ -148,6 +150,7 @@ TOKENIZE = _object(
         "tools": CHAT["properties"]["tools"],
         "add_special_tokens": FLAG,
         "add_generation_prompt": FLAG,
+        "continue_final_message": FLAG,
         "return_token_strs": FLAG,
     },
     additionalProperties=False,
@@ -244,13 +247,20 @@ READ = {
     "/v1/models": "The models.",
     "/v1/models/{name}": "One model.",
     "/tokenizer_info": "A model's tokenizer.",
+    "/": "A page for people: chats, completions, and the engine at work.",
+    "/engine": "What an engine has done since step `after`, without its texts; for the page.",
     "/health": "200 when the models are loaded, 503 before.",
     "/metrics": "For Prometheus, as text.",
     "/openapi.json": "This page.",
 }
+KINDS = {"/": "text/html", "/metrics": "text/plain"}
 PARAMETERS = {
-    "/v1/models/{name}": {"name": "name", "in": "path", "required": True, "schema": TEXT},
-    "/tokenizer_info": {"name": "model", "in": "query", "required": False, "schema": TEXT},
+    "/v1/models/{name}": [{"name": "name", "in": "path", "required": True, "schema": TEXT}],
+    "/tokenizer_info": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
+    "/engine": [
+        {"name": "model", "in": "query", "required": False, "schema": TEXT},
+        {"name": "after", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}},
+    ],
 }
 
 
@@ -266,14 +276,14 @@ def describe_api(version: str) -> Schema:
         kinds: Schema = {"application/json": {}} | ({"text/event-stream": {}} if "completions" in path else {})
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
     for path, summary in READ.items():
-        good = _reply("", {"text/plain" if path == "/metrics" else "application/json": {}})
+        good = _reply("", {KINDS.get(path, "application/json"): {}})
         paths[path] = {"get": {"summary": summary, "responses": {"200": good}}}
         if path in PARAMETERS:
-            paths[path]["get"]["parameters"] = [PARAMETERS[path]]
+            paths[path]["get"]["parameters"] = PARAMETERS[path]
     for methods in paths.values():
         for operation in methods.values():
             operation["responses"] |= {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
-    paths["/health"]["get"]["security"] = []
+    paths["/"]["get"]["security"] = paths["/health"]["get"]["security"] = []
     return {
         "openapi": "3.1.0",
         "info": {"title": "bitnet_ref", "version": version},

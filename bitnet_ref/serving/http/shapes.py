@@ -40,6 +40,7 @@ class Asked:
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
+    usage_in_chunks: bool = False
     priority: int = 0
     echo: bool = False
     top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
@@ -92,7 +93,7 @@ def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens of the request; a prompt with several texts counts once."""
     first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]]
     prompt = sum(stats.prompt_tokens for stats in first)
-    new = 0 if asked.is_only_scored else sum(choice.handle.stats.generated_tokens for choice in choices)
+    new = 0 if asked.is_only_scored else sum(choice.tokens for choice in choices)
     details = {"cached_tokens": sum(stats.cached_tokens for stats in first)}
     return {
         "prompt_tokens": prompt,
@@ -147,12 +148,15 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         params["guided_json"] = {} if schema is None else schema
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise RequestError("top_logprobs: needs logprobs=true", "top_logprobs")
-    tools, guide = choose_tools(body.get("tools") or [], body.get("tool_choice"))
+    one_call = body.get("parallel_tool_calls") is False
+    tools, guide = choose_tools(body.get("tools") or [], body.get("tool_choice"), one_call)
     if guide is not None:
         params["guided_json"] = guide
     if isinstance(params.get("guided_json"), dict):
         params["guided_json"] = {"x-guidance": COMPACT, **params["guided_json"]}
     ids = chat_ids(engine.model, body, chat_template, tools is not None)
+    if body.get("continue_final_message"):
+        params["echo"] = True  # it is cut off again, but not the space after it
     sampling = SamplingParams.of(**{**engine.config.sampling, **params})
     if sampling.max_tokens is None:
         params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
@@ -169,14 +173,20 @@ def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | N
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         if name in variables:
             raise RequestError(f"chat_template_kwargs: {name} is set by the server", "chat_template_kwargs")
-    return tokenizer.apply_chat_template(
-        [_plain_message(message) for message in body["messages"]],
-        body.get("add_generation_prompt") is not False,
-        tokenize=True,
-        tools=tools,
-        chat_template=chat_template,
-        variables=variables,
+    messages, begins = [_plain_message(message) for message in body["messages"]], body.get("add_generation_prompt")
+    last, name = messages[-1], "continue_final_message"
+    goes_on = bool(body.get(name))
+    if goes_on and (begins or last["role"] != "assistant" or not last["content"].strip()):
+        raise RequestError(f"{name}: expected a last message of the assistant, and add_generation_prompt=false", name)
+    text = tokenizer.apply_chat_template(
+        messages, not goes_on and begins is not False, tools=tools, chat_template=chat_template, variables=variables
     )
+    if goes_on:
+        content = next((form for form in (last["content"], last["content"].strip()) if form in text), None)
+        if content is None:
+            raise RequestError(f"{name}: the chat template changes the text of the last message", name)
+        text = text[: text.rindex(content) + len(content)]
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,11 +219,12 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         params["logprobs"] = top
     options = body.get("stream_options") or {}
     stream = bool(body.get("stream"))
-    if options and not stream:
+    if body.get("stream_options") is not None and not stream:
         raise RequestError("stream_options: needs stream=true", "stream_options")
     return params, {
         "stream": stream,
         "usage_in_stream": bool(options.get("include_usage")),
+        "usage_in_chunks": bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         "priority": body.get("priority") or 0,
     }
 
@@ -228,7 +239,12 @@ class Choice:
         self.asked, self.index, self.handle, self._tokenizer = asked, index, handle, model.tokenizer
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._tokens = model.vocabulary.tokens if asked.top is not None else []
-        self._decoder, self._offset, self._begun = self._tokenizer.stream_decoder(), 0, False
+        self._decoder, self._offset, self._chunks = self._tokenizer.stream_decoder(), 0, 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens: all of them, or in a stream those of the chunks so far."""
+        return self._chunks if self.asked.stream else self.handle.stats.generated_tokens
 
     def opening(self) -> dict[str, Any]:
         """The first chunk of a chat's stream: the role."""
@@ -240,10 +256,10 @@ class Choice:
         text, entries, finish = self._new_text(chunk.text), self._entries([chunk]), chunk.finish_reason
         calls: list[dict[str, Any]] = []
         if self.asked.tools is not None:
-            if not self._begun:
+            if not self._chunks:
                 self._reader = self.asked.tools.copy()
             text, calls = self._reader.push(text, finish)
-        self._begun = True
+        self._chunks += 1
         if not (text or calls or entries or finish or self.asked.top is not None):
             return None
         finish = "tool_calls" if calls else FINISH.get(finish or "", finish)
@@ -277,7 +293,7 @@ class Choice:
 
     def _new_text(self, text: str) -> str:
         """The text without what the engine echoes for the sake of spaces."""
-        if self.asked.is_chat or self._begun:
+        if "echo" not in self.asked.params or self._chunks:
             return "" if self.asked.is_only_scored else text
         new = "" if self.asked.is_only_scored else text[len(self.handle.echo) :]
         return self.handle.echo + new if self.asked.echo else new
@@ -287,7 +303,7 @@ class Choice:
         if self.asked.top is None:
             return []
         new: list[Entry] = [] if self.asked.is_only_scored else [_entry(chunk) for chunk in chunks]
-        if self._begun or self.asked.is_chat:
+        if self._chunks or self.asked.is_chat:
             return new
         if not self.asked.echo:
             for token in self._prompt_ids:

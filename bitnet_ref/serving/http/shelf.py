@@ -110,8 +110,11 @@ class ModelShelf:
             place.engine = await asyncio.to_thread(self._open, place.source)
         finally:
             place.is_loading = False
-        place.engine.metrics.model_name = place.name
-        place.nbytes = _weight_bytes(place.engine.model) + place.engine.cache.nbytes
+        engines = place.engine.engines
+        for engine in engines:
+            engine.metrics.labels["model_name"] = place.name
+        models = {id(engine.model): engine.model for engine in engines}.values()
+        place.nbytes = sum(map(_weight_bytes, models)) + sum(engine.cache.nbytes for engine in engines)
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
 
     def _held(self) -> int:

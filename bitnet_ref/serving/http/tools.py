@@ -21,14 +21,14 @@ _CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 class ToolReader:
     """Passes the text of a reply on, but holds back what may be a call of one of these tools."""
 
-    def __init__(self, names: Sequence[str], is_forced: bool) -> None:
-        """is_forced: the whole reply is one call."""
-        self.names, self._is_forced = names, is_forced
+    def __init__(self, names: Sequence[str], is_forced: bool, one_call: bool = False) -> None:
+        """is_forced: the whole reply is one call. one_call: of several calls the first is read."""
+        self.names, self._is_forced, self._one_call = names, is_forced, one_call
         self._held, self._is_object = "", is_forced
 
     def copy(self) -> ToolReader:
         """A reader for another reply."""
-        return ToolReader(self.names, self._is_forced)
+        return ToolReader(self.names, self._is_forced, self._one_call)
 
     def push(self, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]]]:
         """Add text.   -> the part that is certain, and after the last piece (finish) the calls"""
@@ -38,8 +38,10 @@ class ToolReader:
         mark = self._held.find(MARK)
         if finish is not None:
             before = "" if self._is_object else self._held if mark < 0 else self._held[:mark]
-            calls = self._read(self._held[len(before) :])
-            return (before.rstrip() if calls else self._held), calls
+            calls = self._read(self._held[len(before) :])[: 1 if self._one_call else None]
+            if calls or self._is_forced:  # a forced call that max_tokens cuts is no text
+                return before.rstrip(), calls
+            return self._held, []
         if self._is_object or not start:
             return "", []
         end = mark if mark >= 0 else len(self._held) - _partial(self._held)
@@ -68,7 +70,7 @@ def _partial(text: str) -> int:
 
 
 def choose_tools(
-    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, one_call: bool = False
 ) -> tuple[ToolReader | None, dict[str, Any] | None]:
     """A reader of calls, and the JSON schema of the reply if it has to be one. None, None without tools.
 
@@ -80,17 +82,32 @@ def choose_tools(
     if not functions or choice == "none":
         return None, None
     if choice in (None, "auto"):
-        return ToolReader(list(functions), False), None
+        return ToolReader(list(functions), False, one_call), None
     if isinstance(choice, Mapping):
         name = choice["function"]["name"]
         if name not in functions:
             raise RequestError(f"tool_choice: there is no tool {name!r}", "tool_choice")
         functions = {name: functions[name]}
-    definitions: dict[str, Any] = {}
-    forms = []
-    for name, function in functions.items():
-        arguments = dict(function.get("parameters") or {"type": "object"})
-        definitions |= arguments.pop("$defs", None) or {}
+    definitions, forms = [], []
+    for number, (name, function) in enumerate(functions.items()):
+        place = f"#/$defs/{number}"
+        definitions.append(_move(function.get("parameters") or {"type": "object"}, place))
         form = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        forms.append({**form, "properties": {"name": {"const": name}, "arguments": arguments}})
-    return ToolReader(list(functions), True), {"anyOf": forms, **({"$defs": definitions} if definitions else {})}
+        forms.append({**form, "properties": {"name": {"const": name}, "arguments": {"$ref": place}}})
+    return ToolReader(list(functions), True), {"anyOf": forms, "$defs": {str(n): d for n, d in enumerate(definitions)}}
+
+
+def _move(schema: Any, place: str) -> Any:
+    """A JSON schema that stands at this place of another one: its references to parts of itself begin with it.
+
+    >>> _move({"properties": {"x": {"$ref": "#/$defs/X"}}}, "#/$defs/0")
+    {'properties': {'x': {'$ref': '#/$defs/0/$defs/X'}}}
+    """
+    if isinstance(schema, list):
+        return [_move(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved, target = {key: _move(value, place) for key, value in schema.items()}, schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = place + target[1:]
+    return moved

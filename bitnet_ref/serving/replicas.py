@@ -1,0 +1,66 @@
+"""`Replicas`: several engines behind the face of one. On the processor they share a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from ..backends.loaded import LoadedModel
+from ..generation.generate import Prompt
+from ..generation.params import SamplingOptions
+from ..notebook.live import RequestProgress
+from .engine import Engine
+from .engine_config import EngineConfig
+from .tickets import RequestHandle
+
+
+class Replicas(Engine):
+    """Each request goes to the engine with the fewest unfinished ones. One that has stopped gets none.
+
+    `engines` has them all; `model`, `cache`, `metrics` and `timeline` are those of the first.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines, first = list(engines), engines[0]
+        self.config, self._worker = first.config, first._worker
+        self.metrics, self.timeline = first.metrics, first.timeline
+        for number, engine in enumerate(engines):
+            engine.metrics.labels["engine"] = str(number)
+            engine._numbers = first._numbers  # a number means one request
+
+    @property
+    def engines(self) -> list[Engine]:
+        return self._engines
+
+    def pick(self) -> Engine:
+        usable = [engine for engine in self._engines if not engine.closed] or self._engines
+        return min(usable, key=lambda engine: engine._worker.unfinished)
+
+    def _submit(self, *args: Any, **options: Any) -> RequestHandle:
+        return self.pick()._submit(*args, **options)
+
+    def streams(
+        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
+    ) -> list[RequestHandle]:
+        """As of one engine: the continuations of a prompt share its pages."""
+        return self.pick().streams(prompt, priority=priority, timeout_s=timeout_s, **params)
+
+    @property
+    def requests(self) -> list[RequestProgress]:
+        every = [request for engine in self._engines for request in engine.requests]
+        return sorted(every, key=lambda request: request.request_id)
+
+    @property
+    def closed(self) -> bool:
+        return all(engine.closed for engine in self._engines)
+
+    def close(self, drain: bool = False) -> None:
+        for engine in self._engines:
+            engine.close(drain)
+
+
+def start_engines(model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> Engine:
+    """An engine on the model, or `replicas` of them."""
+    engine = Engine(model, config, **settings)
+    others = [Engine(model, engine.config) for _ in range(1, engine.config.replicas)]
+    return Replicas([engine, *others]) if others else engine

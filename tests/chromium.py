@@ -1,0 +1,176 @@
+"""Headless Chromium over its DevTools protocol, by a pipe: nothing but Chromium itself has to be installed."""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--mute-audio")
+QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage")
+KEYS = {
+    "Enter": 13,
+    "Escape": 27,
+    "Tab": 9,
+    "End": 35,
+    "Home": 36,
+    **{f"Arrow{n}": 37 + i for i, n in enumerate(("Left", "Up", "Right", "Down"))},
+}
+
+
+class Chromium:
+    """One browser; each `page` has storage of its own."""
+
+    def __enter__(self):
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        theirs, ours = zip(os.pipe(), reversed(os.pipe()), strict=True)  # what Chromium reads and writes
+        high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in theirs]
+        command = [
+            CHROMIUM,
+            *FLAGS,
+            *QUIET,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self.folder.name}",
+            "about:blank",
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(3, 4),
+            start_new_session=True,
+            preexec_fn=lambda: [os.dup2(end, number) for end, number in zip(high, (3, 4), strict=True)],
+        )
+        for end in (*theirs, *high):
+            os.close(end)
+        self.writer, self.reader = ours
+        self.number, self.rest, self.pages = 0, b"", {}
+        return self
+
+    def __exit__(self, *_):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.writer)
+        os.close(self.reader)
+        self.folder.cleanup()
+
+    def call(self, method, session=None, **params):
+        """The result of a command of the protocol. Meanwhile the events of pages are noted."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        os.write(self.writer, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + 30
+        while True:
+            while b"\0" in self.rest:
+                data, _, self.rest = self.rest.partition(b"\0")
+                answer = json.loads(data)
+                if answer.get("id") == self.number:
+                    assert "error" not in answer, (method, answer["error"])
+                    return answer["result"]
+                if (page := self.pages.get(answer.get("sessionId"))) is not None:
+                    page.note(answer["method"], answer["params"])
+            assert select.select([self.reader], [], [], max(0.0, end - time.monotonic()))[0], f"{method}: no answer"
+            data = os.read(self.reader, 1 << 20)
+            assert data, "Chromium ended"
+            self.rest += data
+
+    def page(self, url, width=1200, height=900, dark=False):
+        return Page(self, url, width, height, dark)
+
+
+class Page:
+    """A tab. `problems`: errors in its console, exceptions, and violations of its Content-Security-Policy."""
+
+    def __init__(self, browser, url, width, height, dark):
+        self.browser, self.problems, self.requested = browser, [], []
+        context = browser.call("Target.createBrowserContext")["browserContextId"]
+        target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        self.session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        browser.pages[self.session] = self
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.look(width, height, dark)
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete'")
+
+    def call(self, method, **params):
+        return self.browser.call(method, self.session, **params)
+
+    def look(self, width, height=900, dark=False):
+        phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
+
+    def note(self, method, params):
+        if method == "Runtime.exceptionThrown":
+            self.problems.append(
+                params["exceptionDetails"].get("exception", params["exceptionDetails"]).get("description")
+            )
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif method == "Network.requestWillBeSent":
+            self.requested.append(params["request"]["url"])
+
+    def run(self, script):
+        """The value of an expression, awaited."""
+        result = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
+        )
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def until(self, script, timeout_s=20.0):
+        end = time.monotonic() + timeout_s
+        while not (value := self.run(script)):
+            assert time.monotonic() < end, (
+                f"{script}: not within {timeout_s} s; the page says: {self.run('document.body.innerText')}"
+            )
+            time.sleep(0.02)
+        return value
+
+    def text(self, selector):
+        return self.run(f"document.querySelector({json.dumps(selector)}).innerText")
+
+    def click(self, selector, index=0):
+        """A real click on the middle of an element; it fails if something else is there."""
+        script = """(() => {
+            const element = document.querySelectorAll(%s)[%d];
+            element.scrollIntoView({block: "center"});
+            const box = element.getClientRects()[0], x = box.left + box.width / 2, y = box.top + box.height / 2;
+            const top = document.elementFromPoint(x, y);
+            return element === top || element.contains(top) ? [x, y] : null;
+        })()"""
+        place = self.run(script % (json.dumps(selector), index))
+        assert place, f"{selector} is hidden"
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+
+    def type(self, text):
+        self.call("Input.insertText", text=text)
+
+    def press(self, key):
+        for kind in ("rawKeyDown", "char", "keyUp"):
+            if kind != "char" or key == "Enter":
+                text = {"text": "\r"} if key == "Enter" else {}
+                self.call(
+                    "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **text
+                )
+
+    def screenshot(self, path, whole=False):
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        path.write_bytes(base64.b64decode(data))

@@ -1,0 +1,447 @@
+"""The page of the server, in headless Chromium, and the state of an engine that it shows."""
+
+import json
+import re
+import socket
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chromium import CHROMIUM, Chromium
+from cli_runs import BACKEND, FAST, process
+from engine_checks import check, until
+from helpers import chat_folder, model
+from server_runs import RunningServer, ServerLimits
+
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http import page as page_module
+from bitnet_ref.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS
+
+STORY, PROMPT, SECRET = (
+    ASSETS / "storyteller",
+    "Once upon a time",
+    "The old man said that he had seen the king of the sea",
+)
+GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    sources = {"storyteller": STORY, "talker": chat_folder(tmp_path_factory.mktemp("page"))}
+    with RunningServer(sources, settings={"cache_tokens": 2048}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(server, browser):
+    """Opens a page, and checks at the end that it asked only the server, and that nothing went wrong in it."""
+    pages = []
+
+    def open_it(url=None, problems=(), **options):
+        page = browser.page(f"{url or server.url}/", **options)
+        pages.append((page, url or server.url, problems))
+        return page
+
+    yield open_it
+    for page, url, problems in pages:
+        page.run("1")  # takes in the last events
+        assert all(each.startswith((f"{url}/", "data:image/svg")) for each in page.requested), page.requested
+        assert [text for text in page.problems if not any(each in text for each in problems)] == []
+
+
+def slowly(ids, logits, generator):
+    time.sleep(0.02)
+    return int(np.argmax(logits))
+
+
+# -- the document and the engine's state -------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_document_that_runs_nothing_else():
+    with RunningServer({"storyteller": STORY}, api_keys=("one",)) as server:
+        status, headers, text = server.get("/")
+        assert (status, headers.get_content_type()) == (200, "text/html")
+        policy = headers["content-security-policy"]
+        assert "unsafe" not in policy
+        assert policy.startswith("default-src 'none'; style-src 'sha256-")
+        assert (policy.count("sha256-"), text.count("<style>"), text.count("<script>")) == (4, 1, 3)
+        assert not any(word in text for word in ("{{", "innerHTML", "http-equiv", "src=", "eval("))
+        assert [each for each in text.split('"') if each.startswith("http")] == ["http://www.w3.org/2000/svg"] * 2
+        assert len(text) < 64_000
+        for path in ("/engine", "/metrics", "/v1/models"):
+            assert server.get(path)[0] == 401
+        assert server.get("/engine", authorization="Bearer one")[2]["loaded"] is True
+
+
+def test_the_state_of_an_engine(server):
+    engine = server.engines["storyteller"]
+    before = server.get("/engine?model=storyteller")[2]["metrics"]["engine_steps"]
+    engine.generate(SECRET, max_tokens=3)
+    handles = [engine.submit(SECRET, strategy=slowly, max_tokens=100, priority=n, ignore_eos=True) for n in range(3)]
+    until(lambda: all(handle.stats.generated_tokens > 2 for handle in handles))
+    state = server.get(f"/engine?model=storyteller&after={before}")[2]
+    text = json.dumps(state)
+    words = [word for handle in handles for word in SECRET.split() + handle._ticket.rows[0].chunks[0].text.split()]
+    assert not any(word in text for word in words if len(word) > 3)
+    alive, ended = state["requests"][:3], state["requests"][3]
+    assert [each["request_id"] for each in alive] == [handle.request_id for handle in handles]
+    assert (ended["state"], ended["pages"], ended["generated_tokens"]) == ("length", [], 3)
+    assert ended["arrival_s"] <= ended["start_s"] <= ended["first_token_s"] <= ended["end_s"] <= state["now_s"]
+    for each in alive:
+        assert (each["state"], each["end_s"], each["priority"]) == (
+            "running",
+            None,
+            each["request_id"] - alive[0]["request_id"],
+        )
+        assert each["cached_tokens"] > 0
+        assert len(each["pages"][0]) >= each["prompt_tokens"] // 4
+    first = alive[0]["pages"][0][0]
+    assert first == alive[1]["pages"][0][0]
+    assert state["pages"]["holders"][first] == 3
+    assert (state["pages"]["size"], state["pages"]["total"]) == (4, engine.cache.pages)
+    numbers = [step["number"] for step in state["steps"]]
+    assert numbers[0] == before + 1
+    assert all(b - a == 1 for a, b in pairwise(numbers))
+    kinds = {part[2] for step in state["steps"] for part in step["parts"]}
+    assert kinds == {"prefill", "decode"}
+    assert server.get(f"/engine?model=storyteller&after={10**17}")[2]["steps"] == []
+    for handle in handles:
+        handle.close()
+    until(lambda: not engine.requests)
+    state = server.get("/engine?model=storyteller")[2]
+    assert [each["state"] for each in state["requests"][:3]] == ["abort"] * 3
+    assert (len(state["steps"]) <= page_module.MAX_STEPS, state["limits"]["max_batch"]) == (True, 8)
+    for path, message in (
+        ("after=-1", "after: expected"),
+        (f"after={'9' * 5000}", "after: expected"),
+        ("", "model: is missing"),
+    ):
+        status, _, answer = server.get(f"/engine?{path}{'&model=storyteller' * bool(path)}")
+        assert (status, message in answer["error"]["message"]) == (400, True)
+    check(engine)
+
+
+def test_looking_at_an_engine_does_not_load_it(server):
+    with RunningServer({"a": STORY, "b": STORY}, budget=200_000_000, idle_s=0.05) as other:
+        until(lambda: all(place.engine is None for place in other.shelf.places.values()))
+        assert other.get("/engine?model=a")[2] == {"model": "a", "loaded": False}
+        assert other.shelf.places["a"].engine is None
+
+
+def test_every_metric_of_the_dashboard_exists(server):
+    prometheus = pytest.importorskip("prometheus_client.parser")
+    families = prometheus.text_string_to_metric_families(server.get("/metrics")[2])
+    exported = {sample.name for family in families for sample in family.samples}
+    dashboard = json.loads(GRAFANA.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    named = {name for query in queries for name in re.findall(r"[a-z_]+:?[a-z_0-9]*_[a-z_0-9]+", query)}
+    named -= {"histogram_quantile", "model_name", "finished_reason", "__rate_interval"}
+    assert {name for name in named if name.startswith(("bitnet_ref:", "process_"))} == named
+    assert named <= exported
+    shown = {name.removeprefix("bitnet_ref:") for name in named}
+    missing = {name for name in (*COUNTERS, *GAUGES, *HISTOGRAMS) if not any(each.startswith(name) for each in shown)}
+    assert missing == set(), "metrics that no panel shows"
+    assert "bitnet_ref:request_success_total" in named
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+def settings(page, **values):
+    for name, value in values.items():
+        page.run(f"$({json.dumps(name)}).value = {json.dumps(str(value))}")
+
+
+def choose_model(page, name):
+    page.run(f"$('model').value = {json.dumps(name)}; $('model').onchange()")
+    page.until(f"model.id === {json.dumps(name)}")
+
+
+@needs_chromium
+def test_completion_and_what_a_token_might_have_been(open_page):
+    page = open_page()
+    page.until("model !== null")
+    settings(page, temperature=0, max_tokens=12)
+    page.click("#complete")
+    page.until("!completing && tokens.length === 12")
+    story = model(STORY, BACKEND, threads=1)
+    out = story.generate(PROMPT, max_tokens=12, logprobs=10, echo=True)
+    assert page.text("#tokens").split() == out.text.split()
+    assert "12 tokens · " in page.text("#complete-facts")
+    page.click(".token", 3)
+    assert page.run("document.querySelectorAll('.token[aria-pressed=true]').length") == 1
+    shown = [
+        text.replace("␣", " ")
+        for text in page.run("[...document.querySelectorAll('#bars b')].map((b) => b.textContent)")
+    ]
+    tokens = story.vocabulary.tokens
+    assert shown[:10] == [tokens[token].decode() for token in out.top_logprobs[3]]
+    shares = page.run("[...document.querySelectorAll('#bars .choice')].map((row) => row.lastChild.textContent)")
+    assert shares[0] == f"{np.exp(out.logprobs[3]):.1%}"
+    widths = page.run("[...document.querySelectorAll('#bars .fill')].map((fill) => fill.getBoundingClientRect().width)")
+    assert widths[0] == max(widths)
+    assert widths[:10] == sorted(widths[:10], reverse=True)
+    page.press("ArrowRight")  # the keyboard goes on from where the pointer was
+    assert page.run("tokens.indexOf(chosen)") == 4
+    page.press("ArrowLeft")
+    page.click("#bars button", 0)  # the second likeliest instead
+    page.until("!completing && tokens.length === 12")
+    prompt = PROMPT + "".join(tokens[token].decode() for token in out.token_ids[:3]) + shown[1]
+    assert page.run("$('prompt').value") == prompt
+    other = story.generate(prompt, max_tokens=12, echo=True).text
+    assert page.text("#tokens").split() == other.split()
+    page.run("$('echo').checked = true")
+    page.click("#complete")
+    page.until("!completing && tokens.length > 12")
+    assert page.text("#tokens").removeprefix("<s>").split() == other.split()
+    page.click(".token", 0)
+    assert "nothing predicted it" in page.text("#bars-title")
+    page.run("$('prompt').value = '\U0001f407 Alice \U0001f3a9 said'")  # letters of two units in JavaScript
+    page.click("#complete")
+    page.until("!completing && tokens.length > 12")
+    text, last = page.run("[result.text, [tokens.at(-1).text, tokens.at(-1).offset]]")
+    assert text[last[1] :] == last[0]
+    page.click(".token", page.run("tokens.length - 12"))  # the first that the model wrote
+    page.click("#bars button", 0)
+    page.until("!completing && tokens.length > 12")
+    assert page.run("$('prompt').value").startswith("\U0001f407 Alice \U0001f3a9 said")
+
+
+@needs_chromium
+def test_chats_stop_and_go_on(server, open_page):
+    page = open_page(problems=("400",))
+    page.until("model !== null")
+    page.click("#tab-chat")
+    assert "has no chat template" in page.text("#chat")
+    choose_model(page, "talker")
+    settings(page, temperature=0, max_tokens=9)
+    page.click("#chat-text")
+    page.type("Hello")
+    page.press("Enter")
+    page.until("!chatting && messages.length === 2")
+    story = model(server.shelf.places["talker"].source, BACKEND, threads=1)
+    talk = [{"role": "user", "content": "Hello"}]
+    expected = story.generate(story.tokenizer.apply_chat_template(talk, tokenize=True), max_tokens=9).text
+    assert page.run("document.querySelector('.message.assistant .text').textContent") == expected
+    settings(page, max_tokens=200)
+    engine = server.engines["talker"]
+    aborts = engine.metrics.finished["abort"]
+    blocker = engine.submit("Alice", strategy=slowly, max_tokens=250, ignore_eos=True)  # steps take 20 ms
+    page.type("<img src=x onerror=alert(1)>")
+    page.press("Enter")
+    page.until("messages.length === 3 && document.querySelectorAll('.assistant .text')[1].textContent.length > 20")
+    page.click("#chat-stop")
+    page.until("!chatting")
+    until(lambda: engine.metrics.finished["abort"] == aborts + 1)
+    blocker.close()
+    reply = page.run("messages[3].content")
+    assert 20 < len(reply) < 600
+    assert page.run("document.querySelector('.message img')") is None
+    settings(page, max_tokens=255)
+    page.click("#chat-again")
+    page.until("!chatting")
+    assert "context is 256" in page.text(".problem")  # and the message is back, to be changed
+    assert page.run("[messages.length, $('chat-text').value]") == [2, "<img src=x onerror=alert(1)>"]
+    page.click("#chat-clear")
+    assert page.run("messages.length + $('messages').children.length") == 0
+    with RunningServer({"talker": server.shelf.places["talker"].source}) as chats:
+        page = open_page(chats.url)
+        page.until("model !== null")
+        assert page.run("[view, location.hash]") == ["chat", "#chat"]
+
+
+@needs_chromium
+def test_the_engine_live(server, open_page):
+    page = open_page()
+    page.until("model !== null")
+    page.click("#tab-engine")
+    engine = server.engines["storyteller"]
+    handles = [engine.submit(SECRET, strategy=slowly, max_tokens=100, ignore_eos=True) for _ in range(3)]
+    ids = [handle.request_id for handle in handles]
+    page.until("requests.filter((each) => each.state === 'running').length === 3")
+    page.until("steps.at(-1)?.parts.map(([, , kind]) => kind).join() === 'decode,decode,decode'")
+    assert [page.text(f"#requests li:nth-child({n}) .state") for n in (1, 2, 3)] == ["running"] * 3
+    assert "3 unfinished" in page.text("#requests-facts")
+    page.click("#requests button", 0)
+    page.until("document.querySelector('.story li:last-child').innerText.includes('pages held')")
+    assert "submitted" in page.text(".story")
+    page.run("$('pages').focus()")
+    page.run(f"pageAt = requests.find((each) => each.request_id === {ids[0]}).pages[0][0] - 1")
+    page.press("ArrowRight")
+    names = ", ".join(f"#{number}" for number in ids)
+    assert f"shared by 3 texts of {names}, tokens 0 to 3." in page.text("#pages-detail")
+    colours = page.run(
+        "new Set($('pages').getContext('2d').getImageData(0, 0, $('pages').width, $('pages').height).data).size"
+    )
+    assert colours > 5
+    page.run("$('steps').focus()")
+    page.press("End")
+    assert f"#{ids[2]} decode" in page.text("#steps-detail")
+    page.press("Escape")
+    assert "Point at a step" in page.text("#steps-detail")
+    page.click("#pause")
+    for handle in handles:
+        handle.close()
+    page.click("#pause")
+    page.until("requests.every((each) => each.end_s !== null)")
+    assert page.text("#requests .state") == "cancelled"
+    assert SECRET.split()[3] not in page.text("body")
+    check(engine)
+
+
+@needs_chromium
+def test_a_key_and_a_server_that_is_busy_loads_or_is_gone(open_page):
+    problems = ("401", "429", "503", "ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
+    with RunningServer({"storyteller": STORY}, ServerLimits(max_streams=1), api_keys=("one",)) as server:
+        server.shelf.is_ready = False
+        page = open_page(server.url, problems, width=360, height=740)
+        page.until("$('banner').textContent.includes('is loading')")
+        server.shelf.is_ready = True
+        page.until("$('key-dialog').open")
+        assert page.run("document.activeElement.id") == "key"
+        page.type("two")
+        page.press("Enter")
+        page.until("$('key-problem').textContent.includes('does not accept')")
+        page.type("one")
+        page.press("Enter")
+        page.until("model !== null && !$('key-dialog').open")
+        assert page.run("[sessionStorage.getItem(KEY), localStorage.length, document.cookie]") == ["one", 0, ""]
+        body = {"prompt": "Alice", "max_tokens": 250, "stream": True, "ignore_eos": True, "logprobs": 20}
+        with socket.create_connection(("127.0.0.1", server.port)) as reader:  # one that does not read
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            data = json.dumps(body).encode()
+            head = (
+                f"host: x\r\nauthorization: Bearer one\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+            )
+            reader.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
+            until(lambda: server.engines["storyteller"].requests)
+            page.click("#complete")
+            page.until("!completing")
+            assert page.text("#complete-facts").startswith("The server is full: ")
+            assert page.text("#complete-facts").endswith("Try again in 1 s.")
+    page.click("#complete")
+    page.until("!completing")
+    assert page.text("#complete-facts") == "The server does not answer."
+    assert page.text("#banner") == "The server does not answer. Trying again."
+
+
+# Text with too little contrast to its background: the WCAG asks for 4.5, and for 3 where it is large.
+CONTRAST = """(() => {
+    const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+    const pen = canvas.getContext("2d", {willReadFrequently: true});
+    const fill = (colour) => {
+        pen.fillStyle = colour;
+        pen.fillRect(0, 0, 1, 1);
+        return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (v) => v <= 10 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4;
+    const light = (rgb) => rgb.reduce((sum, v, i) => sum + linear(v) * [.2126, .7152, .0722][i], 0);
+    const poor = [];
+    for (const element of document.querySelectorAll("body *")) {
+        const words = [...element.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
+        if (!words.length || !element.checkVisibility() || element.closest("select, .sr, script, canvas")) continue;
+        const line = [];
+        for (let at = element; at; at = at.parentElement) line.unshift(at);
+        let back;
+        for (const at of line) back = fill(getComputedStyle(at).backgroundColor);
+        const style = getComputedStyle(element);
+        const [a, b] = [light(back), light(fill(style.color))].sort((x, y) => y - x);
+        const ratio = (a + .05) / (b + .05);
+        if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5)) poor.push([element.textContent.slice(0, 30), ratio]);
+    }
+    return poor;
+})()"""
+WIDE = """[...document.querySelectorAll("*")]
+    .filter((each) => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 1)
+    .map((each) => each.outerHTML.slice(0, 80))"""
+NAMED = ("button", "textbox", "spinbutton", "checkbox", "combobox", "tab", "image", "dialog", "tabpanel")
+
+
+def inspect_views(page, server):
+    """No view is wider than the screen, all text can be read, and all controls have names."""
+    page.until("model !== null")
+    settings(page, temperature=1, max_tokens=30, seed=3)
+    for view in ("completion", "chat", "engine"):
+        page.click(f"#tab-{view}")
+        if view == "completion":
+            page.click("#complete")
+            page.until("!completing && tokens.length")
+            page.click(".token", 2)
+        elif view == "chat":
+            choose_model(page, "talker")
+            page.click("#chat-text")
+            page.type("Hello, how are you? " * 3 + "a" * 70)
+            page.press("Enter")
+            page.until("!chatting && messages.length === 2")
+        else:
+            page.until("steps.length > 5 && requests.length")
+            page.click("#requests button")
+            page.run("$('steps').focus()")
+            page.press("End")
+        assert page.run(WIDE) == [], view
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.run(CONTRAST) == [], view
+        nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+        controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in NAMED]
+        assert len(controls) > 5
+        assert [node for node in controls if not node.get("name", {}).get("value")] == [], view
+
+
+@needs_chromium
+def test_a_phone(server, open_page, tmp_path):
+    page = open_page(width=360, height=740, dark=True)
+    inspect_views(page, server)
+    small = page.run("[...document.querySelectorAll('.tabs button')].map((b) => b.getBoundingClientRect().height)")
+    assert min(small) >= 44  # for fingers
+    page.screenshot(tmp_path / "phone.png")
+    Image = pytest.importorskip("PIL.Image")
+    with Image.open(tmp_path / "phone.png") as image:
+        assert image.size == (720, 1480)
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_comes_back(browser):
+    def start(port):
+        command = process("serve", "--port", port, "--json", *FAST, stdout=-1, text=True, module="bitnet_ref")
+        return command, json.loads(command.stdout.readline())["url"]
+
+    command, url = start(0)
+    try:
+        page = browser.page(f"{url}/")
+        page.until("model !== null")
+        settings(page, max_tokens=250)
+        page.run("$('prompt').value = 'Alice'")
+        page.click("#complete")
+        page.until("tokens.length > 2 && tokens.length < 200")
+        command.kill()
+        page.until("!completing")
+        assert page.text("#complete-facts") == "The connection ended before the text did."
+        page.until("$('banner').textContent === 'The server does not answer. Trying again.'")
+        command.communicate()
+        command, _ = start(url.rpartition(":")[2])
+        page.until("$('banner').hidden")
+        page.click("#complete")
+        page.until("!completing")
+        assert "tokens/s" in page.text("#complete-facts")
+    finally:
+        command.kill()
+        command.communicate()
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 480, 899, 900, 1920])
+def test_screens(server, open_page, width, dark):
+    inspect_views(open_page(width=width, dark=dark), server)

@@ -1,0 +1,131 @@
+"""Several engines behind one face, and beams beside other requests."""
+
+import asyncio
+import time
+
+import pytest
+from cli_runs import BACKEND
+from engine_checks import PROMPTS, check, gist, until
+from helpers import GOLDEN, chat_folder, model
+from server_runs import RunningServer
+
+import bitnet_ref
+from bitnet_ref.errors import ConfigError, EngineClosed, GenerationError
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving import EngineConfig, Replicas, start_engines
+
+PARAMS = [{}, {"temperature": 0.9, "seed": 3, "n": 2}, {"num_beams": 3}, {"num_beams": 3, "n": 2, "logprobs": 2}]
+
+
+@pytest.fixture(scope="module")
+def story():
+    return model(ASSETS / "storyteller", BACKEND, threads=1)
+
+
+def gists(outs):
+    return [gist(out) for out in (outs if isinstance(outs, list) else [outs])]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_requests_and_beams_give_what_each_gives_alone(story, replicas):
+    with story.engine(max_batch=3, max_batch_tokens=10, page_size=4, replicas=replicas) as engine:
+        streams = [engine.submit(prompt, max_tokens=12) for prompt in PROMPTS]
+        for params in PARAMS:
+            outs = engine.generate(PROMPTS[:2], max_tokens=7, **params)
+            alone = story.generate(PROMPTS[:2], max_tokens=7, **params)
+            assert [gists(out) for out in outs] == [gists(out) for out in alone], params
+        for handle, prompt in zip(streams, PROMPTS, strict=True):
+            assert gist(handle.result()) == gist(story.generate(prompt, max_tokens=12))
+        rules = {"num_beams": 2, "repetition_penalty": 1.4, "bad_words": ["was"], "length_penalty": 0.5}
+        (one,) = asyncio.run(engine.agenerate([PROMPTS[0]], max_tokens=9, **rules))
+        assert gist(one) == gist(story.generate(PROMPTS[0], max_tokens=9, **rules))
+        used = [each.metrics.snapshot()["engine_steps"] for each in engine.engines]
+        assert len(used) == replicas
+        assert all(used)
+    for each in engine.engines:
+        check(each)
+        assert each.model is story  # one set of weights
+
+
+def test_beams_compute_the_prompt_once(story):
+    prompt = "Once upon a time there was a little girl who lived in a wood"
+    with story.engine(max_batch=4, page_size=1) as engine:
+        engine.generate(prompt, num_beams=3, max_tokens=6)
+        computed = sum(part.tokens for step in engine.timeline for part in step.parts)
+    assert computed <= len(story.tokenizer.encode(prompt)) + 3 * 6 * 2
+
+
+def test_beams_obey_the_engines_limits(story):
+    with story.engine(max_batch=2, max_queue=4) as engine:
+        for params, message in (
+            ({"num_beams": 3}, "num_beams: expected at most 2"),
+            ({"num_beams": 2, "temperature": 1.0}, "beam search compares"),
+            ({"num_beams": 2, "max_tokens": 1000}, "context is 256"),
+            ({"num_beams": 2, "timeout_s": 0}, "timeout_s: expected"),
+            ({"num_beams": 2, "timeout_s": "1"}, "timeout_s: expected"),
+        ):
+            with pytest.raises(GenerationError, match=message):
+                engine.generate("Alice", **params)
+        with pytest.raises(GenerationError, match="use the engine's generate"):
+            engine.submit("Alice", num_beams=2)
+        with pytest.raises(GenerationError, match="was not finished within"):
+            engine.generate("Alice", num_beams=2, max_tokens=200, timeout_s=0.02)
+        until(lambda: not engine.requests)
+    check(engine)
+
+
+def test_the_least_busy_engine_takes_the_next_request(story):
+    def sleepy(ids, logits, generator):
+        time.sleep(0.02)
+        return 5
+
+    with story.engine(replicas=2, max_batch=4) as engine:
+        first, second = engine.engines
+        slow = [engine.submit("Alice", strategy=sleepy, max_tokens=200) for _ in range(3)]
+        assert [len(each.requests) for each in engine.engines] == [2, 1]
+        assert [request.request_id for request in engine.requests] == [0, 1, 2]
+        texts = engine.streams("Alice", n=2, temperature=1.0, max_tokens=200, strategy=sleepy)
+        assert [len(each.requests) for each in engine.engines] == [2, 3]  # those of one prompt stay together
+        for handle in (*slow, *texts):
+            handle.close()
+        until(lambda: not engine.requests)
+        first.close()
+        assert not engine.closed
+        assert engine.generate("Alice", max_tokens=2).token_ids  # the other goes on
+        assert "closed" not in repr(engine)
+        second.close()
+        assert engine.closed
+        with pytest.raises(EngineClosed):
+            engine.generate("Alice", max_tokens=2)
+
+
+def test_replicas_by_their_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    tiny, config = GOLDEN / "bitnet-packed-offline", EngineConfig(replicas=2, backend=BACKEND, cache_tokens=64)
+    with bitnet_ref.load_engine(tiny, config) as engine:
+        assert isinstance(engine, Replicas)
+        assert engine.model.backend.threads == 2
+        assert engine.generate([5, 6], max_tokens=3).token_ids
+    with bitnet_ref.load_engine(tiny, config, threads=1) as engine:
+        assert engine.model.backend.threads == 1
+    with pytest.raises(ConfigError, match="replicas"):
+        EngineConfig(replicas=0)
+    chat = bitnet_ref.load(chat_folder(tmp_path), backend=BACKEND, threads=1)
+    with start_engines(chat, EngineConfig(replicas=2)) as engine:
+        messages = [{"role": "user", "content": "Hi"}]
+        whole = "".join(chunk.text for chunk in engine.chat(messages, max_tokens=5))
+        other = engine.chat(messages, max_tokens=5, chat_template="{{ messages[0].content }}")
+        assert whole
+        assert other.result().prompt_token_ids != engine.chat(messages, max_tokens=5).result().prompt_token_ids
+
+
+def test_a_server_counts_its_replicas_apart():
+    with RunningServer({"storyteller": ASSETS / "storyteller"}, settings={"replicas": 2}) as server:
+        for _ in range(3):
+            assert server.post("/v1/completions", {"prompt": "Alice", "max_tokens": 2, "n": 2})[0] == 200
+        _, _, page = server.get("/metrics")
+        for number in (0, 1):
+            assert f'bitnet_ref:num_requests_running{{engine="{number}",model_name="storyteller"}} 0.0' in page
+        place = server.shelf.places["storyteller"]
+        assert place.nbytes > 2 * place.engine.cache.nbytes
+    assert all(engine.closed for engine in place.engine.engines)

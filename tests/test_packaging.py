@@ -1,0 +1,22 @@
+"""What other packagers are told agrees with pyproject.toml: the version, and what is needed to run."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RECIPE = (ROOT / "scripts" / "conda" / "recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["scripts/conda/recipe.yaml", "CITATION.cff"])
+def test_version(name):
+    assert re.findall(r"^ *version: ([\d.]+)$", (ROOT / name).read_text(), re.MULTILINE) == [PROJECT["version"]]
+
+
+def test_conda_requires_what_pip_does():
+    run = RECIPE.split("\n  run:\n")[1].split("\ntests:")[0]
+    needed = [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]]
+    assert [line.removeprefix("- ").replace(" ", "") for line in map(str.strip, run.splitlines())] == needed
