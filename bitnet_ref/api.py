@@ -235,11 +235,11 @@ class Model(LoadedModel):
         return ChatSession(self, system, **params)
 
     def embed(
-        self, texts: Prompts, *, prompt: str = "", quantize: str | None = None, ranges: NDArray | None = None
+        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None = None, ranges: NDArray | None = None
     ) -> NDArray:
         """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
 
-        prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's.
+        prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's. None: the model's default.
         quantize: "int8", "uint8", "binary" or "ubinary", with `ranges` (2, D) of each dimension; None: float32.
         """
         vectors = embed(self, texts, prompt)

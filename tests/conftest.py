@@ -97,7 +97,14 @@ QUICK = (
     "test_trace.py",
     "test_engine_config",
 )
-LONG = ("storyteller", "number_of_threads", "joining_late", "rows_in_any_order", "loaded_with_a_cache_dtype")
+LONG = (
+    "storyteller",
+    "contract/test_families",
+    "number_of_threads",
+    "joining_late",
+    "rows_in_any_order",
+    "loaded_with_a_cache_dtype",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

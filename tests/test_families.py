@@ -101,9 +101,14 @@ def test_a_native_file_is_the_same_model(case, tmp_path):
 WRITTEN = ("hf-bf16", "hf-packed", "hf-unpacked", "gguf-f32", "gguf-i2_s", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0")
 
 
+def written() -> list:
+    """Every family in every format; the suite has a third of them, the rest is slow."""
+    pairs = [(i + j, case, target) for i, case in enumerate(CASES) for j, target in enumerate(WRITTEN)]
+    return [pytest.param(case, target, marks=pytest.mark.slow if n % 3 else ()) for n, case, target in pairs]
+
+
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
-@pytest.mark.parametrize("target", WRITTEN)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "target"), written())
 def test_written_files_are_the_same_model(case, target, tmp_path):
     """Through the file, and from it through another format, back to a native one: equal logits."""
     m, expected = case_of(case)

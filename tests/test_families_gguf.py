@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import DATA, rng
+from helpers import DATA, TINY, rng, write_checkpoint
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -189,6 +189,36 @@ def test_a_bad_basis_in_a_native_file(tensor, tmp_path):
     save_file(arrays | {f"embedding.{tensor}": bad[tensor]}, path, metadata)
     with pytest.raises(FormatError, match=f"embedding.{tensor}"):
         bitnet_ref.load(path, backend="numpy")
+
+
+def test_the_factors_of_longrope(tmp_path):
+    """As llama.cpp's converter writes them for MiniCPM: two tensors, and no key but the type."""
+    factors = {"long_factor": [1.0, 4.0], "short_factor": [1.0, 1.25]}
+    scaling = {"rope_type": "longrope", **factors, "original_max_position_embeddings": 8, "factor": 8.0}
+    config = {**TINY, "model_type": "minicpm", "tie_word_embeddings": True, "rope_scaling": scaling}
+    config |= {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 4, "max_position_embeddings": 64}
+    folder, tokens = write_checkpoint(tmp_path / "m", config), rng(8).integers(0, 40, 20)
+    m = bitnet_ref.load(folder, backend="numpy")
+    assert m.config.rope.attention_factor == pytest.approx(2**0.5)
+    path = tmp_path / "x.gguf"
+    assert convert(folder, path, "gguf-f32").holds
+    again = bitnet_ref.load(path, backend="numpy")
+    np.testing.assert_allclose(again.logits(tokens), m.logits(tokens), rtol=0, atol=1e-5)
+    bare = tmp_path / "bare.gguf"
+    with GgufFile(path) as file:
+        tensors = [
+            TensorToWrite(t.name, t.shape, t.type.name, lambda n=t.name: file.read_raw(n), t.nbytes)
+            for t in file.tensors.values()
+        ]
+        keys = {key: value for key, value in file.typed.items() if "rope.scaling" not in key or key.endswith("type")}
+        write_gguf(bare, keys, tensors)
+        short = [tensor for tensor in tensors if "factors_long" not in tensor.name]
+        write_gguf(tmp_path / "short.gguf", file.typed, short)
+    rope = bitnet_ref.load(bare, backend="numpy").config.rope
+    assert (rope.original_max_position_embeddings, rope.attention_factor, rope.long_factors) == (64, 1.0, (1.0, 4.0))
+    with pytest.raises(FormatError, match="missing") as caught:
+        bitnet_ref.load(tmp_path / "short.gguf", backend="numpy")
+    assert caught.value.field == "rope_factors_long.weight"
 
 
 # -- Qwen3.5 -----------------------------------------------------------------------------------------------------------

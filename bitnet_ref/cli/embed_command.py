@@ -31,7 +31,7 @@ BATCH = 32  # texts between two reports of progress
 @click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line.")
 @click.option("--out", type=OUTPUT_FILE, help="Write the vectors there: .npy, or .jsonl with the texts.")
 @click.option("--instruct", metavar="TASK", help='Put "Instruct: TASK\\nQuery:" before each text (queries, Qwen3).')
-@click.option("--prompt", metavar="TEXT", help="Put TEXT before each text.")
+@click.option("--prompt", metavar="TEXT", help="Put TEXT before each text. Default: the model's default prompt.")
 @click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")
 @click.option("--quantize", type=click.Choice(PRECISIONS), help="int8: by the texts' own ranges; binary: a bit each.")
 @model_options
@@ -58,7 +58,7 @@ def embed(
     if out is not None and out.suffix not in (".npy", ".jsonl"):
         raise click.UsageError(f"--out: expected a name that ends in .npy or .jsonl, got {out.name}")
     model = load_model(options)
-    before = instruction_prompt(instruct) if instruct is not None else prompt or ""
+    before = instruction_prompt(instruct) if instruct is not None else prompt
     if prompt_name is not None:
         before = prompt_of(model, prompt_name)
     vectors = embed_all(model, rows, before)
@@ -74,7 +74,7 @@ def embed(
             click.echo(f"{similarity:7.4f}  {text}")
 
 
-def embed_all(model: Model, rows: list[str], prompt: str) -> NDArray[np.float32]:
+def embed_all(model: Model, rows: list[str], prompt: str | None) -> NDArray[np.float32]:
     with LoadingBar(f"embedding {len(rows)} texts") as bar:
         parts = []
         for start in range(0, len(rows), BATCH):

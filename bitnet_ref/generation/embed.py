@@ -20,11 +20,12 @@ MAX_PROMPTS_BYTES = 1 << 20
 END_OF_TEXT = "<|endoftext|>"  # Qwen3's embedding models were trained to be read at this token
 
 
-def embed(model: LoadedModel, texts: Prompts, prompt: str = "") -> NDArray[np.float32]:
+def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDArray[np.float32]:
     """The vector (D,) of a text or of token ids, or the vectors (B, D) of a list of them, each equal to its own alone.
 
-    prompt: put before each text, like "Instruct: find the answer\\nQuery: ". Token ids are taken as they are; to a text
-    the tokenizer adds its special tokens, and for a Qwen model the end of text.
+    They have length 1, unless the model's modules.json has no Normalize.
+    prompt: put before each text, like "Instruct: find the answer\\nQuery: "; None: the model's `default_prompt`. Token
+        ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model the end of text.
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
     parts, single = split_prompts(texts)
@@ -32,14 +33,17 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str = "") -> NDArray[np.fl
     pooled = np.empty((len(rows), model.config.hidden_size), dtype=np.float64)
     for first, stop in _passes([len(row) for row in rows], model.backend.prompt_tokens(model.config)):
         pooled[first:stop] = _pool(model, rows[first:stop])
-    vectors = (pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)).astype(np.float32)
+    if model.config.unit_embeddings:
+        pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+    vectors = pooled.astype(np.float32)
     return vectors[0] if single else vectors
 
 
-def token_ids_of(model: LoadedModel, part: object, prompt: str) -> object:
+def token_ids_of(model: LoadedModel, part: object, prompt: str | None = None) -> object:
     """The ids of a text as an embedding model takes it; ids as they are."""
     if not isinstance(part, str):
         return part
+    prompt = default_prompt(model.path) if prompt is None else prompt
     ids = model.tokenizer.encode(prompt + part)
     end = model.tokenizer.token_to_id(END_OF_TEXT) if model.config.model_type.startswith("qwen") else None
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
@@ -56,13 +60,26 @@ def instruction_prompt(task: str) -> str:
 
 def published_prompts(path: Path | None) -> dict[str, str]:
     """{name: prompt} of a model's config_sentence_transformers.json; {} without one. Raises ConfigError."""
+    return _read_prompts(path)[0]
+
+
+def default_prompt(path: Path | None) -> str:
+    """The prompt that the same file names as `default_prompt_name`; "" without one. Raises ConfigError."""
+    prompts, name = _read_prompts(path)
+    return "" if name is None else prompts[name]
+
+
+def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
     file = None if path is None else (path if path.is_dir() else path.parent) / "config_sentence_transformers.json"
     if file is None or not file.is_file():
-        return {}
-    prompts = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES).get("prompts") or {}
+        return {}, None
+    raw = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES)
+    prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError("expected an object of strings", path=file, field="prompts")
-    return prompts
+    if default is not None and not (isinstance(default, str) and default in prompts):
+        raise ConfigError(f"is none of the prompts ({', '.join(prompts)})", path=file, field="default_prompt_name")
+    return prompts, default
 
 
 def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: NDArray | None = None) -> NDArray:

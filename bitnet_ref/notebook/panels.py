@@ -149,6 +149,7 @@ def cells(
     def draw(ax: Any) -> None:
         from matplotlib import colormaps
         from matplotlib.colors import ListedColormap
+        from matplotlib.ticker import MaxNLocator
 
         table = np.asarray(values, dtype=np.float64)
         low, high = limits or (float(np.nanmin(table)), float(np.nanmax(table)))
@@ -172,6 +173,8 @@ def cells(
             dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
             style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else "black"}
             ax.text(c, r, str(word).replace("$", r"\$"), **style)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         if columns is not None:
             turned = sum(len(str(name)) for name in columns) > 50
             ax.set_xticks(range(len(columns)), [plain(str(name)) for name in columns], rotation=90 * turned, fontsize=8)

@@ -30,7 +30,7 @@ def _require(condition: bool, field: str, expected: str, got: Any) -> None:
 _ADDED_FIELDS = {
     *("int8_activations", "o_proj_bias", "qk_norms", "post_norms", "layer_types", "local_rope", "query_scale"),
     *("embedding_scale", "residual_scale", "head_scale", "logit_softcap", "pooling", "rotary_dim", "output_gate"),
-    *("delta", "long_factors", "short_factors"),
+    *("delta", "long_factors", "short_factors", "unit_embeddings"),
 }
 LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
 
@@ -220,6 +220,7 @@ class ModelConfig:
     output_gate: bool = False  # attention's result times sigmoid of a linear, before o_proj (Qwen3.5)
     delta: DeltaConfig | None = None  # of the layers of type "linear_attention" (Qwen3.5)
     pooling: str = "last"  # what `embed` takes of a text: the last token's hidden state, or the mean
+    unit_embeddings: bool = True  # whether `embed` scales it to length 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -244,7 +245,7 @@ class ModelConfig:
         _require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
         _require_number("rms_norm_eps", self.norm_eps)
         flags = ("tie_word_embeddings", "sub_norms", "attention_bias", "mlp_bias")
-        for name in (*flags, "o_proj_bias", "qk_norms", "post_norms", "output_gate"):
+        for name in (*flags, "o_proj_bias", "qk_norms", "post_norms", "output_gate", "unit_embeddings"):
             _require_bool(name, getattr(self, name))
         for name in ("query_scale", "embedding_scale", "residual_scale", "head_scale"):
             _require_number(name, getattr(self, name))
@@ -338,7 +339,7 @@ class ModelConfig:
     @property
     def extras(self) -> tuple[str, ...]:
         """Names of the fields by which the model differs from LLaMA, Mistral and BitNet."""
-        config = replace(self, quantization=None, pooling="last")
+        config = replace(self, quantization=None, pooling="last", unit_embeddings=True)
         names = [
             each.name
             for each in fields(self)

@@ -96,7 +96,7 @@ def test_a_new_cache_takes_over_what_a_dropped_one_left():
 
 
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-dense"])
-@pytest.mark.parametrize("order", [0, 7])
+@pytest.mark.parametrize("order", [0, pytest.param(7, marks=pytest.mark.slow)])
 def test_steps_on_a_device_that_is_as_late_as_a_gpu_may_be(case, order):
     """Replayed steps of four tokens, one of them padding, and of one; in any order of threads."""
     for lengths in ([2, 6, 130], [5]):

@@ -544,7 +544,7 @@ print(json.dumps({"memory": found, "left": left}))
 
 
 @two_cards
-@pytest.mark.parametrize("loads", [90, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loads", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_loads_and_generations_leak_nothing(tmp_path, loads):
     found = run_python(LOOP, write_checkpoint(tmp_path, BITNET), str(loads))
     memory = found["memory"]

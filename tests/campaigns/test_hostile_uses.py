@@ -32,7 +32,7 @@ def run_campaign(kind, first, count, folder):
 
 @pytest.mark.parametrize("kind", ["prepared", "trace", "sizes"])
 def test_a_few(kind, tmp_path):
-    run_campaign(kind, 50, 15 if kind == "trace" else 40, tmp_path)
+    run_campaign(kind, 50, 8 if kind == "trace" else 20, tmp_path)
 
 
 @pytest.mark.slow

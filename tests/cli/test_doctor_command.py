@@ -10,7 +10,7 @@ from cli_runs import invoke, invoke_json
 from click.testing import CliRunner
 
 import bitnet_ref
-from bitnet_ref.backends import cuda
+from bitnet_ref.backends import choose_backend, cuda
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import doctor, self_check
 from bitnet_ref.reference.weights import TernaryWeight
@@ -40,7 +40,9 @@ def test_doctor_json():
     for check in found["checks"]:
         assert check["accumulators"] > 10_000
         assert (check["unequal"], check["passed"], check["error"]) == (0, True, None)
-        assert {"ops", "ops, decoding", "text", "answers: logits"} <= {path["path"] for path in check["paths"]}
+        rows = {"ops, decoding", "recorded", "divided layers", "text", "text, 3 prompts", "answers: logits"}
+        rows |= set(choose_backend(check["backend"], threads=2).paths)
+        assert rows <= {path["path"] for path in check["paths"]}
         assert all(path["passed"] and path["compared"] > 0 for path in check["paths"])
     assert found["versions"]["numpy"] == np.__version__
     assert found["versions"]["click"] == importlib.metadata.version("click")

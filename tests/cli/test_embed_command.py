@@ -11,6 +11,7 @@ from helpers import DATA, model
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import ConfigError, FormatError, GenerationError
+from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.embed import instruction_prompt, published_prompts, quantize_embeddings
 
@@ -50,6 +51,15 @@ def test_prompts(tmp_path):
     assert published_prompts(folder) == {"query": task, "document": ""}
     named = invoke("--model", folder, *TEXTS[:2], "--prompt-name", "query")
     assert f"{expected:7.4f}  {TEXTS[1]}" in named.stdout
+    default = {"prompts": {"query": task}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(default))
+    assert f"{expected:7.4f}  {TEXTS[1]}" in invoke("--model", folder, *TEXTS[:2]).stdout
+    np.testing.assert_array_equal(bitnet_ref.load(folder, backend="numpy").embed("x", prompt=""), m.embed("x"))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(default | {"default_prompt_name": "other"}))
+    with pytest.raises(ConfigError, match="none of the prompts") as caught:
+        bitnet_ref.load(folder, backend="numpy").embed("x")
+    assert caught.value.field == "default_prompt_name"
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": task, "document": ""}}))
     absent = invoke("--model", folder, "x", "--prompt-name", "passage")
     assert (absent.exit_code, "query, document" in absent.stderr) == (2, True)
     (folder / "config_sentence_transformers.json").write_text('{"prompts": ["x"]}')
@@ -70,7 +80,18 @@ def test_modules_that_are_not_done(tmp_path):
     shutil.copytree(DATA / "families" / "embedding-qwen3", folder)
     kinds = ["Transformer", "Pooling", "Normalize"]
     (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{k}"} for k in kinds]))
-    bitnet_ref.load(folder, backend="numpy")
+    unit = bitnet_ref.load(folder, backend="numpy").embed([5, 6, 7])
+    (folder / "modules.json").write_text(json.dumps([{"type": f"x.{kind}"} for kind in kinds[:2]]))  # no Normalize
+    m = bitnet_ref.load(folder, backend="numpy")
+    vector = m.embed([5, 6, 7])
+    assert np.linalg.norm(vector) > 2
+    np.testing.assert_allclose(vector / np.linalg.norm(vector), unit, rtol=0, atol=1e-7)
+    for target in ("native", "hf-bf16"):
+        path = tmp_path / ("x.bitnet.safetensors" if target == "native" else target)
+        convert(folder, path, target)
+        np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").embed([5, 6, 7]), vector)
+    with pytest.raises(ConfigError, match="GGUF cannot say"):
+        convert(folder, tmp_path / "x.gguf", "gguf-f32")
     (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(ConfigError, match="Dense is not done"):
         bitnet_ref.load(folder, backend="numpy")

@@ -439,11 +439,11 @@ BAD_METADATA = {
     "eos past the vocabulary": ({"tokenizer.ggml.eos_token_id": Typed("uint32", 512)}, [], "512", "eos_token_id"),
     "an unknown scaling": (
         {
-            f"{ARCH}.rope.scaling.type": Typed("string", "longrope"),
+            f"{ARCH}.rope.scaling.type": Typed("string", "su"),
             f"{ARCH}.rope.scaling.factor": Typed("float32", 2.0),
         },
         [],
-        "longrope",
+        "'su'",
         f"{ARCH}.rope.scaling.type",
     ),
 }

@@ -11,8 +11,8 @@ import pytest
 from helpers import run_python
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
-COUNTS = {"config": 40, "weights": 30, "index": 30, "tokenizer": 15, "gguf": 30, "native": 30, "onnx": 25}
-FORKED_KINDS, FORKED_COUNT = ("gguf", "weights", "onnx"), 40
+COUNTS = {"config": 20, "weights": 15, "index": 15, "tokenizer": 8, "gguf": 15, "native": 15, "onnx": 12}
+FORKED_KINDS, FORKED_COUNT = ("gguf", "weights", "onnx"), 20
 OURS = {"FormatError", "ConfigError", "NumericsError", "TokenizerError", "GenerationError", "OutOfMemory"}
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limits of a forked child are Linux's")
 

@@ -10,6 +10,7 @@ from helpers import GOLDEN, chat_folder, model
 from server_runs import RunningServer
 
 import bitnet_ref
+from bitnet_ref.backends import cuda
 from bitnet_ref.errors import ConfigError, EngineClosed, GenerationError
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving import EngineConfig, Replicas, start_engines
@@ -117,6 +118,20 @@ def test_replicas_by_their_settings(tmp_path, monkeypatch):
         other = engine.chat(messages, max_tokens=5, chat_template="{{ messages[0].content }}")
         assert whole
         assert other.result().prompt_token_ids != engine.chat(messages, max_tokens=5).result().prompt_token_ids
+
+
+@pytest.mark.skipif(not cuda.emulation_wanted(), reason="needs two cards, which the emulation has")
+def test_each_replica_has_cards_of_its_own():
+    tiny = GOLDEN / "bitnet-packed-offline"
+    config = {"replicas": 2, "backend": "cupy", "cache_tokens": 64}
+    with bitnet_ref.load_engine(tiny, EngineConfig(devices=(0, 1), **config)) as engine:
+        handles = [engine.submit([5, 6, 7 + number], max_tokens=4) for number in range(4)]
+        assert [each.model.backend.summary for each in engine.engines] == ["cupy on card 0", "cupy on card 1"]
+        for number, handle in enumerate(handles):
+            assert handle.result().token_ids == model(tiny).generate([5, 6, 7 + number], max_tokens=4).token_ids
+        assert all(each.metrics.snapshot()["engine_steps"] for each in engine.engines)
+    with pytest.raises(ConfigError, match="replicas: expected at least 2 devices"):
+        bitnet_ref.load_engine(tiny, EngineConfig(devices=(0,), **config))
 
 
 def test_a_server_counts_its_replicas_apart():

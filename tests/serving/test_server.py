@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http.tools import ToolReader
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
+pydantic = pytest.importorskip("pydantic")  # it comes with openai
 STORY, PROMPT = ASSETS / "storyteller", "Once upon a time"
 HELLO = [{"role": "user", "content": "Hello"}]
 CLOCK = {
@@ -233,6 +235,35 @@ def test_tools(talker):
                 client.chat.completions.create(tool_choice=wrong, **params)
 
 
+def test_openais_typed_replies_and_its_stream_helper(client, talker):
+    """pydantic classes as the form of a reply and of a call, whole and by the helper that puts chunks together."""
+    pytest.importorskip("llguidance")
+
+    class Clock(pydantic.BaseModel):
+        zone: Literal["utc", "cet"]
+
+    class Reply(pydantic.BaseModel):
+        clock: Clock
+        exact: bool
+
+    asked = {"model": "talker", "messages": HELLO, "max_tokens": 80}
+    reply = client.chat.completions.parse(response_format=Reply, **asked).choices[0].message.parsed
+    assert reply.clock.zone in ("utc", "cet")
+    with client.chat.completions.stream(response_format=Reply, logprobs=True, **asked) as stream:
+        kinds = {event.type for event in stream}
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Reply)
+    assert {"content.delta", "content.done", "logprobs.content.done"} <= kinds
+    template = "{{ tools }}{{ messages[0].content }}"
+    with (
+        RunningServer({"talker": talker}, chat_template=template) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as other,
+    ):
+        tools = {"tools": [openai.pydantic_function_tool(Clock)], "tool_choice": "required"}
+        with other.chat.completions.stream(**asked, **tools) as stream:
+            message = stream.get_final_completion().choices[0].message
+        assert isinstance(message.tool_calls[0].function.parsed_arguments, Clock)
+
+
 CALL = '{"name": "clock", "arguments": {"zone": "utc"}}'
 REPLIES = [
     ("It is five.", "It is five.", []),
@@ -258,6 +289,8 @@ def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
         part, calls = reader.push(text[start : start + size], "stop" if start + size >= len(text) else None)
         assert calls == [] or start + size >= len(text)
         said += part
+    first = ToolReader(["clock"], is_forced=False, one_call=True).push(text, "stop")[1]
+    assert [call["function"] for call in first] == [call["function"] for call in calls[:1]]
     assert said.strip() == (text if content is None else content).strip()
     assert [json.loads(call["function"]["arguments"])["zone"] for call in calls] == zones
 
@@ -434,6 +467,7 @@ def test_a_client_that_goes_away_frees_its_pages(talker):
             {"prompt": prompt, **long},
             {"prompt": prompt, "stream": True, **long},
             {"prompt": "Alice", "max_tokens": 250, "n": 4, "stream": True, "ignore_eos": True},
+            {"prompt": ["Alice"] * 9, "max_tokens": 250, "ignore_eos": True},  # the ninth waits for a place
         ):
             connection = server.open_request("/v1/completions", body)
             until(lambda: engine.metrics.snapshot()["num_requests_running"])
@@ -442,7 +476,7 @@ def test_a_client_that_goes_away_frees_its_pages(talker):
             until(lambda: not engine.requests)
             assert engine.metrics.counters["engine_steps"] - steps < 25  # of 23 or 250 that were to come
             engine._worker.pool.clear_idle()
-        assert engine.metrics.finished["abort"] == 6
+        assert engine.metrics.finished["abort"] == 15
         assert server.shelf.places["storyteller"].users == 0
     check(engine)
 

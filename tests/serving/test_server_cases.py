@@ -550,6 +550,18 @@ GOOD = {
         },
         lambda a, ask, m: calls(a) == [("a", {"x": 3})],
     ),
+    "a tool with an $id": (
+        CHAT,
+        {"messages": USER, "tools": [tool("a", **{"$id": "https://a.example/x", **REF, "$defs": {"X": one_of(4)}})]}
+        | {"tool_choice": "required", "max_tokens": 60},
+        lambda a, ask, m: calls(a) == [("a", {"x": 4})],
+    ),
+    "a tool with a property called $ref": (
+        CHAT,
+        {"messages": USER, "tools": [tool("a", **{**REF, "properties": {"$ref": one_of("x")}, "required": ["$ref"]})]}
+        | {"tool_choice": "required", "max_tokens": 60},
+        lambda a, ask, m: calls(a) == [("a", {"$ref": "x"})],
+    ),
     "a tool that refers to itself": (
         CHAT,
         {
@@ -746,6 +758,14 @@ BAD = {
     "a tool without a name": (
         *(CHAT, {"messages": USER, "tools": [{"type": "function", "function": {}}]}),
         *(400, "name", "missing"),
+    ),
+    "a tool that takes a list": (
+        *(CHAT, {"messages": USER, "tools": [tool("a", type="array")], "tool_choice": "required"}),
+        *(400, "tools", "parameters of a"),
+    ),
+    "a tool whose definition is not there": (
+        *(CHAT, {"messages": USER, "tools": [tool("a", **REF)], "tool_choice": "required"}),
+        *(400, "guided_json", "does not exist"),
     ),
     "continue a user's message": (
         *(CHAT, {"messages": USER, "continue_final_message": True}),

@@ -21,23 +21,30 @@ BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 HELLO = [{"role": "user", "content": " Hello "}]
 
 
-@pytest.mark.parametrize("name", GOLDEN["templates"])
-def test_as_transformers_renders_it(name: str) -> None:
-    template = ChatTemplate(GOLDEN["templates"][name])
-    checked = 0
-    for key, expected in GOLDEN["expected"].items():
-        which, conversation, generate = key.split("/")
-        if which != name:
-            continue
-        checked += 1
-        messages, options = GOLDEN["conversations"][conversation], {"bos_token": "<s>", "eos_token": "</s>"}
+# Templates as published (llama.cpp, models/templates; Apache-2.0), with tools, calls, their results and thinking, and
+# what transformers 5.23 renders in jinja2's ImmutableSandboxedEnvironment.
+TOOLS = json.loads((Path(__file__).parents[1] / "data/tokenizers/qwen_tools.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("data", [GOLDEN, TOOLS], ids=["chats", "tools"])
+def test_as_transformers_renders_it(data: dict[str, Any]) -> None:
+    templates = {name: ChatTemplate(source) for name, source in data["templates"].items()}
+    for key, expected in data["expected"].items():
+        name, conversation, generate = key.split("/")
+        given = data["conversations"][conversation]
+        given = given if isinstance(given, dict) else {"messages": given}
+
+        def render(name: str = name, given: dict[str, Any] = given, generate: str = generate) -> str:
+            specials = {"bos_token": "<s>", "eos_token": "</s>"}
+            return templates[name].render(**given, add_generation_prompt=generate == "1", **specials)
+
         if isinstance(expected, str):
-            assert template.render(messages, add_generation_prompt=generate == "1", **options) == expected, key
+            assert render() == expected, key
         else:
             with pytest.raises(TokenizerError) as caught:
-                template.render(messages, add_generation_prompt=generate == "1", **options)
+                render()
             assert expected["error"] in str(caught.value), key
-    assert checked >= 6
+    assert len(data["expected"]) >= 6 * len(templates)
 
 
 def test_the_built_in_template_is_2b4ts_own() -> None:

@@ -22,6 +22,7 @@ from ...reference.config import (
     QuantizationConfig,
     RopeConfig,
     activation_name,
+    longrope_scale,
     yarn_scale,
 )
 from ...reference.layers import rope_frequencies
@@ -63,6 +64,7 @@ _DELTA_KEYS = ("group_count", "time_step_rank", "state_size", "inner_size", "con
 _ROPE_SECTIONS = (11, 11, 10, 0)  # of Qwen3.5: text has one position for all of them, but llama.cpp wants the key
 _POOLINGS = {1: "mean", 3: "last"}  # llama.cpp's numbers
 ROPE_FREQS = "rope_freqs.weight"
+ROPE_FACTORS = {"long_factors": "rope_factors_long.weight", "short_factors": "rope_factors_short.weight"}
 LINEAR_NORM_EPS = 1e-6  # of these norms
 LINEAR_NORM = "blk.0.attn_q_norm_in.weight"  # there if each linear has a norm of its own before it
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
@@ -314,13 +316,15 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
     if ROPE_FREQS in keys.file.tensors:
         return _llama3_rope(keys, theta, head_dim)
     kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
+    if kind == "longrope" or {*ROPE_FACTORS.values()} & {*keys.file.tensors}:
+        return _longrope(keys, theta, context, head_dim)
     if kind == "none":
         return RopeConfig(theta=theta)
     factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear"))
     if kind == "linear":
         return RopeConfig(theta, "linear", factor)
     if kind != "yarn":
-        raise keys.fail(f"{keys.arch}.rope.scaling.type", f"expected none, linear or yarn, got {kind!r}")
+        raise keys.fail(f"{keys.arch}.rope.scaling.type", f"expected none, linear, yarn or longrope, got {kind!r}")
     if not 0 < factor < 1e9:
         raise keys.fail(f"{keys.arch}.rope.scaling.factor", f"expected a number from 0 to 1e9, got {factor}")
     extra = keys.get("rope.scaling.yarn_attn_factor", keys.get("rope.scaling.attn_factor", 1.0))
@@ -337,6 +341,19 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=own if extra == 1 else float(str(np.float32(extra * own))),
     )
+
+
+def _longrope(keys: _Keys, theta: float, context: int, head_dim: int) -> RopeConfig:
+    """The factors are tensors. llama.cpp's converter leaves the trained context and the scale of cos and sin out."""
+    file, given = keys.file, dict[str, Any]()
+    for field, name in ROPE_FACTORS.items():
+        if tensor_shape(file, name, 1) != (head_dim // 2,) or file.tensors[name].type.name != "F32":
+            raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=name)
+        given[field] = tuple(shortest(float(each)) for each in file.read(name))
+    original = keys.count("rope.scaling.original_context_length", context)
+    factor = keys.number("rope.scaling.factor", max(1.0, context / original))
+    scale = keys.number("rope.scaling.attn_factor", longrope_scale(factor, original))
+    return RopeConfig(theta, "longrope", factor, original, attention_factor=scale, **given)
 
 
 def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float32]:
@@ -406,6 +423,9 @@ def _check_family(config: ModelConfig) -> None:
             "GGUF has one window for all layers, and this model has layers of two kinds; convert to native instead"
         )
         raise ConfigError(message, field="layer_types")
+    if not config.unit_embeddings:
+        message = "GGUF cannot say that embeddings are not scaled to length 1; convert to native instead"
+        raise ConfigError(message, field="unit_embeddings")
     if config.local_rope is not None and config.local_rope.rope_type != "default":
         message = "GGUF cannot say a RoPE scaling of sliding layers; convert to native instead"
         raise ConfigError(message, field="local_rope")
@@ -446,7 +466,7 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("logit_scale", "float32", 1.0 / config.head_scale)
     if config.pooling != "last":
         put("pooling_type", "uint32", next(number for number, name in _POOLINGS.items() if name == config.pooling))
-    if rope.rope_type in ("linear", "yarn"):
+    if rope.rope_type in ("linear", "yarn", "longrope"):
         put("rope.scaling.type", "string", rope.rope_type)
         put("rope.scaling.factor", "float32", rope.factor)
     if rope.rope_type == "yarn":
@@ -459,8 +479,11 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("rope.scaling.yarn_beta_slow", "float32", rope.beta_slow)
         if not math.isclose(rope.attention_factor, yarn_scale(rope.factor), rel_tol=1e-6):
             put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / yarn_scale(rope.factor))
-    if rope.rope_type in ("dynamic", "longrope"):
-        message = f"{rope.rope_type} RoPE scaling is not written into GGUF files; convert to native instead"
+    if rope.rope_type == "longrope":
+        put("rope.scaling.original_context_length", "uint32", rope.original_max_position_embeddings)
+        put("rope.scaling.attn_factor", "float32", rope.attention_factor)
+    if rope.rope_type == "dynamic":
+        message = "dynamic RoPE scaling is not written into GGUF files; convert to native instead"
         raise ConfigError(message, field="rope.rope_type")
     return out
 

@@ -54,6 +54,7 @@ from .blocks import (
 )
 from .config import (
     LINEAR_NORM_EPS,
+    ROPE_FACTORS,
     ROPE_FREQS,
     architecture,
     gguf_metadata,
@@ -267,6 +268,9 @@ class _ModelTensors:
         if config.rope.rope_type == "llama3":
             divisors = llama3_divisors(config.rope, config.head_dim)
             yield self._vector(ROPE_FREQS, divisors.size, lambda: divisors)
+        for field, name in ROPE_FACTORS.items() if config.rope.rope_type == "longrope" else ():
+            factors = np.array(getattr(config.rope, field), dtype=np.float32)
+            yield self._vector(name, factors.size, partial(np.asarray, factors))
         if not config.tie_word_embeddings:
             yield self._dense("lm_head", shape)
         for index in range(config.num_hidden_layers):

@@ -39,7 +39,7 @@ from .blocks import (
     quantize,
     ternary_from_blocks,
 )
-from .config import ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
+from .config import ROPE_FACTORS, ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
 from .hadamard import read_rotations
@@ -67,7 +67,7 @@ class GgufCheckpoint(Checkpoint):
             self.config = read_gguf_config(self.file, quantization, self.evidence)
             self.is_folded = self.options.rotation == "folded"
             self.rotations = self._read_rotations()
-            self.taken = {ROPE_FREQS} & set(self.file.tensors)  # read with the configuration
+            self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
             self.kind = f"gguf-{first.type.kind if first is not None else 'f16'}"
             self._i2_s_layout = find_i2_s_layout(

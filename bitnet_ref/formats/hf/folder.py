@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,9 +149,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in weight_map.items()}
 
 
-def _pooling(path: Path) -> str | None:
-    """How an embedding model of sentence-transformers pools, if the folder says so. Raises ConfigError."""
-    modules = path.parents[1] / "modules.json"
+def _embedding_fields(folder: Path) -> dict[str, Any]:
+    """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
+    modules, path, out = folder / "modules.json", folder / "1_Pooling" / "config.json", dict[str, Any]()
     if modules.is_file():
         try:
             kinds = [
@@ -161,13 +162,14 @@ def _pooling(path: Path) -> str | None:
             raise ConfigError("expected a list of modules, each with a type", path=modules) from problem
         if unknown := [kind for kind in kinds if kind not in MODULES]:
             raise ConfigError(f"{unknown[0]} is not done; there are: {', '.join(MODULES)}", path=modules, field="type")
+        out["unit_embeddings"] = "Normalize" in kinds
     if not path.is_file():
-        return None
+        return out
     raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES)
     modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ConfigError(f"expected one of {', '.join(POOLINGS)} to be true, got {modes}", path=path)
-    return POOLINGS[modes[0]]
+    return out | {"pooling": POOLINGS[modes[0]]}
 
 
 class HfCheckpoint(Checkpoint):
@@ -181,8 +183,7 @@ class HfCheckpoint(Checkpoint):
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized
         self.config = config or read_hf_config(self.folder / "config.json", allow)
-        if (pooling := _pooling(self.folder / "1_Pooling" / "config.json")) is not None:
-            self.config = replace(self.config, pooling=pooling)
+        self.config = replace(self.config, **_embedding_fields(self.folder))
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names

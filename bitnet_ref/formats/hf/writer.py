@@ -41,7 +41,7 @@ from ..places import linear_place, stored_matrix
 from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .config import NORMS_ADD_ONE, parse_hf_config
-from .folder import POOLINGS, SINGLE_FILE
+from .folder import MODULES, POOLINGS, SINGLE_FILE
 
 _ARCHITECTURES = {
     "bitnet": "BitNetForCausalLM",
@@ -72,6 +72,7 @@ _ROPE_FIELDS = {  # beside the factor
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
 }
+_SAID_ELSEWHERE = ("model_type", "quantization", "eos_token_ids", "pooling", "unit_embeddings")
 _NO_SCALE = (
     "the ternary linears have biases, and neither of transformers' two ways to store them (divided by the scale; "
     "beside the scale's reciprocal) gives these"
@@ -109,6 +110,9 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
         (folder / "1_Pooling").mkdir()
         modes = {key: mode == config.pooling for key, mode in POOLINGS.items()}
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes) + "\n", encoding="utf-8")
+    if not config.unit_embeddings:
+        kinds = [{"type": f"sentence_transformers.models.{kind}"} for kind in MODULES if kind != "Normalize"]
+        (folder / "modules.json").write_text(json.dumps(kinds) + "\n", encoding="utf-8")
     for name, data in checkpoint.tokenizer_files().items():
         (folder / name).write_bytes(data)
 
@@ -210,7 +214,7 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
         out["quantization_config"].pop("int8_activations")
     again = asdict(parse_hf_config(out, Path("config.json"), allow_unquantized=True))
     for field, value in asdict(config).items():
-        if again[field] != value and field not in ("model_type", "quantization", "eos_token_ids", "pooling"):
+        if again[field] != value and field not in _SAID_ELSEWHERE:
             message = f"no {model_type} model of transformers has {value!r}; convert to another format"
             raise ConfigError(message, field=field)
     return out

@@ -252,7 +252,7 @@ class Server:
 
 
 def _ids_of(engine: Engine, part: Any) -> list[int]:
-    return engine.model.check_tokens(token_ids_of(engine.model, part, "")).tolist()
+    return engine.model.check_tokens(token_ids_of(engine.model, part)).tolist()
 
 
 # -- waiting for texts -------------------------------------------------------------------------------------------------

@@ -91,7 +91,12 @@ def choose_tools(
     definitions, forms = [], []
     for number, (name, function) in enumerate(functions.items()):
         place = f"#/$defs/{number}"
-        definitions.append(_move(function.get("parameters") or {"type": "object"}, place))
+        parameters = function.get("parameters") or {}
+        if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+            parameters = {"type": "object", **parameters}
+        if parameters.get("type", "object") != "object":
+            raise RequestError(f"tools: the parameters of {name} are no object", "tools")
+        definitions.append(_move(parameters, place))
         form = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
         forms.append({**form, "properties": {"name": {"const": name}, "arguments": {"$ref": place}}})
     return ToolReader(list(functions), True), {"anyOf": forms, "$defs": {str(n): d for n, d in enumerate(definitions)}}
@@ -105,7 +110,7 @@ def _move(schema: Any, place: str) -> Any:
     """
     if isinstance(schema, list):
         return [_move(each, place) for each in schema]
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or "$id" in schema:  # references below an $id begin there
         return schema
     moved, target = {key: _move(value, place) for key, value in schema.items()}, schema.get("$ref")
     if isinstance(target, str) and (target == "#" or target.startswith("#/")):
