@@ -592,7 +592,7 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
             for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)
         )
         order, wrong = np.arange(len(theirs)), np.flatnonzero(~close.all(axis=1)).tolist()
-        if not 1 < len(wrong) <= 1024:
+        if len(wrong) > 1024:
             continue
         for i in wrong:
             equal = np.flatnonzero((np.abs(right - theirs[i]) <= room[i]).all(axis=1))
@@ -602,7 +602,14 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
         else:
             pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])
             text = f"its {word}s are in another order: {word} {pairs}{', ...' * (len(wrong) > 4)}"
-            yield Description(1.8, text, after(partial(np.take, indices=order, axis=axis)))
+            yield Description(
+                1.8, text, after(partial(_in_order, order=order, axis=axis, joined=target.right.ndim == 2))
+            )
+
+
+def _in_order(x: NDArray, order: NDArray[np.int64], axis: int, joined: bool) -> NDArray:
+    """joined: the order is one of the rows of a norm over heads, which `after` passes by token and head."""
+    return (x.reshape(-1, x.shape[-1]) if joined else x).take(order, axis)
 
 
 def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
@@ -781,7 +788,7 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
         left = _left(setting.with_edits(edits), view)
         if left is None or name in left:
             continue
-        for wider in wider_scopes(evidence, explanation, edits):
+        for wider in wider_scopes(evidence, explanation, edits) if len(edits) > 1 or not left else ():
             if _left(setting.with_edits(wider), view) == left:
                 edits = wider
                 break
