@@ -32,7 +32,7 @@ from .edits import (
     families,
     hole,
     instead,
-    kept_columns,
+    keep_columns,
     like,
     matrix,
     moved,
@@ -225,9 +225,9 @@ class Evidence:
         if name.endswith("hook_resid_post"):
             layer = int(block.split(".")[1])
             names.append(f"blocks.{layer + 1}.hook_resid_pre")
-        for given in names:
-            if given in self.view:
-                theirs = np.asarray(self.view[given])
+        for recorded in names:
+            if recorded in self.view:
+                theirs = np.asarray(self.view[recorded])
                 shape = step.result.shape
                 if fits(shape, theirs.shape) or theirs.size == step.result.size:
                     return (
@@ -320,7 +320,7 @@ class Explanation:
     text: str
     edit: Edit
     names: tuple[str, ...]
-    where: str = ""
+    place: str = ""
     share: float = 1.0
     error: float = 0.0
 
@@ -446,12 +446,11 @@ class Site:
         of_step = axis if self.target.alone else int(unit[0].endswith(("hook_attn_scores", "hook_pattern")))
         part = regional(edit, of_step, indices)
         again = self.compute(unit, part)
-        found = None if again is None else self.target.match(again)
-        if again is None or found is None or not found.whole:
+        if again is None or (match := self.target.match(again)) is None or not match.whole:
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
-        where = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
-        return Explanation(cost + 0.1, text, part, unit, where, error=self.target.distance(again))
+        place = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
+        return Explanation(cost + 0.1, text, part, unit, place, error=self.target.distance(again))
 
     def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
         """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
@@ -680,13 +679,13 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
         yield Description(
             1.1,
             f"the sums stop after {k + 1} of {n} inputs",
-            before(0, partial(kept_columns, first=0, stop=k + 1)),
+            before(0, partial(keep_columns, first=0, stop=k + 1)),
         )
     for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
         yield Description(
             1.1,
             f"the sums start at input {k + 1} of {n}",
-            before(0, partial(kept_columns, first=k + 1, stop=n)),
+            before(0, partial(keep_columns, first=k + 1, stop=n)),
         )
     missing = sums[-1] - target.theirs[i, j]
     before_sum = np.concatenate([[0.0], sums])
@@ -738,16 +737,19 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
                 next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0"
                 for f in factors
             ]
-            said = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
-            text = " + ".join(s if w == "1" else f"{w} times {s}" for w, s in zip(words, said, strict=True) if w != "0")
+            nouns = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
+            text = " + ".join(
+                s if w == "1" else f"{w} times {s}" for w, s in zip(words, nouns, strict=True) if w != "0"
+            )
             yield Description(1.5, f"it is {text}", _sum_edit((a, b), exact, step.name))
 
 
 def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        right, given = compute(*inputs), constants(step)
+        right, numbers = compute(*inputs), constants(step)
         parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
-        return sum(np.float32(f(given)) * part for f, part in zip(factors, parts, strict=True)).astype(right.dtype)  # type: ignore[union-attr]
+        first, second = (np.float32(f(numbers)) * part for f, part in zip(factors, parts, strict=True))
+        return (first + second).astype(right.dtype)
 
     return edit
 
@@ -795,8 +797,8 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
         first = evidence.steps[explanation.names[0]]
         text = say(explanation.text, first)
         scope = scope_in_words(edits, evidence.steps)
-        where = f" ({explanation.where})" if explanation.where else ""
-        findings.append(Finding(f"{scope}: {text}{where}", remedy(first), shown, edits, left))
+        place = f" ({explanation.place})" if explanation.place else ""
+        findings.append(Finding(f"{scope}: {text}{place}", remedy(first), shown, edits, left))
         if not left and len(findings) >= 3:
             break
     return sorted(findings, key=lambda finding: len(finding.left))
