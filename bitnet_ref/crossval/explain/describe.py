@@ -44,7 +44,7 @@ from .wording import axis_words, example, layer_of, noun, place_in_words, remedy
 
 
 class Report(Protocol):
-    """What is told of each test before it starts; it may end the search. `add` says how many are to come."""
+    """Called with a text before each test; it may raise to end the search. `add` announces a number of further tests."""
 
     def __call__(self, text: str) -> None: ...
 
@@ -75,11 +75,15 @@ ENOUGH = 0.35  # descriptions that cost so much more than the simplest that expl
 
 @dataclass
 class Match:
-    """How a computed tensor fits the engine's. region: (axis, indices) where it does; elsewhere the right one fits."""
+    """How a computed tensor fits the engine's.
+
+    whole: everywhere.   region: it fits at these indices of an axis, and the right tensor fits elsewhere.
+    share: of the wrong values, how many it explains.
+    """
 
     whole: bool
     region: tuple[int, tuple[int, ...]] | None = None
-    share: float = 0.0  # of the wrong values that it explains
+    share: float = 0.0
 
 
 class Target:
@@ -314,7 +318,7 @@ class Evidence:
 
 @dataclass
 class Explanation:
-    """A description with its constant solved, of the steps `names` of one site. share: of the wrong values."""
+    """A description, its constant solved for, applied in the steps `names`. share: of the wrong values that it explains."""
 
     cost: float
     text: str
@@ -759,7 +763,8 @@ def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
 
 @dataclass
 class Finding:
-    """What was found of one mistake. edits: of the whole run.   left: the tensors that are wrong with it, in order."""
+    """One explanation of the first wrong tensor. edits: by step, for the whole run.   left: the tensors that are still
+    wrong with these edits, in order."""
 
     text: str
     remedy: str
@@ -770,7 +775,7 @@ class Finding:
 
 
 def find(setting: Setting, view: View, report: Report, evidence: Evidence | None = None) -> list[Finding]:
-    """What the first wrong tensor of the engine is. Each finding explains it; those that explain most come first."""
+    """Explanations of the engine's first wrong tensor. Those that leave the fewest tensors wrong come first."""
     with np.errstate(all="ignore"):  # most descriptions are wrong, and some overflow
         return _find(evidence or Evidence(setting, view), view, report)
 
@@ -813,7 +818,7 @@ def _left(setting: Setting, view: View) -> list[str] | None:
 
 
 def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
-    """The same edit in more steps, the widest first: those in which it does not show may have it too."""
+    """The same edit in more steps, the widest set first. A step may have the mistake although this trace does not show it."""
     kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
     layers = {layer_of(n) for n in edits}
     shapes = _shape_of(evidence.steps[explanation.names[0]])

@@ -1,8 +1,9 @@
-"""Small edits of one step of a run, in the order of their simplicity: what an engine may have computed instead.
+"""Small edits of one step of a run: what an engine may have computed instead of it. Each has a cost; simple ones cost less.
 
-No list of known mistakes: each step's inputs, its result and its formula are changed by the same means. They are moved,
-scaled, left out, taken from another tensor; another weight, another constant, another function stands in the formula. A
-`Family` has a constant that is solved for. The tables are data; `describe` says which of them gives the engine's tensor.
+Two kinds of edits apply to every step. One changes an input or the result: it is moved, scaled, rounded, left out or
+replaced by another tensor of the run. The other replaces the step's formula, by a row of the tables below. A `Family` is an
+edit with an unknown constant, for which `describe` solves. `describe` tries the edits and reports those that give the
+engine's tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ erf = np.vectorize(math.erf, otypes=[np.float64])
 
 @dataclass(frozen=True)
 class Description:
-    """What a step computes instead. text: a clause; "{it}" stands for the step's tensor.   cost: the simpler, the less."""
+    """One edit in words. text: a clause in which "{it}" stands for the step's tensor.   cost: lower for simpler edits."""
 
     cost: float
     text: str
@@ -38,10 +39,10 @@ class Description:
 
 @dataclass(frozen=True)
 class Family:
-    """Descriptions with one constant. edit(c): the step's edit.   right: the constant that the reference has.
+    """An edit with one unknown constant c. edit(c): the step's edit.   right: the c with which it changes nothing.
 
-    text: "{c}" stands for the constant.   log: it is positive, and its order of magnitude is looked for.
-    starts: further constants to begin from.
+    text: "{c}" stands for the constant.   log: c is positive and varied by factors, not by differences.
+    starts: values of c to begin the search from, besides `right`.
     """
 
     cost: float
@@ -53,7 +54,7 @@ class Family:
 
     @property
     def nudged(self) -> Edit:
-        """The edit with a constant that is a little off."""
+        """The edit with a constant slightly different from `right`."""
         return self.edit(self.right * 1.01 if self.log or self.right else 0.01)
 
 
@@ -62,7 +63,7 @@ def wide(x: NDArray) -> NDArray[np.float64]:
 
 
 def like(x: Any, right: NDArray) -> NDArray:
-    """x in the dtype of the right tensor; float32 where integers of the reference are no integers in x."""
+    """x in the dtype of the right tensor, or in float32 if x has fractions and the right tensor has integers."""
     x = np.asarray(x)
     if right.dtype.kind == "i" and x.dtype.kind == "f" and not (x == np.rint(x)).all():
         return x.astype(np.float32)
@@ -648,7 +649,8 @@ def _products(step: Step) -> Iterator[Description]:
 
 
 def _others(cost: float, text: str, name: str, step: Step, edit: Callable[[str, str], Edit]) -> Iterator[Description]:
-    """Something of another module: of that very one, or of the one that lies as many layers away."""
+    """A matrix, scale or norm of another module, in two readings: of that module in every layer, or of the module that
+    is as many layers away from each layer as it is from this step."""
     yield Description(cost, text.format(name), edit(name, step.name))
     if name.startswith("blocks.") and name.split(".")[1] != step.name.split(".")[1]:
         yield Description(cost + 0.01, text.format(name), edit(name, ""))
@@ -805,7 +807,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
 
 
 def descriptions(step: Step) -> Iterator[Description]:
-    """Every description of a step without a constant to solve for, the own formulas first."""
+    """Every description of a step that has no unknown constant. Those of the step's own formula come first."""
     yield from own_descriptions(step)
     by_head = step.name.endswith(("hook_attn_scores", "hook_pattern"))
     for cost, text, change in changes(heads_apart(step.result, step), by_head):

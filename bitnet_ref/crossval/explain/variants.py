@@ -92,7 +92,7 @@ class Setting:
     tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
     edits: of steps, by name.
     texts: replacements of functions of `reference.model` by name, for mistakes in the order of the ops.
-    layers: settings of single layers, whose blocks are computed as these say.
+    layers: other settings for single layers; the blocks of layer i are computed as layers[i] says.
     """
 
     config: ModelConfig

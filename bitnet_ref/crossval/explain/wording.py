@@ -1,4 +1,4 @@
-"""Words for steps, places and values: how a description is said, where to look, and one value worked through."""
+"""Words for a cause: names of steps and places, the line of the reference to compare with, one value as an example."""
 
 from __future__ import annotations
 
