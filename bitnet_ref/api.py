@@ -23,6 +23,8 @@ from .generation import ChatSession, TokenStream, generate, stream
 from .generation.embed import embed, quantize_embeddings
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
+from .generation.score import Score, score
+from .reference.cache import TokenIds
 from .system.sharing import file_identity, model_files, share_by_key
 from .system.threads import resolve_threads
 
@@ -137,6 +139,8 @@ def load(
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
+            if prepared.is_mapped and (stored := prepared.read()) is not None:
+                return Model(*stored, be, path, cache_dtype=cache_dtype, load_again=again)
         return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype, load_again=again)
 
     if not options.share:
@@ -233,6 +237,11 @@ class Model(LoadedModel):
     def chat(self, system: str | None = None, **params: Unpack[SamplingOptions]) -> ChatSession:
         """A conversation by the model's chat template, which keeps its cache: `send`, `stream`, `reset`."""
         return ChatSession(self, system, **params)
+
+    def score(self, prompt: str | TokenIds, continuations: Sequence[str | TokenIds]) -> list[Score]:
+        """How likely each continuation is after the prompt: `logprobs` of its tokens, `total`, `is_greedy`. See
+        `generation.score`."""
+        return score(self, prompt, continuations)
 
     def embed(
         self, texts: Prompts, *, prompt: str | None = None, quantize: str | None = None, ranges: NDArray | None = None

@@ -99,7 +99,7 @@ QUICK = (
 )
 LONG = (
     "storyteller",
-    "contract/test_families",
+    "contract/test_every_family",
     "number_of_threads",
     "joining_late",
     "rows_in_any_order",

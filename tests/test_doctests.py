@@ -20,6 +20,8 @@ MODULES = [
 def test_examples(name):
     if name.startswith("bitnet_ref.serving.http"):
         pytest.importorskip("starlette", reason="starlette is not installed")
+    if name == "bitnet_ref.evaluation.harness":
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 

@@ -27,6 +27,7 @@ ROWS = [
     {"__init__"},  # the public names, and __version__
     {"training"},
     {"crossval"},
+    {"evaluation"},
     {"inspection"},
     {"benchmark"},
     {"cli"},

@@ -13,12 +13,14 @@ from typing import NoReturn
 import click
 
 from .. import __version__
+from .batch_command import batch
 from .bench_command import bench
 from .chat_command import chat
 from .convert_command import convert
 from .crossval_command import crossval
 from .doctor_command import doctor
 from .embed_command import embed
+from .evaluation_commands import evaluate, perplexity
 from .generate_command import generate
 from .inspect_command import inspect
 from .lab_command import lab
@@ -49,6 +51,7 @@ COMMANDS = (
     generate,
     chat,
     serve,
+    batch,
     embed,
     inspect,
     pull,
@@ -57,6 +60,8 @@ COMMANDS = (
     convert,
     crossval,
     bench,
+    perplexity,
+    evaluate,
     train,
     train_tokenizer,
     doctor,

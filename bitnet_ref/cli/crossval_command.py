@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .doctor_command import path_rows
-from .generation_options import apply_options, content_of, dtype_option, load_model, read_numbers
+from .generation_options import (
+    apply_options,
+    content_of,
+    dtype_option,
+    load_model,
+    pop_workers,
+    read_numbers,
+    spread,
+    worker_options,
+)
 from .shell import (
     DIFFERS,
     UNAVAILABLE,
@@ -290,8 +299,11 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
 @click.option("--engine", "engines", multiple=True, help='"backends", one backend, or an engine; may be repeated.')
 @click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="The interpreter that has the engine.")
 @click.option("--out", type=_OUTPUT, required=True, help="The table: .md or .html. Receipts are in a folder beside it.")
+@worker_options
 @common_options
-def matrix(models: tuple[str, ...], engines: tuple[str, ...], pythons: tuple[str, ...], out: Path) -> None:
+def matrix(
+    models: tuple[str, ...], engines: tuple[str, ...], pythons: tuple[str, ...], out: Path, **options: Any
+) -> None:
     """Compare every one of MODELS on every engine. A run that was interrupted goes on where it ended.
 
     Exits with 1 when something differs, with 4 when nothing could run.
@@ -303,7 +315,8 @@ def matrix(models: tuple[str, ...], engines: tuple[str, ...], pythons: tuple[str
     interpreters = {name.replace("-", "_"): path for name, path in (each.split("=", 1) for each in pythons)}
     chosen = [each.replace("-", "_") for each in engines] or [BACKENDS, *_ENGINES]
     folder = out.with_name(f"{out.stem}.receipts")
-    cells = compute_matrix(models, chosen, folder, interpreters, lambda line: click.echo(line, err=True))
+    with spread((dict,), *pop_workers(options), None) as workers:
+        cells = compute_matrix(models, chosen, folder, interpreters, lambda line: click.echo(line, err=True), workers)
     write_matrix(out, cells)
     ran = [cell.agrees for cell in cells if cell.agrees is not None]
     facts = [{"model": c.model, "engine": c.engine, "agrees": c.agrees, "text": c.text} for c in cells]

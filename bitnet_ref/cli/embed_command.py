@@ -11,15 +11,23 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError
 from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
 from ..system.atomic import atomic_path
-from ..system.json_file import read_bounded
-from .generation_options import MAX_TEXT_BYTES, load_model, model_options
+from .generation_options import (
+    load_model,
+    model_opener,
+    model_options,
+    pop_workers,
+    read_text,
+    spread,
+    worker_options,
+)
 from .shell import LoadingBar, SectionedCommand, common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
     from ..api import Model
+    from ..system.workers import Workers
 
 INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
@@ -35,6 +43,7 @@ BATCH = 32  # texts between two reports of progress
 @click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")
 @click.option("--quantize", type=click.Choice(PRECISIONS), help="int8: by the texts' own ranges; binary: a bit each.")
 @model_options
+@worker_options
 @common_options
 def embed(
     texts: tuple[str, ...],
@@ -50,18 +59,20 @@ def embed(
 
     Without --out the similarity of each text to the first is shown; --json gives the vectors.
     """
-    rows = [*texts, *([] if file is None else read_lines(file))]
+    rows = [*texts, *([] if file is None else (line for line in read_text(file).splitlines() if line))]
     if not rows:
         raise click.UsageError("no texts: give some, or --file")
     if sum(each is not None for each in (instruct, prompt, prompt_name)) > 1:
         raise click.UsageError("--instruct, --prompt and --prompt-name exclude each other")
     if out is not None and out.suffix not in (".npy", ".jsonl"):
         raise click.UsageError(f"--out: expected a name that ends in .npy or .jsonl, got {out.name}")
+    count, address = pop_workers(options)
+    opener = model_opener(options, count)
     model = load_model(options)
     before = instruction_prompt(instruct) if instruct is not None else prompt
     if prompt_name is not None:
         before = prompt_of(model, prompt_name)
-    vectors = embed_all(model, rows, before)
+    vectors = embed_all(spread(opener, count, address, model), rows, before)
     numbers = vectors if quantize is None else quantize_embeddings(vectors, quantize)
     if out is not None:
         save(out, rows, numbers)
@@ -74,13 +85,19 @@ def embed(
             click.echo(f"{similarity:7.4f}  {text}")
 
 
-def embed_all(model: Model, rows: list[str], prompt: str | None) -> NDArray[np.float32]:
-    with LoadingBar(f"embedding {len(rows)} texts") as bar:
-        parts = []
-        for start in range(0, len(rows), BATCH):
-            parts.append(model.embed(rows[start : start + BATCH], prompt=prompt))
-            bar(min(start + BATCH, len(rows)), len(rows))
-    return np.concatenate(parts)
+def embed_all(workers: Workers, rows: list[str], prompt: str | None) -> NDArray[np.float32]:
+    parts: dict[int, NDArray[np.float32]] = {}
+    starts = range(0, len(rows), BATCH)
+    with workers, LoadingBar(f"embedding {len(rows)} texts") as bar:
+        for index, vectors in workers.map(embed_batch, ((prompt, rows[start : start + BATCH]) for start in starts)):
+            parts[index] = vectors
+            bar(min(len(parts) * BATCH, len(rows)), len(rows))
+    return np.concatenate([parts[index] for index in range(len(starts))])
+
+
+def embed_batch(model: Model, batch: tuple[str | None, list[str]]) -> NDArray[np.float32]:
+    prompt, texts = batch
+    return model.embed(texts, prompt=prompt)
 
 
 def prompt_of(model: Model, name: str) -> str:
@@ -90,14 +107,6 @@ def prompt_of(model: Model, name: str) -> str:
         known = ", ".join(prompts) or "none (it has no config_sentence_transformers.json with prompts)"
         raise ConfigError(f"the model has no prompt of that name; there are: {known}", field=name)
     return prompts[name]
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that are not empty. Raises FormatError."""
-    try:
-        return [line for line in read_bounded(path, FormatError, MAX_TEXT_BYTES).decode().splitlines() if line]
-    except UnicodeDecodeError as problem:
-        raise FormatError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
 
 
 def save(path: Path, rows: list[str], numbers: NDArray) -> None:

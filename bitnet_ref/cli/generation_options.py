@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,11 @@ from ..backends import HEADS, NAMES
 from ..backends.paged_cache import CACHE_DTYPES
 from ..errors import FormatError
 from ..system.json_file import read_bounded
-from .shell import AnyFunction, LoadingBar, SectionOption
+from .shell import AnyFunction, LoadingBar, SectionOption, say
 
 if TYPE_CHECKING:
     from ..api import Model
+    from ..system.workers import Opener, Workers
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 DTYPE_HELP = "Computing in: float64 needs numpy, 16 bits need cupy.  [default: float32]"
@@ -54,9 +56,16 @@ def apply_options(function: AnyFunction, options: Sequence[Callable[[AnyFunction
 
 def model_options(function: AnyFunction) -> AnyFunction:
     """The parameters of `bitnet_ref.load`."""
+    option = section("Model")(
+        "--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."
+    )
+    return option(loading_options(function))
+
+
+def loading_options(function: AnyFunction) -> AnyFunction:
+    """The parameters of `bitnet_ref.load` but the model itself."""
     option = section("Model")
     options = [
-        option("--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."),
         option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
         option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]"),
         dtype_option(cls=SectionOption, section="Model"),
@@ -145,6 +154,73 @@ def load_model(options: dict[str, Any]) -> Model:
         return load(load_options.pop("model"), progress=bar, **load_options)
 
 
+def name_model(text: str) -> tuple[str, Path]:
+    """The name and the path of "MODEL" or "NAME=MODEL"."""
+    from ..formats.open import find_model
+
+    name, _, source = text.rpartition("=") if not Path(text).exists() else ("", "", text)
+    path = find_model(source)
+    return name or (source if not Path(source).exists() else path.resolve().name), path
+
+
+def worker_options(function: AnyFunction) -> AnyFunction:
+    """Where the items of a long run are computed: see `spread`."""
+    option = section("Workers (the extra dask)")
+    options = [
+        option("--workers", type=click.IntRange(min=1), metavar="N", help="Compute in N processes of this machine."),
+        option("--dask", metavar="ADDRESS", help="Compute on a Dask scheduler's workers; trust it."),
+    ]
+    return apply_options(function, options)
+
+
+def pop_workers(options: dict[str, Any]) -> tuple[int | None, str | None]:
+    """The values of `worker_options`, removed from `options`."""
+    count, address = options.pop("workers"), options.pop("dask")
+    if count is not None and address is not None:
+        raise click.UsageError("--workers and --dask exclude each other")
+    return count, address
+
+
+def spread(opener: Opener, count: int | None, address: str | None, resource: Any) -> Workers:
+    """The workers that were asked for, each with what `opener` opens; or this process, which has the resource."""
+    from ..system.workers import DaskWorkers, Here
+
+    if count is None and address is None:
+        return Here(resource)
+    workers = DaskWorkers(opener, count, address)
+    say(f"Dask's page about this run: {workers.dashboard}")
+    return workers
+
+
+def model_opener(options: dict[str, Any], count: int | None) -> Opener:
+    """Opens the model that `loading_options` describe in a worker; the weights are mapped once for each machine."""
+    chosen = {name: options[name] for name in LOAD_OPTIONS if name in options}
+    if Path(chosen["model"]).exists():
+        chosen["model"] = str(Path(chosen["model"]).resolve())
+    if count is not None and chosen.get("threads") is None:
+        from ..system.threads import resolve_threads
+
+        chosen["threads"] = max(1, resolve_threads() // count)
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+    return load_in_worker, tuple(sorted(plain.items()))
+
+
+def load_in_worker(options: tuple[tuple[str, Any], ...]) -> Model:
+    """One process of a machine prepares the weights, the others wait for it, and all map them."""
+    from ..api import load
+    from ..formats.open import find_model
+    from ..system.atomic import lock_file
+
+    chosen = dict(options)
+    path = find_model(chosen.pop("model"))
+    folder = os.open(path if path.is_dir() else path.parent, os.O_RDONLY)
+    try:
+        lock_file(folder)
+        return load(path, **{**chosen, "prepared": "mapped"})
+    finally:
+        os.close(folder)
+
+
 def read_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
     """[1, 17, 5] of "1,17,5" or "1 17 5" """
     try:
@@ -192,6 +268,14 @@ def content_of(value: str | None) -> str | None:
         return read_bounded(value[1:], FormatError, MAX_TEXT_BYTES).decode("utf-8")
     except (FormatError, UnicodeDecodeError) as problem:
         raise click.BadParameter(f"{value[1:]}: {getattr(problem, 'message', problem)}") from problem
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises FormatError."""
+    try:
+        return read_bounded(path, FormatError, MAX_TEXT_BYTES).decode()
+    except UnicodeDecodeError as problem:
+        raise FormatError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
 
 
 def _read_early(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | str | None:

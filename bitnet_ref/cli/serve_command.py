@@ -15,7 +15,7 @@ from .. import __version__
 from ..backends import NAMES
 from ..backends.cuda.workspace import parse_bytes
 from ..errors import BackendUnavailable, ConfigError, StorageError
-from .generation_options import content_of
+from .generation_options import content_of, name_model
 from .shell import common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     import uvicorn
 
     from ..api import load_engine
-    from ..formats.open import find_model
     from ..serving import EngineConfig
     from ..serving.http.app import ServerLimits, create_app
     from ..serving.http.shelf import ModelShelf
@@ -83,9 +82,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
 
     sources: dict[str, Path] = {}
     for text in models or ("storyteller",):
-        name, _, source = text.rpartition("=") if not Path(text).exists() else ("", "", text)
-        path = find_model(source)
-        name = name or (source if not Path(source).exists() else path.resolve().name)
+        name, path = name_model(text)
         if name in sources:
             raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")
         sources[name] = path

@@ -10,14 +10,18 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..api import Model, load
 from ..errors import BitNetRefError, ConfigError, printable
+from ..formats.open import find_model
 from ..formats.safetensors import SafetensorsFile
 from ..system.atomic import atomic_path
+from ..system.sharing import file_identity, model_files
+from ..system.workers import Here, Workers
 from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, default_tokens
 from .receipt import make_receipt, read_receipt, write_receipt
@@ -25,6 +29,7 @@ from .report import Crossing
 from .trace import config_hash, weight_hash
 
 BACKENDS = "backends"
+Task = tuple[str, str, str | None]  # a model, an engine, and the interpreter that has it
 
 
 @dataclass(frozen=True)
@@ -44,35 +49,60 @@ def compute_matrix(
     folder: Path,
     pythons: Mapping[str, str] | None = None,
     report: Callable[[str], None] = lambda line: None,
+    workers: Workers | None = None,
 ) -> list[Cell]:
     """Every model on every engine. The receipts are in `folder`, and those that are there already are used.
 
     engines: "backends" (all of ours), the name of a backend or kernel set, or a name of ENGINES.
-    pythons: the interpreter of an engine, by its name.   Raises ConfigError for two models of one name.
+    pythons: the interpreter of an engine, by its name. workers: compute the cells, with no resource.
+    Raises ConfigError for two models of one name.
     """
     names = [_file_name(model) for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(f"two models would have the same receipts: {', '.join(names)}", field="models")
     folder.mkdir(parents=True, exist_ok=True)
-    cells = []
+    cells: dict[tuple[str, str], Cell] = {}
+    tasks: list[Task] = []
+    places: list[Path] = []
     for source, name in zip(models, names, strict=True):
         try:
-            model = load(source, backend="numpy")
-            tokens = _golden_tokens(model) or default_tokens(model)
+            model, tokens = _load(source)
         except BitNetRefError as error:
-            cells += [Cell(source, engine, None, f"does not load: {error}") for engine in engines]
+            cells |= {(source, engine): Cell(source, engine, None, f"does not load: {error}") for engine in engines}
             continue
         for engine in engines:
             path = folder / f"{name}--{_file_name(engine)}.json"
             receipt = _finished(path, model, tokens)
             report(f"{source}, {engine}: {'kept' if receipt else 'computing'}")
             if receipt is None:
-                crossings = _cross(engine, source, model, tokens, (pythons or {}).get(engine))
-                kind = engine if engine in ENGINES else BACKENDS
-                receipt = make_receipt(kind, source, model, tokens, crossings)
-                write_receipt(path, receipt)
-            cells.append(_cell(source, engine, receipt, path))
-    return cells
+                tasks.append((source, engine, (pythons or {}).get(engine)))
+                places.append(path)
+            else:
+                cells[source, engine] = _cell(source, engine, receipt, path)
+    for index, receipt in (workers or Here(None)).map(compute_receipt, tasks):
+        source, engine, _ = tasks[index]
+        write_receipt(places[index], receipt)
+        cells[source, engine] = _cell(source, engine, receipt, places[index])
+    return [cells[source, engine] for source in models for engine in engines]
+
+
+def _load(source: str) -> tuple[Model, list[int]]:
+    """The model, and the tokens that it is compared on. The last one stays, until its files change."""
+    return _load_files(source, tuple(map(file_identity, model_files(find_model(source)))))
+
+
+@lru_cache(maxsize=1)
+def _load_files(source: str, _: tuple[object, ...]) -> tuple[Model, list[int]]:
+    model = load(source, backend="numpy")
+    return model, _golden_tokens(model) or default_tokens(model)
+
+
+def compute_receipt(_: object, task: Task) -> dict[str, Any]:
+    """The receipt of a cell, here or in a worker."""
+    source, engine, python = task
+    model, tokens = _load(source)
+    kind = engine if engine in ENGINES else BACKENDS
+    return make_receipt(kind, source, model, tokens, _cross(engine, source, model, tokens, python))
 
 
 def _file_name(text: str) -> str:

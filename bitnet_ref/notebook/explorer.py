@@ -52,7 +52,8 @@ class Explorer:
             import ipywidgets
         except ImportError:
             return None
-        image = ipywidgets.Image(value=self.png, format="png", layout={"max_width": "100%"})
+        natural = {"width": "auto", "height": "auto", "max_width": "100%", "align_self": "flex-start"}  # not stretched
+        image = ipywidgets.Image(value=self.png, format="png", layout=natural)
         note = ipywidgets.Label(value="")
 
         def move(name: str, change: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ class Explorer:
             kind = ipywidgets.IntSlider if slider.step == 1 else ipywidgets.FloatSlider
             limits = {"value": slider.value, "min": slider.low, "max": slider.high, "step": slider.step}
             # not while it moves, because drawing takes 0.1 s
-            shown = {"description": slider.name, "style": {"description_width": "6em"}, "continuous_update": False}
+            shown = {"description": slider.name, "style": {"description_width": "initial"}, "continuous_update": False}
             control = kind(**limits, **shown)
             control.observe(lambda change, name=slider.name: move(name, change), names="value")
             controls.append(control)

@@ -125,7 +125,8 @@ def requests_html(frame: Frame) -> str:
         "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in frame.rows()
     )
-    return f"<table style='line-height:1.3;white-space:nowrap'><tr>{head}</tr>{rows}</table>{html.escape(frame.footer)}"
+    table = f"<table style='line-height:1.3;white-space:nowrap'><tr>{head}</tr>{rows}</table>"
+    return f"<div style='overflow-x:auto'>{table}</div>{html.escape(frame.footer)}"
 
 
 def draw_speeds(speeds: Sequence[float]) -> str:
@@ -217,10 +218,12 @@ class LiveView(AbstractContextManager["LiveView", None]):
         self._button.disabled = True
 
     def close(self) -> None:
-        """Stop updating, and return when the thread has ended. The last snapshot stays."""
+        """Stop updating, and return when the thread has ended. A snapshot taken now stays."""
         self._closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            self.look()
+            self._show()
 
     @property
     def watching(self) -> bool:

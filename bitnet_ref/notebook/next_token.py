@@ -102,7 +102,18 @@ class NextToken:
         ranges = {"temperature": (1.0, 0.0, 2.0, 0.05), "top_k": (0, 0, 50, 1)}
         ranges |= {"top_p": (1.0, 0.05, 1.0, 0.05), "min_p": (0.0, 0.0, 0.5, 0.01)}
         sliders = [Slider(name, params.pop(name, value), *limits) for name, (value, *limits) in ranges.items()]
-        return Explorer(lambda **values: self.plot(count, **params, **values), sliders)
+        ids = self.likeliest(count)
+
+        def draw(**values: float) -> Figure:  # always the same panels, so that nothing moves but the bars
+            stages = {stage.name.partition(" ")[0]: stage for stage in self.stages(**params, **values)}
+            shown, last = [], stages["the"]
+            for name in ("the", *(["rules"] if "rules" in stages else []), *ranges):
+                last = stages.get(name, last)
+                title = last.name if name in stages else f"{name}: no change"
+                shown.append((title, last.of(ids)))
+            return token_bars(self.texts(ids), shown)
+
+        return Explorer(draw, sliders)
 
 
 def token_texts(model: LoadedModel, ids: list[int]) -> list[str]:

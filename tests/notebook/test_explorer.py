@@ -32,6 +32,12 @@ def test_a_moved_slider_draws_again(after):
     sliders["temperature"].value = 0  # greedy has a figure of its own
     assert image.value not in (before, b"")
     assert explorer.problem == ""
+    sizes = set()
+    for values in ({"top_k": 0}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "temperature": 2}, {"temperature": 0}):
+        explorer.set(**values)
+        sizes.add(explorer.png[16:24])  # width and height, in the header of a PNG
+        assert len(explorer.draw(**explorer.values).axes) == 5
+    assert len(sizes) == 1
 
 
 def test_the_bundle_holds_a_picture_for_where_no_kernel_is(after):

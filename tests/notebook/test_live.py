@@ -75,6 +75,17 @@ def test_closing_and_the_button_stop_it(engine):
     assert not engine.closed
 
 
+def test_a_closed_view_shows_the_last_frame(engine):
+    pytest.importorskip("ipywidgets")
+    view = engine.live(interval_s=60)
+    figures = view.widget.children[0]
+    tokens = engine.generate("Alice", max_tokens=3, ignore_eos=True).token_ids
+    assert "0 in all" in figures.value
+    view.close()
+    assert f"{len(tokens)} in all" in figures.value
+    assert "overflow-x:auto" in requests_html(view.frame)
+
+
 def test_a_dropped_engine_ends_it():
     pytest.importorskip("ipywidgets")
     engine = model("storyteller", "numpy").engine()

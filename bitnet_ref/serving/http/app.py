@@ -8,7 +8,6 @@ that goes away is noticed at any time, and its texts are cancelled.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hmac
 import json
 import logging
@@ -30,39 +29,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import (
-    BackendError,
     BitNetRefError,
-    ContextOverflow,
-    EngineClosed,
     GenerationError,
-    OutOfMemory,
-    QueueFull,
-    RequestTimeout,
-    TokenizerError,
-    describe_error,
 )
-from ...generation.embed import embed, token_ids_of
-from ...generation.generate import split_prompts
+from ...generation.embed import embed
 from ..engine import Engine
 from ..metrics import render_metrics
 from . import schemas
+from .failures import blame, describe_failure
 from .page import describe_engine, render_page
 from .schemas import RequestError
-from .shapes import Asked, Choice, chat_ids, read_chat, read_completion, usage
+from .shapes import Asked, Choice, chat_ids, embedding_ids, embedding_response, read_chat, read_completion, usage
 from .shelf import ModelShelf
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/health")  # need no key
-STATUSES: dict[type[BitNetRefError], int] = {  # the first that fits
-    QueueFull: 429,
-    RequestTimeout: 504,
-    EngineClosed: 503,
-    OutOfMemory: 503,
-    TokenizerError: 400,
-    GenerationError: 400,
-}
 RETRY_AFTER_S = {429: "1", 503: "5"}
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
 EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
 T = TypeVar("T")
@@ -131,19 +113,10 @@ class Server:
         body = await self._body(request)
         async with self._borrow(body) as (name, engine):
             vectors, tokens = await unless_gone(request, self._embed(engine, body["input"]))
-        if body.get("dimensions") not in (None, vectors.shape[1]):
-            raise RequestError(f"dimensions: this model's vectors have {vectors.shape[1]}", "dimensions")
-        if body.get("encoding_format") == "base64":
-            coded: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
-        else:
-            coded = vectors.tolist()
-        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(coded)]
-        counts = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": name, "usage": counts})
+        return JSONResponse(embedding_response(body, name, vectors, tokens))
 
     async def _embed(self, engine: Engine, texts: Any) -> tuple[np.ndarray, int]:
-        parts, _ = split_prompts(texts)
-        rows = await asyncio.to_thread(lambda: [_ids_of(engine, part) for part in parts])
+        rows = await asyncio.to_thread(embedding_ids, engine.model, texts)
         async with self._embedding:
             vectors = [
                 await asyncio.to_thread(embed, engine.model, rows[first : first + EMBEDDING_TEXTS])
@@ -251,10 +224,6 @@ class Server:
         return await asyncio.to_thread(parse)
 
 
-def _ids_of(engine: Engine, part: Any) -> list[int]:
-    return engine.model.check_tokens(token_ids_of(engine.model, part)).tolist()
-
-
 # -- waiting for texts -------------------------------------------------------------------------------------------------
 
 
@@ -283,13 +252,6 @@ async def wait_for_all(choices: list[Choice]) -> list[Any]:
         return [await choice.handle.aresult() for choice in choices]
     except GenerationError as error:
         raise blame(error) from error
-
-
-def blame(error: BaseException) -> BaseException:
-    """A request's error; BackendError if it failed by a fault of the engine, and not by its own parameters."""
-    cause = error.__cause__
-    is_fault = type(error) is GenerationError and not isinstance(cause, GenerationError | TokenizerError | None)
-    return BackendError(str(error)) if is_fault else error
 
 
 class StreamEvents:
@@ -387,32 +349,13 @@ class EventStream(Response):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The status of an error, and OpenAI's JSON for it."""
-    message, param, code, status = str(error), None, None, 500
-    if isinstance(error, RequestError):
-        param, code, status = error.param, error.code, error.status
-    elif isinstance(error, HTTPException):
-        message, status = error.detail, error.status_code
-    elif isinstance(error, BitNetRefError):
-        message = getattr(error, "message", message)  # without the path of a file
-        status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
-        name = re.match(r"(\w+): ", message)
-        param = name[1] if status == 400 and name else None
-        if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
-            code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
-    if status == 500:
-        log.error("a request failed: %s", describe_error(error), exc_info=error)
-        message = "a fault of the server; its log has the cause"
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 async def answer_failure(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers, error = dict(error.headers or {}), RequestError(error.detail, status=error.status_code)
     status, facts = describe_failure(error)
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if status in RETRY_AFTER_S:
         headers["retry-after"] = RETRY_AFTER_S[status]
     return JSONResponse(facts, status, headers=headers)

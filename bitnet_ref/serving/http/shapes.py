@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
@@ -9,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
+from ...generation.embed import token_ids_of
+from ...generation.generate import split_prompts
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
@@ -227,6 +232,25 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         "usage_in_chunks": bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         "priority": body.get("priority") or 0,
     }
+
+
+def embedding_ids(model: LoadedModel, texts: Any) -> list[list[int]]:
+    """The token ids of each text (or list of token ids) of a request for embeddings."""
+    parts, _ = split_prompts(texts)
+    return [model.check_tokens(token_ids_of(model, part)).tolist() for part in parts]
+
+
+def embedding_response(body: Mapping[str, Any], model_name: str, vectors: NDArray, tokens: int) -> dict[str, Any]:
+    """vectors (B, D); tokens: of all texts. Raises RequestError for other `dimensions` than the vectors have."""
+    if body.get("dimensions") not in (None, vectors.shape[1]):
+        raise RequestError(f"dimensions: this model's vectors have {vectors.shape[1]}", "dimensions")
+    if body.get("encoding_format") == "base64":
+        coded: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
+    else:
+        coded = vectors.tolist()
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(coded)]
+    counts = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": model_name, "usage": counts}
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""`bitnet-ref batch`: a file of requests, answered as the server answers them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import __version__
+from ..errors import BackendUnavailable
+from .generation_options import (
+    content_of,
+    load_in_worker,
+    load_model,
+    model_opener,
+    model_options,
+    name_model,
+    pop_workers,
+    spread,
+    worker_options,
+)
+from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, report
+
+if TYPE_CHECKING:
+    from ..api import Model
+    from ..serving.http.batch import BatchServer
+
+INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command(cls=SectionedCommand, short_help="Answer a file of OpenAI batch requests.")
+@click.argument("source", metavar="IN.jsonl", type=INPUT_FILE)
+@click.argument("target", metavar="OUT.jsonl", type=OutputFile())
+@click.option("--config", type=click.Path(path_type=Path, exists=True), help="Engine settings (docs/serving.md).")
+@click.option("--chat-template", metavar="JINJA", help="Instead of the model's own; @FILE reads it.")
+@model_options
+@worker_options
+@common_options
+def batch(source: Path, target: Path, config: Path | None, chat_template: str | None, **options: Any) -> None:
+    """Answer each request of IN.jsonl, in OpenAI's batch format, as `bitnet-ref serve` does. OUT.jsonl has the answers,
+    in the same order.
+
+    \b
+    {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time"}}
+
+    The urls are /v1/completions, /v1/chat/completions and /v1/embeddings. --model may be NAME=MODEL, for the name that
+    requests use. What was interrupted goes on from OUT.jsonl.partial.
+    """
+    if find_spec("fastjsonschema") is None:
+        raise BackendUnavailable("batch needs fastjsonschema: pip install 'bitnet-ref[server]'")
+    from ..serving.http.batch import run_batch
+    from ..system.sharing import model_files
+
+    name, path = name_model(options["model"])
+    options["model"] = str(path)
+    count, address = pop_workers(options)
+    _, loading = model_opener(options, count)
+    template = content_of(chat_template)
+    files = sorted([file.name, file.stat().st_size] for file in model_files(path))
+    run = {"version": __version__, "model": name, "files": files, "dtype": options["dtype"], "template": template}
+    run |= {"cache_dtype": options["cache_dtype"], "config": None if config is None else config.read_text()}
+    opener = (open_server, loading, name, config, template)
+    alone = None if count or address else serve_lines(load_model(options), name, config, template)
+    with spread(opener, count, address, alone) as workers, LoadingBar("requests") as bar:
+        summary = run_batch(source, target, workers, run, bar)
+    if alone is not None:
+        alone.engine.close()
+    text = f"{summary.lines} answers in {target} after {summary.seconds:.1f} s, {summary.failed} of them errors"
+    text += f"; {summary.reused} are of an earlier run" * bool(summary.reused)
+    report(vars(summary), lambda out: out.print(text))
+
+
+def serve_lines(model: Model, name: str, config: Path | None, chat_template: str | None) -> BatchServer:
+    from ..serving import EngineConfig
+    from ..serving.http.batch import BatchServer
+
+    return BatchServer(model.engine(config=EngineConfig.load(config)), name, chat_template)
+
+
+def open_server(loading: tuple[tuple[str, Any], ...], *settings: Any) -> BatchServer:
+    """In a worker."""
+    return serve_lines(load_in_worker(loading), *settings)

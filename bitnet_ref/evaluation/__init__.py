@@ -1,0 +1,5 @@
+"""How good a model is: perplexity by named protocols, and lm-eval's tasks. May import `crossval` and below."""
+
+from .perplexity import PROTOCOLS, Perplexity, perplexity
+
+__all__ = ["PROTOCOLS", "Perplexity", "perplexity"]

@@ -1,0 +1,58 @@
+"""An error as an HTTP status, and as OpenAI's JSON."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from ...errors import (
+    BackendError,
+    BitNetRefError,
+    ContextOverflow,
+    EngineClosed,
+    GenerationError,
+    OutOfMemory,
+    QueueFull,
+    RequestTimeout,
+    TokenizerError,
+    describe_error,
+)
+from .schemas import RequestError
+
+log = logging.getLogger(__name__)
+STATUSES: dict[type[BitNetRefError], int] = {  # the first that fits
+    QueueFull: 429,
+    RequestTimeout: 504,
+    EngineClosed: 503,
+    OutOfMemory: 503,
+    TokenizerError: 400,
+    GenerationError: 400,
+}
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def blame(error: BaseException) -> BaseException:
+    """A request's error; BackendError if it failed by a fault of the engine, and not by its own parameters."""
+    cause = error.__cause__
+    is_fault = type(error) is GenerationError and not isinstance(cause, GenerationError | TokenizerError | None)
+    return BackendError(str(error)) if is_fault else error
+
+
+def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status of an error, and OpenAI's JSON for it."""
+    message, param, code, status = str(error), None, None, 500
+    if isinstance(error, RequestError):
+        param, code, status = error.param, error.code, error.status
+    elif isinstance(error, BitNetRefError):
+        message = getattr(error, "message", message)  # without the path of a file
+        status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
+        name = re.match(r"(\w+): ", message)
+        param = name[1] if status == 400 and name else None
+        if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
+            code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
+    if status == 500:
+        log.error("a request failed: %s", describe_error(error), exc_info=error)
+        message = "a fault of the server; its log has the cause"
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

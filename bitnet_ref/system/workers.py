@@ -1,0 +1,130 @@
+"""Items computed here, or by processes on Dask's distributed scheduler (the extra `dask`): `Here` and `DaskWorkers`.
+
+Both have `map(function, items)`, which yields (index, function(resource, item)) as results come. The resource, a model
+or an engine, is opened once in each process. At most a few items for each worker thread are with the scheduler at a
+time, so that input of any length needs little memory there. When a worker process dies its items are computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from importlib.util import find_spec
+from threading import Lock
+from typing import Any, TypeVar
+
+from ..errors import BackendUnavailable, ConfigError
+
+log = logging.getLogger(__name__)
+AHEAD = 2  # items with the scheduler for each thread of a worker
+MAX_DEATHS = (
+    5  # times that the scheduler gave an item up, each after 3 or 4 dead workers, before it is called the cause
+)
+CONNECT_S = 30.0
+LOOK_S = 1.0  # how often the workers are counted
+Opener = tuple[Any, ...]  # a function of a module, and its arguments: hashable, and the same in each process
+T = TypeVar("T")
+R = TypeVar("R")
+
+_resources: dict[Opener, Any] = {}
+_lock = Lock()
+
+
+def open_once(opener: Opener) -> Any:
+    """The resource of this process: the last one that was asked for stays."""
+    with _lock:  # a worker may have several threads
+        if opener not in _resources:
+            _resources.clear()
+            _resources[opener] = opener[0](*opener[1:])
+        return _resources[opener]
+
+
+def call(opener: Opener, function: Callable[[Any, T], R], item: T) -> R:
+    return function(open_once(opener), item)
+
+
+class Here(AbstractContextManager["Here", None]):
+    """This process, which has the resource."""
+
+    def __init__(self, resource: Any) -> None:
+        self.resource = resource
+
+    def map(self, function: Callable[[Any, T], R], items: Iterable[T]) -> Iterator[tuple[int, R]]:
+        for index, item in enumerate(items):
+            yield index, function(self.resource, item)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
+    """`count` processes of this machine, or the workers of the scheduler at `address`, which must trust this process.
+
+    opener: opens the resource of a worker. Raises BackendUnavailable without the extra, or without a scheduler there.
+    """
+
+    def __init__(self, opener: Opener, count: int | None = None, address: str | None = None) -> None:
+        if (count is None) == (address is None):
+            raise ConfigError("expected a number of workers or a scheduler's address, and not both", field="workers")
+        if find_spec("distributed") is None:
+            raise BackendUnavailable("workers need distributed: pip install 'bitnet-ref[dask]'")
+        from distributed import Client, LocalCluster
+
+        self.opener = opener
+        with ExitStack() as stack:
+            if address is None:
+                quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
+                cluster = LocalCluster(n_workers=count, threads_per_worker=1, memory_limit=0, **quiet)
+                stack.enter_context(cluster)
+            try:
+                client = Client(address or cluster, timeout=CONNECT_S, set_as_default=False)
+            except (OSError, ValueError) as problem:
+                raise BackendUnavailable(f"there is no Dask scheduler at {address}: {problem}") from problem
+            self.client = stack.enter_context(client)
+            self._stack = stack.pop_all()
+
+    @property
+    def dashboard(self) -> str:
+        """The address of Dask's page about the run."""
+        return str(self.client.dashboard_link)
+
+    def map(self, function: Callable[[Any, T], R], items: Iterable[T]) -> Iterator[tuple[int, R]]:
+        """Raises what `function` raises, and BackendUnavailable for an item that ends the process of its worker."""
+        from distributed import KilledWorker, as_completed
+
+        waiting, places, deaths = iter(enumerate(items)), dict[str, tuple[int, T]](), dict[int, int]()
+        running, room, counted_s = as_completed([], loop=self.client.loop), 0, -LOOK_S
+
+        def submit(index: int, item: T) -> None:
+            future = self.client.submit(call, self.opener, function, item, pure=False)
+            places[future.key] = index, item
+            running.add(future)
+
+        while True:
+            if time.monotonic() - counted_s > LOOK_S:
+                room = max(1, AHEAD * sum(self.client.nthreads().values()))
+                counted_s = time.monotonic()
+            while len(places) < room and (entry := next(waiting, None)) is not None:
+                submit(*entry)
+            if not places:
+                return
+            future = next(running)
+            index, item = places.pop(future.key)
+            error = future.exception() if future.status == "error" else None
+            if isinstance(error, KilledWorker) or future.status in ("lost", "cancelled"):
+                deaths[index] = deaths.get(index, 0) + 1
+                if deaths[index] > MAX_DEATHS:
+                    message = f"item {index} ended the process of each worker that had it: too little memory there?"
+                    raise BackendUnavailable(message)
+                log.warning("the worker of item %d died: it is computed again", index)
+                submit(index, item)
+                continue
+            yield index, future.result()
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+Workers = Here | DaskWorkers

@@ -1,0 +1,167 @@
+"""Each protocol against a plain text of its source, the state file, and the command."""
+
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+from cli_runs import BACKEND, FAST, invoke, invoke_json
+from helpers import GOLDEN, model
+
+from bitnet_ref.errors import ConfigError, FormatError, GenerationError, TokenizerError
+from bitnet_ref.evaluation import PROTOCOLS, perplexity
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.generation.sampling import log_probability
+from bitnet_ref.system.workers import Here
+
+TEXT = (
+    "The Girl and the Cock\n\nOnce upon a time there was a little girl. She had a cock, and he was red.\n"
+    "The wind blew hard.\nThen the king came, and said: Why do you cry? She told him.\n\nThe end\n"
+) * 3
+LENGTH = 32
+
+
+def story():
+    return model(ASSETS / "storyteller", BACKEND)
+
+
+def nlls(ids, first):
+    logits = story().logits(ids[:-1])
+    return [-log_probability(logits[at - 1], ids[at]) for at in range(first, len(ids))]
+
+
+def llama_cpp(tokenizer):
+    """tools/perplexity/perplexity.cpp"""
+    tokens = tokenizer.encode(TEXT.removesuffix("\n"))
+    found = []
+    for start in range(0, len(tokens) // LENGTH * LENGTH, LENGTH):
+        chunk = [tokenizer.bos_id, *tokens[start + 1 : start + LENGTH]]
+        found += nlls(chunk, LENGTH // 2 + 1)
+    return found
+
+
+def gptq(tokenizer):
+    """The mean of the blocks' mean losses, over shifted labels."""
+    tokens = tokenizer.encode(TEXT)
+    return [x for n in range(len(tokens) // LENGTH) for x in nlls(tokens[n * LENGTH : (n + 1) * LENGTH], 1)]
+
+
+def sentences(tokenizer):
+    """eval_utils.get_test_dataset and eval_ppl.py"""
+    data, doc = [], [tokenizer.bos_id]
+    for item in TEXT.split("\n"):
+        if item == "":
+            continue
+        sentence = [*tokenizer.encode(item, False), 2]
+        if len(sentence) > LENGTH:
+            continue
+        if len(doc) + len(sentence) > LENGTH:
+            data.append(doc)
+            doc = [tokenizer.bos_id]
+        doc.extend(sentence)
+    data.append(doc)
+    return [x for pack in data for x in nlls(pack, 1)]
+
+
+def rolling(tokenizer):
+    """get_rolling_token_windows with context_len 1"""
+    tokens = tokenizer.encode(TEXT, False)
+    found = nlls([tokenizer.bos_id, *tokens[:LENGTH]], 1)
+    at = LENGTH
+    while at < len(tokens):
+        count = min(len(tokens) - at, LENGTH)
+        end = at + count
+        found += nlls(tokens[end - LENGTH - 1 : end], LENGTH + 1 - count)
+        at = end
+    assert len(found) == len(tokens)
+    return found
+
+
+SOURCES = {"llama.cpp": llama_cpp, "gptq": gptq, "1bitllm": sentences, "lm-eval": rolling}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_protocol(protocol):
+    found = perplexity(story(), TEXT, protocol, LENGTH)
+    expected = SOURCES[protocol](story().tokenizer)
+    assert found.tokens == len(expected) > 60
+    assert found.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-12)
+    deviation = math.sqrt(np.var(expected) / (len(expected) - 1))
+    assert found.stderr == pytest.approx(found.perplexity * deviation, rel=1e-9)
+    assert found.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / found.bytes)
+    if protocol == "lm-eval":
+        assert found.bytes == len(TEXT.encode())
+        assert found.word_perplexity == pytest.approx(math.exp(sum(expected) / len(re.split(r"\s+", TEXT))))
+        windows = perplexity(story(), [TEXT, TEXT], protocol, LENGTH)
+        assert (windows.tokens, windows.nats_per_token) == (2 * found.tokens, pytest.approx(found.nats_per_token))
+    else:
+        assert found.word_perplexity is None
+        assert abs(found.bytes / len(TEXT.encode()) - found.tokens / len(story().tokenizer.encode(TEXT))) < 0.1
+
+
+class Interrupted(Here):
+    """Stops after so many items."""
+
+    def __init__(self, resource, items):
+        super().__init__(resource)
+        self.items = items
+
+    def map(self, function, items):
+        for index, result in super().map(function, items):
+            if index == self.items:
+                raise KeyboardInterrupt
+            yield index, result
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[perplexity.__module__], "WINDOWS_AT_A_TIME", 1)
+    state, whole = tmp_path / "state.json", perplexity(story(), TEXT, "gptq", LENGTH)
+    for items in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            perplexity(story(), TEXT, "gptq", LENGTH, state=state, workers=Interrupted(story(), items))
+    assert len(json.loads(state.read_text())["done"]) == 3
+    steps = []
+    rest = perplexity(story(), TEXT, "gptq", LENGTH, state=state, progress=lambda *at: steps.append(at))
+    assert steps[0] == (3, whole.windows)
+    assert rest.read == whole.read - 3 * (LENGTH - 1)
+    same = ("perplexity", "stderr", "tokens", "bits_per_byte", "nats_per_token")
+    assert [getattr(rest, name) for name in same] == [getattr(whole, name) for name in same]
+    for other in ({"length": 16}, {"protocol": "lm-eval"}, {"texts": "And" + TEXT}):
+        with pytest.raises(FormatError, match="another run"):
+            perplexity(story(), **{"texts": TEXT, "protocol": "gptq", "length": LENGTH, "state": state, **other})
+    good = json.loads(state.read_text())
+    for damage in ({"done": {"0": [1.0]}}, {"done": [1]}, {"done": {"x": [1, 2, 3]}}, {"done": {"0": [1, 2, None]}}):
+        state.write_text(json.dumps({**good, **damage}))
+        with pytest.raises(FormatError, match="damaged"):
+            perplexity(story(), TEXT, "gptq", LENGTH, state=state)
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match=r"length.*256"):
+        perplexity(story(), TEXT, "gptq")
+    with pytest.raises(ConfigError, match="protocol"):
+        perplexity(story(), TEXT, "wikitext")
+    with pytest.raises(GenerationError, match="longer text"):
+        perplexity(story(), "Once", "llama.cpp", LENGTH)
+    with pytest.raises(GenerationError, match="no token"):
+        perplexity(story(), "", "lm-eval", LENGTH)
+    with pytest.raises(TokenizerError):
+        perplexity(model(GOLDEN / "llama-dense"), TEXT, "gptq", 8)
+
+
+def test_command(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    args = ("perplexity", "storyteller", "--text", path, "--length", LENGTH, *FAST)
+    result = invoke_json(*args, "--protocol", "gptq", "--protocol", "lm-eval")
+    expected = perplexity(model(ASSETS / "storyteller", BACKEND), TEXT, "gptq", LENGTH)
+    assert result["results"][0]["perplexity"] == expected.perplexity
+    table = invoke(*args).stdout
+    assert "llama.cpp" in table
+    assert "bits per byte" in table
+    assert invoke(*args, "--protocol", "gptq", "--protocol", "lm-eval", "--state", tmp_path / "s").exit_code == 2
+    assert invoke("perplexity", "--text", path, *FAST).exit_code == 2  # 512 tokens do not fit the storyteller
+    path.write_bytes(b"\xff\xfe")
+    assert invoke(*args).exit_code == 3

@@ -1,0 +1,220 @@
+"""`bitnet-ref batch`: the server's answers from a file, interrupted and spread over workers that are killed."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from cli_runs import BACKEND, FAST, invoke, invoke_json
+from helpers import model
+
+from bitnet_ref.cli.batch_command import open_server, serve_lines
+from bitnet_ref.cli.generation_options import model_opener
+from bitnet_ref.errors import BackendUnavailable, FormatError, StorageError
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.system.workers import DaskWorkers, Here
+
+pytest.importorskip("fastjsonschema", reason="fastjsonschema is not installed")
+
+from bitnet_ref.serving.http import batch as batch_module
+from bitnet_ref.serving.http.batch import run_batch
+
+STORY = ASSETS / "storyteller"
+TOOL = {"type": "function", "function": {"name": "weigh", "parameters": {"type": "object"}}}
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+
+
+def request(custom_id, url="/v1/completions", **body):
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+REQUESTS = [
+    request("plain", prompt="Once upon a time"),
+    request("many", prompt=["Alice", "The king"], n=2, logprobs=1, max_tokens=6, model="story"),
+    request("greedy", prompt="The", temperature=0, max_tokens=20, seed=4, echo=True),
+    request("vectors", "/v1/embeddings", input=["a king", "a wood"], encoding_format="base64"),
+    request("chat", "/v1/chat/completions", messages=[{"role": "user", "content": "Once"}], max_tokens=8),
+    request("ids", prompt=[5, 6, 7], max_tokens=4, seed=1, user="me"),
+]
+WRONG = [
+    "nonsense",
+    "[" * 200,
+    '{"url": "/v1/completions"}',
+    request("url", "/v1/files"),
+    request("body", prompt=7),
+    request("name", prompt="a", model="gpt"),
+    request("stream", prompt="a", stream=True),
+    request("long", prompt="a " * 500),
+    request("dimensions", "/v1/embeddings", input="a", dimensions=3),
+    json.dumps({"custom_id": "none", "url": "/v1/completions"}),
+]
+
+
+@pytest.fixture
+def server():
+    server = serve_lines(model(STORY, BACKEND, threads=1), "story", None, CHAT)
+    yield server
+    server.engine.close()
+
+
+def write(path, lines):
+    path.write_text("\n".join(lines) + "\n\n")
+    return path
+
+
+def run(tmp_path, server, lines=REQUESTS, name="out.jsonl", workers=None, **options):
+    source = write(tmp_path / "in.jsonl", lines)
+    summary = run_batch(source, tmp_path / name, workers or Here(server), {"model": "story"}, **options)
+    return summary, (tmp_path / name).read_bytes()
+
+
+def answers(data):
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_answers_are_the_servers(tmp_path, server):
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    from server_runs import RunningServer
+
+    summary, data = run(tmp_path, server, REQUESTS + WRONG[3:9])
+    assert (summary.lines, summary.failed, summary.reused) == (12, 6, 0)
+    assert run(tmp_path, server, REQUESTS + WRONG[3:9])[1] == data  # to the byte
+    with RunningServer({"story": STORY}, chat_template=CHAT) as http:
+        for line, answer in zip(REQUESTS + WRONG[3:9], answers(data), strict=True):
+            entry = json.loads(line)
+            seed = int(batch_module.digest_of(line.encode())[:15], 16)
+            seeded = {} if entry["url"] == "/v1/embeddings" else {"seed": seed}
+            status, _, body = http.post(entry["url"], {**seeded, **entry["body"]})
+            assert answer["custom_id"] == entry["custom_id"]
+            if entry["custom_id"] in ("url", "stream"):
+                assert answer["response"]["status_code"] in (400, 404)
+                continue
+            assert answer["response"]["status_code"] == status, (line, answer, body)
+            mine = answer["response"]["body"]
+            for each in (body, mine):
+                each.pop("id", None)
+                each.pop("created", None)
+                each.get("usage", {}).pop("prompt_tokens_details", None)
+            assert mine == body
+
+
+def test_what_is_wrong_with_a_line_is_its_answer(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 2000)
+    summary, data = run(tmp_path, server, [*WRONG, "x" * 9000, REQUESTS[0], request("huge", prompt="y" * 3000)])
+    codes = [answer["response"]["status_code"] for answer in answers(data)]
+    assert codes == [400, 400, 400, 404, 400, 404, 400, 400, 400, 400, 413, 200, 413]
+    assert (summary.lines, summary.failed) == (13, 12)
+    assert all(answer["response"]["body"]["error"]["message"] for answer in answers(data)[:11])
+
+
+def test_calls_of_tools_have_the_same_ids_each_time(tmp_path, server):
+    line = request(
+        *("tool", "/v1/chat/completions"),
+        messages=[{"role": "user", "content": "a"}],
+        tools=[TOOL],
+        tool_choice="required",
+        max_tokens=200,
+        temperature=0,
+    )
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    data = run(tmp_path, server, [line])[1]
+    assert data == run(tmp_path, server, [line])[1]
+    message = answers(data)[0]["response"]["body"]["choices"][0]["message"]
+    assert all(call["id"].startswith("call_") for call in message.get("tool_calls", ()))
+
+
+class Interrupted(Here):
+    def __init__(self, resource, items):
+        super().__init__(resource)
+        self.items = items
+
+    def map(self, function, items):
+        for index, result in super().map(function, items):
+            yield index, result
+            if index + 1 == self.items:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"id":"batch_req_12'])
+def test_an_interrupted_run_goes_on(tmp_path, server, monkeypatch, torn):
+    monkeypatch.setattr(batch_module, "LINES_AT_A_TIME", 2)
+    lines = REQUESTS + WRONG
+    whole = run(tmp_path, server, lines, "whole.jsonl")[1]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, server, lines, workers=Interrupted(server, 2))
+    partial = tmp_path / "out.jsonl.partial"
+    assert len(partial.read_bytes().splitlines()) == 5
+    assert not (tmp_path / "out.jsonl").exists()
+    with partial.open("ab") as file:
+        file.write(torn)
+    with pytest.raises(FormatError, match="another run"):
+        run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", Here(server), {"model": "other"})
+    steps = []
+    summary, data = run(tmp_path, server, lines, progress=lambda *at: steps.append(at))
+    assert (summary.reused, steps[0], data) == (4, (4, len(lines)), whole)
+    assert not partial.exists()
+
+
+def test_answers_of_a_fault_are_not_reused(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(batch_module, "LINES_AT_A_TIME", 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(batch_module, "embed", lambda *_: (_ for _ in ()).throw(BackendUnavailable("gone")))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, server, REQUESTS, workers=Interrupted(server, 5))
+    summary, data = run(tmp_path, server, REQUESTS)
+    assert (summary.reused, summary.failed) == (4, 0)
+    assert data == run(tmp_path, server, REQUESTS, "again.jsonl")[1]
+
+
+def test_what_is_refused(tmp_path, server):
+    with pytest.raises(FormatError, match=r"line 7.*plain|plain.*answers apart"):
+        run(tmp_path, server, [*REQUESTS, REQUESTS[0]])
+    with pytest.raises(FormatError, match="no line"):
+        run(tmp_path, server, [])
+    from bitnet_ref.system.atomic import lock_file
+
+    with (tmp_path / "out.jsonl.partial").open("ab") as file:
+        lock_file(file.fileno())
+        with pytest.raises(StorageError, match="another process"):
+            run(tmp_path, server)
+
+
+def test_command(tmp_path):
+    source = write(tmp_path / "in.jsonl", [*REQUESTS[:3], WRONG[0]])
+    facts = invoke_json("batch", source, tmp_path / "out.jsonl", "--model", "story=storyteller", *FAST)
+    assert (facts["lines"], facts["failed"]) == (4, 1)
+    assert answers((tmp_path / "out.jsonl").read_bytes())[1]["response"]["body"]["model"] == "story"
+    assert "4 answers" in invoke("batch", source, tmp_path / "o", "--model", "story=storyteller", *FAST).stdout
+    assert invoke("batch", source, tmp_path / "o", "--workers", 1, "--dask", "x").exit_code == 2
+
+
+def test_without_dask(monkeypatch):
+    monkeypatch.setattr("bitnet_ref.system.workers.find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[dask\]'"):
+        DaskWorkers((print,), 1)
+
+
+def test_workers_that_are_killed_change_no_byte(tmp_path, server, monkeypatch):
+    """kill -9 of a worker, twice; the nanny starts another, and its items are computed again."""
+    pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")
+    monkeypatch.setattr(batch_module, "LINES_AT_A_TIME", 2)
+    folder = shutil.copytree(STORY, tmp_path / "story")
+    lines = [request(f"r{n}", prompt=f"The king {n}", max_tokens=16) for n in range(60)]
+    serial = run(tmp_path, server, lines, "serial.jsonl")[1]
+    _, loading = model_opener({"model": str(folder), "backend": BACKEND, "threads": 1}, 2)
+    killed = []
+
+    def kill(done, total):
+        if done >= 10 * (len(killed) + 1) and len(killed) < 2:
+            killed.append(next(iter(workers.client.run(os.getpid).values())))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    with DaskWorkers((open_server, loading, "story", None, CHAT), 2) as workers:
+        summary, data = run(tmp_path, server, lines, workers=workers, progress=kill)
+    assert len(set(killed)) == 2
+    assert (summary.lines, summary.failed) == (60, 0)
+    assert data == serial
+    if BACKEND == "cython":
+        assert list((folder / ".bitnet_ref").iterdir())  # one copy for all workers
