@@ -44,7 +44,7 @@ from .wording import axis_words, example, layer_of, noun, place_in_words, remedy
 
 
 class Report(Protocol):
-    """Called with a text before each test; it may raise to end the search. `add` announces a number of further tests."""
+    """Called with a text before each test; it may raise to end the search. `add` announces further tests."""
 
     def __call__(self, text: str) -> None: ...
 
@@ -318,7 +318,7 @@ class Evidence:
 
 @dataclass
 class Explanation:
-    """A description, its constant solved for, applied in the steps `names`. share: of the wrong values that it explains."""
+    """A description with its constant, applied in the steps `names`. share: of the wrong values that it explains."""
 
     cost: float
     text: str
@@ -818,7 +818,7 @@ def _left(setting: Setting, view: View) -> list[str] | None:
 
 
 def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
-    """The same edit in more steps, the widest set first. A step may have the mistake although this trace does not show it."""
+    """The same edit in more steps, the widest set first: a mistake may not show in every step that has it."""
     kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
     layers = {layer_of(n) for n in edits}
     shapes = _shape_of(evidence.steps[explanation.names[0]])
