@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from .backends import choose_cpu
 from .backends.loaded import LoadedModel
 from .backends.placement import Placement, assign_layers, open_backends
 from .errors import BackendError, BackendUnavailable, ConfigError, DeviceError, GenerationError, OutOfMemory
@@ -136,6 +138,13 @@ def load(
             return Model(*stored, chosen, path, cache_dtype=cache_dtype, load_again=again)
         with open_checkpoint(path, reading) as checkpoint:
             be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
+            try:
+                be.check_config(checkpoint.config)
+            except BackendUnavailable as lacks:
+                if backend != "auto" or dtype != "float32":
+                    raise
+                warnings.warn(f"{lacks}. Computing without the card", stacklevel=3)
+                return again(choose_cpu())
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
