@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -21,6 +22,7 @@ from .errors import BackendError, BackendUnavailable, ConfigError, DeviceError, 
 from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
+from .formats.registry.describe import describe_model, summarize
 from .generation import ChatSession, TokenStream, generate, stream
 from .generation.embed import embed, quantize_embeddings
 from .generation.generate import Generations, Prompt, Prompts
@@ -227,6 +229,11 @@ class Model(LoadedModel):
         if self._load_tokenizer is None and self.path is not None:
             path = self.path
             self._load_tokenizer = lambda: read_tokenizer(path)
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """What the files say: model_type, kind, licence, bytes, last_used, sizes; without files, the config."""
+        return summarize(self.config) if self.path is None else describe_model(self.path)
 
     @expand_params
     def generate(self, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:
