@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .backends import choose_cpu
 from .backends.loaded import LoadedModel
 from .backends.placement import Placement, assign_layers, open_backends
 from .errors import BackendError, BackendUnavailable, ConfigError, DeviceError, GenerationError, OutOfMemory
 from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
+from .formats.registry.describe import describe_model, summarize
 from .generation import ChatSession, TokenStream, generate, stream
 from .generation.embed import embed, quantize_embeddings
 from .generation.generate import Generations, Prompt, Prompts
@@ -136,6 +140,13 @@ def load(
             return Model(*stored, chosen, path, cache_dtype=cache_dtype, load_again=again)
         with open_checkpoint(path, reading) as checkpoint:
             be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
+            try:
+                be.check_config(checkpoint.config)
+            except BackendUnavailable as lacks:
+                if backend != "auto" or dtype != "float32":
+                    raise
+                warnings.warn(f"{lacks}. Computing without the card", stacklevel=3)
+                return again(choose_cpu())
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
@@ -218,6 +229,11 @@ class Model(LoadedModel):
         if self._load_tokenizer is None and self.path is not None:
             path = self.path
             self._load_tokenizer = lambda: read_tokenizer(path)
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """What the files say: model_type, kind, licence, bytes, last_used, sizes; without files, the config."""
+        return summarize(self.config) if self.path is None else describe_model(self.path)
 
     @expand_params
     def generate(self, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:

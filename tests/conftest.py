@@ -127,6 +127,7 @@ def a_store_of_its_own(tmp_path_factory):
     """No test sees, or changes, the models that the user has pulled."""
     before = os.environ.get("BITNET_REF_HOME")
     os.environ["BITNET_REF_HOME"] = str(tmp_path_factory.mktemp("store"))
+    os.environ["HF_HUB_CACHE"] = str(tmp_path_factory.mktemp("hub"))
     yield
     del os.environ["BITNET_REF_HOME"]
     if before is not None:

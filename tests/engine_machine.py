@@ -33,6 +33,10 @@ PARAMS = [
     {"n": 3, "temperature": 1.0, "seed": 3},
     {"overflow": "sliding", "window": 9},
     {"overflow": "sinks", "window": 11, "sink_tokens": 3, "temperature": 0.9, "seed": 4},
+    {"speculate": "lookup"},
+    {"speculate": "lookup", "logit_bias": {5: 100.0}, "logprobs": 1},  # every guess is right
+    {"speculate": "lookup", "logit_bias": {5: 100.0, 6: 100.0}, "temperature": 1.0, "seed": 5},  # some are
+    {"speculate": "lookup", "n": 2, "top_k": 2, "temperature": 1.0, "seed": 6, "repetition_penalty": 0.7},
 ]
 RAISED = [
     SystemExit,
@@ -56,7 +60,8 @@ COUNTS = Counter()  # what the runs of this process did
 @cache
 def alone(prompt, which, max_tokens, backend="numpy"):
     tiny = model(TINY, backend, threads=1)
-    outs = tiny.generate(list(prompt), max_tokens=max_tokens, ignore_eos=True, **PARAMS[which])
+    params = {name: value for name, value in PARAMS[which].items() if name != "speculate"}
+    outs = tiny.generate(list(prompt), max_tokens=max_tokens, ignore_eos=True, **params)
     return [gist(out) for out in outs] if isinstance(outs, list) else gist(outs)
 
 
@@ -276,6 +281,9 @@ class EngineMachine(RuleBasedStateMachine):
                         self.expect(lambda entry=entry: self.check_result(entry, entry[0].result()), EngineClosed)
             check(self.engine)
             COUNTS["engines"] += 1
+            now = self.engine.metrics.snapshot()
+            for name in ("draft", "accepted"):
+                COUNTS[f"{name} tokens"] += now[f"spec_decode_num_{name}_tokens"]
         finally:
             Backend.head_rows = self.right
 

@@ -216,6 +216,9 @@ def test_the_factors_of_longrope(tmp_path):
         write_gguf(tmp_path / "short.gguf", file.typed, short)
     rope = bitnet_ref.load(bare, backend="numpy").config.rope
     assert (rope.original_max_position_embeddings, rope.attention_factor, rope.long_factors) == (64, 1.0, (1.0, 4.0))
+    for file_path, count in ((path, 0), (bare, 1)):
+        with open_checkpoint(file_path) as checkpoint:
+            assert sum("the whole context" in words for words in checkpoint.evidence) == count
     with pytest.raises(FormatError, match="missing") as caught:
         bitnet_ref.load(tmp_path / "short.gguf", backend="numpy")
     assert caught.value.field == "rope_factors_long.weight"

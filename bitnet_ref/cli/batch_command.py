@@ -18,6 +18,7 @@ from .generation_options import (
     model_options,
     name_model,
     pop_workers,
+    read_text,
     spread,
     worker_options,
 )
@@ -60,7 +61,7 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     template = content_of(chat_template)
     files = sorted([file.name, file.stat().st_size] for file in model_files(path))
     run = {"version": __version__, "model": name, "files": files, "dtype": options["dtype"], "template": template}
-    run |= {"cache_dtype": options["cache_dtype"], "config": None if config is None else config.read_text()}
+    run |= {"cache_dtype": options["cache_dtype"], "config": None if config is None else read_text(config)}
     opener = (open_server, loading, name, config, template)
     alone = None if count or address else serve_lines(load_model(options), name, config, template)
     with spread(opener, count, address, alone) as workers, LoadingBar("requests") as bar:

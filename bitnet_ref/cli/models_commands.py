@@ -1,16 +1,18 @@
-"""`bitnet-ref pull`, `list` and `rm`: the local store of models."""
+"""`bitnet-ref pull`, `list` and `rm`: the models of this machine."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import BitNetRefError
 from .shell import common_options, make_table, print_json, report, size_in_words, wants_json
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 def pull(source: str, name: str | None, file: str | None) -> None:
     """Fetch a model and keep it by its name, for `--model NAME` and `bitnet_ref.load("NAME")`, offline too.
 
-    Only the weights (.safetensors, .gguf), the config and the tokenizer are fetched; never code or pickles.
+    Only the weights (.safetensors, .gguf), the config, the tokenizer and the card are fetched; no code or pickles.
     A source that begins with "." or "/", or is an existing file, is copied from this machine.
     """
     from ..formats.open import shipped_models
@@ -69,28 +71,53 @@ def fetch(source: str, name: str | None, file: str | None) -> Entry:
 @click.command("list", short_help="The models here: shipped and pulled.")
 @common_options
 def list_models() -> None:
-    """The models that can be loaded by name: those shipped, and every version that was pulled."""
-    from ..formats.open import shipped_models
+    """The models that can be loaded by name: those shipped, every version that was pulled, and those of the Hugging
+    Face cache, which are used where they are."""
+    from ..formats.open import find_model, shipped_models
+    from ..formats.registry.describe import describe_model, licence_of, usage_of
     from ..formats.registry.store import Store
 
     store = Store()
     entries = store.entries()
-    models = [asdict(e) | {"bytes": e.nbytes, "path": str(store.path(e))} for e in entries]
-    facts = {"store": str(store.root), "shipped": shipped_models(), "models": models}
-    report(facts, lambda out: draw(entries, shipped_models(), out))
-
-
-def draw(entries: list[Entry], shipped: list[str], out: Console) -> None:
-    rows: list[tuple[str, ...]] = [(name, "", "", "", "", "shipped", "") for name in shipped]
+    models = []
     for entry in entries:
-        about = entry.summary
-        revision = "@".join(part for part in (entry.revision, (entry.commit or "")[:8]) if part)
-        shape = f"{about.get('model_type')}, {about.get('layers')} layers of {about.get('hidden_size')}"
-        size, digest = size_in_words(entry.nbytes), entry.digest[:12]
-        rows.append((entry.name, revision, entry.kind, shape, size, entry.time[:10], digest))
-    columns = ("name", "revision", "kind", "shape", ">|size", "|stored", "|content")
-    shown = len(columns) if out.width >= 100 else 6
-    out.print(make_table(columns[:shown], [row[:shown] for row in rows], title="Models"))
+        path = store.path(entry)
+        uses: dict[str, Any] = {"licence": None, "last_used": None}
+        if path.exists():
+            uses = {"licence": licence_of(path), **usage_of(path)}
+        models.append({**asdict(entry), **uses, "bytes": entry.nbytes, "path": str(path)})
+    cached = list(describe_cached())
+    facts = {"store": str(store.root), "shipped": shipped_models(), "models": models, "cached": cached}
+    rows = [(name, "shipped", *row_of(describe_model(find_model(name)))) for name in shipped_models()]
+    rows += [(each["name"], version_of(each), *row_of({**each["summary"], **each})) for each in models]
+    rows += [(each["name"], version_of(each), *row_of(each)) for each in cached]
+    report(facts, lambda out: draw(rows, out))
+
+
+def describe_cached() -> Iterator[dict[str, Any]]:
+    """The loadable models of the Hugging Face cache."""
+    from ..formats.registry.describe import describe_model
+    from ..formats.registry.hub_cache import cached_models
+
+    for each in cached_models():
+        with suppress(BitNetRefError):  # other libraries' models are there too
+            facts = describe_model(each.path())
+            yield {"name": each.name, "revision": next(iter(each.revisions), None), "commit": each.commit, **facts}
+
+
+def version_of(facts: dict[str, Any]) -> str:
+    return "@".join(part for part in (facts["revision"], (facts["commit"] or facts["digest"])[:8]) if part)
+
+
+def row_of(facts: dict[str, Any]) -> tuple[str, ...]:
+    family = f"{facts.get('model_type')}, {facts.get('layers')} layers of {facts.get('hidden_size')}"
+    quantisation = facts["kind"] + ", ternary" * bool(facts.get("ternary"))
+    return quantisation, family, size_in_words(facts["bytes"]), facts["licence"] or "?", facts["last_used"] or "?"
+
+
+def draw(rows: list[tuple[str, ...]], out: Console) -> None:
+    columns = ("name", "version", "quantisation", "family", ">|size", "licence", "|last use")
+    out.print(make_table(columns, rows, title="Models"))
 
 
 @click.command("rm", short_help="Forget a pulled model.")

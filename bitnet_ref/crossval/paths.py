@@ -116,6 +116,7 @@ def _checks(
         yield "text, engine", lambda: _text_batch(model, _prompts(tokens), partial(_engine, model))
         shared = 2 * PAGE_SIZE + 2  # tokens, of which two pages; the third page differs
         beginnings = [tokens[:26], tokens[:shared] + tokens[shared:26][::-1], tokens[:26]]
+        yield "text, engine, drafts", lambda: _engine_drafted(model, tokens)
         yield "text, engine, shared pages", lambda: _text_batch(model, beginnings, partial(_engine, model))
         if be.screens_head:
             yield "text from a screened head", lambda: _text(reference.on(make(head="screened")), tokens)
@@ -404,6 +405,25 @@ def _text_batch(model: Model, prompts: list[list[int]], generate: Callable[..., 
 def _engine(model: Model, prompts: list[list[int]], greedy: dict[str, Any]) -> Any:
     with model.engine(max_batch=2, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
         return engine.generate(prompts, **greedy)
+
+
+def _engine_drafted(model: Model, tokens: list[int]) -> Outcome:
+    """Texts of one and of two tokens over and over, whose guesses are right and partly wrong, against plain decoding.
+    Log probabilities are of the model's own logits."""
+    prompt = tokens[: _prefill(tokens)]
+    forced = [dict.fromkeys(tokens[:count], 100.0) for count in (1, 2)]
+    options = [{**_greedy(model, prompt), "logprobs": 3, "logit_bias": each} for each in forced]
+    with model.engine(max_batch=2, max_batch_tokens=32, page_size=PAGE_SIZE) as engine:
+        outs = [each.result() for each in [engine.submit(prompt, speculate="lookup", **each) for each in options]]
+    right = sum(out.stats.accepted_tokens for out in outs)
+    for number, out in enumerate(outs):
+        plain: Any = model.generate(prompt, **options[number])
+        for name in ("token_ids", "logprobs", "top_logprobs"):
+            if getattr(out, name) != getattr(plain, name):
+                return number + 1, f"text {number}: {name} differ from those of plain decoding", ""
+    if right == 0 and model.config.delta is None and options[0]["max_tokens"] == NEW_TOKENS:
+        return 0, "no guess was taken, of a text that is one token over and over", ""
+    return sum(len(out.token_ids) for out in outs), None, f"equal to plain decoding; {right} were guessed"
 
 
 def _sampled(make: MakeBackend, reference: Model, tokens: list[int]) -> Outcome:

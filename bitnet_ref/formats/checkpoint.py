@@ -25,6 +25,7 @@ from ..reference.weights import (
     DeltaWeights,
     DenseWeight,
     EmbeddingWeight,
+    GroupTernaryLinear,
     GroupTernaryWeight,
     LayerWeights,
     LinearWeight,
@@ -313,6 +314,9 @@ def read_weights(
     config = checkpoint.config
     done = ticker(progress, part_count(config))
     embedding = read_embedding(checkpoint)
+    if config.tie_word_embeddings and isinstance(embedding, GroupTernaryWeight) and (prepare := prepare_for(None)):
+        head = prepare(embedding)
+        embedding = head if isinstance(head, GroupTernaryLinear) else embedding
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
     final_norm = checkpoint.norm("final_norm")

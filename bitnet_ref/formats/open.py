@@ -26,7 +26,8 @@ def shipped_models() -> list[str]:
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder or file of `model`: a path, a shipped model, or one in the store. Never uses the network."""
+    """The folder or file of `model`: a path, a shipped model, one of the store or of the Hugging Face cache. Never uses
+    the network."""
     path = Path(model)
     try:
         if path.exists():
@@ -37,17 +38,22 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return ASSETS / path.name
     if os.fspath(model) in PACKAGED:
         return _packaged_model(os.fspath(model))
+    from .registry.hub_cache import cached_models, find_cached
     from .registry.store import Store, find, is_reference
 
     stored = find(os.fspath(model))
-    if stored is not None:
-        return stored
-    stored_names = [entry.name for entry in Store().entries()] if is_reference(os.fspath(model)) else []
-    near = difflib.get_close_matches(os.fspath(model), [*shipped_models(), *stored_names], n=1)
+    cached = find_cached(os.fspath(model)) if stored is None else stored
+    if cached is not None:
+        return cached
+    names = shipped_models()
+    if is_reference(os.fspath(model)):
+        names += [entry.name for entry in Store().entries()] + [entry.name for entry in cached_models()]
+    near = difflib.get_close_matches(os.fspath(model), names, n=1)
     hint = f"did you mean {near[0]}? To" if near else "to"
     raise FormatError(
         f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
-        f"in the store (bitnet-ref list); {hint} fetch a model of the Hugging Face hub: bitnet-ref pull ORG/REPO",
+        f"in the store or the Hugging Face cache (bitnet-ref list); {hint} fetch a model of the Hugging Face hub: "
+        "bitnet-ref pull ORG/REPO",
         path=path,
     )
 

@@ -9,6 +9,8 @@ Where memory is the limit, a pass over five tokens takes little longer than one.
 words earlier in the prompt or the text ("Prompt Lookup Decoding", apoorvumang, 2023); a small model may guess better
 ("Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192; here without its rejection sampling,
 which keeps the distribution, but not the tokens).
+
+In a batch every row waits for a longer pass. There a guess costs its share of all rows' tokens (`token_cost`).
 """
 
 from __future__ import annotations
@@ -27,15 +29,26 @@ INCOME = 0.02  # that a plain step may lose to later drafts: the share that a te
 START, MOST = 1.0, 4.0  # of the balance: what drafts may lose in advance, and at most
 
 
+def step_time(tokens: int) -> float:
+    """How long a pass over so many tokens takes, in passes over one."""
+    return 1 + COST * (tokens - 1)
+
+
+def token_cost(rows: int, tokens: int) -> float:
+    """How many tokens all rows of a step over `tokens` lose because it verifies one more. COST for a single row."""
+    return COST * rows / step_time(tokens)
+
+
 class Drafts:
     """Guesses for one continuation, as long as they pay: a balance grows by what they save, and pays what they cost."""
 
     def __init__(self) -> None:
-        self._balance, self._length = START, 4
+        self._balance, self._length, self._cost = START, 4, COST
 
-    def propose(self, ids: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-        """At most `limit` tokens that may follow `ids`; none when guesses have not paid."""
-        affordable = int(self._balance / COST)
+    def propose(self, ids: NDArray[np.int64], limit: int, cost: float = COST) -> NDArray[np.int64]:
+        """At most `limit` tokens that may follow `ids`; none when guesses have not paid. cost: of each, in tokens"""
+        self._cost = cost
+        affordable = int(self._balance / cost)
         if affordable < 1 or limit < 1:
             return ids[:0]
         return self.guess(ids, min(limit, affordable, self._length))
@@ -44,8 +57,8 @@ class Drafts:
         raise NotImplementedError
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """How many of the proposed tokens were right."""
-        self._balance = min(MOST, self._balance + accepted - COST * drafted + INCOME)
+        """How many of the proposed tokens were verified, and right."""
+        self._balance = min(MOST, self._balance + accepted - self._cost * drafted + INCOME)
         if drafted:
             self._length = min(LONGEST, 2 * self._length) if accepted == drafted else max(2, accepted + 1)
 

@@ -7,8 +7,9 @@ each row gets the logits, and so the tokens, that it gets alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenIds
+from .drafts import token_cost
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
@@ -160,14 +162,11 @@ def generate_chunks(
 
 def propose_drafts(rows: Sequence[Continuation], step_tokens: int) -> dict[int, NDArray[np.int64]]:
     """slot -> guessed tokens, of the rows that decode with drafts and have some. All fit in one step."""
-    drafts, room = {}, step_tokens - len(rows)
+    drafts, room, cost = {}, step_tokens - len(rows), token_cost(len(rows), len(rows))
     for row in rows:
-        if row.drafts is not None and row.chunks and row.context_tokens - row.computed == 1:
-            left = row.request.max_tokens - len(row.chunks) - 1  # after the token that this step gives anyway
-            draft = row.drafts.propose(row.ids, min(left, room))
-            if len(draft):
-                drafts[row.slot] = draft
-                room -= len(draft)
+        if len(draft := row.guess(room, cost)):
+            drafts[row.slot] = draft
+            room -= len(draft)
     return drafts
 
 
@@ -177,17 +176,25 @@ def pieces_of_draft(row: Continuation, position: int, draft: NDArray[np.int64]) 
 
 
 def accept_drafts(
-    row: Continuation, draft: NDArray[np.int64] | tuple[()], logits: Sequence[TokenLogits], stats: GenerationStats
+    row: Continuation,
+    draft: Sequence[int] | NDArray[np.int64],
+    logits: Sequence[TokenLogits],
+    stats: GenerationStats,
+    accept: Callable[[TokenLogits], object] | None = None,
 ) -> list[StreamChunk]:
-    """The tokens after the one that the row has just chosen, as far as choices equal guesses.   logits: after each"""
-    chunks: list[StreamChunk] = []
+    """The tokens after the one that the row has just chosen, as far as choices equal guesses.
+
+    logits: after each guess. accept: lets the row choose its next token; by default `row.accept`.
+    """
+    accept, before = accept or partial(row.accept, stats=stats), len(row.chunks)
+    stats.drafted_tokens += len(draft)
     for guess, token_logits in zip(draft, logits, strict=True):
         if row.finished or row.chunks[-1].token_id != guess:
             break
         row.computed += 1
-        chunks.append(row.accept(token_logits, stats))
+        stats.accepted_tokens += 1
+        accept(token_logits)
+    chunks = row.chunks[before:]
     assert row.drafts is not None
     row.drafts.learn(len(draft), len(chunks))
-    stats.drafted_tokens += len(draft)
-    stats.accepted_tokens += len(chunks)
     return chunks

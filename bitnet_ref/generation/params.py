@@ -83,7 +83,8 @@ class SamplingParams:
 
     Speed:
     speculate: "lookup" guesses tokens that followed the same words earlier, a model with the same vocabulary guesses
-        its own; several are then verified in one pass (see `drafts.py`). The text stays the same, to the bit.
+        its own; several are then verified in one pass (see `drafts.py`). The text stays the same, to the bit. Engines
+        take "lookup" only.
     """
 
     max_tokens: int | None = None

@@ -20,7 +20,7 @@ from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
-from .drafts import Drafts, LookupDrafts, ModelDrafts
+from .drafts import COST, Drafts, LookupDrafts, ModelDrafts
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import BannedWords, Rules
@@ -171,6 +171,16 @@ class Continuation:
     def next_input(self) -> Input:
         """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
         return self.slot, self.computed, self.context[self.computed :]
+
+    def guess(self, limit: int, cost: float = COST) -> NDArray[np.int64]:
+        """At most `limit` draft tokens to verify in its next pass; none unless it decodes, with `speculate`.
+
+        cost: as of `Drafts.propose`.
+        """
+        if self.drafts is None or not self.chunks or self.context_tokens - self.computed != 1:
+            return self.ids[:0]
+        left = self.request.max_tokens - len(self.chunks) - 1  # after the token that this pass gives anyway
+        return self.drafts.propose(self.ids, min(left, limit), cost)
 
     def needs(self, drafted: NDArray[np.int64] | None = None) -> tuple[int | None, Ids]:
         """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..backends import DTYPES, NAMES
+from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import CACHE_DTYPES
 from ..backends.placement import Placement
 from ..errors import BackendUnavailable, ConfigError, GenerationError, describe
@@ -123,8 +124,10 @@ class EngineConfig:
         """The parameters of one request: the given ones over the defaults. Raises GenerationError."""
         names = {ALIASES.get(name, name) for name in given}
         params = SamplingParams.of(**{name: v for name, v in self.sampling.items() if name not in names}, **given)
-        if params.speculate is not None:
-            raise GenerationError("speculate: the engine takes no drafts; use model.generate or model.stream")
+        if isinstance(params.speculate, LoadedModel):
+            raise GenerationError(
+                'speculate: the engine takes "lookup" and no draft model; use model.generate or model.stream'
+            )
         limit = min(self.max_batch, self.max_queue)
         for name, count in (("n", params.n), ("num_beams", params.num_beams)):
             if count > limit:

@@ -42,6 +42,8 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of started requests.",
     "generation_tokens": "Tokens generated.",
     "screened_tokens": "Tokens of ended requests that were chosen without computing all logits.",
+    "spec_decode_num_draft_tokens": "Guessed tokens that were verified, with `speculate`.",
+    "spec_decode_num_accepted_tokens": "Guessed tokens that became text.",
     "prefix_cache_queries": "Tokens of admitted sequences, looked up in the cache.",
     "prefix_cache_hits": "Tokens that the cache held already.",
     "num_preemptions": "Sequences that lost their pages and have to compute them again.",

@@ -181,6 +181,12 @@ class Lease:
                 self.changed = True
             self.published += 1
 
+    def trim(self, tokens: int) -> None:
+        """Return the pages after those that this many tokens need."""
+        while len(self.pages) > self.pool.pages_for(tokens):
+            self.pool.drop(self.pages.pop())
+            self.changed = True
+
     def fork(self) -> Lease:
         other = Lease(self.pool)
         other.pages, other.published = list(self.pages), self.published

@@ -11,6 +11,11 @@ in the order gives its pages back and waits. Later it computes its tokens again,
 first in the order is never stopped, so all finish.
 
 A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them.
+
+With `speculate` a decoding sequence also verifies guessed tokens, as far as nobody else needs the room: none while a
+sequence waits; only tokens that the step has left after prompts; only pages that no running sequence needs for what it
+has. They make the step longer for all, so those without a guess of their own in it lend the time: at most LENT of it,
+and at most MOST_LENT tokens in one step.
 """
 
 from __future__ import annotations
@@ -21,10 +26,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..generation.drafts import COST, step_time, token_cost
 from ..generation.sequence import Continuation
 from .pages import Lease, PagePool
 
 NO_SLOT = -1
+NO_DRAFT = np.empty(0, dtype=np.int64)
+LENT, MOST_LENT = 0.05, 4.0  # of the time of others, for drafts: a share of it on average, and tokens in one step
 
 
 class Job:
@@ -55,13 +66,15 @@ class Job:
 
 
 class PlannedPiece(NamedTuple):
-    """`tokens` tokens of a job from `start` on. `ends`: the next token can be chosen after them."""
+    """`tokens` tokens of a job from `start` on. `ends`: the next token can be chosen after them. `draft`: guesses to
+    verify in the same step."""
 
     job: Job
     slot: int
     start: int
     tokens: int
     ends: bool
+    draft: NDArray[np.int64] = NO_DRAFT
 
 
 @dataclass
@@ -86,6 +99,7 @@ class Scheduler:
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
+        self._lent = MOST_LENT  # draft tokens that others would wait for now
 
     def add(self, job: Job) -> None:
         job.rank = (job.arrival_s - job.priority * self.priority_wait_s, job.rank[1])
@@ -131,6 +145,7 @@ class Scheduler:
         for job in list(self.running):
             if job.running and (count := shares.get(job, 0)):  # unless it was stopped for an earlier one
                 self._add_piece(job, count, plan)
+        self._add_drafts(plan)
         return plan
 
     def _free_slot(self) -> None:
@@ -218,6 +233,30 @@ class Scheduler:
                 return  # earlier jobs go on and will free pages
         plan.copies += copies
         plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
+
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """Let decoding jobs verify guessed tokens, in the room that is left."""
+        tokens = sum(piece.tokens for piece in plan.pieces)
+        self._lent = min(MOST_LENT, self._lent + LENT * step_time(tokens) / COST)
+        room, cost, drafts = self.max_batch_tokens - tokens, token_cost(len(plan.pieces), tokens), {}
+        for index, piece in enumerate(() if self.waiting else plan.pieces):
+            draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), cost)
+            if len(draft):
+                drafts[index], room = draft, room - len(draft)
+        lends = {piece.job.ticket for piece in plan.pieces} != {plan.pieces[index].job.ticket for index in drafts}
+        spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
+        for index, draft in drafts.items():
+            piece, lease, count = plan.pieces[index], plan.pieces[index].job.lease, len(draft)
+            assert lease is not None
+            count, start = min(count, int(self._lent)) if lends else count, piece.start + piece.tokens
+            while count and 0 < lease.missing(start, start + count) > spare:
+                count -= 1
+            if count == 0:
+                continue
+            spare -= lease.missing(start, start + count)
+            plan.copies += lease.reserve(start, start + count) or ()
+            plan.pieces[index] = piece._replace(draft=draft[:count])
+            self._lent -= count if lends else 0
 
     def _last_after(self, job: Job) -> Job | None:
         """A job on hold or the last waiting one, if it holds pages, else the last running one after this job."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from traceback import walk_tb
 
 from ..backends import Backend
-from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
+from ..generation.generate import accept_drafts, pieces_of_draft
 from ..generation.sequence import Piece, run_pieces
 from ..notebook.figures import StepPart
 from .metrics import EngineMetrics
@@ -46,72 +48,81 @@ class Stepper:
 
     def run(self, plan: StepPlan) -> None:
         """Compute the pieces, and one more token for each row whose context is then complete."""
-        asked = {piece.job: self._ask(piece.job) for piece in plan.pieces if piece.ends}
-        self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], asked, plan.copies)
+        parts = {piece.job: self._parts(piece) for piece in plan.pieces}
+        self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], parts, plan.copies)
 
     def _compute(
         self,
         pieces: Sequence[PlannedPiece],
-        asked: Mapping[Job, tuple[int | None, Ids] | None],
+        parts: Mapping[Job, list[Piece]],
         copies: Sequence[tuple[int, int]],
     ) -> bool:
         """Compute these pieces in one pass. False: all sequences were stopped.
 
-        asked: what each job needs of the logits. copies: pages to copy first, (source, target).
+        parts: of each job, as of `_parts`. copies: pages to copy first, (source, target).
         """
         if not pieces:
             return True
         try:
-            logits = self._forward(copies, pieces, asked)
+            logits = iter(self._forward(copies, pieces, parts))
         except BaseException as error:
             if isinstance(error, DeviceError) and self.recover(error):
                 return False
+            if isinstance(error, NumericsError) and any(len(own) > 1 for own in parts.values()):  # perhaps of a guess
+                return self._compute(pieces, {job: own[:1] for job, own in parts.items()}, ())
             of_ticket: dict[Ticket, list[PlannedPiece]] = {}
             for piece in pieces:
                 of_ticket.setdefault(piece.job.ticket, []).append(piece)
             if isinstance(error, NumericsError) and len(of_ticket) > 1:  # of the tokens of some request: of which?
-                return all(self._compute(own, asked, ()) for own in of_ticket.values())
+                return all(self._compute(own, parts, ()) for own in of_ticket.values())
             self._fail(list(of_ticket), error)
             return True
         self.is_sound = True
-        for job, _, start, count, _ in pieces:
+        for job, _, start, count, *_ in pieces:
             job.row.computed = start + count
             assert job.lease is not None
             if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
                 job.lease.commit(job.row.context, job.row.computed)
-        ends = [piece.job for piece in pieces if piece.ends]
-        for job, token_logits in zip(ends, logits, strict=True):
-            self._accept(job, token_logits)
+        for job in [piece.job for piece in pieces if piece.ends]:
+            self._accept(job, next(logits))
+            if job.row.drafts is not None:
+                draft = [int(part.ids[0]) for part in parts[job][1:]]
+                self._accept_drafts(job, draft, [next(logits) for _ in draft])
         return True
 
-    def _ask(self, job: Job) -> tuple[int | None, Ids] | None:
-        """The logits that the row needs; None when its own rules fail, which ends the request."""
+    def _parts(self, piece: PlannedPiece) -> list[Piece]:
+        """Its tokens and each guessed one, with the logits that the choices after them need.
+
+        Empty when the request's own rules fail, which ends it.
+        """
+        job, slot, start, count, ends, draft = piece
+        row = job.row
         try:
-            return job.row.needs()
+            parts = [Piece(row, slot, start, row.context[start : start + count], row.needs() if ends else None)]
         except BaseException as error:
             self.end(job.ticket, _own_error(job.ticket, error), "error")
-            return None
+            return []
+        with suppress(BaseException):  # they may fail on a text that will not come
+            parts += pieces_of_draft(row, start + count, draft)
+        return parts
 
     def _forward(
         self,
         copies: Sequence[tuple[int, int]],
         pieces: Sequence[PlannedPiece],
-        asked: Mapping[Job, tuple[int | None, Ids] | None],
+        parts: Mapping[Job, list[Piece]],
     ) -> list[TokenLogits]:
         """Run the model on the pieces, with logits at the last tokens of those that end a context."""
         cache = self.cache
         cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
-        parts: list[Piece] = []
-        for job, slot, start, count, ends in pieces:
+        for job, slot, *_ in pieces:
             lease = job.lease
             assert lease is not None
             if lease.changed:
                 cache.page_table[slot, : len(lease.pages)] = lease.pages
                 cache.page_table[slot, len(lease.pages) :] = NO_PAGE
                 lease.changed = False
-            need = asked[job] if ends else None
-            parts.append(Piece(job.row, slot, start, job.row.context[start : start + count], need))
-        return run_pieces(self.model, cache, parts)
+        return run_pieces(self.model, cache, [part for piece in pieces for part in parts[piece.job]])
 
     def _accept(self, job: Job, logits: TokenLogits) -> None:
         ticket: Ticket = job.ticket
@@ -146,6 +157,17 @@ class Stepper:
             if all(each.finished for each in ticket.rows):
                 self.end(ticket, None, chunk.finish_reason)
 
+    def _accept_drafts(self, job: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> None:
+        """Go on after each guess that is right, and return the pages of the others.   logits: after each guess"""
+        row = job.row
+        chunks = accept_drafts(row, draft, logits, job.ticket.stats, partial(self._accept, job))
+        self.metrics.add("spec_decode_num_draft_tokens", len(draft))
+        for name in ("spec_decode_num_accepted_tokens", "generation_tokens"):
+            self.metrics.add(name, len(chunks))
+        if job.lease is not None:  # it goes on
+            job.lease.commit(row.context, row.computed)
+            job.lease.trim(row.context_tokens)
+
     def _fork(self, ticket: Ticket) -> None:
         """Start the other n - 1 rows from the pages of the computed prompt. They compute its last token again, for its
         logits."""
@@ -172,7 +194,8 @@ class Stepper:
 def part_of(piece: PlannedPiece) -> StepPart:
     """The timeline's entry for a computed piece."""
     decodes = piece.tokens == 1 and len(piece.job.row.chunks) > 1  # the newest chunk is of this step
-    return StepPart(piece.job.ticket.number, piece.slot, "decode" if decodes else "prefill", piece.tokens)
+    tokens = piece.tokens + len(piece.draft)
+    return StepPart(piece.job.ticket.number, piece.slot, "decode" if decodes else "prefill", tokens)
 
 
 def _own_error(ticket: Ticket, error: BaseException) -> GenerationError:

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
-from ..generation.params import LONGEST_S, Number
+from ..generation.params import LARGEST, LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
 from ..notebook.live import RequestProgress
@@ -100,6 +100,8 @@ class RequestStory:
     cached_tokens: int
     generated_tokens: int  # of all its texts
     screened_tokens: int
+    drafted_tokens: int  # guessed, with `speculate`
+    accepted_tokens: int  # of them, those that became text
     pages: tuple[tuple[int, ...], ...]  # of the cache, in order, that each of its texts holds
 
 
@@ -140,9 +142,9 @@ class Ticket:
         return len(self.rows) == 1
 
     @property
-    def is_behind(self) -> bool:
-        """Whether its reader takes chunks, and has left as many as it may."""
-        return self.wanted == "chunks" and self.outbox.chunks.qsize() >= self.max_unread
+    def room(self) -> int:
+        """How many chunks its reader may still leave unread."""
+        return self.max_unread - self.outbox.chunks.qsize() if self.wanted == "chunks" else LARGEST
 
     @property
     def has_caught_up(self) -> bool:
@@ -178,6 +180,8 @@ class Ticket:
             cached_tokens=stats.cached_tokens,
             generated_tokens=stats.generated_tokens,
             screened_tokens=stats.screened_tokens,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
             pages=tuple(tuple(lease.pages) for lease in leases if lease is not None),
         )
 

@@ -408,7 +408,7 @@ class Worker:
             ticket.outbox.chunks.put(chunk)
             if chunk is None:
                 ticket.outbox.done.set()
-            elif ticket.is_behind and not (ticket.ended or self._draining):
+            elif ticket.room < 1 and not (ticket.ended or self._draining):
                 self._hold(ticket)
         wake_readers([ticket.outbox for ticket, _ in self._deliveries])
         self._deliveries.clear()

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cupy_runs import CASE, kernels_asked_for, load, top
-from helpers import BITNET, GOLDEN, call, golden, model, rng, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, GOLDEN, call, golden, model, rng, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref import backends
@@ -453,6 +453,15 @@ def test_auto_takes_a_card_and_warns_when_it_does_not_answer(monkeypatch):
     with pytest.raises(BackendUnavailable, match="it is lost"):
         choose_backend("cupy")
     assert choose_backend("auto", dtype="float64").name == "numpy"
+
+
+def test_auto_leaves_a_model_that_the_card_cannot_run_to_the_processor(monkeypatch):
+    monkeypatch.setattr(backends, "_open_card", lambda *_: choose_backend("cupy"))
+    folder = DATA / "families" / "embedding-gemma3"
+    with pytest.warns(UserWarning, match=r"cupy has no kernels for .* of gemma3_text.*without the card"):
+        assert bitnet_ref.load(folder).backend.name == backends.choose_cpu()
+    with pytest.raises(BackendUnavailable, match="no kernels"):
+        bitnet_ref.load(folder, backend="cupy")
 
 
 def _lost(**_):

@@ -221,6 +221,8 @@ OWN_FILES = {
     "backends/cuda/sources.py",
     "benchmark/ceiling.py",
     "crossval/self_check.py",
+    "notebook/lesson.py",
+    "serving/http/page.py",
     "system/machine.py",
     "system/memory.py",
     "system/threads.py",
@@ -228,7 +230,7 @@ OWN_FILES = {
 }
 OPENER = "system/json_file.py"
 # os.open of locks, of folders to sync, of what this process has just made, and of /dev/null
-DESCRIPTORS = {"system/atomic.py", "formats/registry/store.py", "cli/shell.py", OPENER}
+DESCRIPTORS = {"system/atomic.py", "cli/generation_options.py", "formats/registry/store.py", "cli/shell.py", OPENER}
 READERS = {"read_text", "read_bytes", "fromfile", "memmap", "genfromtxt", "loadtxt", "fdopen", "FileIO", "open_code"}
 
 
@@ -246,7 +248,7 @@ def raw_reads(path):
             yield node.lineno, f"{owner}.{name}"
         elif name == "open" and isinstance(node.func, ast.Attribute) and {"r", "rb"} & set(modes):
             yield node.lineno, "Path.open"
-        elif name in READERS:
+        elif name in READERS and not (name == "read_text" and isinstance(node.func, ast.Name)):  # ours, not Path's
             yield node.lineno, name
 
 

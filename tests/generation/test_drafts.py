@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engine_checks import check
 from helpers import GOLDEN, model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ def facts(result):
 @settings(max_examples=12, deadline=None)
 @given(options=OPTIONS, backend=st.sampled_from(["numpy", "cython"]), by_model=st.booleans(), start=st.integers(0, 20))
 def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
+    """Alone; and in an engine, beside the same request without drafts, on too few pages for both."""
     subject = model("storyteller", backend)
     if options.get("temperature", 0) and "seed" not in options:
         options = {**options, "seed": 1}
@@ -46,6 +48,10 @@ def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
     plain = subject.generate(prompt, **options)
     drafted = subject.generate(prompt, speculate=subject if by_model else "lookup", **options)
     assert facts(drafted) == facts(plain)
+    with subject.engine(max_batch=4, max_batch_tokens=24, page_size=4, cache_tokens=100) as engine:
+        handles = [engine.submit(prompt, speculate=each, **options) for each in ("lookup", None, "lookup")]
+        assert [facts(handle.result()) for handle in handles] == [facts(plain)] * 3
+    check(engine)
 
 
 def test_guesses_save_steps():
@@ -103,7 +109,7 @@ def test_wrong_uses_are_refused(tmp_path):
         subject.generate("a", speculate=model(GOLDEN / "llama-dense", "numpy"))
     with pytest.raises(GenerationError, match="takes no speculate"):
         subject.generate("a", speculate="lookup", num_beams=2)
-    with subject.engine() as engine, pytest.raises(GenerationError, match="the engine takes no drafts"):
-        engine.generate("a", speculate="lookup")
+    with subject.engine() as engine, pytest.raises(GenerationError, match='takes "lookup" and no draft model'):
+        engine.generate("a", speculate=subject)
     with pytest.raises(NotImplementedError):
         Drafts().propose(np.array([1]), 3)

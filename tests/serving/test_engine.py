@@ -8,6 +8,10 @@ from cli_runs import BACKEND
 from engine_checks import PROMPTS, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
+from bitnet_ref.errors import NumericsError
+from bitnet_ref.generation.drafts import LookupDrafts
+from bitnet_ref.generation.processors import LogitsRule
+
 # -- the same as alone -------------------------------------------------------------------------------------------------
 
 PARAMS = [
@@ -188,3 +192,74 @@ def test_requests_and_steps_are_logged(story, caplog):
     assert lines[0][1].endswith("requests and tokens [(0, 2)]; 0 wait")
     assert "request 0 ended (length) after" in lines[1][1]
     assert "2 prompt tokens, 0 of them cached, 2 new" in lines[1][1]
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+COPY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat"
+
+
+def test_drafts_save_steps_and_are_counted(story):
+    params = {"max_tokens": 40, "frequency_penalty": -1.0}
+    with story.engine(page_size=4) as engine:
+        out = engine.generate(COPY, speculate="lookup", **params)
+        stats, now, shown = out.stats, engine.metrics.snapshot(), engine.stories[0]
+        assert now["engine_steps"] == 40 - stats.accepted_tokens < 35
+        assert [part.kind for step in engine.timeline for part in step.parts] == ["prefill", *["decode"] * 39][
+            : now["engine_steps"]
+        ]
+        verified = sum(part.tokens for step in engine.timeline for part in step.parts) - len(out.prompt_token_ids)
+        assert verified == now["engine_steps"] - 1 + stats.drafted_tokens
+        counts = (stats.drafted_tokens, stats.accepted_tokens)
+        assert (shown.drafted_tokens, shown.accepted_tokens) == counts
+        assert tuple(now[f"spec_decode_num_{each}_tokens"] for each in ("draft", "accepted")) == counts
+        assert (now["generation_tokens"], stats.decode_tokens) == (40, 39)
+        again = engine.generate([COPY, out.prompt_token_ids + out.token_ids[:30]], max_tokens=3)
+        assert again[1].stats.cached_tokens >= len(out.prompt_token_ids) + 24  # accepted tokens are in the index too
+    assert gist(out) == gist(story.generate(COPY, **params))
+    check(engine)
+
+
+def test_drafts_leave_a_reader_no_more_than_max_unread(story):
+    params = {"max_tokens": 40, "frequency_penalty": -1.0}
+    with story.engine(max_unread=3) as engine:
+        stream = engine.stream(COPY, speculate="lookup", **params)
+        until(lambda: stream._ticket.held)
+        assert stream._ticket.outbox.chunks.qsize() == 3
+        assert [chunk.token_id for chunk in stream] == story.generate(COPY, **params).token_ids
+    check(engine)
+
+
+def test_a_guess_that_fails_is_no_fault_of_the_request(story, monkeypatch):
+    """Numbers that overflow, and rules that fail, on a text that never comes."""
+    poison, seen = story.tokenizer.encode("Alice")[-1], []
+
+    def checked(self, cache, layer, batch, k, v):
+        seen.append(int((batch.tokens == poison).sum()))
+        if seen[-1]:
+            raise NumericsError("KVCache.append: float16 cannot hold 1e+06", tensor="k")
+        return right(self, cache, layer, batch, k, v)
+
+    class Picky(LogitsRule):
+        def moves(self, ids):
+            seen.append(-int((ids == poison).any()))
+            assert seen[-1] == 0
+            return ids[:1]
+
+        def change(self, ids, logits):
+            return logits
+
+    monkeypatch.setattr(story, "backend", story.backend.op_by_op())
+    owner = type(story.backend)
+    right = owner.append
+    monkeypatch.setattr(LookupDrafts, "guess", lambda self, ids, count: np.full(min(2, count), poison))
+    expected = gist(story.generate(COPY, max_tokens=6))
+    assert poison not in expected[0]
+    for params, change in (({}, checked), ({"processors": [Picky()]}, right)):
+        seen.clear()
+        with story.engine() as engine, monkeypatch.context() as patch:
+            patch.setattr(owner, "append", change)
+            handles = [engine.submit(COPY, max_tokens=6, **each) for each in ({}, {"speculate": "lookup", **params})]
+            assert [gist(handle.result()) for handle in handles] == [expected] * 2
+        check(engine)
+        assert any(seen)

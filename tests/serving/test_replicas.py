@@ -56,6 +56,23 @@ def test_beams_compute_the_prompt_once(story):
     assert computed <= len(story.tokenizer.encode(prompt)) + 3 * 6 * 2
 
 
+def test_beams_with_few_pages_and_beams_that_are_abandoned(story):
+    with story.engine(max_batch=3, page_size=4, cache_tokens=80) as engine:
+        others = [engine.submit(prompt, max_tokens=30) for prompt in PROMPTS]
+        out = engine.generate("Alice", num_beams=3, max_tokens=12)
+        assert gist(out) == gist(story.generate("Alice", num_beams=3, max_tokens=12))
+        for handle, prompt in zip(others, PROMPTS, strict=True):
+            assert gist(handle.result()) == gist(story.generate(prompt, max_tokens=30))
+
+        async def leave():
+            await asyncio.wait_for(engine.agenerate(["Alice", "She"], num_beams=3, max_tokens=70), 0.1)
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(leave())
+        until(lambda: not engine.requests)
+    check(engine)
+
+
 def test_beams_obey_the_engines_limits(story):
     with story.engine(max_batch=2, max_queue=4) as engine:
         for params, message in (

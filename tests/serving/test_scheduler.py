@@ -1,6 +1,6 @@
 """The scheduler by itself, with rows that are lists of tokens: who runs, with how much, and whether all finish."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from engine_checks import check_pool
@@ -19,9 +19,17 @@ class Row:
 
     tokens: list[int]
     to_come: int
+    guesses: tuple[int, int] = (0, 0)  # how many tokens it guesses at a time, and how many of them are right
     slot: int = -1
     computed: int = 0
-    seen: list[int] = field(default_factory=list)
+    generated: int = 0
+
+    def guess(self, limit, cost):
+        draft, (count, right) = [], self.guesses
+        if self.generated and len(self.tokens) - self.computed == 1:
+            for index in range(min(count, limit, self.to_come - 1)):
+                draft.append((sum(self.tokens) + sum(draft) + (index >= right)) % 2)
+        return np.array(draft, dtype=np.int64)
 
     def to_score(self, start, count):
         return 0
@@ -40,30 +48,41 @@ class Cache:
 
     def __init__(self, scheduler, pages):
         self.scheduler, self.pages = scheduler, {page: [None] * SIZE for page in range(pages)}
+        self.accepted = 0
 
     def step(self):
         plan = self.scheduler.plan()
-        assert sum(piece.tokens for piece in plan.pieces) <= self.scheduler.max_batch_tokens
+        assert sum(piece.tokens + len(piece.draft) for piece in plan.pieces) <= self.scheduler.max_batch_tokens
+        assert not (self.scheduler.waiting and any(len(piece.draft) for piece in plan.pieces))
         slots = [piece.job.row.slot for piece in plan.pieces]
         assert len(set(slots)) == len(slots) <= self.scheduler.max_batch
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        for job, slot, start, count, ends in plan.pieces:
+        for job, slot, start, count, ends, draft in plan.pieces:
             row = job.row
+            text = [*row.tokens, *draft.tolist()]
             assert (row.slot, job.running) == (slot, True)
             assert start == row.computed
-            for at in range(start, start + count):
-                self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(row.tokens[: at + 1])
-            for at in range(start + count):
-                assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(row.tokens[: at + 1])
+            for at in range(start, start + count + len(draft)):
+                self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(text[: at + 1])
+            for at in range(start + count + len(draft)):
+                assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(text[: at + 1])
             row.computed += count
             job.lease.commit(row.context, row.computed)
             assert ends == (row.computed == len(row.tokens))
-            if ends:
+            for guess in (None, *draft.tolist()) if ends else ():
+                if guess is not None:
+                    if row.tokens[-1] != guess:
+                        break
+                    row.computed += 1
+                    self.accepted += 1
                 row.tokens.append(sum(row.tokens) % 2)
-                row.to_come -= 1
-                if row.to_come == 0:
-                    self.scheduler.remove(job)
+                row.generated, row.to_come = row.generated + 1, row.to_come - 1
+            if row.to_come == 0:
+                self.scheduler.remove(job)
+            elif ends:
+                job.lease.commit(row.context, row.computed)
+                job.lease.trim(row.context_tokens)
         jobs = [*self.scheduler.running, *self.scheduler.waiting]
         check_pool(self.scheduler.pool, [job.lease for job in jobs if job.lease is not None])
         return plan
@@ -74,9 +93,13 @@ def engine(pages=16, max_batch=4, max_batch_tokens=12, **more):
     return scheduler, Cache(scheduler, pages)
 
 
-def job(number, prompt, new=3, priority=0, arrival_s=None):
-    row = Row([number % 2] * prompt if isinstance(prompt, int) else list(prompt), new)
-    return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority)
+class Reader:
+    room = 100
+
+
+def job(number, prompt, new=3, priority=0, arrival_s=None, guesses=(0, 0)):
+    row = Row([number % 2] * prompt if isinstance(prompt, int) else list(prompt), new, guesses)
+    return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority, Reader())
 
 
 def test_a_long_prompt_does_not_delay_decoding():
@@ -152,6 +175,34 @@ def test_removing_frees_at_once():
     assert cache.step().pieces == []
 
 
+def test_drafts_take_only_what_nobody_else_needs():
+    scheduler, cache = engine(pages=20, max_batch=2, max_batch_tokens=20)
+    scheduler.add(quick := job(0, [0, 1], new=40, guesses=(6, 6)))
+
+    def drafted(steps):
+        return [len(piece.draft) for _ in range(steps) for piece in cache.step().pieces if piece.job is quick]
+
+    assert drafted(3) == [0, 6, 6]  # after the prompt, alone: all that are right
+    scheduler.add(job(1, [1, 1, 1], new=40))
+    assert drafted(5) == [4, 0, 0, 1, 0]  # what the other one lends: 4 tokens at once, then 5% of its time
+    scheduler.add(waiting := job(2, [1, 1, 0], new=2))
+    assert drafted(3) == [0] * 3  # a sequence waits
+    scheduler.remove(waiting)
+    assert drafted(1) == [2]
+
+
+def test_drafts_take_no_page_that_another_needs():
+    scheduler, cache = engine(pages=5, max_batch=2, max_batch_tokens=20)
+    scheduler.add(quick := job(0, [0, 1, 0], new=12, guesses=(9, 0)))
+    assert [len(piece.draft) for _ in range(3) for piece in cache.step().pieces] == [0, 9, 9]
+    assert len(quick.lease.pages) == 2  # five tokens and the next one
+    scheduler.add(job(1, [0] * 9, new=4))
+    assert [len(piece.draft) for _ in range(2) for piece in cache.step().pieces] == [2, 0, 1, 0]  # in its own page
+    while cache.step().pieces:
+        pass
+    assert (scheduler.stops, scheduler.pool.in_use) == (1, 0)  # as without drafts
+
+
 jobs_and_times = st.lists(
     st.tuples(
         st.integers(0, 12),  # the step of its arrival
@@ -160,6 +211,7 @@ jobs_and_times = st.lists(
         st.integers(-1, 2),  # priority
         st.none() | st.integers(1, 15),  # cancelled so many steps later
         st.integers(0, 2),  # forks
+        st.tuples(st.sampled_from([0, 0, 2, 9]), st.integers(0, 9)),  # guesses
     ),
     min_size=1,
     max_size=9,
@@ -172,8 +224,8 @@ def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max
     scheduler, cache = engine(pages, max_batch, max_batch_tokens, priority_wait_s=3)
     expected, cancelled, all_jobs = {}, {}, []
 
-    def start(number, step, prompt, new, priority, cancel):
-        each = job(number, prompt, new, priority, arrival_s=float(step))
+    def start(number, step, prompt, new, priority, cancel, guesses):
+        each = job(number, prompt, new, priority, arrival_s=float(step), guesses=guesses)
         tokens = list(prompt)
         for _ in range(new):
             tokens.append(sum(tokens) % 2)
@@ -184,11 +236,11 @@ def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max
         return each
 
     for step in range(600):
-        for number, (at, prompt, new, priority, cancel, forks) in enumerate(arrivals):
+        for number, (at, prompt, new, priority, cancel, forks, guesses) in enumerate(arrivals):
             if at == step:
-                scheduler.add(leader := start(number * 10, step, prompt, new, priority, cancel))
+                scheduler.add(leader := start(number * 10, step, prompt, new, priority, cancel, guesses))
                 for fork in range(forks):
-                    child = start(number * 10 + fork + 1, step, prompt, new, priority, cancel)
+                    child = start(number * 10 + fork + 1, step, prompt, new, priority, cancel, guesses)
                     if leader.lease is not None:
                         child.lease = leader.lease.fork()
                         child.row.computed = leader.row.computed

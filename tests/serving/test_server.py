@@ -93,6 +93,10 @@ def test_every_parameter_reaches_the_engine(client, whole):
     before = len(story.tokenizer.decode(outs[0].prompt_token_ids))
     assert [choice.text for choice in answer.choices] == [out.text[before:] for out in outs]
     assert [choice.index for choice in answer.choices] == [0, 1]
+    drafted = client.completions.create(
+        model="storyteller", prompt=PROMPT, n=2, extra_body={**more, "speculate": "lookup"}, **params
+    )
+    assert [choice.text for choice in drafted.choices] == [choice.text for choice in answer.choices]
     stopped = client.completions.create(model="storyteller", prompt=PROMPT, temperature=0, stop=" little")
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (", and the", "stop")
 
@@ -351,6 +355,7 @@ BAD = [
     ({"prompt": PROMPT, "model": "x"}, "there is no model 'x'", "model"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options: needs", "stream_options"),
     ({"prompt": PROMPT, "guided_regex": "("}, "guided_regex", "guided_regex"),
+    ({"prompt": PROMPT, "speculate": "yes"}, "speculate: expected one of ['lookup', None]", "speculate"),
     ([], "the body: expected object", None),
 ]
 

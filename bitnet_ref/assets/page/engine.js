@@ -379,6 +379,7 @@ function tellStory(request, end) {
   if (first) lines.push([first - begin, `${count(request.prompt_tokens, "prompt token")} computed${request.cached_tokens ? `, but for ${request.cached_tokens} that the cache had` : ""}; first token`]);
   const pages = new Set(request.pages.flat()).size;
   const tokens = `${count(request.generated_tokens, "token")}${request.screened_tokens ? `, ${request.screened_tokens} without the whole head` : ""}`;
+  if (request.drafted_tokens) lines.push([end - begin, `${request.accepted_tokens} of ${count(request.drafted_tokens, "draft token")} accepted`]);
   lines.push([end - begin, request.end_s == null ? `${request.state}: ${tokens}, ${count(pages, "page")} held` : `${NAMES[request.state] ?? request.state}: ${tokens}`]);
   return make("ol", { className: "story" }, ...lines.map(([at, text]) => make("li", {}, make("time", { textContent: seconds(at) }), text)));
 }

@@ -154,6 +154,11 @@ class KernelKVCache(PagedKVCache):
         self.kernel_layers = [_kernel_layer(self, layer) for layer in range(self.layers)]
         self.steps = RecordedSteps()
 
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+        """(L, pages, page_size, G, ...), in memory (L, G, pages, page_size, ...): a head's rows are adjacent."""
+        layers, pages, page_size, heads, *rest = shape
+        return np.moveaxis(np.empty((layers, heads, pages, page_size, *rest), dtype=dtype), 1, 3)
+
 
 def view_layer(cache: KVCache, layer: int) -> KernelView:
     """One layer of any cache as the kernels take it. A contiguous cache has one page per slot."""

@@ -65,6 +65,7 @@ _ROPE_SECTIONS = (11, 11, 10, 0)  # of Qwen3.5: text has one position for all of
 _POOLINGS = {1: "mean", 3: "last"}  # llama.cpp's numbers
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS = {"long_factors": "rope_factors_long.weight", "short_factors": "rope_factors_short.weight"}
+_ORIGINAL = "rope.scaling.original_context_length"
 LINEAR_NORM_EPS = 1e-6  # of these norms
 LINEAR_NORM = "blk.0.attn_q_norm_in.weight"  # there if each linear has a norm of its own before it
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
@@ -175,6 +176,8 @@ def read_gguf_config(
     if quantization is not None and LINEAR_NORM in file.tensors:
         quantization = replace(quantization, use_rms_norm=True, rms_norm_eps=LINEAR_NORM_EPS)
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
+    if evidence is not None and ROPE_FACTORS["long_factors"] in file.tensors and not keys.has(_ORIGINAL):
+        evidence.append(f"longrope without {keys.arch}.{_ORIGINAL}: the whole context is taken as the trained one")
     try:
         return ModelConfig(
             model_type=family or ("bitnet" if bitnet else "llama" if window is None else "mistral"),
@@ -350,7 +353,7 @@ def _longrope(keys: _Keys, theta: float, context: int, head_dim: int) -> RopeCon
         if tensor_shape(file, name, 1) != (head_dim // 2,) or file.tensors[name].type.name != "F32":
             raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=name)
         given[field] = tuple(shortest(float(each)) for each in file.read(name))
-    original = keys.count("rope.scaling.original_context_length", context)
+    original = keys.count(_ORIGINAL, context)
     factor = keys.number("rope.scaling.factor", max(1.0, context / original))
     scale = keys.number("rope.scaling.attn_factor", longrope_scale(factor, original))
     return RopeConfig(theta, "longrope", factor, original, attention_factor=scale, **given)

@@ -25,6 +25,7 @@ from ...system.json_file import open_regular, stays_inside
 from ..hf.folder import SINGLE_FILE
 from ..native.model import NativeCheckpoint
 from ..open import open_checkpoint
+from .describe import summarize
 from .store import Entry, Notice, Reference, Store, choose_files, parse_reference
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -132,15 +133,7 @@ def new_entry(
     with open_checkpoint(folder if main is None else folder / main) as checkpoint:
         if isinstance(checkpoint, NativeCheckpoint):
             checkpoint.verify()
-        cfg = checkpoint.config
-        summary = {
-            "model_type": cfg.model_type,
-            "layers": cfg.num_hidden_layers,
-            "hidden_size": cfg.hidden_size,
-            "vocab_size": cfg.vocab_size,
-            "context": cfg.context_length,
-            "ternary": cfg.quantization is not None,
-        }
+        summary = summarize(checkpoint.config)
         kind = checkpoint.kind
     return Entry(name, digest, source, origin, *version, now(), files, main, kind, summary)
 

@@ -3,34 +3,44 @@
 
 cdef class KVLayer:
     """One layer's keys and values (pages, page_size, G, d) as the kernels take them: float32, float16 given as uint16,
-    or int8 with scales (pages, page_size, G). Keeps the arrays alive."""
+    or int8 with scales (pages, page_size, G). Keeps the arrays alive.
+
+    In memory they are in this order, or by heads: (G, pages, page_size, d). Then the rows of a head are adjacent, and
+    the hardware prefetcher follows them (attention_steps.h).
+    """
     cdef object arrays
     cdef kv_view view
-    cdef Py_ssize_t pages, page_size, G, d
+    cdef Py_ssize_t pages, page_size, G, d, head_rows  # rows of d numbers from head to head
 
     def __cinit__(self, keys, values, key_scales=None, value_scales=None):
         self.arrays = keys, values, key_scales, value_scales
         self.pages, self.page_size, self.G, self.d = keys.shape
-        if keys.shape != values.shape or keys.dtype != values.dtype or 0 in keys.shape:
+        if keys.shape != values.shape or keys.dtype != values.dtype or keys.strides != values.strides or 0 in keys.shape:
             raise ValueError(f"KVLayer: keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}")
-        self.view.keys = self._pool(keys, key_scales)
-        self.view.values = self._pool(values, value_scales)
-        self.view.page_size, self.view.stride, self.view.scale_stride = self.page_size, self.G * self.d, self.G
+        by_heads = not keys.flags.c_contiguous
+        self.view.keys = self._pool(keys, key_scales, by_heads)
+        self.view.values = self._pool(values, value_scales, by_heads)
+        self.view.page_size, self.view.scale_stride = self.page_size, 1 if by_heads else self.G
+        self.view.stride, self.head_rows = self.view.scale_stride * self.d, self.pages * self.page_size if by_heads else 1
 
-    cdef kv_pool _pool(self, array, scales) except *:
+    cdef kv_pool _pool(self, array, scales, by_heads) except *:
         cdef float[:, :, :, ::1] wide  # not const: `append` writes them
         cdef uint16_t[:, :, :, ::1] half
         cdef int8_t[:, :, :, ::1] narrow
         cdef float[:, :, ::1] scale
         cdef kv_pool pool
         pool.rows, pool.scales = NULL, NULL
+        if scales is not None and scales.shape != array.shape[:3]:
+            raise ValueError(f"KVLayer: keys {array.shape}, scales {scales.shape}")
+        if by_heads:
+            array, scales = array.transpose(2, 0, 1, 3), None if scales is None else scales.transpose(2, 0, 1)
         if array.dtype.itemsize == 2:
             half = array
             self.view.kind, pool.rows = KV_FLOAT16, &half[0, 0, 0, 0]
         elif array.dtype.itemsize == 1:
             narrow, scale = array, scales
-            if scale is None or scale.shape[0] != self.pages or scale.shape[1] != self.page_size or scale.shape[2] != self.G:
-                raise ValueError(f"KVLayer: keys {array.shape}, scales {getattr(scales, 'shape', None)}")
+            if scale is None:
+                raise ValueError(f"KVLayer: int8 keys {array.shape} without scales")
             self.view.kind, pool.rows, pool.scales = KV_INT8, &narrow[0, 0, 0, 0], &scale[0, 0, 0]
         else:
             wide = array
@@ -46,7 +56,7 @@ cdef inline Py_ssize_t visible_keys(Py_ssize_t position, Py_ssize_t window) noex
 
 cdef struct layer_tokens:
     kv_view view
-    Py_ssize_t pages, G, d  # of the layer
+    Py_ssize_t pages, G, d, head_rows  # of the layer
     const int32_t *page_table
     Py_ssize_t table_slots, table_columns
     const int64_t *slots
@@ -56,7 +66,7 @@ cdef struct layer_tokens:
 
 cdef int set_tokens(layer_tokens *t, KVLayer layer, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
                     const int64_t[::1] positions) except -1:
-    t.view, t.pages, t.G, t.d = layer.view, layer.pages, layer.G, layer.d
+    t.view, t.pages, t.G, t.d, t.head_rows = layer.view, layer.pages, layer.G, layer.d, layer.head_rows
     t.page_table, t.table_slots, t.table_columns = &page_table[0, 0], page_table.shape[0], page_table.shape[1]
     t.slots, t.positions, t.M = &slots[0], &positions[0], slots.shape[0]
     check_aligned(<size_t> t.page_table)
@@ -144,10 +154,10 @@ cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k
     cdef Py_ssize_t g, G = c.to.G, d = c.to.d, page_size = c.to.view.page_size
     cdef const float *v = c.v + m * G * d
     cdef Py_ssize_t row = c.to.page_table[c.to.slots[m] * c.to.table_columns + c.to.positions[m] // page_size] * page_size
-    row = (row + c.to.positions[m] % page_size) * G
+    row = (row + c.to.positions[m] % page_size) * <Py_ssize_t> c.to.view.scale_stride
     for g in range(G):
-        store_row(c.to.view.kind, k + g * d, d, &c.to.view.keys, row + g)
-        store_row(c.to.view.kind, v + g * d, d, &c.to.view.values, row + g)
+        store_row(c.to.view.kind, k + g * d, d, &c.to.view.keys, row + g * c.to.head_rows)
+        store_row(c.to.view.kind, v + g * d, d, &c.to.view.values, row + g * c.to.head_rows)
 
 
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
@@ -310,11 +320,11 @@ cdef inline void attend_run(const attention_call *c, Py_ssize_t m, Py_ssize_t to
         for t in range(tokens):
             rotate(&c.of_q, q + t * H * d, m + t, heads, d, scratch + t * heads * d)
         q, q_stride = scratch, heads * d
-    view.keys.rows = <const char *> view.keys.rows + g * d * size
-    view.values.rows = <const char *> view.values.rows + g * d * size
+    view.keys.rows = <const char *> view.keys.rows + g * c.of.head_rows * d * size
+    view.values.rows = <const char *> view.values.rows + g * c.of.head_rows * d * size
     if view.kind == KV_INT8:
-        view.keys.scales += g
-        view.values.scales += g
+        view.keys.scales += g * c.of.head_rows
+        view.values.scales += g * c.of.head_rows
     view.pages = c.of.page_table + c.of.slots[m] * c.of.table_columns
     view.first = position + 1 - visible_keys(position, c.window)
     view.n_keys = position + tokens - view.first

@@ -87,6 +87,7 @@ SAMPLING = {
     "guided_regex": {"type": ["string", "null"], "minLength": 1},
     "guided_choice": STRINGS_OR_NONE,
     "guided_grammar": {"type": ["string", "null"], "minLength": 1},
+    "speculate": {"enum": ["lookup", None]},
     "priority": _number(-1000, 1000, "integer"),
     **IGNORED,
 }

@@ -1,0 +1,114 @@
+"""Models of the Hugging Face cache by name, and what `list` and `Model.metadata` say of a model."""
+
+import os
+import shutil
+
+import pytest
+from cli_runs import invoke, invoke_json
+from helpers import DATA, GOLDEN
+
+import bitnet_ref
+from bitnet_ref.errors import FormatError, RegistryError
+from bitnet_ref.formats.registry.describe import licence_of
+from bitnet_ref.formats.registry.hub_cache import cached_models, find_cached, hub_cache
+
+COMMIT, OTHER = "0123456789" * 4, "a" * 40
+
+
+def add(root, name, commit, files, refs=()):
+    """A snapshot as huggingface_hub lays it out: links to blobs."""
+    repository = root / f"models--{name.replace('/', '--')}"
+    (repository / "blobs").mkdir(parents=True, exist_ok=True)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for number, (file, source) in enumerate(files.items()):
+        blob = repository / "blobs" / f"{commit[:8]}{number}"
+        shutil.copyfile(source, blob) if not isinstance(source, bytes) else blob.write_bytes(source)
+        (snapshot / file).symlink_to(os.path.relpath(blob, snapshot))
+    for ref in refs:
+        (repository / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / ref).write_text(commit)
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    root = tmp_path / "hub"
+    monkeypatch.setenv("HF_HUB_CACHE", str(root))
+    case = {file.name: file for file in (GOLDEN / "llama-dense").iterdir() if file.name != "golden.safetensors"}
+    card = b"---\nlanguage: en\nlicense: apache-2.0\n---\n# card\nlicense: no\n"
+    add(root, "org/tiny", COMMIT, {**case, "README.md": card, "model.py": b"boom"}, ["main", "refs/pr/1"])
+    add(root, "org/tiny", OTHER, case, ["v1"])
+    add(root, "org/gguf", COMMIT, {"tiny.gguf": DATA / "gguf" / "tq2_0.gguf"})
+    add(root, "org/clip", COMMIT, {"config.json": b'{"model_type": "clip"}', "model.safetensors": b"x"}, ["main"])
+    add(root, "org/part", COMMIT, {"config.json": case["config.json"]}, ["main"])
+    (root / "datasets--org--tiny" / "snapshots" / COMMIT).mkdir(parents=True)
+    (root / "models--..--tiny" / "snapshots" / COMMIT).mkdir(parents=True)
+    (root / "version.txt").write_text("1")
+    return root
+
+
+def test_names(cache):
+    assert {each.name for each in cached_models()} == {"org/tiny", "org/gguf", "org/clip", "org/part"}
+    main = find_cached("org/tiny")
+    assert main.name == COMMIT
+    assert find_cached("org/tiny@v1").name == find_cached(f"org/tiny@{OTHER[:7]}").name == OTHER
+    assert find_cached("org/tiny@refs/pr/1") == main
+    assert find_cached("org/gguf").name == "tiny.gguf"
+    for name in ("org/none", "org/tiny@v2", f"org/tiny@{COMMIT[:6]}", "../tiny", "tiny", ""):
+        assert find_cached(name) is None
+    with pytest.raises(RegistryError, match=r"org/part.*cannot be loaded"):
+        find_cached("org/part")
+
+
+def test_loaded_without_a_copy(cache):
+    model = bitnet_ref.load("org/tiny", backend="numpy")
+    assert model.path == find_cached("org/tiny")
+    tokens = [1, 2, 3]
+    assert (model.logits(tokens) == bitnet_ref.load(GOLDEN / "llama-dense", backend="numpy").logits(tokens)).all()
+    assert bitnet_ref.load("org/gguf", backend="numpy").config.quantization is not None
+    with pytest.raises(FormatError, match="did you mean org/tiny"):
+        bitnet_ref.load("org/tinny")
+    facts = model.metadata
+    assert (facts["model_type"], facts["licence"], facts["ternary"]) == ("llama", "apache-2.0", False)
+    assert facts["bytes"] == sum(file.stat().st_size for file in model.path.iterdir())
+    assert facts["kind"].startswith("hf")
+    assert bitnet_ref.Model(model.config, model.weights, model.backend).metadata["layers"] == facts["layers"]
+
+
+def test_list(cache):
+    os.utime(find_cached("org/tiny") / "model.safetensors", (1e9 * 2, 1e9))  # the year 2033
+    facts = {(each["name"], each["commit"]): each for each in invoke_json("list")["cached"]}
+    assert set(facts) == {("org/tiny", COMMIT), ("org/tiny", OTHER), ("org/gguf", COMMIT)}
+    tiny = facts["org/tiny", COMMIT]
+    assert (tiny["revision"], tiny["licence"], tiny["last_used"]) == ("main", "apache-2.0", "2033-05-18")
+    assert (facts["org/gguf", COMMIT]["kind"], facts["org/gguf", COMMIT]["ternary"]) == ("gguf-tq2_0", True)
+    text = invoke("list").stdout
+    for word in ("org/tiny", "main@01234567", "apache-2.0", "2033-05-18", "gguf-tq2_0, ternary", "storyteller"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\n---\n", "mit"),
+        ("---\r\nlicense: 'cc-by-4.0'\r\n---\r\n", "cc-by-4.0"),
+        ("# title\n---\nlicense: mit\n---\n", None),
+        ("---\nlicense: [a, b]\n---\n", None),
+        ("---\nlicense: mit\n", None),
+        ("---\nlicense: " + "x" * 999 + "\n---\n", None),
+    ],
+)
+def test_licences(tmp_path, card, licence):
+    (tmp_path / "README.md").write_text(card, newline="")
+    assert licence_of(tmp_path) == licence
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert hub_cache() == tmp_path / "hub"
+    assert list(cached_models()) == []
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub_cache() == tmp_path / "huggingface" / "hub"
