@@ -120,7 +120,8 @@ def test_every_guide_is_in_the_table_of_contents():
     listed = re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     copies = [path.removesuffix(".md") for path in site_pages.COPIES.values() if path.endswith(".md")]
     guides = [path.stem for path in DOCS.glob("*.md") if path.stem != "index"]
-    assert sorted(listed) == sorted([*guides, *copies, "notebooks/README", "cases/README"])
+    expected = [*guides, *copies, "notebooks/README", "cases/README"]
+    assert sorted(listed) == sorted(expected), "docs/index.md: give each guide a line in a table of contents"
 
 
 @pytest.mark.parametrize("module", [site_pages, site_docstrings])
