@@ -186,6 +186,7 @@ READ_FLOATS = (
 READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
     ("formats/gguf/model.py", "array = array.astype(np.float16)  # exact", "pass  # exact"),
+    ("formats/gguf/model.py", "in GROUP_TYPES:\n            with", "in ('Q2_0', 'PQ2_0'):\n            with"),
 )
 FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32(cfg.norm_eps))
     if w.{norm} is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import sys
 import tempfile
 import time
 from multiprocessing import Pipe, Process
@@ -23,6 +24,7 @@ SETTINGS = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.system-monitor.interval": "600s",
     "distributed.comm.timeouts.connect": "120s",
+    "distributed.comm.timeouts.tcp": "600s",  # the event loop of a thousand workers does not always read in 30 s
     "logging": {"distributed": "critical"},
 }
 STARTED_TOGETHER = 50
@@ -74,8 +76,10 @@ def main():
     arguments = parser.parse_args()
     dask.config.set(SETTINGS)
     pipe, other = Pipe()
+    began = time.perf_counter()
     Process(target=run_process, args=(arguments, other), daemon=True).start()
     address = pipe.recv()
+    print(f"{arguments.workers} workers after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     chosen = random.Random(arguments.seed)
     items = [(number, arguments.seconds * chosen.uniform(0.5, 1.5)) for number in range(arguments.items)]
     began, results = time.perf_counter(), {}

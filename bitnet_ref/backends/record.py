@@ -224,9 +224,14 @@ class Recorder:
             self.keep(f"{self.block}.attn.{name}", gate)
         return gates
 
-    def _on_delta_rule(
+    def _on_delta_rule(self, call: Call, *args: Any) -> Any:
+        self.keep_states(*args)
+        y = call(*args)
+        self.keep(f"{self.block}.attn.hook_delta_out", y)
+        return y
+
+    def keep_states(
         self,
-        call: Call,
         mixed: NDArray,
         log_alpha: NDArray,
         beta: NDArray,
@@ -234,19 +239,14 @@ class Recorder:
         cache: KVCache,
         layer: int,
         batch: TokenBatch,
-    ) -> Any:
-        if self.wants(f"{self.block}.attn.hook_state"):
-            host = self.be.to_host
-            self._keep_states(delta_inputs(host(mixed), host(log_alpha), host(beta), cfg), cache, layer, batch.on_host)
-        y = call(mixed, log_alpha, beta, cfg, cache, layer, batch)
-        self.keep(f"{self.block}.attn.hook_delta_out", y)
-        return y
-
-    def _keep_states(self, inputs: DeltaInputs, cache: KVCache, layer: int, batch: TokenBatch) -> None:
+    ) -> None:
         """The memory after each token, computed by the reference: the op only leaves the last one."""
+        if not self.wants(f"{self.block}.attn.hook_state"):
+            return
         assert cache.states is not None
-        after = []
-        for slot, _, rows in batch.sequences():
+        host, after = self.be.to_host, []
+        inputs = delta_inputs(host(mixed), host(log_alpha), host(beta), cfg)
+        for slot, _, rows in batch.on_host.sequences():
             memory = cache.states.memory_of(layer, slot).copy()
             for i in range(rows.start, rows.stop):
                 delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def pull(source: str, name: str | None, file: str | None) -> None:
     """Fetch a model and keep it by its name, for `--model NAME` and `bitnet_ref.load("NAME")`, offline too.
 
-    Only the weights (.safetensors, .gguf), the config and the tokenizer are fetched; never code or pickles.
+    Only the weights (.safetensors, .gguf), the config, the tokenizer and the card are fetched; no code or pickles.
     A source that begins with "." or "/", or is an existing file, is copied from this machine.
     """
     from ..formats.open import shipped_models

@@ -113,12 +113,15 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
             future = next(running)
             index, item = places.pop(future.key)
             error = future.exception() if future.status == "error" else None
-            if isinstance(error, KilledWorker) or future.status in ("lost", "cancelled"):
+            if future.status in ("lost", "cancelled"):
+                message = "the connection to the Dask scheduler was lost; run it again: it goes on where it was"
+                raise BackendUnavailable(message)
+            if isinstance(error, KilledWorker):
                 deaths[index] = deaths.get(index, 0) + 1
                 if deaths[index] > MAX_DEATHS:
                     message = f"item {index} was lost {deaths[index]} times with its worker: too little memory there?"
                     raise BackendUnavailable(message)
-                log.info("item %d was lost with its worker, or with the connection: it is computed again", index)
+                log.info("item %d was lost with its workers: it is computed again", index)
                 submit(index, item)
                 continue
             yield index, future.result()

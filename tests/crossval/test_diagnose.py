@@ -228,3 +228,53 @@ def test_a_search_reports_each_test_and_ends_at_its_deadline_or_at_ctrl_c(load):
     assert early.stopped == "interrupted"
     assert len(early) in (1, 2)  # a mistake that the model has no place for is not run
     assert early.untested > 0
+
+
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    write_checkpoint(folder, {**BITNET, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3})
+    return bitnet_ref.load(folder, backend="numpy", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "layers", "words"),
+    [
+        (("rope_interleaved",), (1,), "in layer 1 only"),
+        (("silu_for_relu2",), (0, 2), "in layers 0, 2 only"),
+        pytest.param(sorted(BY_NAME), (1, 2), "in layers 1 to 2 (the last 2 of 3) only", marks=pytest.mark.slow),
+    ],
+)
+def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_layers):
+    setting, right = Setting.of(three_layers, TOKENS), three_layers.run_with_cache(TOKENS)[1]
+    count = 0
+    for name in names:
+        if (changed := BY_NAME[name].change(setting)) is None:
+            continue
+        candidate = setting.in_layers(changed, layers).run()
+        if compare(right, candidate, three_layers.config, TOKENS).agrees:
+            continue
+        causes = [d for d in diagnosed(three_layers, candidate, depth=1) if d.confirmed]
+        assert causes, name
+        assert any(d.name == name and d.cause.endswith(words) for d in causes) or causes[0].name == "described"
+        count += 1
+    assert count == len(names) or count > 30
+
+
+@pytest.mark.parametrize("hook", ["hook_conv", "hook_log_decay", "hook_beta", "hook_delta_out", "hook_gated_z"])
+def test_a_mistake_in_a_delta_net_is_described(hook):
+    """In the second of three DeltaNet layers: half of each token's numbers is zero."""
+    m = model(GOLDEN.parent / "families" / "qwen3_5-groups128-hybrid")
+    name = f"blocks.1.attn.{hook}"
+
+    def halve(step, compute, *inputs):
+        result = compute(*inputs).copy()
+        result[:, result.shape[1] // 2 :] = 0
+        return result
+
+    candidate = Setting.of(m, TOKENS).with_edits({name: halve}).run()
+    comparison = compare(m.run_with_cache(TOKENS)[1], candidate, m.config, TOKENS)
+    assert comparison.first_divergence.name == name or hook == "hook_delta_out"
+    causes = [d for d in diagnose(m, TOKENS, candidate, comparison) if d.confirmed]
+    assert "in layer 1 only: it is all zeros (in " in causes[0].cause
+    assert causes[0].remedy.startswith("Compare with ")

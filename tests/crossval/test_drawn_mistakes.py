@@ -14,8 +14,10 @@ from bitnet_ref.crossval.explain.diagnose import diagnose
 
 SAMPLE = (0, 1, 3, 5, 7, 8, 20, 33, 47, 60)
 # Draws of which the campaign once found no cause, or a cause that does not hold on other tokens.
-MENDED = (15, 44, 54, 75, 77, 78, 109, 137, 144, 188, 228, 279, 302)
-MISSED = (25, 50, 71, 74, 330, 420, 472, 475)  # kept here until a description is found
+MENDED = (15, 44, 54, 71, 74, 75, 77, 78, 109, 137, 144, 188, 228, 279, 302, 330, 420)
+# The softmax's sum lacks the token itself but has a floor; q_norm twice, the second time with k's weight; int8 weights
+# of which one lies on a tie; eps of 0 on tokens that do not tell it from 1e-6.
+MISSED = (25, 50, 472, 475)
 
 
 @pytest.mark.parametrize("seed", SAMPLE)
@@ -72,4 +74,18 @@ def test_what_a_thin_trace_cannot_tell_apart_is_listed_with_the_tensor_that_woul
     comparison = compare(model.run_with_cache(tokens)[1], trace, model.config, tokens)
     causes = [d for d in diagnose(model, tokens, trace, comparison) if d.confirmed]
     assert any("multiplied by 2" in d.cause or "2 times" in d.cause for d in causes)
-    assert all(d.record_next for d in causes[1:])
+    assert all(d.record_next and d.record_next not in trace for d in causes[1:])
+
+
+def test_the_tensor_to_record_next_is_not_recorded_under_another_name():
+    """All but the second layer's input is recorded, and that is the first layer's result."""
+    model, weights, engine = drawn_mistakes.model_of("llama", 1)
+    tokens = [1, 17, 5, 23, 9, 42, 3, 3]
+    mistake = drawn_mistakes.Mistake("forward", "x = R(x + f", "x = R(x + f)\nx = x * 2", "", "")
+    trace = drawn_mistakes.run(tokens, weights, engine, mistake)
+    for name in [n for n in trace if n.endswith("hook_resid_pre")]:
+        del trace[name]
+    comparison = compare(model.run_with_cache(tokens)[1], trace, model.config, tokens)
+    causes = [d for d in diagnose(model, tokens, trace, comparison) if d.confirmed]
+    assert causes
+    assert not [d.record_next for d in causes if d.record_next and d.record_next.endswith("hook_resid_pre")]

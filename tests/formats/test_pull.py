@@ -69,7 +69,7 @@ def test_pull_load_and_remove(hub, model_files):
     commit = hub.put("org/tiny", "main", {**model_files, **extra, "tokenizer_config.json": b"{}"})
     entry = pull("org/tiny")
     assert (entry.name, entry.source, entry.revision, entry.commit) == ("org/tiny", "hub", "main", commit)
-    assert set(entry.files) == {"config.json", "model.safetensors", "tokenizer_config.json"}
+    assert set(entry.files) == {"README.md", "config.json", "model.safetensors", "tokenizer_config.json"}
     assert {name for name, _ in hub.sent} == set(entry.files)
     assert entry.kind == "hf-packed"
     assert entry.summary["layers"] == 2

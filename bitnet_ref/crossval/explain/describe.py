@@ -32,18 +32,19 @@ from .edits import (
     families,
     hole,
     instead,
-    kept_columns,
+    keep_columns,
+    like,
     matrix,
     moved,
     names_of,
     next_id,
 )
 from .variants import Edit, Setting, Step, edit_copies
-from .wording import example, layer_of, noun, place_in_words, remedy, role, scope_in_words
+from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
 
 
 class Report(Protocol):
-    """What is told of each test before it starts; it may end the search. `add` says how many are to come."""
+    """Called with a text before each test; it may raise to end the search. `add` announces further tests."""
 
     def __call__(self, text: str) -> None: ...
 
@@ -74,11 +75,15 @@ ENOUGH = 0.35  # descriptions that cost so much more than the simplest that expl
 
 @dataclass
 class Match:
-    """How a computed tensor fits the engine's. region: (axis, indices) where it does; elsewhere the right one fits."""
+    """How a computed tensor fits the engine's.
+
+    whole: everywhere.   region: it fits at these indices of an axis, and the right tensor fits elsewhere.
+    share: of the wrong values, how many it explains.
+    """
 
     whole: bool
     region: tuple[int, tuple[int, ...]] | None = None
-    share: float = 0.0  # of the wrong values that it explains
+    share: float = 0.0
 
 
 class Target:
@@ -196,6 +201,8 @@ class Evidence:
         arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
         if step.name.endswith("hook_attn_scores"):
             arrays = arrays[:2]
+        if step.name.endswith("hook_conv"):  # its input is a copy of three tensors
+            arrays = [step.seen[step.name.replace("hook_conv", f"{letter}_proj.hook_out")] for letter in "qkv"]
         self.sources[step.name] = [
             name for name, earlier in step.seen.items()
             if name not in self.recorded and any(np.may_share_memory(x, earlier) for x in arrays)
@@ -213,7 +220,7 @@ class Evidence:
         if not whole:
             return step.result
         self.recorded.add(step.name)
-        return theirs.astype(step.result.dtype)
+        return like(theirs, step.result)
 
     def _recorded_as(self, step: Step) -> NDArray | None:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
@@ -222,9 +229,9 @@ class Evidence:
         if name.endswith("hook_resid_post"):
             layer = int(block.split(".")[1])
             names.append(f"blocks.{layer + 1}.hook_resid_pre")
-        for given in names:
-            if given in self.view:
-                theirs = np.asarray(self.view[given])
+        for recorded in names:
+            if recorded in self.view:
+                theirs = np.asarray(self.view[recorded])
                 shape = step.result.shape
                 if fits(shape, theirs.shape) or theirs.size == step.result.size:
                     return (
@@ -248,6 +255,8 @@ class Evidence:
     @cached_property
     def copies(self) -> int:
         """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
+        if self.setting.config.delta is not None:  # a DeltaNet's memory is of one sequence
+            return 1
         numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
         return max(1, min(32, 200_000 // numbers))
 
@@ -309,13 +318,13 @@ class Evidence:
 
 @dataclass
 class Explanation:
-    """A description with its constant solved, of the steps `names` of one site. share: of the wrong values."""
+    """A description with its constant, applied in the steps `names`. share: of the wrong values that it explains."""
 
     cost: float
     text: str
     edit: Edit
     names: tuple[str, ...]
-    where: str = ""
+    place: str = ""
     share: float = 1.0
     error: float = 0.0
 
@@ -441,12 +450,11 @@ class Site:
         of_step = axis if self.target.alone else int(unit[0].endswith(("hook_attn_scores", "hook_pattern")))
         part = regional(edit, of_step, indices)
         again = self.compute(unit, part)
-        found = None if again is None else self.target.match(again)
-        if again is None or found is None or not found.whole:
+        if again is None or (match := self.target.match(again)) is None or not match.whole:
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
-        where = place_in_words(shape, by_head, self.evidence.setting.config, axis, indices)
-        return Explanation(cost + 0.1, text, part, unit, where, error=self.target.distance(again))
+        place = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
+        return Explanation(cost + 0.1, text, part, unit, place, error=self.target.distance(again))
 
     def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
         """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
@@ -464,10 +472,10 @@ class Site:
         best, best_error = family.right, np.inf
         for i in order[: len(order) if target.alone else 2]:
             c, y, error = starts[i], values[i], errors[i]
-            for _ in range(10):
-                if y is None:
+            for iteration in range(10):
+                if y is None or (iteration > 1 and not target.alone and error > 0.6 * whole):
                     break
-                h = c * 1e-3 if family.log else max(abs(c), 0.1) * 1e-3
+                h = c * (1e-3 if target.alone else 0.1) if family.log else max(abs(c), 0.1) * 1e-3
                 (shifted,) = self._values(unit, family, [c + h])
                 if shifted is None:
                     break
@@ -572,41 +580,39 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         yield from _cut_rows(step, target)
     if len(step.inputs) == 2 and isinstance(step.inputs[1], LinearWeight):
         yield from _cut_sums(step, target)
-    wrong = ~target.right_close
-    if target.by_head or theirs.ndim < 2:
-        return
-    flat, flat_right = theirs.reshape(len(theirs), -1), right.reshape(len(theirs), -1)
-    allowed = np.broadcast_to(target.allowed, theirs.shape).reshape(flat.shape)
-    bad = np.flatnonzero(wrong.reshape(flat.shape).any(axis=0))
-    if 1 < len(bad) <= 1024 and len(flat) > 1:  # columns in another order
-        order = np.arange(flat.shape[1])
-        for j in bad:
-            apart = np.abs(flat_right - flat[:, j : j + 1]) <= (0 if target.exact else allowed)
-            same = np.flatnonzero(apart.all(axis=0))
-            if not len(same):
-                break
-            order[j] = same[0]
-        else:
-            pairs = ", ".join(f"{j} is that of {order[j]}" for j in bad[:3].tolist())
-            yield Description(
-                1.8,
-                f"its columns are in another order: column {pairs}, ...",
-                after(partial(_in_order, order=order)),
-            )
-    rows = np.flatnonzero(wrong.reshape(flat.shape).any(axis=1))
-    order = np.arange(len(flat))
-    for t in rows:
-        same = np.flatnonzero((np.abs(flat_right - flat[t]) <= (0 if target.exact else allowed[t])).all(axis=1))
-        if not len(same):
-            break
-        order[t] = same[0]
-    else:
-        pairs = ", ".join(f"{t} has that of {order[t]}" for t in rows[:4].tolist())
-        yield Description(
-            1.8, f"its tokens are in another order: token {pairs}", after(partial(np.take, indices=order, axis=0))
-        )
-    if step.result.dtype.kind == "f":
+    yield from _other_orders(step, target)
+    if step.result.dtype.kind == "f" and not target.by_head and theirs.ndim > 1:
+        rows = np.flatnonzero((~target.right_close).reshape(len(theirs), -1).any(axis=1))
         yield from _sums_of_two(step, target, rows)
+
+
+def _other_orders(step: Step, target: Target) -> Iterator[Description]:
+    """The right tensor with its tokens, heads, columns or keys in an order that the engine's tensor shows."""
+    allowed = np.broadcast_to(target.allowed, target.theirs.shape) * (not target.exact)
+    for axis, word in enumerate(axis_words(target.right.shape, target.by_head)):
+        theirs, right, room, close = (
+            np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
+            for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)
+        )
+        order, wrong = np.arange(len(theirs)), np.flatnonzero(~close.all(axis=1)).tolist()
+        if len(wrong) > 1024:
+            continue
+        for i in wrong:
+            equal = np.flatnonzero((np.abs(right - theirs[i]) <= room[i]).all(axis=1))
+            if not len(equal):
+                break
+            order[i] = equal[0]
+        else:
+            pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])
+            text = f"its {word}s are in another order: {word} {pairs}{', ...' * (len(wrong) > 4)}"
+            yield Description(
+                1.8, text, after(partial(_in_order, order=order, axis=axis, joined=target.right.ndim == 2))
+            )
+
+
+def _in_order(x: NDArray, order: NDArray[np.int64], axis: int, joined: bool) -> NDArray:
+    """joined: the order is one of the rows of a norm over heads, which `after` passes by token and head."""
+    return (x.reshape(-1, x.shape[-1]) if joined else x).take(order, axis)
 
 
 def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
@@ -635,10 +641,6 @@ def _plainest(low: float, high: float) -> float:
     """The number between two with the fewest digits."""
     middle = (low + high) / 2
     return next((c for n in range(1, 9) if low < (c := float(f"{middle:.{n}g}")) < high), middle)
-
-
-def _in_order(x: NDArray, order: NDArray[np.int64]) -> NDArray:
-    return x.reshape(len(x), -1)[:, order]
 
 
 def _columns(x: NDArray, part: slice) -> NDArray:
@@ -681,13 +683,13 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
         yield Description(
             1.1,
             f"the sums stop after {k + 1} of {n} inputs",
-            before(0, partial(kept_columns, first=0, stop=k + 1)),
+            before(0, partial(keep_columns, first=0, stop=k + 1)),
         )
     for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
         yield Description(
             1.1,
             f"the sums start at input {k + 1} of {n}",
-            before(0, partial(kept_columns, first=k + 1, stop=n)),
+            before(0, partial(keep_columns, first=k + 1, stop=n)),
         )
     missing = sums[-1] - target.theirs[i, j]
     before_sum = np.concatenate([[0.0], sums])
@@ -739,16 +741,19 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
                 next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0"
                 for f in factors
             ]
-            said = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
-            text = " + ".join(s if w == "1" else f"{w} times {s}" for w, s in zip(words, said, strict=True) if w != "0")
+            nouns = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
+            text = " + ".join(
+                s if w == "1" else f"{w} times {s}" for w, s in zip(words, nouns, strict=True) if w != "0"
+            )
             yield Description(1.5, f"it is {text}", _sum_edit((a, b), exact, step.name))
 
 
 def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        right, given = compute(*inputs), constants(step)
+        right, numbers = compute(*inputs), constants(step)
         parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
-        return sum(np.float32(f(given)) * part for f, part in zip(factors, parts, strict=True)).astype(right.dtype)  # type: ignore[union-attr]
+        first, second = (np.float32(f(numbers)) * part for f, part in zip(factors, parts, strict=True))
+        return (first + second).astype(right.dtype)
 
     return edit
 
@@ -758,7 +763,8 @@ def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
 
 @dataclass
 class Finding:
-    """What was found of one mistake. edits: of the whole run.   left: the tensors that are wrong with it, in order."""
+    """One explanation of the first wrong tensor. edits: by step, for the whole run.   left: the tensors that are still
+    wrong with these edits, in order."""
 
     text: str
     remedy: str
@@ -769,7 +775,7 @@ class Finding:
 
 
 def find(setting: Setting, view: View, report: Report, evidence: Evidence | None = None) -> list[Finding]:
-    """What the first wrong tensor of the engine is. Each finding explains it; those that explain most come first."""
+    """Explanations of the engine's first wrong tensor. Those that leave the fewest tensors wrong come first."""
     with np.errstate(all="ignore"):  # most descriptions are wrong, and some overflow
         return _find(evidence or Evidence(setting, view), view, report)
 
@@ -789,15 +795,15 @@ def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
         left = _left(setting.with_edits(edits), view)
         if left is None or name in left:
             continue
-        for wider in wider_scopes(evidence, explanation, edits):
+        for wider in wider_scopes(evidence, explanation, edits) if len(edits) > 1 or not left else ():
             if _left(setting.with_edits(wider), view) == left:
                 edits = wider
                 break
         first = evidence.steps[explanation.names[0]]
         text = say(explanation.text, first)
         scope = scope_in_words(edits, evidence.steps)
-        where = f" ({explanation.where})" if explanation.where else ""
-        findings.append(Finding(f"{scope}: {text}{where}", remedy(first), shown, edits, left))
+        place = f" ({explanation.place})" if explanation.place else ""
+        findings.append(Finding(f"{scope}: {text}{place}", remedy(first), shown, edits, left))
         if not left and len(findings) >= 3:
             break
     return sorted(findings, key=lambda finding: len(finding.left))
@@ -812,14 +818,14 @@ def _left(setting: Setting, view: View) -> list[str] | None:
 
 
 def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
-    """The same edit in more steps, the widest first: those in which it does not show may have it too."""
+    """The same edit in more steps, the widest set first: a mistake may not show in every step that has it."""
     kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
     layers = {layer_of(n) for n in edits}
     shapes = _shape_of(evidence.steps[explanation.names[0]])
     for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
-        if len(names) > len(edits) and len(edits) > 1:
+        if len(names) > len(edits) and (len(edits) > 1 or not kinds_only):
             yield {**dict.fromkeys(names, explanation.edit), **edits}
 
 
@@ -871,13 +877,12 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     return edits
 
 
-def first_difference(one: Setting, other: Setting) -> str | None:
-    """The first tensor in which two explanations differ by more than rounding; None if they are one."""
+def differing_tensors(one: Setting, other: Setting) -> list[str]:
+    """The tensors in which two explanations differ by more than rounding, in order. Empty if they are one."""
     first, second = one.run(), other.run()
-    for name, a in first.items():
-        b = second.get(name)
-        if b is not None and not np.allclose(
-            np.nan_to_num(a), np.nan_to_num(b), rtol=1e-4, atol=1e-5 * float(np.abs(np.nan_to_num(a, neginf=0)).max())
-        ):
-            return name
-    return None
+    return [name for name, x in first.items() if name in second and _differ(np.nan_to_num(x), second[name])]
+
+
+def _differ(x: NDArray, y: NDArray) -> bool:
+    size = float(np.abs(np.where(np.abs(x) < 1e30, x, 0)).max())
+    return not np.allclose(x, np.nan_to_num(y), rtol=1e-4, atol=1e-5 * size)

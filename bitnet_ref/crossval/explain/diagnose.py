@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, View, compare
-from ..names import LOGITS
-from .describe import find, first_difference
+from ..names import LOGITS, layer_of
+from .describe import IMPOSSIBLE, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
 from .variants import Hypothesis, Setting
+from .wording import numbers_in_words
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,12 @@ def _search_causes(
                 tested.append(both)
 
 
+def _change_in_layers(hypothesis: Hypothesis, layers: Sequence[int], setting: Setting) -> Setting | None:
+    """The setting with a mistake made in some layers."""
+    changed = hypothesis.change(setting)
+    return None if changed is None else setting.in_layers(changed, layers)
+
+
 def _change_all(hypotheses: Sequence[Hypothesis], setting: Setting) -> Setting | None:
     """The setting with several mistakes made."""
     changed: Setting | None = setting
@@ -259,6 +267,7 @@ class _Search:
             self._describe()
         if self.thorough and not any(d.confirmed for d in self.diagnoses):
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
+        self._tell_apart()
         # of those that explain a part: the further one moves the first difference, the earlier in the list
         for parts in (self.diagnoses, self.parts):
             parts.sort(
@@ -273,7 +282,36 @@ class _Search:
             self.watch(hypothesis.cause)
             changed = hypothesis.change(self.setting)
             if changed is not None:
-                self.diagnoses.append(self._test(hypothesis, changed, expected))
+                self.diagnoses.append(diagnosis := self._test(hypothesis, changed, expected))
+                of_layer_0 = {layer_of(self.first or ""), layer_of(diagnosis.first_difference or "")} == {0}
+                if not diagnosis.confirmed and not of_layer_0 and not self.forced:
+                    with suppress(*IMPOSSIBLE):  # a layer of another shape among the others
+                        self._test_in_layers(hypothesis, changed, expected)
+
+    def _test_in_layers(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> None:
+        """The mistake in some layers: in the first wrong one, then in each one that is the first wrong one with it."""
+        layers, layer, total = list[int](), layer_of(self.first or ""), self.setting.config.num_hidden_layers
+        if total == 1 or len(changed.weights.layers) != total or changed.tokens is not self.setting.tokens:
+            return
+        first = self.first
+        while layer is not None and (not layers or layer > layers[-1]):
+            layers.append(layer)
+            restricted = self.setting.in_layers(changed, layers)
+            comparison = self._compare_beginning(restricted, first)
+            if comparison is None or comparison.agrees:
+                tensors = restricted.run(self.candidate.__contains__)
+                comparison = compare(tensors, self.candidate, restricted.config, restricted.tokens)
+            first = _first_name(comparison)
+            if comparison.agrees:
+                words = numbers_in_words(layers, total)
+                cause = f"{hypothesis.cause}, in layer{'s' * (len(layers) > 1)} {words} only"
+                change = partial(_change_in_layers, hypothesis, tuple(layers))
+                self.hypotheses[cause] = named = replace(hypothesis, cause=cause, change=change)
+                self.diagnoses.append(self._judge(named, True, expected, None, self._logit_error(tensors), ""))
+                return
+            if first is None or self.order.get(first, 0) <= self.order.get(self.first or "", 0):
+                return
+            layer = layer_of(first)
 
     def _describe(self) -> None:
         """What the first wrong tensor is, without a list of mistakes."""
@@ -291,15 +329,29 @@ class _Search:
             confirmed = comparison.agrees or not finding.left
             first = None if confirmed else finding.left[0] if finding.left else _first_name(comparison)
             self.diagnoses.append(self._judge(hypothesis, confirmed, True, first, error, finding.example))
-        equal = [d for d in self.diagnoses if d.confirmed and d.name == "described"]
-        for d in equal[1:]:  # the same computation in other words, or one that another tensor would tell apart
-            one, other = (self.hypotheses[each.cause].change(self.setting) for each in (equal[0], d))
+
+    def _tell_apart(self) -> None:
+        """Of several confirmed causes: which tensor to record next. Descriptions of one computation become one."""
+        confirmed = [d for d in self.diagnoses if d.confirmed]
+        for d in confirmed[1:]:
+            one, other = (self.hypotheses[each.cause].change(self.setting) for each in (confirmed[0], d))
             assert one is not None
             assert other is not None
-            decides = first_difference(one, other)
-            self.diagnoses.remove(d)
-            if decides is not None:
-                self.diagnoses.append(replace(d, record_next=decides))
+            names = differing_tensors(one, other)
+            if names or d.name != "described":
+                unrecorded = (name for name in names if not self._is_recorded(name))
+                self.diagnoses[self.diagnoses.index(d)] = replace(d, record_next=next(unrecorded, None))
+            else:
+                self.diagnoses.remove(d)
+
+    def _is_recorded(self, name: str) -> bool:
+        """Whether the candidate has the tensor, under this name or as the same numbers under another."""
+        array = self.reference[name]
+        return any(
+            array.size == x.size and np.array_equal(array.reshape(-1), x.reshape(-1))
+            for recorded in self.candidate
+            if (x := self.reference.get(recorded)) is not None
+        )
 
     def _judge(
         self,
@@ -334,22 +386,22 @@ class _Search:
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.hypotheses[hypothesis.cause] = hypothesis
-        comparison, error = self._compare_beginning(changed), None
+        comparison, error = self._compare_beginning(changed, self.first), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
             tensors = changed.run(self.candidate.__contains__)
             comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
             error = self._logit_error(tensors)
         return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error, "")
 
-    def _compare_beginning(self, changed: Setting) -> Comparison | None:
-        """The comparison up to the op that differs first without the change, which costs little.
+    def _compare_beginning(self, changed: Setting, first: str | None) -> Comparison | None:
+        """The comparison up to the op `first`, which differs without the change. It costs little.
 
         None where no op differs, or only the last.
         """
-        if self.first not in self.order or self.order[self.first] + 1 == len(self.order):
+        if first not in self.order or self.order[first] + 1 == len(self.order):
             return None
-        names = set(list(self.order)[: self.order[self.first] + 1])
-        tensors = changed.run(lambda name: name in names and name in self.candidate, until=self.first)
+        names = set(list(self.order)[: self.order[first] + 1])
+        tensors = changed.run(lambda name: name in names and name in self.candidate, until=first)
         return compare(tensors, View(self.candidate, names), changed.config, changed.tokens)
 
     def _span(self) -> list[str]:

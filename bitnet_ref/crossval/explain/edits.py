@@ -1,8 +1,9 @@
-"""Small edits of one step of a run, in the order of their simplicity: what an engine may have computed instead.
+"""Small edits of one step of a run: what an engine may have computed instead of it. Each has a cost; simple ones cost less.
 
-No list of known mistakes: each step's inputs, its result and its formula are changed by the same means. They are moved,
-scaled, left out, taken from another tensor; another weight, another constant, another function stands in the formula. A
-`Family` has a constant that is solved for. The tables are data; `describe` says which of them gives the engine's tensor.
+Two kinds of edits apply to every step. One changes an input or the result: it is moved, scaled, rounded, left out or
+replaced by another tensor of the run. The other replaces the step's formula, by a row of the tables below. A `Family` is an
+edit with an unknown constant, for which `describe` solves. `describe` tries the edits and reports those that give the
+engine's tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference import layers
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear
+from ...reference.weights import DenseWeight, EmbeddingWeight, GroupTernaryLinear, LinearWeight, TernaryLinear
 from .variants import Edit, Step
 
 # In the tables below a row is a line.
@@ -29,7 +30,7 @@ erf = np.vectorize(math.erf, otypes=[np.float64])
 
 @dataclass(frozen=True)
 class Description:
-    """What a step computes instead. text: a clause; "{it}" stands for the step's tensor.   cost: the simpler, the less."""
+    """One edit in words. text: a clause in which "{it}" stands for the step's tensor.   cost: lower for simpler edits."""
 
     cost: float
     text: str
@@ -38,10 +39,10 @@ class Description:
 
 @dataclass(frozen=True)
 class Family:
-    """Descriptions with one constant. edit(c): the step's edit.   right: the constant that the reference has.
+    """An edit with one unknown constant c. edit(c): the step's edit.   right: the c with which it changes nothing.
 
-    text: "{c}" stands for the constant.   log: it is positive, and its order of magnitude is looked for.
-    starts: further constants to begin from.
+    text: "{c}" stands for the constant.   log: c is positive and varied by factors, not by differences.
+    starts: values of c to begin the search from, besides `right`.
     """
 
     cost: float
@@ -53,7 +54,7 @@ class Family:
 
     @property
     def nudged(self) -> Edit:
-        """The edit with a constant that is a little off."""
+        """The edit with a constant slightly different from `right`."""
         return self.edit(self.right * 1.01 if self.log or self.right else 0.01)
 
 
@@ -61,14 +62,28 @@ def wide(x: NDArray) -> NDArray[np.float64]:
     return x.astype(np.float64)
 
 
+def like(x: Any, right: NDArray) -> NDArray:
+    """x in the dtype of the right tensor, or in float32 if x has fractions and the right tensor has integers."""
+    x = np.asarray(x)
+    if right.dtype.kind == "i" and x.dtype.kind == "f" and not (x == np.rint(x)).all():
+        return x.astype(np.float32)
+    return x.astype(right.dtype)
+
+
 def instead(function: Callable[..., Any]) -> Edit:
     """function(*inputs) in place of the step's own formula."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         right = compute(*inputs)
-        return np.broadcast_to(np.asarray(function(*inputs)), right.shape).astype(right.dtype)
+        return like(np.broadcast_to(np.asarray(function(*inputs)), right.shape), right)
 
     return edit
+
+
+def heads_apart(x: NDArray, step: Step) -> NDArray:
+    """The rows of a norm over heads, (N*H, C), as (N, H, C); any other array as it is."""
+    n = len(step.setting.tokens)
+    return x.reshape(n, -1, x.shape[1]) if x.ndim == 2 and len(x) > n and len(x) % n == 0 else x
 
 
 def after(change: Change) -> Edit:
@@ -76,7 +91,7 @@ def after(change: Change) -> Edit:
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         right = compute(*inputs)
-        return np.asarray(change(right)).reshape(right.shape).astype(right.dtype)
+        return like(np.asarray(change(heads_apart(right, step))).reshape(right.shape), right)
 
     return edit
 
@@ -85,7 +100,14 @@ def before(index: int, change: Callable[[Any], Any]) -> Edit:
     """The step with one of its inputs changed."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        return compute(*inputs[:index], change(inputs[index]), *inputs[index + 1 :])
+        x = inputs[index]
+        if isinstance(x, np.ndarray):
+            apart = heads_apart(x, step)
+            changed = change(apart)
+            changed = changed if apart is x else changed.reshape(x.shape)
+        else:
+            changed = change(x)
+        return compute(*inputs[:index], changed, *inputs[index + 1 :])
 
     return edit
 
@@ -117,15 +139,15 @@ def from_run(index: int | None, name: str, origin: str) -> Edit:
 def orders(n: int) -> tuple[tuple[str, NDArray[np.int64]], ...]:
     """Other orders of n things, in words."""
     i = np.arange(n)
-    given = [("in reverse", i[::-1]), ("one too far", i - 1), ("one too early", (i + 1) % n)]
+    named = [("in reverse", i[::-1]), ("one too far", i - 1), ("one too early", (i + 1) % n)]
     if n % 2 == 0 and n > 2:
-        given.append(("with neighbours exchanged", i ^ 1))
-        given.append(("with its halves exchanged", (i + n // 2) % n))
+        named.append(("with neighbours exchanged", i ^ 1))
+        named.append(("with its halves exchanged", (i + n // 2) % n))
     for a in [a for a in range(2, n // 2 + 1) if n % a == 0 and (a <= 8 or n // a <= 8 or a in (16, 32, 64, 128))]:
-        given.append((f"as a ({a}, {n // a}) array that was transposed", i.reshape(a, -1).T.reshape(-1)))
+        named.append((f"as a ({a}, {n // a}) array that was transposed", i.reshape(a, -1).T.reshape(-1)))
         if a in (2, 4, 8, 16, 32):
-            given.append((f"with each {a} in reverse", i.reshape(-1, a)[:, ::-1].reshape(-1)))
-    return tuple(given)
+            named.append((f"with each {a} in reverse", i.reshape(-1, a)[:, ::-1].reshape(-1)))
+    return tuple(named)
 
 
 def _rounded(dtype: Any) -> Change:
@@ -205,11 +227,9 @@ LENGTHS: list[tuple[float, str, Callable[..., Any]]] = [
     (1.1, "the mean of |x| stands for the root of the mean of squares", lambda x, eps: np.abs(wide(x)).mean(-1, keepdims=True) + eps),
     (1.1, "the mean of |x| stands for the root, without eps", lambda x, eps: np.abs(wide(x)).mean(-1, keepdims=True)),
     (1.1, "the largest |x| stands for the root of the mean of squares", lambda x, eps: np.abs(x).max(-1, keepdims=True)),
-    (1.1, "the largest |x| plus eps stands for the root", lambda x, eps: np.abs(x).max(-1, keepdims=True) + eps),
     (1, "the sum of squares stands for their mean", lambda x, eps: np.sqrt(_ms(x) * x.shape[-1] + eps)),
     (1.1, "the root is not taken", lambda x, eps: _ms(x) + eps),
     (1.2, "the sum of squares is divided by D - 1", lambda x, eps: np.sqrt(_ms(x) * x.shape[-1] / (x.shape[-1] - 1) + eps)),
-    (1.3, "one length for all tokens", lambda x, eps: np.sqrt(_ms(x).mean() + eps)),
     (1.2, "the norm does not divide: its length is 1", lambda x, eps: np.ones_like(x[:, :1])),
     (1.3, "squares are rounded to bfloat16", lambda x, eps: np.sqrt(wide(np.square(x).astype(ml_dtypes.bfloat16)).mean(-1, keepdims=True) + eps)),
     (1.3, "x is rounded to float16 before it is squared", lambda x, eps: np.sqrt(_ms(x.astype(np.float16)) + eps)),
@@ -220,13 +240,10 @@ NORMS: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "the weight of the norm is left out", lambda x, r, w: x / r),
     (1, "the norm multiplies by 1 + weight, as Gemma's", lambda x, r, w: x / r * (1 + w)),
     (1.2, "the norm multiplies by its weight twice", lambda x, r, w: x / r * w * w),
-    (1.2, "the norm divides by its weight", lambda x, r, w: x / r / w),
-    (1.2, "the norm adds its weight", lambda x, r, w: x / r + w),
     (1, "the norm is left out", lambda x, r, w: x),
     (1.1, "the norm multiplies by its weight, but does not divide by the length", lambda x, r, w: x * w),
     (1.1, "the norm multiplies by the length instead of dividing", lambda x, r, w: x * r * w),
     (1.2, "the norm divides by the length twice", lambda x, r, w: x / r / r * w),
-    (1.1, "the mean is subtracted, after which the length is still that of x", lambda x, r, w: (x - x.mean(-1, keepdims=True)) / r * w),
     (1.1, "the mean is subtracted, as in LayerNorm", lambda x, r, w: (x - x.mean(-1, keepdims=True)) / np.sqrt(wide(x).var(-1, keepdims=True) + 1e-6) * w),
     (1.3, "the weight of the norm is in reverse", lambda x, r, w: x / r * w[::-1]),
     (1.3, "the weight of the norm is one too far", lambda x, r, w: x / r * np.roll(w, 1)),
@@ -250,17 +267,13 @@ def _bits(n: int) -> Callable[..., Any]:
 
 ACTIVATION_SCALES: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "one activation scale for all tokens", lambda x: np.full((len(x), 1), 127 / _absmax(x).max())),
-    (1.2, "the activation scale is that of the smallest token for all", lambda x: np.full((len(x), 1), 127 / _absmax(x).min())),
     (1.1, "the activation scale takes max x, not max |x|", lambda x: 127 / np.maximum(x.max(-1, keepdims=True), 1e-5)),
-    (1.2, "the activation scale takes -min x, not max |x|", lambda x: 127 / np.maximum(-x.min(-1, keepdims=True), 1e-5)),
     (1.1, "the activation scale is max|x| / 127, the inverse", lambda x: _absmax(x) / 127),
     (1.1, "the activation scale takes the mean of |x|, not the largest", lambda x: 127 / np.abs(x).mean(-1, keepdims=True)),
     (1.2, "the activation scale takes the root of the mean of squares, not the largest", lambda x: 127 / np.sqrt(_ms(x))),
-    (1.2, "the activation scale takes the range max - min", lambda x: 255 / (x.max(-1, keepdims=True) - x.min(-1, keepdims=True))),
     (1.2, "1e-5 is added to max|x|", lambda x: 127 / (np.abs(x).max(-1, keepdims=True) + 1e-5)),
     (1.3, "the activation scale is rounded to bfloat16", lambda x: (127 / _absmax(x)).astype(ml_dtypes.bfloat16)),
     (1.3, "the activation scale is rounded to float16", lambda x: np.minimum(127 / _absmax(x), 65504).astype(np.float16)),
-    (1.4, "the activation scale is rounded to a power of two below", lambda x: 2.0 ** np.floor(np.log2(127 / _absmax(x)))),
     (1.2, "each token has the activation scale of the token before it", lambda x: 127 / np.roll(_absmax(x), 1, 0)),
     *((1.3, f"the activation scale takes the largest of the {words} only", lambda x, part=part: 127 / _absmax(part(x))) for words, part in PARTS),
 ]
@@ -270,7 +283,6 @@ INT8_RULES: list[tuple[float, str, Callable[..., Any]]] = [
     (1, "activations are truncated towards zero, not rounded", lambda x, s: np.clip(np.trunc(x * s), -128, 127)),
     (1, "activations are rounded down", lambda x, s: np.clip(np.floor(x * s), -128, 127)),
     (1, "activations are rounded up", lambda x, s: np.clip(np.ceil(x * s), -128, 127)),
-    (1.2, "activations are rounded away from zero", lambda x, s: np.clip(np.copysign(np.ceil(np.abs(x * s)), x), -128, 127)),
     (
         1.2,
         "x * scale is rounded to bfloat16 before it is rounded to int8",
@@ -278,7 +290,6 @@ INT8_RULES: list[tuple[float, str, Callable[..., Any]]] = [
     ),
     (1.2, "x * scale is rounded to float16 before it is rounded to int8", lambda x, s: np.clip(np.rint((x * s).astype(np.float16).astype(np.float32)), -128, 127)),
     (1.2, "values beyond int8 wrap round instead of being clipped", lambda x, s: np.rint(x * s).astype(np.int64).astype(np.int8)),
-    (1.3, "activations are rounded to even numbers only to the next odd: floor(x) | 1", lambda x, s: np.clip(np.floor(x * s).astype(int) | 1, -128, 127)),
     *((1.2, f"activations have {n} bits, not 8: they are multiples of {2 ** (8 - n)}", _bits(n)) for n in (7, 6, 5, 4, 3, 2)),
     *(
         (
@@ -322,8 +333,6 @@ ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {
     "hard sigmoid": lambda x: np.clip(x + 3, 0, 6) / 6,
     "relu6": lambda x: np.clip(x, 0, 6),
     "leaky relu, slope 0.01": lambda x: np.where(x > 0, x, 0.01 * x),
-    "leaky relu squared, slope 0.5": lambda x: np.square(np.where(x > 0, x, 0.5 * x)),
-    "relu cubed": lambda x: np.maximum(x, 0) ** 3,
     "the constant 1": np.ones_like,
 }
 RIGHT_ACTIVATIONS = {"relu2": "relu squared", "silu": "silu", "gelu_tanh": "gelu (tanh)"}
@@ -339,14 +348,10 @@ def _gates(activation: str) -> Iterator[tuple[float, str, Callable[..., Any]]]:
     yield 1, "the activation is on gate * up", lambda gate, up, name: act(wide(gate) * wide(up))
     yield 1, "up is left out", lambda gate, up, name: act(wide(gate))
     yield 1.1, "gate is left out", lambda gate, up, name: wide(up)
-    yield 1.1, "only up's activation is left", lambda gate, up, name: act(wide(up))
     yield 1.1, "the activation is squared once more", lambda gate, up, name: np.square(act(wide(gate))) * wide(up)
     yield 1.1, "the activation is on gate and on up", lambda gate, up, name: act(wide(gate)) * act(wide(up))
     yield 1, "gate and up are added, not multiplied", lambda gate, up, name: act(wide(gate)) + wide(up)
     yield 1.1, "up is taken plus 1", lambda gate, up, name: act(wide(gate)) * (wide(up) + 1)
-    yield 1.2, "the activation is applied twice", lambda gate, up, name: act(act(wide(gate))) * wide(up)
-    yield (1.2, "gate * up is taken without the activation, squared", lambda gate, up, name: np.square(wide(gate) * wide(up)))
-    yield 1.2, "the gate is multiplied twice", lambda gate, up, name: act(wide(gate)) * wide(up) * wide(gate)
     yield (1.3, "the activation is rounded to bfloat16", lambda gate, up, name: wide(act(wide(gate)).astype(ml_dtypes.bfloat16)) * up)
     yield (1.3, "the activation is rounded to float16", lambda gate, up, name: wide(act(wide(gate)).astype(np.float16)) * up)
 
@@ -358,10 +363,9 @@ def _softmax(s: NDArray, extra: float = 0.0, base: float = math.e, axis: int = -
     return e / (e.sum(axis, keepdims=True) + extra * np.power(base, -top))
 
 
-def _kept(s: NDArray, drop: NDArray | None = None) -> NDArray:
+def _softmax_without(s: NDArray, drop: NDArray) -> NDArray:
     """Softmax over what is left after `drop`, zeros where nothing is."""
-    kept = np.where(drop, -np.inf, s) if drop is not None else s
-    return np.nan_to_num(_softmax(kept))
+    return np.nan_to_num(_softmax(np.where(drop, -np.inf, s)))
 
 
 def _ij(s: NDArray) -> tuple[NDArray, NDArray]:
@@ -379,26 +383,17 @@ PATTERNS: list[tuple[float, str, Callable[..., Any]]] = [
     (1.1, "the softmax's sum has exp(max) too much: 1 / (1 + sum) after the maximum is subtracted", lambda s: _e(s) / (_e(s).sum(-1, keepdims=True) + 1)),
     (1.1, "the softmax's sum lacks the token itself", lambda s: _e(s) / np.maximum((_e(s) * ((_ij(s)[0] != _ij(s)[1]) | (_ij(s)[0] == 0))).sum(-1, keepdims=True), 1e-30)),
     (1.1, "the softmax's sum lacks the first token", lambda s: _e(s) / np.maximum((_e(s) * (_ij(s)[1] > 0)).sum(-1, keepdims=True), 1e-30)),
-    (
-        1.1,
-        "the softmax's sum counts masked tokens as exp(0) each",
-        lambda s: (
-            _softmax(s) * _e(s).sum(-1, keepdims=True) / (_e(s).sum(-1, keepdims=True) + (s == -np.inf).sum(-1, keepdims=True) * np.exp(-wide(s.max(-1, keepdims=True))))
-        ),
-    ),
     (1, "the softmax takes 2^s, not e^s", lambda s: _softmax(s, base=2)),
     (1, "the softmax runs over the wrong axis: over the tokens that look, not over those seen", lambda s: np.nan_to_num(_softmax(s, axis=1)) * (s > -np.inf)),
     (1.2, "the softmax runs over the heads", lambda s: np.nan_to_num(_softmax(s, axis=0)) * (s > -np.inf)),
     (1.1, "a sigmoid stands for the softmax", lambda s: _sig(wide(s)) * (s > -np.inf)),
-    (1.2, "a relu, divided by its sum, stands for the softmax", lambda s: np.nan_to_num(np.maximum(s, 0) / np.maximum(s, 0).sum(-1, keepdims=True))),
     (1.1, "the average of all tokens seen stands for the softmax", lambda s: (s > -np.inf) / (s > -np.inf).sum(-1, keepdims=True)),
     (1.1, "the softmax's largest value takes all", lambda s: (s == s.max(-1, keepdims=True)) * 1.0),
-    (1.2, "the softmax is taken twice", lambda s: _softmax(np.where(s > -np.inf, _softmax(s), -np.inf))),
-    (1.1, "the token itself has no weight", lambda s: _kept(s, (_ij(s)[0] == _ij(s)[1]) & (_ij(s)[0] > 0))),
-    (1.1, "the first token has no weight", lambda s: _kept(s, (_ij(s)[1] == 0) & (_ij(s)[0] > 0))),
+    (1.1, "the token itself has no weight", lambda s: _softmax_without(s, (_ij(s)[0] == _ij(s)[1]) & (_ij(s)[0] > 0))),
+    (1.1, "the first token has no weight", lambda s: _softmax_without(s, (_ij(s)[1] == 0) & (_ij(s)[0] > 0))),
     (1.3, "exp(s) is rounded to bfloat16", lambda s: (lambda e: e / e.sum(-1, keepdims=True))(wide(_e(s).astype(ml_dtypes.bfloat16)))),
     (1.3, "exp(s) is rounded to float16", lambda s: (lambda e: e / e.sum(-1, keepdims=True))(wide(_e(s).astype(np.float16)))),
-    *((1.3, f"only the {n} largest scores count", lambda s, n=n: _kept(s, s < np.sort(s, -1)[..., -min(n, s.shape[-1])][..., None])) for n in (1, 2, 3, 4, 8)),
+    *((1.3, f"only the {n} largest scores count", lambda s, n=n: _softmax_without(s, s < np.sort(s, -1)[..., -min(n, s.shape[-1])][..., None])) for n in (1, 2, 3, 4, 8)),
 ]
 
 
@@ -424,9 +419,7 @@ def _scores(step: Step) -> Iterator[Description]:
         (1, "a token sees the one after it: the mask is off by one", lambda i, j: j <= i + 1),
         (1, "a token does not see itself", lambda i, j: (j < i) | (i == 0) & (j == 0)),
         (1, "the first token is not seen", lambda i, j: ((j > 0) | (i == 0)) & (j <= i)),
-        (1.1, "the second token is not seen", lambda i, j: ((j != 1) | (i == 1)) & (j <= i)),
         (1.2, "the mask is turned round: a token sees itself and those after it", lambda i, j: j >= i),
-        (1.3, "a token sees every second token before it", lambda i, j: (j <= i) & ((i - j) % 2 == 0)),
         *((1.2, f"a token sees {n} tokens only, itself included", lambda i, j, n=n: (j <= i) & (j > i - n)) for n in range(1, len(q)) if n != window),
         *((1.3, f"a token sees {n} tokens after it", lambda i, j, n=n: j <= i + n) for n in range(2, min(len(q), 6))),
         *((1.3, f"the first {n} tokens are seen by all", lambda i, j, n=n: (j <= i) | (j < n)) for n in range(2, len(q))),
@@ -466,10 +459,6 @@ def _kv_maps(noun: str) -> Iterator[Description]:
         "G - 1 - h // (H/G), in reverse": lambda h, g: [g - 1 - i * g // h for i in range(h)],
         "0, the first": lambda h, g: [0] * h,
         "G - 1, the last": lambda h, g: [g - 1] * h,
-        "min(h, G - 1)": lambda h, g: [min(i, g - 1) for i in range(h)],
-        "min(h // G, G - 1)": lambda h, g: [min(i // g, g - 1) for i in range(h)],
-        "(h + 1) // (H/G) mod G": lambda h, g: [(i + 1) * g // h % g for i in range(h)],
-        "h // 2 mod G": lambda h, g: [i // 2 % g for i in range(h)],
     }
 
     def edit(order: Callable[[int, int], list[int]]) -> Edit:
@@ -522,13 +511,11 @@ def _rope(step: Step) -> Iterator[Description]:
         "one too low": p - 1,
         "in reverse": p[::-1],
         "all 0": p * 0,
-        "all 1": p * 0 + 1,
         "doubled": p * 2,
         "halved": p / 2,
         "halved and rounded down": p // 2,
         "those of the last token for all": p * 0 + n - 1,
         "negative": -p,
-        "0 for the first two tokens": np.maximum(p - 1, 0),
         **{f"counted mod {m}": p % m for m in range(2, 9)},
         "two too high": p + 2,
     }
@@ -541,15 +528,10 @@ def _rope(step: Step) -> Iterator[Description]:
         "in reverse": f[::-1],
         "theta^(-2(j+1)/d), one too far": theta ** (-2 * (j + 1) / d),
         "theta^(-2j/(d-2))": theta ** (-2 * j / max(d - 2, 1)),
-        "the same for all pairs": f * 0 + 1,
-        "each taken for two pairs": np.repeat(f[::2], 2)[:half],
         "theta^(2j/d), growing": theta ** (2 * j / d),
-        "in pairs per head, j mod (d/4)": f[np.arange(half) % max(1, half // 2)],
         "divided by 2 pi": f / (2 * np.pi),
         "times 2 pi": f * 2 * np.pi,
-        "1 / (theta j)": 1 / (theta * np.maximum(j, 1)),
         "those without the scaling": theta ** (-2 * j / d),
-        "theta^(-j)": theta ** -np.minimum(j, 40),
         "rounded to bfloat16": wide(f.astype(ml_dtypes.bfloat16)),
     }
     for words, freq in frequencies.items():
@@ -571,22 +553,6 @@ def _rope(step: Step) -> Iterator[Description]:
         (1.1, "RoPE's cos and sin are exchanged", lambda x, c, s: layers.apply_rope(x, s, c)),
         (1.2, "RoPE turns the pairs (2j, 2j+1) the other way", lambda x, c, s: _interleaved(x, c, -s)),
         (1.1, "the sin terms of RoPE are left out", lambda x, c, s: layers.apply_rope(x, c, 0 * s)),
-        (
-            1.1,
-            "RoPE adds x sin with the wrong sign in both halves",
-            lambda x, c, s: np.concatenate([x[..., :half] * c[:, None] + x[..., half:] * s[:, None], x[..., half:] * c[:, None] + x[..., :half] * s[:, None]], -1),
-        ),
-        (
-            1.1,
-            "RoPE's second half has a minus",
-            lambda x, c, s: np.concatenate([x[..., :half] * c[:, None] - x[..., half:] * s[:, None], x[..., half:] * c[:, None] - x[..., :half] * s[:, None]], -1),
-        ),
-        (1.2, "RoPE's result has its first half only", lambda x, c, s: np.concatenate([layers.apply_rope(x, c, s)[..., :half], x[..., half:]], -1)),
-        (
-            1.2,
-            "RoPE's second half is not turned from the original first half but from its turned one",
-            lambda x, c, s: (lambda a: np.concatenate([a, x[..., half:] * c[:, None] + a * s[:, None]], -1))(x[..., :half] * c[:, None] - x[..., half:] * s[:, None]),
-        ),
         (1.2, "RoPE takes the head's number for the position", lambda x, c, s: _turn(x.swapaxes(0, 1), np.arange(x.shape[1])[:, None] * f).swapaxes(0, 1)),
         (
             1.3,
@@ -606,11 +572,13 @@ def _rope(step: Step) -> Iterator[Description]:
 
 
 @lru_cache(maxsize=8)
-def matrix(w: LinearWeight) -> NDArray[np.float32]:
+def matrix(w: LinearWeight | EmbeddingWeight) -> NDArray[np.float32]:
     """The matrix itself, (out, K); a ternary one in integers."""
     if isinstance(w, TernaryLinear):
         return w.ternary().astype(np.float32)
-    return w.array.astype(np.float32) if isinstance(w, DenseWeight) else w.dense().array.astype(np.float32)  # type: ignore[attr-defined]
+    dense = w.dense() if isinstance(w, GroupTernaryLinear) else w
+    assert isinstance(dense, DenseWeight)
+    return dense.array.astype(np.float32)
 
 
 def product(x: NDArray, w: NDArray) -> NDArray:
@@ -633,8 +601,6 @@ CODES = {
     "taken without their sign": (1, 0, 1),
     "without -1": (0, 0, 1),
     "without +1": (-1, 0, 0),
-    "taken as -2, -1, 0": (-2, -1, 0),
-    "taken as -1, 0, 2": (-1, 0, 2),
 }
 
 
@@ -647,7 +613,7 @@ def _products(step: Step) -> Iterator[Description]:
         for words, codes in CODES.items():
             table = np.array(codes, dtype=np.float32)
             yield Description(1, f"the codes of {{w}} are {words}", with_matrix(partial(_recoded, table=table)))
-        for bits in (16, 15, 14, 13, 12, 8):
+        for bits in range(16, 7, -1):
             top = 2 ** (bits - 1)
             yield Description(1, f"accumulators wrap round at {bits} bits", after(partial(_wrapped, top=top)))
             yield Description(1, f"accumulators saturate at {bits} bits", after(partial(np.clip, a_min=-top, a_max=top - 1)))
@@ -661,9 +627,9 @@ def _products(step: Step) -> Iterator[Description]:
         yield Description(1.3, "the bias of {w} is left out", instead(lambda x, w: product(x, matrix(w))))
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
         if 0 < k < n:
-            zeroed = partial(kept_columns, first=0, stop=k)
+            zeroed = partial(keep_columns, first=0, stop=k)
             yield Description(1.1, f"the sums stop after {k} of {n} inputs", before(0, zeroed))
-            yield Description(1.2, f"the sums start at input {n - k}", before(0, partial(kept_columns, first=n - k, stop=n)))
+            yield Description(1.2, f"the sums start at input {n - k}", before(0, partial(keep_columns, first=n - k, stop=n)))
     yield Description(1.3, "every second input is left out", before(0, lambda x: x * (np.arange(x.shape[1]) % 2 == 0).astype(x.dtype)))
     for k in (8, 16, 32, 64, 128):
         if n % k == 0 and n > k:
@@ -683,7 +649,8 @@ def _products(step: Step) -> Iterator[Description]:
 
 
 def _others(cost: float, text: str, name: str, step: Step, edit: Callable[[str, str], Edit]) -> Iterator[Description]:
-    """Something of another module: of that very one, or of the one that lies as many layers away."""
+    """A matrix, scale or norm of another module, in two readings: of that module in every layer, or of the module that
+    is as many layers away from each layer as it is from this step."""
     yield Description(cost, text.format(name), edit(name, step.name))
     if name.startswith("blocks.") and name.split(".")[1] != step.name.split(".")[1]:
         yield Description(cost + 0.01, text.format(name), edit(name, ""))
@@ -730,10 +697,10 @@ def _int8(m: NDArray, axis: int | None) -> NDArray:
     return np.rint(m / step) * step
 
 
-def kept_columns(x: NDArray, first: int, stop: int) -> NDArray:
-    kept = np.zeros_like(x)
-    kept[:, first:stop] = x[:, first:stop]
-    return kept
+def keep_columns(x: NDArray, first: int, stop: int) -> NDArray:
+    result = np.zeros_like(x)
+    result[:, first:stop] = x[:, first:stop]
+    return result
 
 
 def hole(x: NDArray, first: int, stop: int, factor: int = 0) -> NDArray:
@@ -757,13 +724,10 @@ def _dequantized(step: Step) -> Iterator[Description]:
         (1.1, "the scale of {w} is rounded to float16", lambda a, w, s: a * (np.float32(np.float16(w.w_dequant_scale)) / s)),
         (1.1, "the scale of {w} is times the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale * np.abs(matrix(w)).mean() / s)),
         (1.2, "the scale of {w} is divided by the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale / np.abs(matrix(w)).mean() / s)),
-        (1.2, "the scale of {w} is its square root", lambda a, w, s: a * (np.sqrt(w.w_dequant_scale) / s)),
         (1.2, "every token is divided by the first one's activation scale", lambda a, w, s: a * (w.w_dequant_scale / s[:1])),
         (1.2, "every token is divided by the last one's activation scale", lambda a, w, s: a * (w.w_dequant_scale / s[-1:])),
         (1.2, "each token is divided by the activation scale of the token before it", lambda a, w, s: a * (w.w_dequant_scale / np.roll(s, 1, 0))),
         (1.2, "each token is divided by the activation scale of the next token", lambda a, w, s: a * (w.w_dequant_scale / np.roll(s, -1, 0))),
-        (1.2, "the mean of the activation scales is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.mean())),
-        (1.2, "the smallest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.min())),
         (1.2, "the largest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.max())),
     ]
     yield from (Description(cost, text, instead(function)) for cost, text, function in rows)
@@ -807,12 +771,6 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     }
     for cost, text, function in tables.get(kind, ()):
         yield Description(cost, text, instead(function))
-    if kind == "hook_scale" and step.inputs[0].shape[1] > 8:
-        cfg = step.setting.config
-        for words, size in (("head", cfg.head_dim), ("kv group", cfg.query_size // cfg.num_key_value_heads), ("block of 32", 32), ("block of 64", 64)):
-            if 0 < size < step.inputs[0].shape[1] and step.inputs[0].shape[1] % size == 0:
-                yield Description(1.2, f"the mean of squares is that of the last {words} only", instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, -n:]) + eps)))
-                yield Description(1.2, f"the mean of squares is that of the first {words} only", instead(lambda x, eps, n=size: np.sqrt(_ms(x[:, :n]) + eps)))
     if kind == "hook_normalized":
         weight = step.inputs[2]
         for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, len(weight) // 2}):
@@ -849,16 +807,16 @@ def own_descriptions(step: Step) -> Iterator[Description]:
 
 
 def descriptions(step: Step) -> Iterator[Description]:
-    """Every description of a step without a constant to solve for, the own formulas first."""
+    """Every description of a step that has no unknown constant. Those of the step's own formula come first."""
     yield from own_descriptions(step)
     by_head = step.name.endswith(("hook_attn_scores", "hook_pattern"))
-    for cost, text, change in changes(step.result, by_head):
+    for cost, text, change in changes(heads_apart(step.result, step), by_head):
         yield Description(cost, text.replace("{x}", "{it}"), after(change))
     arrays = [i for i, x in enumerate(step.inputs) if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind in "fi"]
     arrays = [i for i in arrays if i == 0 or not step.name.endswith(("hook_rot_q", "hook_rot_k"))]
     for index in arrays:
         masked = step.name.endswith("hook_pattern")
-        for cost, text, change in changes(step.inputs[index], masked):
+        for cost, text, change in changes(heads_apart(step.inputs[index], step), masked):
             yield Description(cost + 0.2, text.replace("{x}", f"{{in{index}}}"), before(index, change))
     size, block = step.result.size, step.name.split(".")[:2]
     near = [name for name in step.seen if name != step.name]
@@ -888,7 +846,7 @@ def families(step: Step) -> Iterator[Family]:
 
     if kind == "hook_scale":
         eps = float(step.inputs[1])
-        yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-3, 1e-2, 1e-1))
+        yield Family(1, "eps is {c}" + f" where {eps:g} belongs", with_c(lambda c, x, eps: np.sqrt(_ms(x) + c)), eps, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
         yield Family(1.3, "{c} is added to the length", with_c(lambda c, x, eps: np.sqrt(_ms(x)) + c), eps, True)
         yield Family(1.4, "the sum of squares is divided by {c} times its number of terms", with_c(lambda c, x, eps: np.sqrt(_ms(x) / c + eps)), 1, True)
     if kind == "hook_normalized":
@@ -929,14 +887,6 @@ def families(step: Step) -> Iterator[Family]:
             lambda c: after(lambda x: x - np.float32(c) * (_ij(x)[0] - _ij(x)[1]) * (x > -np.inf)),
             0,
         )
-        yield Family(
-            1.3,
-            "{c}^(h + 1) times the distance is subtracted from the scores, as in ALiBi",
-            lambda c: after(lambda x: x - (np.float32(c) ** (np.arange(len(x)) + 1))[:, None, None] * (_ij(x)[0] - _ij(x)[1]) * (x > -np.inf)),
-            0.01,
-            True,
-            (0.25, 0.5),
-        )
         yield Family(1.3, "{c} is added to all scores that are seen", lambda c: after(lambda x: np.where(x > -np.inf, x + np.float32(c), x)), 0)
         yield Family(1.3, "scores are clipped to {c}", lambda c: after(lambda x: np.where(x > -np.inf, np.clip(x, -c, c), x)), 1e3, True, (0.1, 1, 5, 10))
         for b in (0, 1):
@@ -973,13 +923,8 @@ def families(step: Step) -> Iterator[Family]:
     for index, x in enumerate(step.inputs):
         if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f" and kind not in ("hook_pattern", "hook_rot_q", "hook_rot_k", "hook_attn_scores"):
             yield Family(1.2, f"{{in{index}}} is multiplied by {{c}}", _times(index), 1, False, (0.1, 8))
-    if step.result.dtype.kind == "f" and kind not in ("hook_attn_scores",):
-        yield Family(1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
-        yield Family(1.3, "{c} is added to {it}", lambda c: after(lambda x: x + x.dtype.type(c)), 0)
-        yield Family(1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10))
-        yield Family(1.3, "{it} is capped by {c} tanh(x / {c})", lambda c: after(lambda x: c * np.tanh(wide(x) / c)), 1e4, True, (0.1, 1, 10, 30))
-    elif kind == "hook_acc_int32":
-        yield Family(1.2, "{it} is multiplied by {c}", lambda c: after(lambda x: np.rint(wide(x) * c)), 1, False, (2,))
+    if kind == "hook_acc_int32":
+        yield Family(1.2, "{it} is multiplied by {c}", lambda c: after(lambda x: wide(x) * c), 1, False, (2,))
         yield Family(
             1.2,
             "{c} times the sum of the inputs is added to the accumulators: codes have an offset",
@@ -989,12 +934,17 @@ def families(step: Step) -> Iterator[Family]:
             (1, -1),
         )
         yield Family(1.3, "{c} is added to the accumulators", lambda c: after(lambda x: x + round(c)), 0)
+    elif step.result.dtype.kind == "f" and kind != "hook_attn_scores":
+        yield Family(1.1, "{it} is multiplied by {c}", lambda c: after(lambda x: x * x.dtype.type(c)), 1, False, (0.1, 8))
+        yield Family(1.3, "{c} is added to {it}", lambda c: after(lambda x: x + x.dtype.type(c)), 0)
+        yield Family(1.3, "{it} is clipped to {c}", lambda c: after(lambda x: np.clip(x, -c, c)), 1e4, True, (0.01, 0.1, 1, 10))
+        yield Family(1.3, "{it} is capped by {c} tanh(x / {c})", lambda c: after(lambda x: c * np.tanh(wide(x) / c)), 1e4, True, (0.1, 1, 10, 30))
 
 
 def constants(step: Step) -> dict[str, float]:
     """The numbers that this step's model has, by their names."""
     cfg = step.setting.config
-    given = {
+    numbers = {
         "2": 2.0,
         "3": 3.0,
         "10": 10.0,
@@ -1020,10 +970,10 @@ def constants(step: Step) -> dict[str, float]:
     }
     for w in step.inputs:
         if isinstance(w, TernaryLinear):
-            given["this matrix's scale"] = float(w.w_dequant_scale)
+            numbers["this matrix's scale"] = float(w.w_dequant_scale)
     if (parts := step.name.split("."))[0] == "blocks":
-        given["layer number + 1"] = int(parts[1]) + 1
-    return {name: float(value) for name, value in given.items() if value not in (0, 1)}
+        numbers["layer number + 1"] = int(parts[1]) + 1
+    return {name: float(value) for name, value in numbers.items() if value not in (0, 1)}
 
 
 Constant = Callable[[dict[str, float]], float]
@@ -1031,7 +981,7 @@ Constant = Callable[[dict[str, float]], float]
 
 def names_of(value: float, step: Step, near: float) -> Iterator[tuple[str, Constant]]:
     """What a constant may be, (words, its value by `constants`), simplest first: within a share `near` of the value."""
-    given, sign = constants(step), math.copysign(1.0, value)
+    numbers, sign = constants(step), math.copysign(1.0, value)
     minus = "-" * (sign < 0)
 
     def fixed(x: float) -> tuple[str, Constant]:
@@ -1041,22 +991,22 @@ def names_of(value: float, step: Step, near: float) -> Iterator[tuple[str, Const
         return minus + words.format(*names), lambda g: sign * function(*(g[name] for name in names))
 
     forms = [fixed(0.0), *(fixed(float(f"{value:.{digits}g}")) for digits in (1, 2))]
-    forms += [named("1/{}", lambda x: 1 / x, name) for name in given]
-    for name in given:
+    forms += [named("1/{}", lambda x: 1 / x, name) for name in numbers]
+    for name in numbers:
         forms += [named("{}", float, name), named("sqrt({})", math.sqrt, name), named("1/sqrt({})", lambda x: x**-0.5, name)]
         forms.append(named("({})^2", lambda x: x * x, name))
     forms.append(fixed(float(f"{value:.3g}")))
-    for name in given:
+    for name in numbers:
         forms += [named("({} - 1)", lambda x: x - 1, name), named("({} + 1)", lambda x: x + 1, name)]
-    for a in given:
-        for b in given:
+    for a in numbers:
+        for b in numbers:
             if a != b:
                 forms += [named("{} / {}", lambda x, y: x / y, a, b), named("sqrt({} / {})", lambda x, y: abs(x / y) ** 0.5, a, b)]
     forms += [fixed(float(f"{value:.{digits}g}")) for digits in (4, 5, 6)]
-    tried: list[float] = []
+    values: list[float] = []
     for words, constant in forms:
-        exact = constant(given)
+        exact = constant(numbers)
         close = abs(exact - value) <= near * max(abs(value), 1e-30) or (exact == 0 and abs(value) < near)
-        if close and exact not in tried:
-            tried.append(exact)
+        if close and exact not in values:
+            values.append(exact)
             yield (words if words == f"{exact:.7g}" else f"{words} = {exact:.6g}"), constant

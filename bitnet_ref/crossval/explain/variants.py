@@ -9,7 +9,7 @@ one step another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
@@ -27,8 +27,9 @@ from ...errors import BitNetRefError
 from ...reference import layers, model
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.model import forward
+from ...reference.model import forward, rope_tables_of
 from ...reference.weights import (
+    DeltaWeights,
     DenseWeight,
     GroupTernaryLinear,
     LayerWeights,
@@ -91,6 +92,7 @@ class Setting:
     tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
     edits: of steps, by name.
     texts: replacements of functions of `reference.model` by name, for mistakes in the order of the ops.
+    layers: other settings for single layers; the blocks of layer i are computed as layers[i] says.
     """
 
     config: ModelConfig
@@ -100,6 +102,7 @@ class Setting:
     attention: AttentionRule = AttentionRule()
     edits: Mapping[str, Edit] = field(default_factory=dict)
     texts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    layers: Mapping[int, Setting] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loaded: LoadedModel, token_ids: Any) -> Setting:
@@ -123,6 +126,14 @@ class Setting:
 
     def with_rope(self, **values: Any) -> Setting:
         return self.with_config(rope=replace(self.config.rope, **values))
+
+    def in_layers(self, changed: Setting, layers: Iterable[int]) -> Setting:
+        """This setting with the blocks of some layers as in `changed`."""
+        blocks = list(self.weights.layers)
+        for i in layers:
+            blocks[i] = changed.weights.layers[i]
+        weights = replace(self.weights, layers=tuple(blocks))
+        return replace(self, weights=weights, layers={**self.layers, **dict.fromkeys(layers, changed)})
 
     def map_layers(self, change: Callable[[LayerWeights], LayerWeights]) -> Setting:
         return replace(self, weights=replace(self.weights, layers=tuple(change(w) for w in self.weights.layers)))
@@ -165,19 +176,38 @@ class Setting:
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
-            forward(self._with_its_texts(observe(be, recorder)), self.weights, self.config, batch, cache)
+            forward(self._with_blocks(observe(be, recorder), recorder), self.weights, self.config, batch, cache)
         return recorder.seen
 
-    def _with_its_texts(self, be: Backend) -> Backend:
-        """The backend with blocks that call the replaced functions of the model's text."""
-        if self.texts:
-            names = {**vars(model), **self.texts}
-            for name, function in vars(model).items():
-                if isinstance(function, FunctionType) and name not in self.texts:
-                    names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
+    def _with_blocks(self, be: Backend, recorder: _VariantRecorder) -> Backend:
+        """The backend with the blocks of this setting's texts and layers."""
+        if self.layers:
+
+            def attention(x: NDArray, w: Any, cfg: Any, rope: Any, batch: Any, cache: Any, layer: int) -> NDArray:
+                recorder.setting = own = self.layers.get(layer, self)
+                rope = rope_tables_of(be, own.config, batch.positions)[own.config.is_sliding(layer)]
+                return own._text("attention_block")(be, x, w, own.config, rope, batch, cache, layer)
+
+            def feed_forward(x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
+                own = recorder.setting
+                y = own._text("feed_forward")(be, x, w, own.config)
+                recorder.setting = self
+                return y
+
+            vars(be).update(attention_block=attention, feed_forward=feed_forward)
+        elif self.texts:
             for block in ("attention_block", "feed_forward"):
-                setattr(be, block, partial(names[block], be))
+                vars(be)[block] = partial(self._text(block), be)
         return be
+
+    def _text(self, block: str) -> Callable[..., NDArray]:
+        """A function of `reference.model` that calls the replaced functions."""
+        names = {**vars(model), **self.texts}
+        for name, function in vars(model).items():
+            if isinstance(function, FunctionType) and name not in self.texts:
+                names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
+        text: Callable[..., NDArray] = names[block]
+        return text
 
 
 @dataclass(frozen=True)
@@ -212,7 +242,8 @@ class _VariantRecorder(Recorder):
         settle: Callable[[Step], NDArray] | None,
     ) -> None:
         super().__init__(be, setting.weights, setting.config, names_filter)
-        self.setting, self.rule, self.until, self.tape, self.settle = setting, setting.attention, until, tape, settle
+        self.setting, self.edits = setting, setting.edits
+        self.until, self.tape, self.settle = until, tape, settle
         self.steps: dict[str, NDArray] = {}
         self.in_linears = False
 
@@ -228,7 +259,7 @@ class _VariantRecorder(Recorder):
 
     def step(self, name: str, compute: Callable[..., NDArray], *inputs: Any) -> NDArray:
         """One step: as in the tape, computed, or as the edit computes it."""
-        edit, earlier = self.setting.edits.get(name), self.tape.get(name)
+        edit, earlier = self.edits.get(name), self.tape.get(name)
         if edit is None and name != self.until and earlier is not None and _same_inputs(earlier.inputs, inputs):
             result = earlier.result
         else:
@@ -272,6 +303,25 @@ class _VariantRecorder(Recorder):
     def _on_output_gate(self, call: Call, z: NDArray, gate: NDArray, activation: str) -> Any:
         return self.step(f"{self.block}.attn.hook_gated_z", call, z, gate, activation)
 
+    def _on_delta_conv(self, call: Call, qkv: NDArray, *rest: Any) -> NDArray:
+        return self.step(f"{self.block}.attn.hook_conv", lambda qkv: call(qkv, *rest), qkv)
+
+    def _on_delta_gates(self, call: Call, a: NDArray, b: NDArray, w: DeltaWeights) -> Any:
+        log_alpha = self.step(f"{self.block}.attn.hook_log_decay", lambda a: call(a, b, w)[0], a)
+        return log_alpha, self.step(f"{self.block}.attn.hook_beta", lambda b: call(a, b, w)[1], b)
+
+    def _on_delta_rule(self, call: Call, mixed: NDArray, log_alpha: NDArray, beta: NDArray, *rest: Any) -> NDArray:
+        self.keep_states(mixed, log_alpha, beta, *rest)
+
+        def answer(*inputs: NDArray) -> NDArray:
+            _, cache, layer, batch = rest
+            for slot in batch.slots:  # an edit may compute it twice; the memory begins empty
+                cache.states.memory_of(layer, slot)[:] = 0
+            result: NDArray = call(*inputs, *rest)
+            return result
+
+        return self.step(f"{self.block}.attn.hook_delta_out", answer, mixed, log_alpha, beta)
+
     def _on_quantize_activations(self, call: Call, x: NDArray) -> Any:
         if "quantize_activations" in self.setting.ops:
             x_q, self.x_scale = call(x)
@@ -290,6 +340,8 @@ class _VariantRecorder(Recorder):
         return self._product(call, acc, w, x_quant_scale)
 
     def _on_dense_matmul(self, call: Call, x: NDArray, w: DenseWeight) -> Any:
+        if self.tape and w.nbytes < 1 << 17 and "dense_matmul" not in self.setting.ops:
+            call = _small_product  # in another order of summation: in a search only
         return self._product(call, x, w)
 
     def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryLinear) -> Any:
@@ -327,16 +379,16 @@ class _VariantRecorder(Recorder):
     def _on_attention(
         self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
     ) -> NDArray:
-        attn, group = f"{self.block}.attn", q.shape[1] // self.keys.shape[1]
-        heads = list(self.rule.kv_heads or (h // group for h in range(q.shape[1])))
+        attn, group, rule = f"{self.block}.attn", q.shape[1] // self.keys.shape[1], self.setting.attention
+        heads = list(rule.kv_heads or (h // group for h in range(q.shape[1])))
 
         n = len(self.setting.tokens)
 
         def scores(q: NDArray, keys: NDArray, window: int | None) -> NDArray:
             q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, keys[:, heads]))
             wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
-            given = wide.astype(q.dtype) * q.dtype.type(self.rule.factor)
-            given[:, :, ~_visible(self.rule.sees, n, window)] = -np.inf
+            given = wide.astype(q.dtype) * q.dtype.type(rule.factor)
+            given[:, :, ~_visible(rule.sees, n, window)] = -np.inf
             return given.reshape(q.shape[1], len(q), n)
 
         def values(pattern: NDArray, v: NDArray) -> NDArray:
@@ -362,11 +414,13 @@ def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> 
     """The edit of a step of a run with copies: copy i is edited by edits[i]. `failed` gets those that cannot be."""
 
     def part(x: Any, i: int) -> Any:
+        if not isinstance(x, np.ndarray) or not x.ndim or (x.ndim == 1 and x.dtype.kind == "f"):
+            return x  # a norm's weight has no tokens
         rows = len(edits) * tokens
-        own = slice(i * tokens, (i + 1) * tokens)
-        if isinstance(x, np.ndarray) and x.ndim == 3 and x.shape[1:] == (rows, tokens):  # scores, patterns
-            return x[:, own]
-        return x[own] if isinstance(x, np.ndarray) and x.ndim and len(x) == rows else x
+        if x.ndim == 3 and x.shape[1:] == (rows, tokens):  # scores, patterns
+            return x[:, i * tokens : (i + 1) * tokens]
+        of_copy = len(x) // len(edits)  # a norm over heads has several rows for each token
+        return x[i * of_copy : (i + 1) * of_copy] if len(x) >= rows and len(x) % rows == 0 else x
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         right = compute(*inputs)
@@ -425,13 +479,16 @@ def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
 
 
 @lru_cache(maxsize=64)
-def _transposed(w: TernaryLinear) -> NDArray[np.float32]:
+def _transposed(w: TernaryLinear | DenseWeight) -> NDArray[np.floating]:
+    if isinstance(w, DenseWeight):
+        return np.ascontiguousarray(w.array.T.astype(np.float64 if w.wide else np.float32))
     return np.ascontiguousarray(w.ternary().T.astype(np.float32))
 
 
-def _small_product(x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
-    """`quantization.ternary_matmul` of a small matrix that is not unpacked each time: a search multiplies often."""
-    return (x_q.astype(np.float32) @ _transposed(w)).astype(np.int32)
+def _small_product(x: NDArray, w: TernaryLinear | DenseWeight) -> NDArray:
+    """The product of a small matrix that is not unpacked or widened each time: a search multiplies often."""
+    w_t = _transposed(w)
+    return (x.astype(w_t.dtype) @ w_t).astype(np.int32 if isinstance(w, TernaryLinear) else x.dtype)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Words for steps, places and values: how a description is said, where to look, and one value worked through."""
+"""Words for a cause: names of steps and places, the line of the reference to compare with, one value as an example."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...reference import layers, model, ops, quantization
+from ...reference import delta_net, layers, model, ops, quantization
 from ...reference.config import ModelConfig
 from .variants import Step
 
@@ -22,6 +22,7 @@ NOUNS = {
     "mlp.hook_post": "act(gate) * up", "hook_resid_mid": "the stream after attention", "hook_resid_post": "the stream after the feed-forward",
     "hook_resid_pre": "the stream before the block", "hook_attn_out": "attention's result", "hook_mlp_out": "the feed-forward's result",
     "attn.hook_scaled_q": "q times the query scale", "hook_embed_scaled": "the scaled embedding", "ln_final.hook_scaled": "the head's scaled input", "attn.hook_gated_z": "attention's gated values",
+    "attn.hook_conv": "DeltaNet's convolution", "attn.hook_log_decay": "the log of DeltaNet's decay", "attn.hook_beta": "DeltaNet's beta", "attn.hook_delta_out": "the answer of DeltaNet's memory", "attn.delta_norm": "delta_norm",
 }  # fmt: skip
 HOOKS = {
     "hook_scale": "the length in {}", "hook_normalized": "{}", "hook_x_scale": "the activation scale of {}", "hook_x_int8": "the int8 input of {}",
@@ -36,6 +37,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "hook_v": (model.attention_block, "v = v.reshape"), "hook_rot_q": (layers.apply_rope, "return"), "hook_rot_k": (layers.apply_rope, "return"),
     "hook_attn_scores": (layers.attention_scores, "return"), "hook_pattern": (layers.softmax, "return"), "hook_z": (layers.attention_values, "z = "),
     "hook_pre": (model.feed_forward, "gate, up"), "hook_pre_linear": (model.feed_forward, "gate, up"), "hook_post": (layers.gated, "return"),
+    "hook_conv": (delta_net.causal_conv, "return"), "hook_log_decay": (ops.Ops.delta_gates, "log_alpha ="), "hook_beta": (ops.Ops.delta_gates, "return"),
+    "hook_delta_out": (delta_net.delta_recurrence, "y[t]"), "hook_gated_z": (ops.Ops.output_gate, "return"),
     "hook_resid_mid": (model.add_result, "return"), "hook_resid_post": (model.add_result, "return"),
 }  # fmt: skip
 
@@ -74,26 +77,29 @@ def numbers_in_words(numbers: Sequence[int], total: int) -> str:
     return ", ".join(map(str, n)) if len(n) <= 8 else f"{', '.join(map(str, n[:6]))}, ... ({len(n)} of {total})"
 
 
-def place_in_words(shape: tuple[int, ...], by_head: bool, cfg: ModelConfig, axis: int, indices: Sequence[int]) -> str:
+def axis_words(shape: tuple[int, ...], by_head: bool) -> tuple[str, ...]:
+    """What the axes of a tensor count: (N, C), (N, heads, d), or by_head (heads, N, keys)."""
+    if by_head:
+        return "head", "token", "key"
+    return ("token", "head", "number") if len(shape) == 3 else ("token", "column")[: len(shape)]
+
+
+def place_in_words(
+    name: str, shape: tuple[int, ...], by_head: bool, cfg: ModelConfig, axis: int, indices: Sequence[int]
+) -> str:
     """Where a tensor is wrong: "heads 0 and 2", with what is right."""
-    names = (
-        ("head", "token", "key")
-        if by_head
-        else ("token", "head", "number of each head")
-        if len(shape) == 3
-        else ("token", "column")
-    )
-    what, total = names[axis], shape[axis]
+    what, total = axis_words(shape, by_head)[axis], shape[axis]
     d = cfg.head_dim
-    if what == "column" and total % d == 0 and total > d:
+    of_heads = ".attn." in name and not name.endswith(("o_proj.hook_out", "hook_conv"))
+    if what == "column" and of_heads and total % d == 0 and total > d:
         heads = sorted({i // d for i in indices})
         if len(heads) * d == len(indices):
             what, indices, total = "head", heads, total // d
     rest = [i for i in range(total) if i not in set(indices)]
-    plural = what.replace("number", "numbers") if "number" in what else f"{what}s"
-    named = f"{what if len(rest) == 1 else plural} {numbers_in_words(rest, total)}"
+    of_each = " of each head" if what == "number" else ""
+    named = f"{what}{'s' * (len(rest) > 1)}{of_each} {numbers_in_words(rest, total)}"
     others = "the others" if "..." in named else named
-    wrong = f"in {what if len(indices) == 1 else plural} {numbers_in_words(indices, total)} only"
+    wrong = f"in {what}{'s' * (len(indices) > 1)}{of_each} {numbers_in_words(indices, total)} only"
     return f"{wrong}; {others} {'is' if len(rest) == 1 else 'are'} right"
 
 

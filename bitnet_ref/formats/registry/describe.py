@@ -13,6 +13,7 @@ from ...system.json_file import read_bounded
 from ...system.sharing import model_files
 from ..gguf.file import GgufFile
 from ..open import open_checkpoint
+from .store import MODEL_CARD
 
 MAX_CARD_BYTES = 1 << 20
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
@@ -53,7 +54,7 @@ def licence_of(path: Path) -> str | None:
         if isinstance(licence, str):
             return licence[:64]
     try:
-        card = read_bounded((path if path.is_dir() else path.parent) / "README.md", FormatError, MAX_CARD_BYTES)
+        card = read_bounded((path if path.is_dir() else path.parent) / MODEL_CARD, FormatError, MAX_CARD_BYTES)
     except (FormatError, ConfigError):
         return None
     front = _FRONT_MATTER.match(card.decode(errors="replace").replace("\r\n", "\n"))

@@ -32,6 +32,7 @@ from ..native.model import SUFFIX as NATIVE_SUFFIX
 
 INDEX_VERSION = 1
 MAX_INDEX_BYTES = 16 << 20
+MODEL_CARD = "README.md"  # names the licence
 KEEP_DOWNLOADS_S = 24 * 3600.0  # how long an interrupted download can be continued
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,95}(?<!\.)"  # no "..", no dot at either end
 _NAME = re.compile(rf"{_WORD}(?:/{_WORD})?")
@@ -89,7 +90,7 @@ def choose_files(names: Iterable[str], wanted: Sequence[str] = ()) -> tuple[list
         return [wanted[0]], wanted[0]
     hf = {SINGLE_FILE} & plain or {name for name in plain if _SHARD.fullmatch(name) or name == INDEX_FILE}
     if "config.json" in plain and hf & {SINGLE_FILE, INDEX_FILE}:
-        return sorted(hf | {"config.json"} | plain & set(TOKENIZER_FILES)), None
+        return sorted(hf | {"config.json"} | plain & {*TOKENIZER_FILES, MODEL_CARD}), None
     if len(single) == 1:
         return single, single[0]
     if single:
