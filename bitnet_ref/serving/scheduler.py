@@ -237,6 +237,8 @@ class Scheduler:
     def _add_drafts(self, plan: StepPlan) -> None:
         """Let decoding jobs verify guessed tokens, in the room that is left."""
         tokens = sum(piece.tokens for piece in plan.pieces)
+        if tokens == 0:
+            return
         self._lent = min(MOST_LENT, self._lent + LENT * self.pace.time(tokens) / self.pace.cost)
         room, cost, drafts = self.max_batch_tokens - tokens, self.pace.token_cost(len(plan.pieces), tokens), {}
         for index, piece in enumerate(() if self.waiting else plan.pieces):

@@ -85,9 +85,10 @@ class Stepper:
                 job.lease.commit(job.row.context, job.row.computed)
         for job in [piece.job for piece in pieces if piece.ends]:
             self._accept(job, next(logits))
-            if job.row.drafts is not None:
-                draft = [int(part.ids[0]) for part in parts[job][1:]]
+            if draft := [int(part.ids[0]) for part in parts[job][1:]]:
                 self._accept_drafts(job, draft, [next(logits) for _ in draft])
+            elif job.row.drafts is not None:
+                job.row.drafts.learn(0, 0)
         return True
 
     def _parts(self, piece: PlannedPiece) -> list[Piece]:
@@ -102,8 +103,9 @@ class Stepper:
         except BaseException as error:
             self.end(job.ticket, _own_error(job.ticket, error), "error")
             return []
-        with suppress(BaseException):  # they may fail on a text that will not come
-            parts += pieces_of_draft(row, start + count, draft)
+        if len(draft):
+            with suppress(BaseException):  # they may fail on a text that will not come
+                parts += pieces_of_draft(row, start + count, draft)
         return parts
 
     def _forward(
@@ -161,8 +163,6 @@ class Stepper:
         """Go on after each guess that is right, and return the pages of the others.   logits: after each guess"""
         row = job.row
         chunks = accept_drafts(row, draft, logits, job.ticket.stats, partial(self._accept, job))
-        if not draft:
-            return
         self.metrics.add("spec_decode_num_draft_tokens", len(draft))
         for name in ("spec_decode_num_accepted_tokens", "generation_tokens"):
             self.metrics.add(name, len(chunks))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation.drafts import Drafts, LookupDrafts
+from bitnet_ref.generation.drafts import Drafts, LookupDrafts, Pace
 
 STORY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat"
 OPTIONS = st.fixed_dictionaries(
@@ -100,6 +100,21 @@ def test_guesses_that_are_wrong_cost_a_bounded_share():
         verified += len(guess)
         drafts.learn(len(guess), 0)
     assert 0 < 0.15 * verified <= 0.02 * 1000 + 1
+
+
+def test_the_pace_is_that_of_the_last_passes():
+    pace = Pace()
+    assert (pace.cost, pace.time(1), pace.token_cost(1, 1)) == (0.15, 1, 0.15)
+    for cost in (0.3, 0.8):
+        for number in range(400):
+            tokens = 1 + number % 5
+            pace.learn(tokens, (2.0 if number % 51 else 90.0) * (1 + cost * (tokens - 1)))  # with a hiccup now and then
+        assert pace.cost == pytest.approx(cost, abs=0.2)
+    assert pace.token_cost(8, 8) == pytest.approx(8 * pace.cost / (1 + 7 * pace.cost))
+    for slope, cost in ((0.0, 0.15), (9.0, 1.0)):
+        for number in range(400):
+            pace.learn(1 + number % 5, 1 + slope * (number % 5))
+        assert pace.cost == cost
 
 
 def test_wrong_uses_are_refused(tmp_path):
