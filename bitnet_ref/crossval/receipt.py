@@ -122,12 +122,14 @@ class Verification:
 
     @property
     def verdict(self) -> str:
+        """One line: whether the receipt holds, and how many statements were confirmed, refuted or not checked."""
         parts = [f"{len(self.confirmed)} statements confirmed"]
         parts += [f"{len(self.refuted)} REFUTED: {self.refuted[0]}"] if self.refuted else []
         parts += [f"{len(self.unchecked)} could not be checked here"] if self.unchecked else []
         return ("HOLDS: " if self.holds else "DOES NOT HOLD: ") + "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
+        """Everything here, for JSON."""
         return {**asdict(self), "holds": self.holds, "verdict": self.verdict}
 
     def check(self, statement: str, before: Any, now: Any) -> bool:

@@ -29,7 +29,7 @@ def lazy_fields(*names: str) -> Callable[[type[T]], type[T]]:
                 value = vars(self)[name] = value()
             return value
 
-        return property(read, lambda self, value: vars(self).update({name: value}))
+        return property(read, lambda self, value: vars(self).update({name: value}), doc="See the class.")
 
     def decorate(cls: type[T]) -> type[T]:
         for name in names:
@@ -76,6 +76,7 @@ class Overflow:
 
     @classmethod
     def of(cls, chunks: Sequence[StreamChunk]) -> list[Overflow]:
+        """One for each chunk before which tokens were dropped."""
         return [cls(at, chunk.kept) for at, chunk in enumerate(chunks) if chunk.kept is not None]
 
 
@@ -101,14 +102,17 @@ class GenerationStats:
     head_rows: int = 0  # logits computed to choose all tokens
 
     def describe(self, cache: KVCache) -> None:
+        """Note the cache's dtype and bytes per token."""
         self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 
     @property
     def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens that were computed, not those that the cache had, per second of prefill."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def generated_tokens_per_s(self) -> float:
+        """New tokens, all but the first of each row, per second of decoding."""
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
     def __repr__(self) -> str:

@@ -246,6 +246,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     @property
     def closed(self) -> bool:
+        """Whether the engine was closed; it then takes no requests."""
         return self._worker.closed
 
     def live(self, interval_s: float = 0.5) -> LiveView:

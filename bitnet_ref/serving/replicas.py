@@ -30,6 +30,7 @@ class Replicas(Engine):
 
     @property
     def engines(self) -> list[Engine]:
+        """The engines that share the requests."""
         return self._engines
 
     def pick(self) -> Engine:
@@ -47,11 +48,13 @@ class Replicas(Engine):
 
     @property
     def requests(self) -> list[RequestProgress]:
+        """The unfinished requests of all engines, and how far each of them is."""
         every = [request for engine in self._engines for request in engine.requests]
         return sorted(every, key=lambda request: request.request_id)
 
     @property
     def closed(self) -> bool:
+        """Whether all engines were closed."""
         return all(engine.closed for engine in self._engines)
 
     def close(self, drain: bool = False) -> None:

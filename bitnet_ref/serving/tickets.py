@@ -224,6 +224,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     @property
     def stats(self) -> GenerationStats:
+        """Counts and times of this request so far."""
         return self._ticket.stats
 
     @property
@@ -257,6 +258,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self.cancel()
 
     async def aclose(self) -> None:
+        """`close`, for asyncio."""
         self.close()
 
     __del__ = cancel

@@ -1,0 +1,39 @@
+"""The site: `sphinx-build -W --keep-going docs build/site`. Guides, notebooks with their outputs, and the reference."""
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# The package of this source tree, and what is in extension/.
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent / "extension")]
+
+project = "bitnet_ref"
+author = "The bitnet_ref authors"
+version = release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "site_pages", "site_docstrings", "site_diagrams", "site_formulas"]
+exclude_patterns = ["extension"]
+
+# Links from a page to a file that is not on the site lead here. Without it they are plain text.
+if "GITHUB_REPOSITORY" in os.environ:
+    repository_url = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/blob/{GITHUB_SHA}".format(**os.environ)
+
+nb_execution_mode = "off"  # the notebooks are shown as they are stored
+nb_mime_priority_overrides = [("*", "application/vnd.jupyter.widget-view+json", None)]  # the stored picture instead
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+
+highlight_language = "text"
+html_theme = "furo"
+html_title = f"bitnet_ref {version}"
+html_static_path = ["extension/site.css"]
+html_css_files = ["site.css"]
+html_show_sphinx = html_show_copyright = False
+smartquotes = False  # quotes in the reference are of strings
+html_copy_source = False
+pygments_style, pygments_dark_style = "friendly", "monokai"

@@ -1,0 +1,164 @@
+"""The site: what it documents is all that is public, its pictures are true, and every link leads somewhere."""
+
+import doctest
+import importlib
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_imports import MODULES, PACKAGE, RANK, imported, room
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.append(str(DOCS / "extension"))
+
+site_diagrams, site_docstrings, site_pages = map(
+    importlib.import_module, ("site_diagrams", "site_docstrings", "site_pages")
+)
+
+ROOMS = ("generation", "serving", "training", "crossval", "notebook", "errors")
+PUBLIC = ["bitnet_ref", *(f"bitnet_ref.{name}" for name in ROOMS)]
+DIRECTIVE = re.compile(r"^\.\. auto(module|class|function):: (\S+)\n((?:   :.*\n)*)", re.MULTILINE)
+
+
+def public_objects():
+    """{name: object} of everything public, once each."""
+    every = {}
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            every.setdefault(id(getattr(module, name)), (f"{module.__name__}.{name}", getattr(module, name)))
+    return {name: value for name, value in every.values() if not isinstance(value, str)}
+
+
+def members(cls):
+    """The public methods and properties that the package wrote."""
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("bitnet_ref"):
+            for name, value in vars(owner).items():
+                if not name.startswith("_") and isinstance(
+                    value, property | classmethod | staticmethod | type(members)
+                ):
+                    yield name, inspect.getattr_static(owner, name)
+
+
+def test_every_public_name_has_a_docstring():
+    missing, count = [], 0
+    for name, value in public_objects().items():
+        each = [(name, value)]
+        if inspect.isclass(value):
+            each += [(f"{name}.{member}", function) for member, function in members(value)]
+        count += len(each)
+        missing += [path for path, thing in each if not (inspect.getdoc(thing) or "").strip()]
+        # a dataclass without a docstring gets its signature as one
+        missing += [name] if inspect.isclass(value) and value.__doc__.startswith(f"{value.__name__}(") else []
+    assert not missing
+    assert count > 150
+
+
+def test_the_reference_has_every_public_name_once():
+    shown = []
+    for kind, name, options in DIRECTIVE.findall((DOCS / "api.md").read_text()):
+        if kind == "module":
+            module = importlib.import_module(name)
+            left_out = re.search(r":exclude-members: (.*)|$", options)[1] or ""
+            assert ":members:" in options
+            shown += [getattr(module, each) for each in {*module.__all__} - {*left_out.split(", ")}]
+        else:
+            module, _, each = name.rpartition(".")
+            shown.append(getattr(importlib.import_module(module), each))
+    assert len(shown) == len({id(value) for value in shown})
+    missing = [name for name, value in public_objects().items() if value not in shown and not inspect.ismodule(value)]
+    assert not missing
+
+
+def pages():
+    """{path: Markdown} of what people read here: in the repository, and on the site."""
+    texts = {path: path.read_text() for path in (*ROOT.glob("*.md"), ROOT / "crossval" / "README.md")}
+    texts |= {path: path.read_text() for folder in (DOCS, DOCS / "cases") for path in sorted(folder.glob("*.md"))}
+    for path in (*ROOT.glob("notebooks/*.ipynb"), ROOT / "notebooks" / "README.md"):
+        text = path.read_text()
+        if path.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        texts[path] = text
+    return texts
+
+
+def anchors(text):
+    """GitHub's names of the headings."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)", prose, re.MULTILINE)
+    }
+
+
+def broken_links(path, text, texts):
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        target = (path.parent / target).resolve() if target else path
+        if not target.exists() or (anchor and anchor not in anchors(texts.get(target, ""))):
+            yield f"{path.relative_to(ROOT)}: {link}"
+
+
+def test_every_link_leads_somewhere():
+    texts = pages()
+    assert [link for path, text in texts.items() for link in broken_links(path, text, texts)] == []
+    wrong = "[a](nothing.md) [b](README.md#nothing) [c](README.md#use-it) [d](docs)"
+    assert [link.split(": ")[1] for link in broken_links(ROOT / "README.md", wrong, texts)] == [
+        "nothing.md",
+        "README.md#nothing",
+    ]
+
+
+def test_every_guide_is_in_the_table_of_contents():
+    listed = re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    copies = [path.removesuffix(".md") for path in site_pages.COPIES.values() if path.endswith(".md")]
+    guides = [path.stem for path in DOCS.glob("*.md") if path.stem != "index"]
+    expected = [*guides, *copies, "notebooks/README", "cases/README"]
+    assert sorted(listed) == sorted(expected), "docs/index.md: give each guide a line in a table of contents"
+
+
+@pytest.mark.parametrize("module", [site_pages, site_docstrings])
+def test_examples(module):
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 1
+
+
+def test_links_to_files_that_are_not_on_the_site():
+    text = "[`a`](../../setup.py) [b](https://x.org/a.md) [c](#d) [e](../files.md#f) ![g](h.png)"
+    arguments = text, "docs/cases/x.md", "cases/x.md"
+    rest = "[b](https://x.org/a.md) [c](#d) [e](../files.md#f) ![g](h.png)"
+    assert site_pages.rewrite_links(*arguments, None) == f"`a` {rest}"
+    assert site_pages.rewrite_links(*arguments, "https://r") == f"[`a`](https://r/setup.py) {rest}"
+    assert site_pages.rewrite_links("[w](wrong.md)", "docs/x.md", "x.md", None) == "[w](wrong.md)", "MyST warns of it"
+    assert site_pages.rewrite_links("[u](docs/using.md)", "README.md", "first_text.md", None) == "[u](using.md)"
+
+
+def test_the_picture_of_the_house_is_true():
+    rooms = site_diagrams.room_order()
+    assert rooms == sorted(RANK, key=RANK.get)
+    for name in rooms:
+        mine = [path for path in MODULES if room(path) == name]
+        assert {PACKAGE / path for path in mine} == set(site_diagrams.files_of(name))
+        expected = {room(path) for file in mine for _, path in imported(file)} - {name}
+        assert site_diagrams.rooms_imported_by(name) == expected, name
+    picture = site_diagrams.draw_house()
+    assert "#dc2626" not in picture, "an import that points up is red"
+    assert "crossval imports api" in picture
+    assert "api imports crossval" not in picture
+
+
+def test_the_picture_of_a_layer_shows_the_whole_trace():
+    steps = site_diagrams.trace_steps()
+    assert [name for group, values in steps for name, _ in values if not group] == [
+        *("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+    ]
+    assert {group for group, _ in steps if group} == set(site_diagrams.STEPS)
+    assert site_diagrams.draw_layer().count(" int32</text>") == 7  # one for each BitLinear
