@@ -206,10 +206,10 @@ PLACES = {
         return window if window and ⟦window <= position → window < position⟧ else position + 1
         t.chosen.rope(x, heads, d // 2, t.cos + ⟦m * (d // 2) → 0⟧, t.sin
         page_table[c.to.slots[m] * c.to.table_columns + ⟦c.to.positions[m] // page_size → 0⟧] * page_size
-        row = (row + ⟦c.to.positions[m] % page_size → 0⟧) * G
-        store_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g)
-        store_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g)
-        &c.to.view.values, row + ⟦g → 0⟧)
+        row = (row + ⟦c.to.positions[m] % page_size → 0⟧) * <Py_ssize_t> c.to.view.scale_stride
+        store_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g * c.to.head_rows)
+        store_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g * c.to.head_rows)
+        &c.to.view.values, row + ⟦g → 0⟧ * c.to.head_rows)
         cdef double scale = (<double> d) ** ⟦-0.5 → -0.25⟧
         slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + ⟦1 → 2⟧)
         head = 0 if item < undivided else ⟦(item - undivided) % parts * part_heads → 0⟧

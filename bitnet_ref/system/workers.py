@@ -23,6 +23,7 @@ MAX_DEATHS = (
     5  # times that the scheduler gave an item up, each after 3 or 4 dead workers, before it is called the cause
 )
 CONNECT_S = 30.0
+FETCH_S = 60.0  # for a result that is done
 LOOK_S = 1.0  # how often the workers are counted
 Opener = tuple[Any, ...]  # a function of a module, and its arguments: hashable, and the same in each process
 T = TypeVar("T")
@@ -112,19 +113,22 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
                 return
             future = next(running)
             index, item = places.pop(future.key)
-            error = future.exception() if future.status == "error" else None
-            if future.status in ("lost", "cancelled"):
+            if future.status == "cancelled":
                 message = "the connection to the Dask scheduler was lost; run it again: it goes on where it was"
                 raise BackendUnavailable(message)
-            if isinstance(error, KilledWorker):
+            try:
+                if future.status == "lost":  # done, but the worker died before the result was fetched
+                    raise TimeoutError
+                result = future.result(timeout=FETCH_S)
+            except (KilledWorker, TimeoutError) as problem:
                 deaths[index] = deaths.get(index, 0) + 1
                 if deaths[index] > MAX_DEATHS:
                     message = f"item {index} was lost {deaths[index]} times with its worker: too little memory there?"
-                    raise BackendUnavailable(message)
+                    raise BackendUnavailable(message) from problem
                 log.info("item %d was lost with its workers: it is computed again", index)
                 submit(index, item)
                 continue
-            yield index, future.result()
+            yield index, result
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

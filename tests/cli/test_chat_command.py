@@ -45,7 +45,7 @@ def test_chat_context_overflow(chat_model):
     long = "word " * 120
     first, failed, reset, fine = chat_lines(long, long, "/reset", "Hello", model=chat_model, code=2)
     assert first["finish_reason"] in ("length", "stop")
-    assert failed["error"]["type"] == "GenerationError"
+    assert failed["error"]["type"] == "ContextOverflow"
     assert "context is 256; /reset starts a new one" in failed["error"]["message"]
     assert reset == {"reset": True}
     assert fine["token_ids"]
