@@ -216,7 +216,7 @@ PLACES = {
         heads = R if item < undivided else ⟦min(part_heads, R - head) → 1⟧
         attend_run(c, m, first[run + 1] - m, g, ⟦g * R + head → head⟧, heads
         rotate(&c.of_q, q + t * H * d, ⟦m + t → m⟧, heads
-        view.values.rows = <const char *> view.values.rows + ⟦g → 0⟧ * d * size
+        view.values.rows = <const char *> view.values.rows + ⟦g → 0⟧ * c.of.head_rows * d * size
         view.keys.scales += ⟦g → 0⟧
         view.pages = c.of.page_table + ⟦c.of.slots[m] → 0⟧ * c.of.table_columns
         view.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
