@@ -105,13 +105,17 @@ LONG = (
     "rows_in_any_order",
     "loaded_with_a_cache_dtype",
 )
+# Of the CUDA backend alone: `emulated` where there is no GPU. The suite has its kernels and the contract then.
+OWN = ("test_cuda_steps", "test_cupy_backend", "test_split_backend", "test_cublas", "test_gpu_bench", "test_cuda_bench")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The emulated CuPy backend's longer tests are `slow`; those of one on a GPU are not."""
+    """The emulated CuPy backend's own tests are `emulated`, its longer ones `slow`; those on a GPU are neither."""
     for item in items:
         place, long = item.nodeid, any(word in item.nodeid for word in LONG)
+        if EMULATED and any(name in item.nodeid for name in OWN) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.emulated)
         if EMULATED and "cupy" in item.name and (long or not any(word in place for word in QUICK)):
             item.add_marker(pytest.mark.slow)
 
