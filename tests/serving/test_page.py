@@ -274,6 +274,9 @@ def test_the_engine_live(server, open_page):
     page.click("#requests button", 0)
     page.until("document.querySelector('.story li:last-child').innerText.includes('pages held')")
     assert "submitted" in page.text(".story")
+    story = page.run("tellStory({...requests[0], drafted_tokens: 7, accepted_tokens: 5}, now).textContent")
+    assert "5 of 7 draft tokens accepted" in story
+    assert "draft" not in page.text(".story")
     page.run("$('pages').focus()")
     page.run(f"pageAt = requests.find((each) => each.request_id === {ids[0]}).pages[0][0] - 1")
     page.press("ArrowRight")
