@@ -1,11 +1,18 @@
-"""The beginning of every notebook of the course: `show = setup()`, and source in a box that scrolls."""
+"""What notebooks of the course share: `show = setup()`, source in a box that scrolls, and a server for a cell."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from ..errors import BackendUnavailable
 
 PACKAGE = Path(__file__).parent.parent
 LANGUAGES = {".py": "python", ".h": "c", ".cu": "cpp", ".cuh": "cpp"}
@@ -46,3 +53,25 @@ def read_function(path: Path, name: str) -> str:
     while start > 0 and source[start - 1].strip():
         start -= 1
     return "\n".join(source[start : end + 1]) + "\n"
+
+
+@contextmanager
+def run_server(*arguments: str, **settings: int) -> Iterator[str]:
+    """Run `bitnet-ref serve *arguments` in a process of its own, on a free port, until the block is left.   -> its URL
+
+    settings: of EngineConfig, for a `--config` file. Raises BackendUnavailable if the server does not start."""
+    command = [sys.executable, "-m", "bitnet_ref", "serve", *arguments, "--port", "0", "--drain-s", "1", "--json"]
+    log = subprocess.DEVNULL  # no part of a lesson
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "engine.toml"
+        config.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()), encoding="utf-8")
+        command += ["--config", str(config)]
+        with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=log) as server:
+            try:
+                answer = json.loads((server.stdout and server.stdout.readline()) or "{}")
+                if "url" not in answer:
+                    reason = answer.get("error", {}).get("message", "run it in a terminal to see why")
+                    raise BackendUnavailable(f"bitnet-ref serve did not start: {reason}")
+                yield answer["url"]
+            finally:
+                server.terminate()

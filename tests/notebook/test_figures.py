@@ -1,11 +1,16 @@
 """Figures show the numbers that they are given: widths, heights, labels."""
 
+import json
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
 import numpy as np
 import pytest
 from helpers import model
 
-from bitnet_ref.notebook.figures import memory_lines, plain, timeline
-from bitnet_ref.notebook.lesson import PACKAGE, read_function
+from bitnet_ref.errors import BackendUnavailable
+from bitnet_ref.notebook.figures import StepPart, StepRecord, memory_lines, plain, timeline
+from bitnet_ref.notebook.lesson import PACKAGE, read_function, run_server
 from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, lines, panels, spans
 from bitnet_ref.serving import cache_memory
 from bitnet_ref.serving.cache_memory import tokens_held
@@ -118,3 +123,32 @@ def test_a_function_of_a_kernel_file():
     assert text.rstrip().endswith("}")
     with pytest.raises(LookupError, match="no function nothing"):
         read_function(PACKAGE / "kernels/cuda/ternary.cuh", "nothing")
+
+
+def test_a_server_for_a_cell_ends_with_it_even_when_it_fails():
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("fastjsonschema")
+    urls = []
+
+    def ask_and_fail():
+        with run_server("--threads", "1", max_batch=2) as url:
+            urls.append(url)
+            body = json.dumps({"prompt": "Alice", "max_tokens": 3}).encode()
+            asked = Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+            with urlopen(asked, timeout=20) as answer, urlopen(f"{url}/engine", timeout=20) as engine:
+                assert json.load(answer)["usage"]["completion_tokens"] == 3
+                told = json.load(engine)
+            assert told["limits"]["max_batch"] == 2
+            steps = [
+                StepRecord(**{**step, "parts": [StepPart(*each) for each in step["parts"]]}) for step in told["steps"]
+            ]
+            assert [step.parts[0].kind for step in steps] == ["prefill", "decode", "decode"]
+            assert len(timeline(steps, by_step=True).axes[0].patches) == 3
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ask_and_fail()
+    with pytest.raises(URLError):
+        urlopen(urls[0], timeout=20)
+    with pytest.raises(BackendUnavailable, match="not start: no-such-model: no such file"), run_server("no-such-model"):
+        pytest.fail("it started")
