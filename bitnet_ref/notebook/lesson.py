@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,11 +63,12 @@ def run_server(*arguments: str, **settings: int) -> Iterator[str]:
     settings: of EngineConfig, for a `--config` file. Raises BackendUnavailable if the server does not start."""
     command = [sys.executable, "-m", "bitnet_ref", "serve", *arguments, "--port", "0", "--drain-s", "1", "--json"]
     log = subprocess.DEVNULL  # no part of a lesson
+    environment = {name: value for name, value in os.environ.items() if name != "BITNET_REF_API_KEY"}
     with TemporaryDirectory() as folder:
         config = Path(folder) / "engine.toml"
         config.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()), encoding="utf-8")
         command += ["--config", str(config)]
-        with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=log) as server:
+        with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=log) as server:
             try:
                 answer = json.loads((server.stdout and server.stdout.readline()) or "{}")
                 if "url" not in answer:
