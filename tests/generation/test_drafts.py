@@ -37,7 +37,7 @@ def facts(result):
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, o.logprobs, o.top_logprobs) for o in outs]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(options=OPTIONS, backend=st.sampled_from(["numpy", "cython"]), by_model=st.booleans(), start=st.integers(0, 20))
 def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
     """Alone; and in an engine, beside the same request without drafts, on too few pages for both."""

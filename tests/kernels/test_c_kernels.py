@@ -44,7 +44,7 @@ def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
             pytest.skip(f"{program} is not installed")
     program = tmp_path / "check_kernels"
     subprocess.run([*compiler, *FLAGS, "-o", str(program)], check=True)
-    rounds = 8 if build == IN_SUITE else 30
+    rounds = 4 if build == IN_SUITE else 30
     done = subprocess.run([*runner, str(program), str(rounds)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     sets = {"scalar", *(["dotprod"] if runner else [])}

@@ -14,11 +14,12 @@ from bitnet_ref.backends.cpu.extension import why_unavailable
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
 @pytest.mark.skipif(
     not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
 )
-@pytest.mark.parametrize(("uses", "points"), [("quick", 250), pytest.param("all", 2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("uses", "points"), [("quick", 250), ("all", 2000)])
 def test_every_allocation_fails_once(uses, points, tmp_path):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
