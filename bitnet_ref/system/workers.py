@@ -19,11 +19,8 @@ from ..errors import BackendUnavailable, ConfigError
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # items with the scheduler for each thread of a worker
-MAX_DEATHS = (
-    5  # times that the scheduler gave an item up, each after 3 or 4 dead workers, before it is called the cause
-)
+MAX_DEATHS = 5  # times that the scheduler gave an item up, each after 3 or 4 dead workers
 CONNECT_S = 30.0
-FETCH_S = 60.0  # for a result that is done
 LOOK_S = 1.0  # how often the workers are counted
 Opener = tuple[Any, ...]  # a function of a module, and its arguments: hashable, and the same in each process
 T = TypeVar("T")
@@ -96,7 +93,8 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
         from distributed import KilledWorker, as_completed
 
         waiting, places, deaths = iter(enumerate(items)), dict[str, tuple[int, T]](), dict[int, int]()
-        running, room, counted_s = as_completed([], loop=self.client.loop), 0, -LOOK_S
+        running = as_completed([], loop=self.client.loop, with_results=True, raise_errors=False)
+        room, counted_s = 0, -LOOK_S
 
         def submit(index: int, item: T) -> None:
             future = self.client.submit(call, self.opener, function, item, pure=False)
@@ -111,16 +109,14 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
                 submit(*entry)
             if not places:
                 return
-            future = next(running)
+            future, result = next(running)
             index, item = places.pop(future.key)
             if future.status == "cancelled":
                 message = "the connection to the Dask scheduler was lost; run it again: it goes on where it was"
                 raise BackendUnavailable(message)
-            try:
-                if future.status == "lost":  # done, but the worker died before the result was fetched
-                    raise TimeoutError
-                result = future.result(timeout=FETCH_S)
-            except (KilledWorker, TimeoutError) as problem:
+            if future.status == "error":
+                if not isinstance(problem := future.exception(), KilledWorker):
+                    raise problem
                 deaths[index] = deaths.get(index, 0) + 1
                 if deaths[index] > MAX_DEATHS:
                     message = f"item {index} was lost {deaths[index]} times with its worker: too little memory there?"
