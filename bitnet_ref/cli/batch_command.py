@@ -11,6 +11,7 @@ import click
 from .. import __version__
 from ..errors import BackendUnavailable
 from .generation_options import (
+    INPUT_FILE,
     content_of,
     load_in_worker,
     load_model,
@@ -27,8 +28,6 @@ from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, rep
 if TYPE_CHECKING:
     from ..api import Model
     from ..serving.http.batch import BatchServer
-
-INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
 @click.command(cls=SectionedCommand, short_help="Answer a file of OpenAI batch requests.")

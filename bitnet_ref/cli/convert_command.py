@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .generation_options import INI_FILE, layout_options
+from .generation_options import INPUT_FILE, layout_options
 from .shell import LoadingBar, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ TARGET_NAMES = (
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
-@click.option("--to-tl-tiles", type=INI_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
+@click.option("--to-tl-tiles", type=INPUT_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
 @common_options
 def convert(
     source: str, destination: Path, target: str, no_verify: bool, force: bool, to_tl_tiles: Path | None, **layout: Any

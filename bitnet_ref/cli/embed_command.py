@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
 from ..system.atomic import atomic_path
 from .generation_options import (
+    INPUT_FILE,
     load_model,
     model_opener,
     model_options,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..system.workers import Workers
 
-INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
 BATCH = 32  # texts between two reports of progress
 

@@ -10,6 +10,7 @@ import click
 
 from ..errors import BackendUnavailable
 from .generation_options import (
+    INPUT_FILE,
     load_model,
     loading_options,
     model_opener,
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     from ..evaluation import Perplexity
 
 PROTOCOLS = ("llama.cpp", "gptq", "1bitllm", "lm-eval")  # evaluation.PROTOCOLS, which --help need not import
-TEXT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 LENGTH_HELP = "Tokens read at a time; another length is another figure.  [default: 512 for llama.cpp, else 2048]"
 STATE_HELP = "Written every 5 s; the same command goes on from there."
 
 
 @click.command(cls=SectionedCommand, short_help="The perplexity of a text, by a named protocol.")
 @click.argument("model", default="storyteller")
-@click.option("--text", "texts", type=TEXT_FILE, multiple=True, required=True, help="A document; may be repeated.")
+@click.option("--text", "texts", type=INPUT_FILE, multiple=True, required=True, help="A document; may be repeated.")
 @click.option("--protocol", type=click.Choice(PROTOCOLS), multiple=True, help="May be repeated.  [default: llama.cpp]")
 @click.option("--length", type=int, metavar="N", help=LENGTH_HELP)
 @click.option("--state", type=OutputFile(), help=STATE_HELP)

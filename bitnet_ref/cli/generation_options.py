@@ -33,7 +33,7 @@ LOAD_OPTIONS = (
     *("devices", "gpu_layers", "memory_limit", "rotation"),
 )
 MAX_TEXT_BYTES = 64 << 20  # of @FILE
-INI_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 ROTATION_HELP = "Matrices in a Hadamard basis: run them as stored, or fold it into dense ones."
 rotations = click.Choice(("stored", "folded"))  # formats.checkpoint.ROTATIONS, which --help need not import
@@ -86,7 +86,7 @@ def layout_options(function: AnyFunction) -> AnyFunction:
     layouts = click.Choice(("x86", "arm", "interleaved"))
     options = [
         click.option("--i2s-layout", "i2_s_layout", type=layouts, help="The layout of a GGUF's I2_S tensors."),
-        click.option("--tl-tiles", type=INI_FILE, help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors."),
+        click.option("--tl-tiles", type=INPUT_FILE, help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors."),
         rotation_option(),
     ]
     return apply_options(function, options)

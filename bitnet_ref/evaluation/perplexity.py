@@ -195,7 +195,7 @@ def perplexity(
     windows = rule.cut(model.tokenizer, documents, length)
     if not windows:
         raise GenerationError("the text has no token to score; give a longer one")
-    journal = _Journal(state, _key(model, protocol, length, windows))
+    journal = _Journal(state, {} if state is None else _key(model, protocol, length, windows))  # hashes all weights
     missing = [index for index in range(len(windows)) if index not in journal.done]
     groups = [missing[at : at + WINDOWS_AT_A_TIME] for at in range(0, len(missing), WINDOWS_AT_A_TIME)]
     progress(len(journal.done), len(windows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..backends.run import run_hidden
 from ..errors import ConfigError, GenerationError
 from ..reference.cache import TokenBatch
 from ..system.json_file import read_json_object
-from .generate import Prompts, split_prompts
+from .generate import Prompt, Prompts, split_prompts
 
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
 MAX_PROMPTS_BYTES = 1 << 20
@@ -29,7 +29,7 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDAr
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
     parts, single = split_prompts(texts)
-    rows = [model.check_tokens(token_ids_of(model, part, prompt)) for part in parts]
+    rows = token_rows(model, parts, prompt)
     pooled = np.empty((len(rows), model.config.hidden_size), dtype=np.float64)
     for first, stop in _passes([len(row) for row in rows], model.backend.prompt_tokens(model.config)):
         pooled[first:stop] = _pool(model, rows[first:stop])
@@ -39,14 +39,19 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDAr
     return vectors[0] if single else vectors
 
 
-def token_ids_of(model: LoadedModel, part: object, prompt: str | None = None) -> object:
-    """The ids of a text as an embedding model takes it; ids as they are."""
-    if not isinstance(part, str):
-        return part
-    prompt = default_prompt(model.path) if prompt is None else prompt
-    ids = model.tokenizer.encode(prompt + part)
-    end = model.tokenizer.token_to_id(END_OF_TEXT) if model.config.model_type.startswith("qwen") else None
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+def token_rows(model: LoadedModel, parts: Sequence[Prompt], prompt: str | None = None) -> list[NDArray[np.int64]]:
+    """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`."""
+    if prompt is None and any(isinstance(part, str) for part in parts):
+        prompt = default_prompt(model.path)  # one look at its file, however many texts
+
+    def ids_of(part: Prompt) -> object:
+        if not isinstance(part, str):
+            return part
+        ids = model.tokenizer.encode(f"{prompt}{part}")
+        end = model.tokenizer.token_to_id(END_OF_TEXT) if model.config.model_type.startswith("qwen") else None
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    return [model.check_tokens(ids_of(part)) for part in parts]
 
 
 def instruction_prompt(task: str) -> str:

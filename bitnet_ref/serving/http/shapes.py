@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
-from ...generation.embed import token_ids_of
+from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
@@ -237,7 +237,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 def embedding_ids(model: LoadedModel, texts: Any) -> list[list[int]]:
     """The token ids of each text (or list of token ids) of a request for embeddings."""
     parts, _ = split_prompts(texts)
-    return [model.check_tokens(token_ids_of(model, part)).tolist() for part in parts]
+    return [ids.tolist() for ids in token_rows(model, parts)]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: NDArray, tokens: int) -> dict[str, Any]:
