@@ -44,7 +44,6 @@
 #else
 #define GROUP_UNROLL _Pragma("GCC unroll 16")
 #endif
-enum { GROUP_PREFETCH = 4096 };
 
 /* X -> tables. Entry i = c0 + 3 c1 + 9 c2 is (c0 - 1) X0 + (c1 - 1) X1 + (c2 - 1) X2; the last five are not used. A
  * register holds X0 to X2 in the lanes 0 to 2, their negatives in 4 to 6 and zeros, of which each entry takes three.
@@ -122,7 +121,8 @@ GROUP_INLINE void group_chunk_of(const int T, const group_shape *s, const uint8_
         GROUP_UNROLL
         for (int q = 0; q < 4; q++) {
             word[q] = _mm512_loadu_si512(codes + q * VECTOR_BYTES);
-            _mm_prefetch((const char *)codes + GROUP_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)codes + GROUP_NEAR + q * VECTOR_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)codes + GROUP_FAR + q * VECTOR_BYTES, _MM_HINT_T1);
         }
         GROUP_UNROLL
         for (int f = 0; f < TRIPLES_PER_WORD; f++) {
