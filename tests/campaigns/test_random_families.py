@@ -55,6 +55,7 @@ def random_config(number):
     }
     if family == "llama":
         raw["attention_bias"] = pick(True, False)
+        raw["hidden_size"] = 32 * raw["num_attention_heads"] * pick(1, 2)  # transformers wants a multiple
     elif family == "mistral":
         raw["sliding_window"] = pick(None, window)
     elif family == "qwen2":
@@ -153,7 +154,8 @@ def logits_of_transformers(folder, tokens):
 
 
 @pytest.mark.filterwarnings("ignore:.*planes without keys")
-@pytest.mark.parametrize("cases", [6, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [48])
 def test_every_format_gives_the_same_logits(cases, tmp_path):
     counts, families = Counter(), Counter()
     for number in range(cases):
