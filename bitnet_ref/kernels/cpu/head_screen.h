@@ -22,8 +22,15 @@
  *   The half width is 0.43 standard deviations of Gaussian logits: some 60 rows are left for greedy, 850 for top 50.
  *   Smaller heads: 32000 x 512 1.47 ms and 0.60, 4096 x 256 (in the cache) 0.13 and 0.09, half of which is Python.
  *   A Sapphire Rapids, 2 threads, one token: 10.4 ms; reading the rows takes 9.0.
- * Tried: row by row, prefetching 2 KB ahead, not four rows at a time: the loop alone 9.6 for 10.0 ms, here no faster. A
- *   screen of 4 bits reads half as much, but its residual is 17 times as large, and it would leave all rows. */
+ * Tried: row by row, prefetching 2 KB ahead, not four rows at a time: the loop alone 9.6 for 10.0 ms, here no faster.
+ *   Fewer bits. The residual of 4 bits is 9 to 17 times as large, and the proven bound with it. Rows left, greedy / top 50:
+ *     scale of                       a row        32 weights                               a row
+ *     bits                           8            6           5           4                4
+ *     SmolLM2-135M, 49152 x 576      0.0 / 0.5%   0.2 / 5%    13 / 67%    99 / 100%        100 / 100%
+ *     storyteller, 4096 x 256        0.1 / 1.8%   0.1 / 4%    0.5 / 10%   5 / 49%          10 / 68%
+ *     Gaussian, 20000 x 2560         0.2 / 2.6%   6 / 29%     80 / 96%    100 / 100%       100 / 100%
+ *   So 4 bits in front of 8 would read all rows twice. 6 bits by groups would save a sixth of the screen's bytes, 6% of
+ *   a decoded token's, in front of a second screen: not worth its text. */
 
 enum { STEP(SCREEN_COLUMNS) = STEP_BYTES == 16 ? 512 : 2048 }; /* 512 * 127 * 32639 < 2^31; 2048 with lanes */
 
