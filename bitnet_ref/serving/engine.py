@@ -228,6 +228,11 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
                 handle.close()
 
     @property
+    def unfinished(self) -> int:
+        """How many requests wait, run or are paused."""
+        return self._worker.unfinished
+
+    @property
     def requests(self) -> list[RequestProgress]:
         """The unfinished requests, and how far each of them is."""
         check_process(self._worker.process)

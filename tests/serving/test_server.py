@@ -384,6 +384,9 @@ def test_bad_http(running):
     ]:
         got, _, answer = running.request("POST", "/v1/completions", body, headers)
         assert (got, message in answer["error"]["message"]) == (status, True), answer
+    for host in ("x/health?", "x#", "x:y", "[", "ü"):  # no part of what a request is for
+        status, _, answer = running.post("/v1/completions", {}, host=host.encode())
+        assert (status, answer["error"]["param"]) == (400, "prompt"), answer
     assert running.get("/v1/completions")[0] == 405
     assert running.get("/nothing")[2]["error"]["type"] == "not_found_error"
 
@@ -399,7 +402,17 @@ def test_keys_hosts_and_origins():
         status, headers, answer = server.get("/metrics")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         assert server.get("/health")[0] == 200
-        assert server.get("/health", host="evil.example")[0] == 400
+        for host in ("evil.example", "127.0.0.1.evil.example", "evil.example/127.0.0.1", "", "[::1]:80"):
+            status, headers, answer = server.get("/health", host=host)
+            assert (status, headers["content-type"]) == (400, "application/json"), host
+            assert "is not called" in answer["error"]["message"]
+        preflight = {"origin": "https://b.example", "access-control-request-method": "POST"}
+        status, headers, answer = server.request("OPTIONS", "/v1/completions", None, preflight)
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert "CORS origin" in answer["error"]["message"]
+        assert headers["access-control-allow-origin"] is None
+        good = server.request("OPTIONS", "/v1/completions", None, {**preflight, "origin": "https://a.example"})
+        assert (good[0], good[1]["access-control-allow-origin"]) == (200, "https://a.example")
         _, headers, _ = server.get("/health", origin="https://a.example")
         assert headers["access-control-allow-origin"] == "https://a.example"
         assert server.get("/health", origin="https://b.example")[1]["access-control-allow-origin"] is None

@@ -260,7 +260,10 @@ PARAMETERS = {
     "/tokenizer_info": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
     "/engine": [
         {"name": "model", "in": "query", "required": False, "schema": TEXT},
-        {"name": "after", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}},
+        *(
+            {"name": name, "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}}
+            for name in ("replica", "after")
+        ),
     ],
 }
 
