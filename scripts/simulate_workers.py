@@ -1,5 +1,5 @@
-"""How `DaskWorkers` behaves with a thousand workers that die: Dask's real scheduler and client, each in a process of its
-own, and real workers in a few more processes, whose items only sleep. docs/scale.md has the figures.
+"""How `DaskWorkers` behaves with a thousand workers that die: Dask's real scheduler and client in a process each, and
+real workers in a few more processes, whose items only sleep. docs/scale.md has the figures.
 
     python scripts/simulate_workers.py --workers 1000 --processes 8 --items 5000 --seconds 20 --deaths 50 --kills 1
 """
@@ -31,7 +31,6 @@ OF_WORKERS = {
 }
 PATIENT = {
     "logging": {"distributed": "critical"},
-    "distributed.comm.timeouts.connect": "120s",
     "distributed.comm.timeouts.tcp": "300s",
     "distributed.scheduler.worker-ttl": "300s",
 }
@@ -55,7 +54,8 @@ def run_scheduler(pipe):
                 await asyncio.sleep(0.5)
                 most = max(most, len(scheduler.tasks))
             usage = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send({"queued": most, "scheduler_cpu_s": usage.ru_utime + usage.ru_stime, "rss_mb": usage.ru_maxrss / 1024})
+            cpu_s, rss_mb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+            pipe.send({"queued": most, "scheduler_cpu_s": cpu_s, "scheduler_rss_mb": rss_mb})
             os._exit(0)
 
     dask.config.set(PATIENT)
@@ -92,6 +92,15 @@ def start(function, *arguments):
     process = Process(target=function, args=(*arguments, other), daemon=True)
     process.start()
     return process, pipe
+
+
+def count_stops(stopped, over):
+    """Add up the seconds in which this process did not run at all, though it wanted to."""
+    while not over.is_set():
+        began = time.perf_counter()
+        time.sleep(0.1)
+        if (late := time.perf_counter() - began - 0.1) > 1:
+            stopped.append(late)
 
 
 class Machines:
@@ -142,6 +151,7 @@ def main():
     items = [(number, arguments.seconds * chosen.uniform(0.5, 1.5)) for number in range(arguments.items)]
     ideal, over, results, first_s = sum(s for _, s in items) / arguments.workers, threading.Event(), {}, None
     threading.Thread(target=machines.trouble, args=(ideal, over), daemon=True).start()
+    threading.Thread(target=count_stops, args=(stopped := [], over), daemon=True).start()
     began = time.perf_counter()
     with DaskWorkers((dict,), address=address) as workers:
         for index, number in workers.map(sleep, items):
@@ -155,7 +165,7 @@ def main():
     assert [results[index] for index in range(len(items))] == list(range(len(items)))
     to_scheduler.send("done")
     report = {**vars(arguments), "start_s": start_s, "deaths": machines.deaths, "killed": machines.kills}
-    report |= {**to_scheduler.recv(), "first_s": first_s, "took_s": took, "ideal_s": ideal, "efficiency": ideal / took}
+    report |= {**to_scheduler.recv(), "first_s": first_s, "took_s": took, "ideal_s": ideal, "stopped_s": sum(stopped)}
     report["client_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in report.items()}))
 

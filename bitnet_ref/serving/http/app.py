@@ -36,6 +36,7 @@ from ...errors import (
 from ...generation.embed import embed
 from ..engine import Engine
 from ..metrics import render_metrics
+from ..tickets import RequestHandle
 from . import schemas
 from .failures import blame, describe_failure
 from .page import describe_engine, render_page
@@ -269,9 +270,10 @@ class StreamEvents:
         self._running = len(choices)
 
     async def _follow(self, choice: Choice) -> None:
-        asked = self._asked
+        asked, handle = self._asked, choice.handle
+        assert isinstance(handle, RequestHandle)  # beams are no streams
         try:
-            async for chunk in choice.handle:
+            async for chunk in handle:
                 if asked.top is None:
                     part = choice.part(chunk)
                 else:  # reading a log probability may compute the whole head
