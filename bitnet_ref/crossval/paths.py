@@ -367,15 +367,16 @@ def _log_softmax(logits: NDArray) -> NDArray[np.float64]:
 
 def _judge_scores(model: Model, tokens: list[int], first: int, given: Any, is_greedy: bool | None = None) -> str | None:
     """The problem with the ln p of tokens[first:], or None: they are those of a pass by ops over all tokens."""
-    rows, targets = _log_softmax(_whole(model, tokens, "ops"))[first - 1 : -1], np.array(tokens[first:])
+    rows = _log_softmax(_whole(model, tokens, "ops"))[first - 1 : -1]
+    targets = np.array(tokens[first:], dtype=np.int64)
     expected = rows[np.arange(len(rows)), targets]
     if is_greedy not in (None, bool((rows.argmax(axis=1) == targets).all())):
         return f"is_greedy is {is_greedy}"
     if len(given) != len(expected):
         return f"expected {len(expected)} log probabilities, got {len(given)}"
     distances = np.abs(np.array(given) - expected)
-    worst = int(distances.argmax())
-    if not distances[worst] <= LOGITS_FLOOR:
+    if not (distances <= LOGITS_FLOOR).all():
+        worst = int(distances.argmax())
         return f"ln p of token {first + worst} is {given[worst]:.6f}, and by the logits {expected[worst]:.6f}"
     return None
 
@@ -383,8 +384,9 @@ def _judge_scores(model: Model, tokens: list[int], first: int, given: Any, is_gr
 def _scored(model: Model, tokens: list[int]) -> Outcome:
     """`Model.score`: two prompts, one of them with several continuations, which are computed together."""
     middle, count = max(1, len(tokens) // 2), 0
-    ends = [tokens[middle:], tokens[middle:][::-1], tokens[:3]]
-    for prompt, continuations in ((tokens[:middle], ends), (tokens[:1], [tokens[1:]])):
+    rest = tokens[middle:] or tokens
+    ends = [rest, rest[::-1], tokens[:3]]
+    for prompt, continuations in ((tokens[:middle], ends), (tokens[:1], [tokens[1:] or rest])):
         for number, (end, score) in enumerate(zip(continuations, model.score(prompt, continuations), strict=True)):
             problem = _judge_scores(model, [*prompt, *end], len(prompt), score.logprobs, score.is_greedy)
             if problem is not None:
