@@ -55,11 +55,10 @@ def random_config(number):
     }
     if family == "llama":
         raw["attention_bias"] = pick(True, False)
-        raw["hidden_size"] = 32 * raw["num_attention_heads"] * pick(1, 2)  # transformers wants a multiple
     elif family == "mistral":
         raw["sliding_window"] = pick(None, window)
     elif family == "qwen2":
-        raw |= {"head_dim": None, "hidden_size": 32 * raw["num_attention_heads"] * pick(1, 2)}
+        raw["head_dim"] = None
     elif family == "gemma3_text":
         kinds = [pick("sliding_attention", "full_attention") for _ in range(layers)]
         raw |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": pick(24, 64), "layer_types": kinds}
@@ -74,6 +73,8 @@ def random_config(number):
         raw |= {"linear_key_head_dim": pick(16, 32), "linear_value_head_dim": pick(32, 64)}
         raw |= {"linear_num_value_heads": key_heads * pick(1, 2)}
         raw["rope_parameters"] |= {"partial_rotary_factor": pick(0.5, 1.0)}
+    if family in ("llama", "qwen2", "gemma3_text"):  # transformers wants a multiple of the heads
+        raw["hidden_size"] = 32 * raw["num_attention_heads"] * pick(1, 2)
     return {key: value for key, value in raw.items() if value is not None}
 
 
