@@ -254,7 +254,7 @@ def _check(w: Any, config: ModelConfig) -> None:
         expect(delta_name(index), sizes, {part: array.shape for part, array in arrays.items()})
     for weight in (w.embedding, *(weight for _, weight in w.linears())):
         if isinstance(weight, DenseWeight):
-            expect("dense matrix", True, dtype_name(weight.array.dtype) in ("BF16", "F16", "F32"))
+            expect("dense matrix", True, dtype_name(weight.dtype) in ("BF16", "F16", "F32"))
     for name, size in norm_sizes(config).items():
         owner = w if name == "final_norm" else w.layers[int(name.split(".")[1])]
         expect_floats(name, size, getattr(owner, name.rpartition(".")[2]))
