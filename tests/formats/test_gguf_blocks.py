@@ -26,14 +26,6 @@ from bitnet_ref.reference import quantization
 
 # the byte of a block's float16
 SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_1": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
-    "Q8_0": 0,
-    "Q4_0": 0,
-    "Q4_1": 0,
-    "Q4_K": 0,
-    "Q6_K": 208,
-    "TQ1_0": 52,
-    "TQ2_0": 64,
-}  # the byte of a block's float16
 
 
 def random_blocks(kind, n, seed):
