@@ -176,11 +176,11 @@ PLACES = {
         b + 16 + ⟦at / 2 → 0⟧ + i % 32
         f[i / 32], f[8 + ⟦i / 32 → 0⟧]
         factors[at / 16 + ⟦i / 16 → 0⟧]
-        (six[0] >> ⟦6 → 4⟧ & 0x03030303) << 4
+        (first >> ⟦6 → 4⟧ & 0x03030303) << 4
         if (⟦is_high → 0⟧) q >>= 4""",
     "head_screen.h": r"""
-        q[k] = (int8_t)(int32_t)⟦n → 0⟧;
-        r_squares[k % 8] += ⟦r * r → 0⟧;
+        q[k + i] = (int8_t)(int32_t)⟦n[i] → 0⟧;
+        r_squares[j] += ⟦r * r → 0⟧;
         facts[0] = ⟦s → 2 * s⟧;
         facts[2] = (float)((⟦w_norm → 0⟧ + r_norm)
         X[k] = (int16_t)(⟦n > 32639 → n > 3263⟧

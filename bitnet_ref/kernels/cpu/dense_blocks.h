@@ -69,6 +69,15 @@ STEP_INLINE STEP(i32v) STEP(signed_bytes)(const uint8_t *p) {
 STEP_INLINE STEP(f32v) STEP(to_floats)(STEP(i32v) q) { return __builtin_convertvector(q, STEP(f32v)); }
 #endif
 
+/* 8 bytes times a number */
+STEP_INLINE void STEP(eight_floats)(uint64_t bytes, float factor, float *out) {
+    typedef float floats __attribute__((vector_size(32)));
+    typedef int32_t ints __attribute__((vector_size(32)));
+    typedef uint8_t small __attribute__((vector_size(8)));
+    const floats v = __builtin_convertvector(__builtin_convertvector((small)bytes, ints), floats) * factor;
+    memcpy(out, &v, sizeof v);
+}
+
 /* What the weights of 256 columns, n of 32, are multiplied by: factors[j] for the j-th 32 (16 in Q6_K). What is added to
  * them follows: in Q4_1 each after its factor, in Q4_K after all.
  * quants: room for 256 integers, to which those of Q6_K are put together. */
@@ -106,14 +115,11 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
         return;
     }
     /* 6 bits each: four scales, four minima, the last ones' low nibbles; their high bits are on top of the first ones */
-    uint32_t six[3], parts[4];
-    uint8_t of[16];
-    memcpy(six, b + 4, sizeof six);
-    parts[0] = six[0] & 0x3F3F3F3F, parts[1] = (six[2] & 0x0F0F0F0F) | (six[0] >> 6 & 0x03030303) << 4;
-    parts[2] = six[1] & 0x3F3F3F3F, parts[3] = (six[2] >> 4 & 0x0F0F0F0F) | (six[1] >> 6 & 0x03030303) << 4;
-    memcpy(of, parts, sizeof of);
-    for (int j = 0; j < 8; j++) factors[j] = d[0] * (float)of[j];
-    for (int j = 0; j < 8; j++) factors[8 + j] = -d[1] * (float)of[8 + j];
+    const uint32_t first = read_pair(b + 4), second = read_pair(b + 8), third = read_pair(b + 12);
+    const uint64_t scales = (third & 0x0F0F0F0F) | (first >> 6 & 0x03030303) << 4;
+    const uint64_t minima = (third >> 4 & 0x0F0F0F0F) | (second >> 6 & 0x03030303) << 4;
+    STEP(eight_floats)((first & 0x3F3F3F3F) | scales << 32, d[0], factors);
+    STEP(eight_floats)((second & 0x3F3F3F3F) | minima << 32, -d[1], factors + 8);
 }
 
 /* scale q + offset of nibbles q: low ones, or of high ones */
