@@ -168,7 +168,7 @@ PLACES = {
         STEP(widen_blocks)(kind, row, K, wide + ⟦n → 0⟧ * K)
         (four[i][1] + ⟦four[i][3] → four[i][1]⟧);
         y[i % T * y_stride + i / T] = ⟦total → (total + 1)⟧;
-        w + n * row_bytes, K, x + ⟦m * K → 0⟧, y + m * y_stride + n, y_stride)
+        (kind, 2, T, 2, w + n * row_bytes, K, x + ⟦m * K → 0⟧, y
         STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
     "dense_blocks.h": r"""
         STEP(signed_bytes)(b + 2 + i)) * ⟦f[0] → f[1]⟧
