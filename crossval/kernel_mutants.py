@@ -236,7 +236,7 @@ PLACES = {
         view.n_keys = position + ⟦tokens → 1⟧ - view.first
         H * d, &view, ⟦c.window → 0⟧, scale, workspace, z)""",
     "_cpu_dense.pxi": r"""
-        c.y + ⟦block → 0⟧ * 16, N)
+        c.y + ⟦block → 0⟧ * 16, N, tokens
         tokens + ⟦m → 0⟧ * wide, token_facts
         &facts[⟦block * 64 → 0⟧, 0]
         first + ⟦rows[i] → i⟧ * size""",
