@@ -127,6 +127,8 @@ def load(
     placement = Placement.of(device.devices, device.gpu_layers, device.cache_tokens)
     chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
+    if options.dense == "int8" and "cupy" in {be.name for be in (chosen, *cards)}:
+        raise ConfigError("'int8' is for the CPU's backends: a card would widen it to float32", field="dense")
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
     reading = ReadOptions(
         options.allow_unquantized, options.i2_s_layout, tiles, options.verify, options.rotation, options.dense
