@@ -146,6 +146,7 @@ function mark() {
 // Show a token in the panels.
 function select(i) {
   state.at = i;
+  Object.assign(cell, { row: null, column: null });
   mark();
   showNext();
   drawAttention();
