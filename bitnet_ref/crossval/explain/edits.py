@@ -261,13 +261,9 @@ def _lengths_of_blocks(x: NDArray, size: int) -> NDArray:
 
 
 PARTS: list[tuple[str, Change]] = [
-    ("first half", lambda x: x[:, : x.shape[1] // 2]),
-    ("second half", lambda x: x[:, x.shape[1] // 2 :]),
-    ("first quarter", lambda x: x[:, : x.shape[1] // 4]),
-    ("first three quarters", lambda x: x[:, : 3 * x.shape[1] // 4]),
-    ("even columns", lambda x: x[:, ::2]),
-    ("odd columns", lambda x: x[:, 1::2]),
-    ("columns but the first", lambda x: x[:, 1:]),
+    ("first half", lambda x: x[:, : x.shape[1] // 2]), ("second half", lambda x: x[:, x.shape[1] // 2 :]),
+    ("first quarter", lambda x: x[:, : x.shape[1] // 4]), ("first three quarters", lambda x: x[:, : 3 * x.shape[1] // 4]),
+    ("even columns", lambda x: x[:, ::2]), ("odd columns", lambda x: x[:, 1::2]), ("columns but the first", lambda x: x[:, 1:]),
     *((f"first {n} columns", lambda x, n=n: x[:, :n]) for n in (16, 32, 64, 128)),
     *((f"columns but the last {n}", lambda x, n=n: x[:, :-n] if n < x.shape[1] else x) for n in (1, 4, 8, 16, 32, 64)),
 ]
@@ -334,26 +330,14 @@ def _sig(x: NDArray) -> NDArray:
 
 
 ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {
-    "relu squared": lambda x: np.square(np.maximum(x, 0)),
-    "relu": lambda x: np.maximum(x, 0),
-    "silu": lambda x: x * _sig(x),
+    "relu squared": lambda x: np.square(np.maximum(x, 0)), "relu": lambda x: np.maximum(x, 0), "silu": lambda x: x * _sig(x),
     "gelu (tanh)": lambda x: 0.5 * x * (1 + np.tanh(layers.GELU_SLOPE * (x + 0.044715 * x**3))),
     "gelu (erf)": lambda x: 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),
-    "quick gelu, x sigmoid(1.702 x)": lambda x: x * _sig(1.702 * x),
-    "sigmoid": _sig,
-    "tanh": np.tanh,
-    "no activation": lambda x: x,
-    "the square without relu": np.square,
-    "x |x|": lambda x: x * np.abs(x),
-    "the absolute value": np.abs,
-    "softplus": lambda x: np.logaddexp(0, x),
-    "mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
-    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
-    "hard swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
-    "hard sigmoid": lambda x: np.clip(x + 3, 0, 6) / 6,
-    "relu6": lambda x: np.clip(x, 0, 6),
-    "leaky relu, slope 0.01": lambda x: np.where(x > 0, x, 0.01 * x),
-    "the constant 1": np.ones_like,
+    "quick gelu, x sigmoid(1.702 x)": lambda x: x * _sig(1.702 * x), "sigmoid": _sig, "tanh": np.tanh, "no activation": lambda x: x,
+    "the square without relu": np.square, "x |x|": lambda x: x * np.abs(x), "the absolute value": np.abs, "softplus": lambda x: np.logaddexp(0, x),
+    "mish": lambda x: x * np.tanh(np.logaddexp(0, x)), "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "hard swish": lambda x: x * np.clip(x + 3, 0, 6) / 6, "hard sigmoid": lambda x: np.clip(x + 3, 0, 6) / 6, "relu6": lambda x: np.clip(x, 0, 6),
+    "leaky relu, slope 0.01": lambda x: np.where(x > 0, x, 0.01 * x), "the constant 1": np.ones_like,
 }
 RIGHT_ACTIVATIONS = {"relu2": "relu squared", "silu": "silu", "gelu_tanh": "gelu (tanh)"}
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ....reference import layers
 from ....reference.quantization import quantize_activations
 from ....reference.weights import DenseWeight
+from ..edits import int8_matrix
 from ..variants import Hypothesis, Op, Setting, map_norms
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
@@ -102,10 +103,8 @@ def _embedding_and_head(s: Setting, change: Change) -> Setting:
     return replace(s, weights=replace(s.weights, embedding=embedding, lm_head=head))
 
 
-def int8_rows(w: NDArray) -> NDArray:
-    """w (N, K), each row rounded to 255 levels of its largest value."""
-    step = np.maximum(np.abs(w).max(axis=-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
-    return np.rint(w / step) * step
+def _int8_rows(w: NDArray) -> NDArray:
+    return int8_matrix(w, axis=1)
 
 
 def int8_blocks(w: NDArray) -> NDArray:
@@ -130,7 +129,7 @@ def _int8_head(s: Setting) -> Setting | None:
         x_q, x_quant_scale = quantize_activations(x)
         return x_q.astype(np.float32) / x_quant_scale
 
-    changed = _head(s, int8_rows)
+    changed = _head(s, _int8_rows)
     return None if changed is None else _on_head_input(changed, int8_tokens)
 
 
@@ -184,7 +183,7 @@ HYPOTHESES = (
         "Use it unscaled.",
         lambda s: s.with_ops(embed=lambda op, w, tokens: op(w, tokens) * np.float32(s.config.hidden_size**0.5))),
     head_mistake("head_int8_rows", "lm_head is quantised to int8, with one scale per row",
-        "lm_head is not quantised.", lambda s: _head(s, int8_rows)),
+        "lm_head is not quantised.", lambda s: _head(s, _int8_rows)),
     head_mistake("head_q8_0", "lm_head is stored as Q8_0 (int8 blocks of 32)",
         "Keep lm_head in bf16 or f32.", lambda s: _head(s, int8_blocks) if s.config.hidden_size % 32 == 0 else None),
     embedding_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
