@@ -60,7 +60,8 @@ def random_config(number):
     elif family == "qwen2":
         raw["head_dim"] = None
     elif family == "gemma3_text":
-        kinds = [pick("sliding_attention", "full_attention") for _ in range(layers)]
+        # transformers computes a window's mask even where no layer has one
+        kinds = ["sliding_attention", *(pick("sliding_attention", "full_attention") for _ in range(layers - 1))]
         raw |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": pick(24, 64), "layer_types": kinds}
         raw |= {"sliding_window": window, "final_logit_softcapping": pick(None, 5.0)}
         ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in THETAS.items()}
