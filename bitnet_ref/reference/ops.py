@@ -66,7 +66,7 @@ class Ops:
         require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens)
         if not isinstance(w, DenseWeight):
             return w.rows(tokens, self.dtype)
-        x = w.array.take(tokens, axis=0)
+        x = w.array[tokens]  # not take(): its int64 indices are an error where pointers have 32 bits (Pyodide)
         if x.dtype.name == "bfloat16":  # the upper half of a float32; the cast of ml_dtypes crashes for want of memory
             x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return x.astype(self.dtype, copy=False)
@@ -225,4 +225,4 @@ class Ops:
 
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         """x (N, D), rows (n,) -> (n, D)"""
-        return x.take(rows, axis=0)
+        return x[rows]
