@@ -47,7 +47,6 @@ function showEngine(facts) {
   showRequests();
 }
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const ofRequest = (id) => `--s${id % COLOURS}`;
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
@@ -103,19 +102,6 @@ function drawSpeeds(tile) {
 }
 
 // -- plots ------------------------------------------------------------------------------------------------------------
-
-// The canvas's context, with CSS pixels as units, cleared; and its width.
-function prepare(canvas, height) {
-  const width = canvas.clientWidth, scale = devicePixelRatio || 1;
-  canvas.style.height = `${height}px`;
-  canvas.width = Math.round(width * scale);
-  canvas.height = Math.round(height * scale);
-  const context = canvas.getContext("2d");
-  context.scale(scale, scale);
-  context.font = "11px system-ui, sans-serif";
-  context.textBaseline = "middle";
-  return [context, width];
-}
 
 function stripes(context, name) {
   const tile = make("canvas", { width: 6, height: 6 });
@@ -281,25 +267,6 @@ function drawAll() {
   drawPages();
 }
 
-// Lets a plot be read with the pointer and the arrow keys. at(x, y): what is there; move(key): what is next to it.
-function readable(canvas, at, move) {
-  const point = (event) => {
-    const box = canvas.getBoundingClientRect();
-    at(event.clientX - box.left, event.clientY - box.top);
-    drawAll();
-  };
-  canvas.onpointermove = point;
-  canvas.onpointerdown = point;
-  canvas.onkeydown = (event) => {
-    if (!/^(Arrow|Home|End|Escape)/.test(event.key)) return;
-    event.preventDefault();
-    move(event.key);
-    drawAll();
-  };
-}
-
-const clamp = (value, high) => Math.max(0, Math.min(high, value));
-
 readable(
   $("steps"),
   (x) => (stepAt = shownSteps[Math.floor((x - LEFT) / COLUMN)]?.number ?? null),
@@ -308,6 +275,7 @@ readable(
     const next = { ArrowLeft: (place < 0 ? last + 1 : place) - 1, ArrowRight: place < 0 ? last : place + 1, Home: 0, End: last }[key];
     stepAt = next === undefined ? null : (shownSteps[clamp(next, last)]?.number ?? null);
   },
+  drawAll,
 );
 readable(
   $("pages"),
@@ -320,6 +288,7 @@ readable(
     const next = { ArrowLeft: place - 1, ArrowRight: place + 1, ArrowUp: place - cell.columns, ArrowDown: place + cell.columns, Home: 0, End: last }[key];
     pageAt = next === undefined ? null : clamp(next, last);
   },
+  drawAll,
 );
 
 // -- requests ---------------------------------------------------------------------------------------------------------
